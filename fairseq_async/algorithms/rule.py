@@ -1,0 +1,24 @@
+"""What every server rule offers."""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fairseq_async.algorithms.update import Update
+
+
+class Rule(Protocol):
+    """Turns updates, in the order of their arrival, into changes of the parameters."""
+
+    def apply(self, parameters: Tensor, update: Update) -> bool:
+        """Takes one update in; ``parameters`` (flat) change in place. True when the optimizer stepped."""
+        ...
+
+    @property
+    def steps_next(self) -> bool:
+        """Whether the next update will change the parameters; its sender waits for them only then."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
