@@ -1,0 +1,167 @@
+"""Parameters and updates in memory that server and workers of one machine share."""
+
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fairseq_async.errors import ExchangeError
+from fairseq_async.exchange.copying import copy
+
+DIRECTORY = "/dev/shm"
+_PATIENCE = 10.0  # seconds that one side waits for the other before it takes it for dead
+
+
+class SharedMemory:
+    """The published parameters and one slot a worker, each a flat fp32 tensor.
+
+    The server alone writes the published parameters, a worker alone writes its slot. A reader may copy while the
+    server publishes: a counter that is odd during a write (a seqlock) tells it to copy again, so it never keeps a
+    mixture of two versions, and no reader, even one killed on the way, can hold up the server.
+
+    A worker may be answered before its update is taken out of its slot: the header says how far the server has come.
+
+    The file has no name (``O_TMPFILE``): it cannot clash with another job's and is gone with the last process
+    that has it open, however that process ends.
+    """
+
+    def __init__(self, descriptor: int, parameters: int, workers: int) -> None:
+        self.parameters, self.workers = parameters, workers
+        self._descriptor = descriptor
+        self._map = mmap.mmap(descriptor, self.nbytes(parameters, workers))
+        # the seqlock's counter, the version, and for each worker the last sequence number taken out of its slot
+        self._header = torch.frombuffer(self._map, dtype=torch.int64, count=2 + workers)
+        self._fence = threading.Lock()
+
+    @staticmethod
+    def nbytes(parameters: int, workers: int) -> int:
+        return _header_bytes(workers) + 4 * parameters * (1 + workers)
+
+    @classmethod
+    def create(cls, parameters: int, workers: int) -> "SharedMemory":
+        """The server's side.
+
+        Raises:
+            ExchangeError: there is no room in /dev/shm.
+        """
+        size = cls.nbytes(parameters, workers)
+        try:
+            descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            raise ExchangeError(_no_room(size, error)) from error
+        memory = cls(descriptor, parameters, workers)
+        memory._header[2:] = -1  # nothing is taken yet; 0 is the first sequence number
+        return memory
+
+    @classmethod
+    def attach(cls, path: str, parameters: int, workers: int) -> "SharedMemory":
+        """A worker's side; ``path`` is the server's :attr:`path`.
+
+        Raises:
+            ExchangeError: the file cannot be opened, or is not of the size that these parameters need.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+        except OSError as error:
+            raise ExchangeError(f"the server's shared memory {path} cannot be opened: {error.strerror}") from error
+        if os.fstat(descriptor).st_size != cls.nbytes(parameters, workers):
+            os.close(descriptor)
+            raise ExchangeError(f"the server's shared memory {path} is not of the size that this model needs")
+        return cls(descriptor, parameters, workers)
+
+    @property
+    def path(self) -> str:
+        """Where other processes of the same user open it."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    @property
+    def published(self) -> Tensor:
+        return self._vector(0)
+
+    def slot(self, worker: int) -> Tensor:
+        return self._vector(1 + worker)
+
+    def _vector(self, index: int) -> Tensor:
+        offset = _header_bytes(self.workers) + 4 * self.parameters * index
+        return torch.frombuffer(self._map, dtype=torch.float32, count=self.parameters, offset=offset)
+
+    def publish(self, parameters: Tensor, version: int) -> None:
+        self._count()
+        copy(self.published, parameters)
+        self._header[1] = version
+        self._count()
+
+    def read(self, copy: Callable[[Tensor], None]) -> int:
+        """Calls ``copy(published)`` until no publication fell into it; returns the version that was copied.
+
+        Raises:
+            ExchangeError: one publication was begun and not ended.
+        """
+        seen, deadline = -1, 0.0
+        while True:
+            before, version = int(self._header[0]), int(self._header[1])
+            self._order()
+            if before % 2 == 0:
+                copy(self.published)
+                self._order()
+                if int(self._header[0]) == before:
+                    return version
+            elif before != seen:  # another publication than the one that was waited for
+                seen, deadline = before, time.monotonic() + _PATIENCE
+            elif time.monotonic() > deadline:
+                raise ExchangeError("the server stopped while it published parameters")
+            else:
+                time.sleep(0.0002)
+
+    def mark_taken(self, worker: int, sequence: int) -> None:
+        """The server has read this update and will not read the slot again before the next."""
+        self._order()
+        self._header[2 + worker] = sequence
+
+    def wait_until_taken(self, worker: int, sequence: int) -> None:
+        """Returns when the worker may write its slot again.
+
+        Raises:
+            ExchangeError: the server does not come to it.
+        """
+        deadline = time.monotonic() + _PATIENCE
+        while int(self._header[2 + worker]) < sequence:
+            if time.monotonic() > deadline:
+                raise ExchangeError("the server does not take updates any more")
+            time.sleep(0.0002)
+        self._order()
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _count(self) -> None:
+        self._order()
+        self._header[0] += 1
+        self._order()
+
+    def _order(self) -> None:
+        # Taking a lock is a memory barrier: without it a processor with weak ordering (Arm) may move the copy
+        # past the counter.
+        with self._fence:
+            pass
+
+
+def _header_bytes(workers: int) -> int:
+    return 64 * (1 + (2 + workers) // 8)  # in whole cache lines
+
+
+def _no_room(size: int, error: OSError) -> str:
+    if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+        return f"{DIRECTORY} cannot be used for shared memory: {error.strerror}"
+    disk = os.statvfs(DIRECTORY)
+    free = disk.f_bavail * disk.f_frsize
+    return (
+        f"no room in {DIRECTORY}: parameters and slots need {size / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free; "
+        "enlarge it (in a container: --shm-size)"
+    )
