@@ -1,0 +1,62 @@
+"""Where each tensor of a model lies in the flat buffer that server and workers exchange."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One named tensor; ``dtype`` is the worker's (the buffer itself is fp32)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name} {'x'.join(map(str, self.shape)) or 'scalar'} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The model's tensors in the order of the buffer."""
+
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, Tensor]]) -> "Layout":
+        return cls(tuple(Segment(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in named))
+
+    @property
+    def size(self) -> int:
+        return sum(segment.size for segment in self.segments)
+
+    def views(self, flat: Tensor) -> Iterator[Tensor]:
+        """One view a segment, of the segment's shape, into the flat buffer of :attr:`size` elements."""
+        for segment, part in zip(self.segments, flat.split([s.size for s in self.segments]), strict=True):
+            yield part.view(segment.shape)
+
+    def difference(self, other: "Layout") -> str | None:
+        """The first tensor in which this layout differs from the others', in words; None when they are equal."""
+        for index in range(max(len(self.segments), len(other.segments))):
+            ours, theirs = self._at(index), other._at(index)
+            if ours != theirs:
+                return f"its tensor {index} is {ours}, theirs is {theirs}"
+        return None
+
+    def _at(self, index: int) -> str:
+        return str(self.segments[index]) if index < len(self.segments) else "missing"
+
+    def to_json(self) -> list[Any]:
+        return [[s.name, list(s.shape), s.dtype] for s in self.segments]
+
+    @classmethod
+    def from_json(cls, rows: list[Any]) -> "Layout":
+        return cls(tuple(Segment(str(name), tuple(map(int, shape)), str(dtype)) for name, shape, dtype in rows))

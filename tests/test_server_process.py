@@ -1,0 +1,238 @@
+"""A server process and its clients over loopback, with a rule that needs no fairseq."""
+
+import json
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
+from fairseq_async.exchange import Channel
+from fairseq_async.server import Layout, ServerClient
+from fairseq_async.server.process import ServerProcess
+
+MODULE = "tests.sgd_server"
+LAYOUT = Layout.of([("weight", torch.zeros(2, 2)), ("bias", torch.zeros(2))])
+METHOD: dict[str, Any] = {"updates_per_step": 1, "barrier": False, "last_version": None, "max_epoch": 0}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    process = ServerProcess(MODULE, 2, tmp_path, tmp_path / "server.log")
+    yield process
+    process.stop()
+
+
+def join(server: ServerProcess, worker: int, **method: Any) -> ServerClient:
+    client = ServerClient(server.address, server.token, worker)
+    welcome = client.join(LAYOUT, METHOD | method)
+    if not welcome["initialised"]:
+        client.own_slot.fill_(1.0)
+        client.ask({"kind": "initialise", "state": None})
+    return client
+
+
+def push(client: ServerClient, sequence: int, value: float, base: int = 0) -> dict[str, Any]:
+    report = {"position": {"epoch": 1, "seen": sequence}}
+    return client.push(
+        lambda slot: slot.fill_(value), sequence=sequence, base_version=base, weight=1.0, report=report, wait=False
+    )
+
+
+def pull(client: ServerClient) -> tuple[int, float]:
+    values = torch.empty(LAYOUT.size)
+    version = client.pull(values.copy_)
+    assert values.min() == values.max()
+    return version, values[0].item()
+
+
+def test_two_workers_share_the_parameters_that_worker_0_brought(server: ServerProcess, tmp_path: Path) -> None:
+    first = join(server, 0)
+    second = join(server, 1)
+    assert pull(second) == (0, 1.0)
+    assert push(first, 0, 0.5)["version"] == 1
+    assert push(second, 0, 0.25)["staleness"] == 1
+    assert pull(first) == pull(second) == (2, 0.25)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
+    assert [(e["worker"], e["sequence"], e["base_version"], e["version_after"]) for e in events] == [
+        (0, 0, 0, 1),
+        (1, 0, 0, 2),
+    ]
+    assert all(e["norm"] > 0 and e["weight"] == 1.0 and e["time"] > 0 for e in events)
+
+
+def test_a_worker_that_died_in_the_middle_of_a_write_costs_that_update_and_comes_back(server: ServerProcess) -> None:
+    first, second = join(server, 0), join(server, 1)
+    push(second, 0, 0.5)
+    second.own_slot.fill_(1e9)  # written, never pushed
+    second._channel.close()
+    assert push(first, 0, 0.25)["version"] == 2 and pull(first) == (2, 0.25)
+    again = ServerClient(server.address, server.token, 1)
+    welcome = again.join(LAYOUT, METHOD)
+    assert welcome["sequence"] == 1 and welcome["position"] == {"epoch": 1, "seen": 0}
+
+
+def test_the_whole_state_comes_back_from_a_snapshot(server: ServerProcess, tmp_path: Path) -> None:
+    first = join(server, 0, updates_per_step=2)
+    for sequence in range(3):
+        push(first, sequence, 0.5)
+    first.ask({"kind": "snapshot", "path": str(tmp_path / "state.pt")})
+    other = ServerProcess(MODULE, 2, tmp_path / "other", tmp_path / "other.log")
+    try:
+        client = ServerClient(other.address, other.token, 0)
+        client.join(LAYOUT, METHOD | {"updates_per_step": 2})
+        welcome = client.ask({"kind": "initialise", "state": str(tmp_path / "state.pt")})
+        assert welcome["sequence"] == 3 and pull(client) == pull(first)
+        assert push(client, 3, 0.5)["version"] == push(first, 3, 0.5)["version"] == 2  # the third waited in the sum
+        assert pull(client) == pull(first)
+    finally:
+        other.stop()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token": "wrong"}, "another run"),
+        ({"worker": 2}, "there is no worker 2"),
+        (
+            {"layout": [["weight", [2, 3], "float32"]]},
+            "its tensor 0 is weight 2x3 float32, theirs is weight 2x2 float32",
+        ),
+        ({"method": METHOD | {"updates_per_step": 3}}, "updates_per_step"),
+        ({"kind": "push"}, "introduce yourself"),
+        ({"worker": 0}, "worker 0 is here already"),
+        ({"layout": "nonsense"}, "malformed"),
+    ],
+)
+def test_strangers_are_told_why_and_the_server_stays(
+    server: ServerProcess, change: dict[str, Any], message: str
+) -> None:
+    first = join(server, 0)
+    hello = {"kind": "hello", "token": server.token, "worker": 1, "method": METHOD, "layout": LAYOUT.to_json()}
+    with pytest.raises(RefusedError, match=message):
+        ServerClient(server.address, server.token, 1).ask(hello | change)
+    assert push(first, 0, 0.5)["version"] == 1
+
+
+def test_bytes_that_are_no_message_close_that_connection_only(server: ServerProcess) -> None:
+    first = join(server, 0)
+    host, port = server.address.split(":")
+    for garbage in (struct.pack("!I", 2**31), struct.pack("!I", 4) + b"\xff\xfe{}", struct.pack("!I", 2) + b"[]"):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(garbage)
+            stranger.settimeout(5)
+            assert stranger.recv(1) == b""
+    assert push(first, 0, 0.5)["version"] == 1
+
+
+def test_the_barrier_answers_both_workers_when_the_round_is_complete(server: ServerProcess) -> None:
+    method = {"updates_per_step": 2, "barrier": True}
+    first, second = join(server, 0, **method), join(server, 1, **method)
+    first.own_slot.fill_(1.0)
+    first._channel.send({"kind": "push", "sequence": 0, "base_version": 0, "weight": 1.0, "report": {}, "wait": False})
+    assert pull(second) == (0, 1.0)
+    assert push(second, 0, 0.0)["version"] == 1
+    assert first._channel.receive()["version"] == 1
+    assert pull(first) == (1, 0.5)
+
+
+def test_a_worker_that_leaves_a_barrier_run_early_does_not_hold_up_the_others(server: ServerProcess) -> None:
+    method = {"updates_per_step": 2, "barrier": True}
+    first, second = join(server, 0, **method), join(server, 1, **method)
+    first._channel.send({"kind": "push", "sequence": 0, "base_version": 0, "weight": 1.0, "report": {}, "wait": False})
+    second.leave(finished=False)
+    assert first._channel.receive()["status"] == "applied"
+
+
+def test_two_runs_do_not_share_a_directory(server: ServerProcess, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is in use by another run"):
+        ServerProcess(MODULE, 1, tmp_path, tmp_path / "log")
+
+
+def test_an_update_that_steps_nothing_is_answered_at_once_and_not_overwritten(server: ServerProcess) -> None:
+    first = join(server, 0, updates_per_step=50)
+    answers = [push(first, sequence, float(sequence)) for sequence in range(50)]
+    assert [answer["status"] for answer in answers] == ["accepted"] * 49 + ["applied"]
+    assert pull(first)[1] == pytest.approx(1.0 - sum(range(50)) / 50)
+
+
+def test_a_refused_update_is_told_with_the_next_answer_or_at_once_to_whom_waits(server: ServerProcess) -> None:
+    first = join(server, 0, updates_per_step=50)
+    assert push(first, 0, float("nan"))["refused"] == 0
+    assert push(first, 1, 1.0)["refused"] == 1
+    nan = {"sequence": 2, "base_version": 0, "weight": 1.0, "report": {}, "wait": True}
+    answer = first.push(lambda slot: slot.fill_(float("inf")), **nan)
+    assert answer["status"] == "refused" and answer["refused"] == 2
+
+
+def test_the_run_ends_for_all_at_the_last_version_and_the_server_with_the_last_worker(server: ServerProcess) -> None:
+    first, second = join(server, 0, last_version=1), join(server, 1, last_version=1)
+    assert push(first, 0, 0.5)["finished"]
+    answer = push(second, 0, 0.5)
+    assert answer["status"] == "finished" and answer["version"] == 1
+    first.leave(finished=True)
+    assert server.process.poll() is None
+    second.leave(finished=False)
+    assert server.process.wait(timeout=10) == 0
+
+
+def test_worker_0_may_end_the_run_before_its_limits(server: ServerProcess) -> None:
+    """As with --patience: the others learn of it at their next push, and the server ends after them."""
+    first, second = join(server, 0), join(server, 1)
+    push(first, 0, 0.5)
+    first.leave(finished=True)
+    assert push(second, 0, 0.5)["status"] == "finished"
+    second.leave(finished=False)
+    assert server.process.wait(timeout=10) == 0
+
+
+def test_the_passes_of_all_workers_together_end_the_run(server: ServerProcess) -> None:
+    first, second = join(server, 0, max_epoch=1), join(server, 1, max_epoch=1)
+    message = {"kind": "push", "sequence": 0, "base_version": 0, "weight": 1.0, "report": {"epochs": 0.5}}
+    assert not first.ask(message | {"wait": False})["finished"]
+    assert second.ask(message | {"wait": False})["finished"]
+
+
+def test_a_server_that_dies_is_an_error_at_once(server: ServerProcess) -> None:
+    client = join(server, 0)
+    os.kill(server.process.pid, signal.SIGKILL)
+    with pytest.raises(ExchangeError, match="is gone"):
+        push(client, 0, 0.5)
+
+
+def test_a_server_ends_with_the_process_that_started_it(server: ServerProcess) -> None:
+    assert server.process.stdin is not None
+    server.process.stdin.close()
+    assert server.process.wait(timeout=10) == 0
+
+
+def test_no_server_and_a_port_in_use_are_clear(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"port {port} \(--port\) cannot be used"):
+            ServerProcess(MODULE, 1, tmp_path, tmp_path / "log", port=port)
+    time.sleep(0.05)
+    with pytest.raises(ExchangeError, match=rf"no server at 127.0.0.1:{port} \(--server\)"):
+        ServerClient(f"127.0.0.1:{port}", "token", 0)
+    with pytest.raises(ExchangeError, match="no server at nowhere"):
+        ServerClient("nowhere", "token", 0)
+
+
+def test_a_message_arrives_whole_however_it_is_cut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        left = socket.create_connection(listener.getsockname())
+        sender, receiver = Channel(left), Channel(listener.accept()[0])
+    body = json.dumps({"text": "é" * 5000}).encode()
+    for byte in struct.pack("!I", len(body)) + body:
+        left.sendall(bytes([byte]))
+    assert receiver.receive() == {"text": "é" * 5000}
+    sender.close()
+    with pytest.raises(ExchangeError, match="closed"):
+        receiver.receive()
