@@ -1,0 +1,12 @@
+"""What ``fairseq-train --user-dir`` finds here: the optimizers, and checkpoints that load under torch 2.6 and later."""
+
+from argparse import Namespace
+
+import torch
+
+from fairseq_async.fairseq_plugin.optimizer import HybridAsync
+
+# torch loads only types that it trusts; fairseq's own checkpoints hold one more, which is plain data.
+torch.serialization.add_safe_globals([Namespace])
+
+__all__ = ["HybridAsync"]

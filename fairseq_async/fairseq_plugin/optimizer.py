@@ -1,0 +1,250 @@
+"""``--optimizer hybrid_async``: a worker's half. It pushes where fairseq steps, and pulls."""
+
+import logging
+import math
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq.optim import FairseqOptimizer, register_optimizer
+from fairseq.optim.dynamic_loss_scaler import DynamicLossScaler
+from torch import Tensor
+from torch.nn import Parameter
+
+from fairseq_async.errors import AsyncError, ConfigurationError, RefusedError
+from fairseq_async.exchange import copy
+from fairseq_async.fairseq_plugin import options
+from fairseq_async.server import Layout, ServerClient
+
+logger = logging.getLogger(__name__)
+
+
+@register_optimizer("hybrid_async")
+class HybridAsync(FairseqOptimizer):
+    """Sends gradients to the server and takes parameters from it; the inner optimizer steps there, in fp32.
+
+    The fp32 masters of a half-precision model are the server's parameters, so no copy of them is kept here.
+
+    Args:
+        named: the model's trainable parameters with their names.
+        client: the connection to the server.
+        scaler: the dynamic loss scale of an fp16 model.
+        max_refused: updates with NaN or Inf, in a row, after which the worker stops.
+        barrier: whether the server answers only when the step is taken.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        named: Sequence[tuple[str, Parameter]],
+        client: ServerClient,
+        scaler: DynamicLossScaler | None,
+        max_refused: int,
+        barrier: bool,
+    ) -> None:
+        super().__init__(cfg)
+        self.client, self.scaler, self.max_refused, self.barrier = client, scaler, max_refused, barrier
+        self.layout = Layout.of(named)
+        self._half = any(parameter.dtype is not torch.float32 for _, parameter in named)
+        # Steps are taken in the server: this one holds the learning rate for fairseq's logs, and the parameters.
+        self._optimizer = torch.optim.SGD([p for _, p in named], lr=cfg.lr[0])
+        self.joined = self.finished = False
+        self.version = self.sequence = self.staleness = 0
+        self.refused = self.refused_in_a_row = 0
+        self.report: dict[str, Any] = {}
+        self.seconds = {"push": 0.0, "pull": 0.0}
+        self.idle = False  # the batch is a dummy that fills up an epoch
+        self._restored: dict[str, Any] | None = None
+        self._begin_batch()
+
+    @classmethod
+    def add_args(cls, parser: ArgumentParser) -> None:
+        from fairseq_async.fairseq_plugin.session import attach
+
+        options.add_arguments(parser)
+        attach(sys.modules)
+
+    @property
+    def optimizer_config(self) -> dict[str, Any]:
+        return {"lr": self.cfg.lr[0]}
+
+    # What fairseq's trainer does in one step, in its order
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self._begin_batch()
+
+    def backward(self, loss: Tensor) -> None:
+        self._loss += float(loss.detach())
+        super().backward(loss if self.scaler is None else self.scaler.scale(loss))
+
+    def multiply_grads(self, c: Any) -> None:
+        """By 1 / tokens; half-precision gradients are multiplied when they are pushed, in fp32."""
+        if self._half:
+            self._factor *= float(c)
+        else:
+            super().multiply_grads(c)
+        self._weight = 0.0 if self.idle else round(1.0 / float(c), 9)
+
+    def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
+        """The norm of this worker's gradient, for the log: what is clipped is the sum, in the server.
+
+        A norm that is not finite is given as 0: it does not end the run here, because the server refuses the
+        update, or because the loss scale was too large and the batch is skipped.
+        """
+        norm = self._factor * super().clip_grad_norm(0.0)
+        self._skip = self.scaler is not None and _overflows(self.scaler, norm)
+        self._finite = bool(torch.isfinite(norm))
+        return norm if self._finite else norm.new_zeros(())
+
+    def step(self, closure: Any = None, scale: float = 1.0, groups: Any = None) -> None:
+        """Pushes the mean gradient, waits for the receipt and pulls the parameters if they have changed.
+
+        Raises:
+            RefusedError: the last ``max_refused`` updates had NaN or Inf.
+            ExchangeError: the server is gone; this update may be lost.
+        """
+        if self._skip or (self.idle and not self.barrier):
+            return
+        started = time.perf_counter()
+        answer = self.client.push(
+            self._write,
+            sequence=self.sequence,
+            base_version=self.version,
+            weight=self._weight,
+            report=self.report | self._measured(),
+            wait=not self._finite,  # it will be refused, which is to be known before the next
+        )
+        self.sequence += 1
+        self.seconds["push"] = time.perf_counter() - started
+        self._settle(answer)
+        if answer["version"] != self.version:
+            self.pull()
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def pull(self) -> None:
+        """Takes the server's current parameters into the model."""
+        started = time.perf_counter()
+        self.version = self.client.pull(self._copy_in)
+        self.seconds["pull"] = time.perf_counter() - started
+
+    # The server's state
+
+    def join(self, method: dict[str, Any]) -> dict[str, Any]:
+        """Enters the run; returns the server's welcome, at once to worker 0, to others when there are parameters."""
+        return self.client.join(self.layout, method)
+
+    def bring_parameters(self, run_dir: Path) -> dict[str, Any]:
+        """To a new server: this model's, or all of the state that :meth:`load_state_dict` got."""
+        for view, parameter in zip(self.layout.views(self.client.own_slot), self.params, strict=True):
+            copy(view, parameter)
+        if self._restored is None:
+            return self.client.ask({"kind": "initialise", "state": None})
+        path = run_dir / ".state-restored.pt"
+        try:
+            torch.save(self._restored, path)
+            return self.client.ask({"kind": "initialise", "state": str(path)})
+        finally:
+            path.unlink(missing_ok=True)
+
+    def begin(self, welcome: dict[str, Any]) -> None:
+        """Takes the server's parameters, and its word on what this worker has sent before."""
+        self._restored, self.joined = None, True
+        self.sequence, self.refused = welcome["sequence"], welcome["refused"]
+        self.set_lr(welcome["learning_rate"])
+        self.pull()
+
+    def fetch(self, run_dir: Path) -> dict[str, Any]:
+        """The server's whole state, whose parameters are the model's afterwards."""
+        path = run_dir / f".state-{self.client.worker}.pt"
+        try:
+            self.client.ask({"kind": "snapshot", "path": str(path)})
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        finally:
+            path.unlink(missing_ok=True)
+        self._copy_in(state["server"]["parameters"])
+        self.version = state["server"]["version"]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: dict[str, Any] | None = None) -> None:
+        """Keeps a checkpoint's server state until this worker joins.
+
+        Raises:
+            ConfigurationError: it is not the state of a ``hybrid_async`` run.
+        """
+        if "server" not in state_dict:
+            raise ConfigurationError("the checkpoint is of another optimizer; use --reset-optimizer")
+        if self.scaler is not None and "loss_scale" in state_dict:
+            self.scaler.loss_scale = state_dict["loss_scale"]
+        for group in state_dict["server"]["rule"]["optimizer"]["param_groups"]:
+            group.update(optimizer_overrides or {})
+        self._restored = state_dict
+
+    def forget(self, schedule: bool, positions: bool) -> None:
+        """--reset-lr-scheduler and --reset-dataloader: what of a checkpoint's state is not for the server."""
+        if self._restored is not None and schedule:
+            self._restored["server"]["rule"]["schedule"] = None
+        if self._restored is not None and positions:
+            self._restored |= {"positions": {}, "epochs": 0.0}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Only what this worker holds; the trainer adds what it has fetched from the server."""
+        return {} if self.scaler is None else {"loss_scale": self.scaler.loss_scale}
+
+    # Details
+
+    @property
+    def supports_flat_params(self) -> bool:
+        return True
+
+    def _begin_batch(self) -> None:
+        self._factor = 1.0 if self.scaler is None else 1.0 / float(self.scaler.loss_scale)
+        self._weight, self._loss, self._skip, self._finite = 0.0, 0.0, False, True
+
+    def _write(self, slot: Tensor) -> None:
+        for view, parameter in zip(self.layout.views(slot), self.params, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif self._half:
+                copy(view, parameter.grad.float().mul_(self._factor))
+            else:
+                copy(view, parameter.grad)
+
+    def _copy_in(self, flat: Tensor) -> None:
+        for view, parameter in zip(self.layout.views(flat), self.params, strict=True):
+            copy(parameter, view)
+
+    def _measured(self) -> dict[str, float]:
+        """Loss per token in bits, and how long the exchanges before this one took."""
+        loss = self._loss / self._weight / math.log(2) if self._weight else 0.0
+        return {"loss": loss, **{f"{name}_seconds": value for name, value in self.seconds.items()}}
+
+    def _settle(self, answer: dict[str, Any]) -> None:
+        self.finished, self.staleness = answer["finished"], answer["staleness"]
+        self.set_lr(answer["learning_rate"])
+        more, self.refused = answer["refused"] - self.refused, answer["refused"]
+        self.refused_in_a_row = self.refused_in_a_row + more if more else 0
+        if more:
+            logger.warning("an update was refused: its gradient had NaN or Inf (%d in all)", self.refused)
+        if self.refused_in_a_row >= self.max_refused:
+            raise RefusedError(
+                f"the last {self.refused_in_a_row} updates of worker {self.client.worker} had NaN or Inf and were "
+                "refused (--max-refused); try a lower --lr or --clip-norm"
+            )
+
+
+def _overflows(scaler: DynamicLossScaler, norm: Tensor) -> bool:
+    """Whether the loss scale was too large for this batch; the scaler takes a smaller one."""
+    try:
+        scaler.check_overflow(norm)
+    except OverflowError as overflow:
+        logger.info("gradient overflow, batch skipped, %s", overflow)
+        return True
+    except FloatingPointError as error:
+        raise AsyncError(str(error)) from error
+    return False

@@ -1,0 +1,96 @@
+"""One worker's part in a run, from fairseq's ``main`` to its end."""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fairseq_async.errors import AsyncError
+from fairseq_async.fairseq_plugin import options
+from fairseq_async.fairseq_plugin.place import Place
+from fairseq_async.fairseq_plugin.trainer import AsyncTrainer, plain
+from fairseq_async.server import ServerClient
+
+
+def attach(modules: Mapping[str, ModuleType]) -> None:
+    """Puts this worker between ``fairseq-train``'s command line and its ``main``.
+
+    fairseq looks both names up when it calls them, so that nothing of it has to be copied or changed: ``main`` is
+    wrapped and ``Trainer`` is replaced in the module of the command that is running, and only there.
+    """
+    for name in ("__main__", "fairseq_cli.train"):
+        module = modules.get(name)
+        if module is not None and hasattr(module, "Trainer") and not isinstance(module.main, partial):
+            module.main = partial(_main, module, module.main)  # type: ignore[attr-defined]
+
+
+def _main(module: ModuleType, main: Callable[..., None], cfg: Any, **kwargs: Any) -> None:
+    try:
+        session = Session(cfg)
+        module.Trainer = partial(AsyncTrainer, session)  # type: ignore[attr-defined]
+        try:
+            main(cfg, **kwargs)
+            session.end()
+        finally:
+            session.close()
+    except AsyncError as error:
+        options.fail(str(error))
+
+
+class Session:
+    """Connects to the server before fairseq loads anything, so that a mistake shows at once.
+
+    Attributes:
+        arguments: every flag of the command line, as fairseq hands them to an old-style optimizer.
+        given: the configuration as it was given, in plain types, for checkpoints.
+        method: what all workers must agree upon.
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        self.arguments: Namespace = cfg.optimizer
+        self.given = plain(cfg)
+        self.place = Place.find()
+        self.method = options.describe(self.arguments, cfg, self.place.workers)
+        self.run_dir = Path(self.arguments.run_dir or cfg.checkpoint.save_dir)
+        self._adjust(cfg)
+        address, token, self._server = self.place.find_server(self.arguments.server, self.run_dir)
+        self.client = ServerClient(address, token, self.place.worker, on_loss=_die)
+
+    def end(self) -> None:
+        """fairseq has come to its end. That of worker 0 is everybody's: it sees the limits, and the patience."""
+        self.client.leave(finished=self.place.worker == 0)
+        if self._server is not None:
+            self._server.wait(seconds=60)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+
+    def _adjust(self, cfg: Any) -> None:
+        worker = self.place.worker
+        if torch.cuda.is_available() and not cfg.common.cpu:
+            torch.cuda.set_device(self.place.local_rank % torch.cuda.device_count())
+        if self.method["max_epoch"]:
+            cfg.optimization.max_epoch = 0  # the server counts the passes of all workers together
+        if cfg.common.bf16:
+            cfg.common.tpu = False  # fairseq takes --bf16 for a TPU; CPUs and GPUs have it too
+        if worker > 0:
+            cfg.dataset.disable_validation = True
+            cfg.common.wandb_project = cfg.common.aim_repo = None
+            if cfg.common.log_file:
+                cfg.common.log_file += f".worker{worker}"
+            if cfg.common.tensorboard_logdir:
+                cfg.common.tensorboard_logdir += f"/worker{worker}"
+
+
+def _die(reason: str) -> None:
+    """Ends a worker that computes for a server that is no more; called from another thread than fairseq's."""
+    sys.stderr.write(f"fairseq-async: error: {reason}\n")
+    sys.stderr.flush()
+    os._exit(2)

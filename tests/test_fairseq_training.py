@@ -1,0 +1,194 @@
+"""Real ``fairseq-train`` processes: equal to what is known, then learning, stopping, going on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import (
+    HYBRID,
+    MODEL,
+    PACKAGE,
+    Processes,
+    command,
+    load,
+    plain_command,
+    relative_differences,
+)
+
+Launch = Callable[..., tuple[int, str]]
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").open()]
+
+
+def valid_losses(log: Path) -> list[float]:
+    lines = [line.split(" | valid | ", 1)[1] for line in log.read_text().splitlines() if " | valid | " in line]
+    return [float(json.loads(line)["valid_loss"]) for line in lines]
+
+
+def synchronous(processes: Processes, data: Path, save_dir: Path, workers: int, *flags: object) -> None:
+    """fairseq's own data parallelism over Gloo; its processes may abort at exit, after all is saved."""
+    common = ["--distributed-world-size", workers, "--distributed-no-spawn", "--distributed-backend", "gloo"]
+    common += ["--ddp-backend", "legacy_ddp", "--distributed-init-method", f"file://{save_dir}.rendezvous"]
+    ranks = [
+        processes.start(plain_command(data, save_dir, *flags, *common, "--distributed-rank", rank))
+        for rank in range(workers)
+    ]
+    outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
+    assert "done training" in outputs[0], outputs[0]
+
+
+def test_one_worker_and_one_update_per_step_is_plain_adam_bit_for_bit(
+    processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    """Also: a worker alone starts its own server, as fairseq-train is run without any launcher."""
+    adam = ["--adam-betas", "(0.9, 0.98)", "--weight-decay", "0.01", "--max-update", 30]
+    code, output = processes.run(plain_command(data, tmp_path / "plain", "--optimizer", "adam", *adam))
+    assert code == 0, output
+    ours = ["--user-dir", PACKAGE, "--optimizer", "hybrid_async", "--updates-per-step", 1]
+    code, output = processes.run(plain_command(data, tmp_path / "ours", *ours, *adam))
+    assert code == 0, output
+    differences = relative_differences(tmp_path / "plain/checkpoint_last.pt", tmp_path / "ours/checkpoint_last.pt")
+    assert set(differences.values()) == {0.0}
+    assert len(events(tmp_path / "ours")) == 30
+
+
+@pytest.mark.parametrize(
+    ("workers", "inner"), [(2, ["sgd", "--momentum", "0.9"]), (3, ["sgd", "--momentum", "0.9"]), (2, ["adam"])]
+)
+def test_the_barrier_is_fairseqs_synchronous_run(
+    launch: Launch, processes: Processes, data: Path, tmp_path: Path, workers: int, inner: list[str]
+) -> None:
+    """20 updates reach into the second epoch, whose end has a batch for some workers only."""
+    flags = [*inner[1:], "--max-update", 20, *(["--lr", "0.5"] if inner[0] == "sgd" else [])]
+    synchronous(processes, data, tmp_path / "sync", workers, "--optimizer", inner[0], *flags)
+    code, output = launch(workers, tmp_path / "ours", "--inner-optimizer", *inner[:1], "--barrier", *flags)
+    assert code == 0, output
+    differences = relative_differences(tmp_path / "sync/checkpoint_last.pt", tmp_path / "ours/checkpoint_last.pt")
+    if inner[0] == "adam":  # the gradient of a key's bias is nothing but rounding noise, which Adam blows up
+        differences = {name: d for name, d in differences.items() if not name.endswith("k_proj.bias")}
+    assert max(differences.values()) < 1e-6
+    assert max(differences.values()) >= 0.0 and len(differences) > 30
+
+
+def test_two_asynchronous_workers_learn_and_leave_what_was_promised(
+    launch: Launch, processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    tensorboard = tmp_path / "tensorboard"
+    code, output = launch(
+        2, tmp_path, "--max-update", 400, "--save-interval-updates", 50, "--tensorboard-logdir", tensorboard
+    )
+    assert code == 0, output
+    log = tmp_path / "logs/worker-0.log"
+    losses = valid_losses(log)
+    assert losses[-1] < losses[0] - 0.5, losses
+    updates = events(tmp_path)
+    applied = [event for event in updates if event["status"] == "applied"]
+    assert {event["worker"] for event in applied} == {0, 1}
+    assert applied[-1]["version_after"] == 400 and len(applied) == 800  # two gradients a step
+    for worker in (0, 1):
+        sequences = [event["sequence"] for event in applied if event["worker"] == worker]
+        assert sequences == list(range(len(sequences)))
+    assert all(e["staleness"] >= 0 and e["weight"] > 0 and e["norm"] > 0 for e in applied)
+    assert any(event["staleness"] > 0 for event in applied)
+    orders = [[e["weight"] for e in applied if e["worker"] == worker][:10] for worker in (0, 1)]
+    assert orders[0] != orders[1], "each worker draws in its own order"
+    saved = sorted(int(path.stem.rsplit("_", 1)[1]) for path in tmp_path.glob("checkpoint_*_*.pt"))
+    assert len(saved) > 2 and all(number % 50 == 0 for number in saved)  # at the end of an epoch: checkpointE.pt
+    for quantity in ("staleness", "push_ms", "pull_ms"):
+        assert f'"{quantity}"' in log.read_text()
+    assert list(tensorboard.glob("train_inner/events*")) and list(tensorboard.glob("worker1/train_inner/events*"))
+    assert not [line for line in (tmp_path / "logs/worker-1.log").open() if " | valid | " in line]
+    check_generation(processes, data, tmp_path)
+
+
+def check_generation(processes: Processes, data: Path, run_dir: Path) -> None:
+    """Plain: without --user-dir, and with torch's check of what it loads."""
+    code, output = processes.run(
+        [command("fairseq-generate"), data, "--path", run_dir / "checkpoint_last.pt", "--beam", 2, "--max-tokens", 500]
+    )
+    assert code == 0 and "Translated 40 sentences" in output, output[-2000:]
+
+
+def test_torchrun_starts_it_without_our_launcher(processes: Processes, data: Path, tmp_path: Path) -> None:
+    torchrun = [command("torchrun"), "--standalone", "--nproc-per-node", 2, command("fairseq-train"), data, *MODEL]
+    ours = ["--user-dir", PACKAGE, "--distributed-world-size", 1, *HYBRID, "--updates-per-step", 1]
+    code, output = processes.run(
+        [*torchrun, *ours, "--max-update", 300, "--save-dir", tmp_path / "run"], MASTER_PORT="0"
+    )
+    assert code == 0, output[-3000:]
+    applied = events(tmp_path / "run")
+    assert {event["worker"] for event in applied} == {0, 1} and applied[-1]["version_after"] == 300
+
+
+def test_stopping_and_restoring_behind_the_barrier_changes_no_bit(launch: Launch, tmp_path: Path) -> None:
+    """The stop falls into the middle of the second epoch, with dropout on and Adam's moments warm."""
+    assert launch(2, tmp_path / "straight", "--barrier", "--max-update", 26)[0] == 0
+    assert launch(2, tmp_path / "parts", "--barrier", "--max-update", 17)[0] == 0
+    code, output = launch(2, tmp_path / "parts", "--barrier", "--max-update", 26)
+    assert code == 0, output
+    ends = [tmp_path / name / "checkpoint_last.pt" for name in ("straight", "parts")]
+    assert set(relative_differences(*ends).values()) == {0.0}
+    states = [load(end)["last_optimizer_state"]["server"] for end in ends]
+    assert states[0]["version"] == states[1]["version"] == 26 and states[0]["sequences"] == states[1]["sequences"]
+    moments = [state["rule"]["optimizer"]["state"][0]["exp_avg_sq"] for state in states]
+    assert torch.equal(*moments)
+
+
+def test_restoring_takes_up_a_half_filled_accumulator(launch: Launch, tmp_path: Path) -> None:
+    flags = ["--updates-per-step", 3, "--max-update", 14]
+    assert launch(1, tmp_path / "straight", *flags)[0] == 0
+    epoch_end = tmp_path / "straight/checkpoint1.pt"
+    assert load(epoch_end)["last_optimizer_state"]["server"]["rule"]["count"] > 0
+    assert launch(1, tmp_path / "restored", *flags, "--restore-file", epoch_end)[0] == 0
+    ends = [tmp_path / name / "checkpoint_last.pt" for name in ("straight", "restored")]
+    assert set(relative_differences(*ends).values()) == {0.0}
+
+
+def test_local_accumulation_pushes_once_for_several_batches(launch: Launch, tmp_path: Path) -> None:
+    code, output = launch(1, tmp_path, "--update-freq", 3, "--updates-per-step", 2, "--max-update", 8)
+    assert code == 0, output
+    weights = [event["weight"] for event in events(tmp_path)]
+    assert len(weights) == 16 and sum(weights) / len(weights) > 400  # batches have at most 200 tokens
+
+
+def test_max_epoch_counts_the_passes_of_all_workers_together(launch: Launch, tmp_path: Path) -> None:
+    code, output = launch(2, tmp_path, "--max-epoch", 20, "--updates-per-step", 1, launcher=["--slowdown", "1,3"])
+    assert code == 0, output
+    applied = [event for event in events(tmp_path) if event["status"] == "applied"]
+    assert abs(len(applied) - 20 * 25) <= 2  # 25 batches a pass, in each worker's own order
+    counts = [sum(event["worker"] == worker for event in applied) for worker in (0, 1)]
+    assert counts[0] > counts[1] > 0
+
+
+@pytest.mark.parametrize("precision", [["--bf16"], ["--fp16", "--fp16-init-scale", "4"], ["--memory-efficient-fp16"]])
+def test_half_precision_models_have_fp32_masters_in_the_server(
+    launch: Launch, tmp_path: Path, precision: list[str]
+) -> None:
+    code, output = launch(1, tmp_path, *precision, "--max-update", 60)
+    assert code == 0, output
+    losses = [event["loss"] for event in events(tmp_path)]
+    assert sum(losses[-10:]) < sum(losses[:10]) - 2.0
+    state = load(tmp_path / "checkpoint_last.pt")
+    masters = state["last_optimizer_state"]["server"]["parameters"]
+    assert masters.dtype == torch.float32 and not torch.equal(masters, masters.half().float())
+
+
+def test_updates_with_nan_are_refused_until_there_are_too_many(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first three gradients of a worker are spoilt: training goes on after them; with a limit of two it stops."""
+    spoiler = Path(__file__).parent / "spoiler"
+    flags = ["--user-dir", spoiler, "--max-update", 12]
+    code, output = launch(1, tmp_path / "goes-on", *flags)
+    assert code == 0, output
+    statuses = [event["status"] for event in events(tmp_path / "goes-on")]
+    assert statuses == ["refused"] * 3 + ["applied"] * 12
+    code, output = launch(1, tmp_path / "stops", *flags, "--max-refused", 2)
+    assert code != 0 and "2 updates of worker 0 had NaN or Inf" in output and "--max-refused" in output
+    assert [event["status"] for event in events(tmp_path / "stops")] == ["refused"] * 2
