@@ -1,0 +1,192 @@
+"""Server and workers of one run on this machine, from their start to their end."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import torch
+
+from fairseq_async.errors import AsyncError, ConfigurationError
+from fairseq_async.exchange import environment
+from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.launch.progress import Display, Progress
+from fairseq_async.server.process import TOKEN, ServerProcess
+
+_SERVER_MODULE = "fairseq_async.fairseq_plugin.server"
+_FINISHING = 60.0  # seconds for the workers to end after the server; worker 0 may still write its checkpoint
+_DYING = 10.0  # seconds for the workers to end by themselves after the server died
+_ENDING = 5.0  # seconds between SIGTERM and SIGKILL
+_USER_ERROR = 2  # exit code of a worker that cannot run as it was asked to: starting it again would not help
+
+
+@dataclass
+class Worker:
+    id: int
+    log: Path
+    slowdown: float
+    process: subprocess.Popen[bytes] = field(init=False)
+    restarts: int = 0
+    updates_at_start: int = 0
+
+
+class RunFailedError(AsyncError):
+    """A worker or the server ended in a way that ends the run."""
+
+
+class Launcher:
+    """Starts a server and ``workers`` times the same command, restarts workers that die, and ends everything.
+
+    Args:
+        slowdown: a factor for each worker, for experiments; empty for none.
+        max_restarts: how often each worker may be started again.
+        port: of the server; 0 takes a free one.
+
+    Raises:
+        ConfigurationError: options that do not fit together.
+    """
+
+    def __init__(
+        self, command: WorkerCommand, workers: int, slowdown: Sequence[float], max_restarts: int, port: int
+    ) -> None:
+        if slowdown and len(slowdown) != workers:
+            raise ConfigurationError(f"--slowdown has {len(slowdown)} factors for {workers} workers; give one for each")
+        if any(factor < 1 for factor in slowdown):
+            raise ConfigurationError("--slowdown: a factor must be at least 1")
+        self.command, self.max_restarts, self.port = command, max_restarts, port
+        logs = command.run_dir / "logs"
+        factors = slowdown or [1.0] * workers
+        self.workers = [Worker(w, logs / f"worker-{w}.log", factors[w]) for w in range(workers)]
+        self.progress = Progress(command.run_dir / "events.jsonl", workers)
+
+    def run(self) -> None:
+        """Returns when the run is finished.
+
+        Raises:
+            AsyncError: the run failed; every process has been ended.
+            KeyboardInterrupt: it was interrupted; likewise.
+        """
+        signal.signal(signal.SIGTERM, _interrupt)
+        logs = self.command.run_dir / "logs"
+        self.server = ServerProcess(
+            _SERVER_MODULE, len(self.workers), self.command.run_dir, logs / "server.log", self.port
+        )
+        try:
+            with Display(self.progress) as self.display:
+                for worker in self.workers:
+                    self._start(worker)
+                self._watch()
+            self.display.say(f"finished: {self.progress.summary()}")
+        finally:
+            self._end_all()
+
+    def _start(self, worker: Worker) -> None:
+        worker.updates_at_start = self.progress.updates[worker.id]
+        with worker.log.open("ab") as log:
+            worker.process = subprocess.Popen(
+                self.command.line(self.server.address),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self._environment(worker),
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the others in order
+            )
+        if not self._on_gpu():
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(worker.process.pid, {cores[worker.id % len(cores)]})
+
+    def _environment(self, worker: Worker) -> dict[str, str]:
+        variables = {
+            TOKEN: self.server.token,
+            "FAIRSEQ_ASYNC_WORKER": str(worker.id),
+            "FAIRSEQ_ASYNC_WORKERS": str(len(self.workers)),
+            "FAIRSEQ_ASYNC_SLOWDOWN": str(worker.slowdown),
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            **environment(),
+        }
+        if self._on_gpu():
+            given = os.environ.get("CUDA_VISIBLE_DEVICES")
+            devices = given.split(",") if given else [str(d) for d in range(torch.cuda.device_count())]
+            variables["CUDA_VISIBLE_DEVICES"] = devices[worker.id % len(devices)]
+        return variables
+
+    def _on_gpu(self) -> bool:
+        return torch.cuda.is_available() and not self.command.on_cpu
+
+    def _watch(self) -> None:
+        while any(worker.process.poll() is None for worker in self.workers):
+            time.sleep(0.2)
+            self.display.refresh()
+            ended = self.server.process.poll()
+            if ended is not None:
+                return self._after_server(ended)
+            for worker in self.workers:
+                if worker.process.poll() not in (None, 0):
+                    self._after_death(worker)
+        self.display.refresh()
+
+    def _after_death(self, worker: Worker) -> None:
+        code = worker.process.returncode
+        self.progress.poll()
+        hopeless = code > 0 and self.progress.updates[worker.id] == worker.updates_at_start
+        if code == _USER_ERROR or hopeless or worker.restarts >= self.max_restarts:
+            raise RunFailedError(self._epitaph(worker))
+        worker.restarts += 1
+        self.display.say(f"worker {worker.id} {_manner(code)}; start {worker.restarts} of {self.max_restarts} again")
+        self._start(worker)
+
+    def _after_server(self, code: int) -> None:
+        """The server ends first in a finished run too: workers have said goodbye by then."""
+        _wait(self.workers, _FINISHING if code == 0 else _DYING)
+        self.display.refresh()
+        if code != 0:
+            raise RunFailedError(f"the server {_manner(code)}; log: {self.command.run_dir / 'logs' / 'server.log'}")
+        for worker in self.workers:
+            if worker.process.poll() != 0 and (worker.id == 0 or worker.process.returncode == _USER_ERROR):
+                raise RunFailedError(self._epitaph(worker))
+
+    def _epitaph(self, worker: Worker) -> str:
+        """The worker's own last line, without our prefix, says more than its exit code."""
+        lines = [line for line in worker.log.read_text(errors="replace").splitlines() if line.strip()]
+        last = lines[-1].removeprefix("fairseq-async: error: ") if lines else "no output"
+        return f"worker {worker.id} {_manner(worker.process.returncode)}: {last} (log: {worker.log})"
+
+    def _end_all(self) -> None:
+        started = [worker for worker in self.workers if hasattr(worker, "process")]
+        for worker in started:
+            if worker.process.poll() is None:
+                _signal(worker, signal.SIGTERM)
+        _wait(started, _ENDING)
+        for worker in started:
+            _signal(worker, signal.SIGKILL)  # also to what it may have left in its group
+            worker.process.wait()
+        self.server.stop()
+
+
+def _wait(workers: Sequence[Worker], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(worker.process.poll() is None for worker in workers):
+        time.sleep(0.05)
+
+
+def _manner(code: int | None) -> str:
+    if code is None:
+        return "did not end"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def _signal(worker: Worker, number: signal.Signals) -> None:
+    try:
+        os.killpg(worker.process.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

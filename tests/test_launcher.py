@@ -1,0 +1,232 @@
+"""``fairseq-async launch`` with real processes, some of which die."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.launch.progress import Progress
+from tests.conftest import Processes, command, launch_command, load
+
+Launch = Callable[..., tuple[int, str]]
+FOREVER = ["--max-update", "1000000", "--disable-validation"]
+
+
+def count(run_dir: Path, worker: int) -> int:
+    path = run_dir / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return sum(json.loads(line)["worker"] == worker for line in lines if line.endswith("\n"))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def find(run_dir: Path, pattern: str) -> list[int]:
+    """Processes of this run whose command line has the pattern."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_text().replace("\0", " ")
+            environment = (folder / "environ").read_text(errors="replace")
+        except OSError:
+            continue
+        if str(run_dir) in line and re.search(pattern, line + environment):
+            found.append(int(folder.name))
+    return found
+
+
+def server_of(run_dir: Path) -> int:
+    (pid,) = find(run_dir, r"fairseq_plugin\.server")
+    return pid
+
+
+def worker_of(run_dir: Path, worker: int) -> int:
+    (pid,) = find(run_dir, rf"fairseq-train .*FAIRSEQ_ASYNC_WORKER={worker}\b")
+    return pid
+
+
+def nothing_is_left(run_dir: Path, shared_memory: set[str]) -> None:
+    wait_until(lambda: not find(run_dir, ""), 30)
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+@pytest.fixture
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def test_a_killed_worker_is_started_again_and_the_run_goes_on(
+    processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
+) -> None:
+    launcher = processes.start(launch_command(data, 2, tmp_path, "--max-update", 1500, "--disable-validation"))
+    wait_until(lambda: count(tmp_path, 1) > 5)
+    os.kill(worker_of(tmp_path, 1), signal.SIGKILL)
+    before = count(tmp_path, 0)
+    output, _ = launcher.communicate(timeout=180)
+    assert launcher.returncode == 0, output
+    assert "worker 1 was killed by SIGKILL; start 1 of 3 again" in output
+    assert count(tmp_path, 0) > before + 10, "the other went on"
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
+    sequences = [event["sequence"] for event in events if event["worker"] == 1]
+    assert sequences == list(range(len(sequences))), "it goes on where its predecessor was"
+    assert load(tmp_path / "checkpoint_last.pt")["last_optimizer_state"]["server"]["version"] == 1500
+    nothing_is_left(tmp_path, shared_memory)
+
+
+def test_a_worker_that_dies_too_often_ends_the_run(
+    processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
+) -> None:
+    launcher = processes.start(launch_command(data, 2, tmp_path, *FOREVER, launcher=["--max-restarts", 0]))
+    wait_until(lambda: count(tmp_path, 1) > 5)
+    os.kill(worker_of(tmp_path, 1), signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and "error: worker 1 was killed by SIGKILL" in output
+    nothing_is_left(tmp_path, shared_memory)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_everything(
+    processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str], number: signal.Signals
+) -> None:
+    launcher = processes.start(launch_command(data, 2, tmp_path, *FOREVER))
+    wait_until(lambda: count(tmp_path, 1) > 5)
+    launcher.send_signal(number)
+    output, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 130 and "Traceback" not in output
+    nothing_is_left(tmp_path, shared_memory)
+
+
+def test_a_killed_launcher_leaves_nothing_behind(
+    processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
+) -> None:
+    launcher = processes.start(launch_command(data, 2, tmp_path, *FOREVER))
+    wait_until(lambda: count(tmp_path, 1) > 5)
+    launcher.kill()
+    nothing_is_left(tmp_path, shared_memory)
+
+
+@pytest.mark.parametrize("barrier", [[], ["--barrier"]])
+def test_a_killed_server_ends_the_run_within_ten_seconds(
+    processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str], barrier: list[str]
+) -> None:
+    launcher = processes.start(launch_command(data, 2, tmp_path, *FOREVER, *barrier))
+    wait_until(lambda: count(tmp_path, 1) > 5)
+    os.kill(server_of(tmp_path), signal.SIGKILL)
+    try:
+        output, _ = launcher.communicate(timeout=20)
+    except subprocess.TimeoutExpired:
+        pytest.fail("the launcher did not end")
+    assert launcher.returncode == 1 and "error: the server was killed by SIGKILL" in output
+    assert "is gone" in (tmp_path / "logs/worker-0.log").read_text()
+    nothing_is_left(tmp_path, shared_memory)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--inner-optimizer", "adem"], "--inner-optimizer adem"),
+        (["--updates-per-step", "0"], "--updates-per-step 0: must be at least 1"),
+        (["--updates-per-step", "3", "--barrier"], "there are only 2, which"),
+        (["--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded: would make workers wait"),
+        (["--distributed-world-size", "2"], "--distributed-world-size is 2"),
+        (["--no-such-flag"], "--no-such-flag"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_ends_everything(
+    launch: Launch, tmp_path: Path, shared_memory: set[str], flags: list[str], message: str
+) -> None:
+    code, output = launch(2, tmp_path, *flags, "--max-update", 5)
+    lines = [line for line in output.splitlines() if line.startswith("fairseq-async: error:")]
+    assert code != 0 and len(lines) == 1 and message in lines[0] and "Traceback" not in output
+    nothing_is_left(tmp_path, shared_memory)
+
+
+def test_a_worker_with_another_model_is_named_with_the_first_difference(
+    processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    """The command is a script that gives worker 1 a larger model."""
+    script = tmp_path / "train.sh"
+    larger = '[ $FAIRSEQ_ASYNC_WORKER = 1 ] && set -- "$@" --encoder-ffn-embed-dim 96'
+    script.write_text(f'#!/bin/sh\n{larger}\nexec {command("fairseq-train")} "$@"\n')
+    script.chmod(0o755)
+    line = [script if word == "fairseq-train" else word for word in launch_command(data, 2, tmp_path / "run")]
+    code, output = processes.run([*line, "--max-update", 5])
+    assert code != 0 and re.search(r"worker [01] has another model than the others", output)
+    assert "encoder.layers.0.fc1.weight 96x32" in output and "64x32" in output
+
+
+def test_a_port_in_use_is_said(launch: Launch, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, output = launch(1, tmp_path, launcher=["--port", port])
+    assert code == 2 and f"port {port} (--port) cannot be used" in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fairseq-train", "data", "--optimizer", "adam"], "--optimizer adam: launch runs --optimizer hybrid_async"),
+        (["no-such-program", "--optimizer", "hybrid_async"], "no-such-program: no such program"),
+        (["fairseq-train", "--optimizer", "hybrid_async", "--server", "a:1"], "launch starts its own server"),
+    ],
+)
+def test_a_command_that_cannot_be_launched_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        WorkerCommand(arguments)
+
+
+@pytest.mark.parametrize("slowdown", ["1,4,2", "1,0.5", "1,fast"])
+def test_slowdown_needs_a_factor_for_each_worker(processes: Processes, slowdown: str) -> None:
+    ours = [command("fairseq-async"), "launch", "--workers", 2, "--slowdown", slowdown]
+    code, output = processes.run([*ours, "--", "fairseq-train", "data", "--optimizer", "hybrid_async"])
+    assert code == 2 and "error: --slowdown" in output and output.count("\n") == 1
+
+
+def test_a_slowed_down_worker_sends_fewer_gradients_and_older_ones(launch: Launch, tmp_path: Path) -> None:
+    code, output = launch(2, tmp_path, "--max-update", 400, launcher=["--slowdown", "1,20"])
+    assert code == 0, output
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
+    began = [event["worker"] for event in events].index(1)
+    ages = [[e["staleness"] for e in events[began:] if e["worker"] == worker] for worker in (0, 1)]
+    assert len(ages[0]) > 2 * len(ages[1])
+    assert sum(ages[1]) / len(ages[1]) > sum(ages[0]) / len(ages[0])
+
+
+def event(worker: int, version: int, now: float, **more: Any) -> str:
+    fields = {"time": now, "worker": worker, "version_after": version, "status": "applied", "weight": 100.0}
+    return json.dumps(fields | {"staleness": 1, "loss": 2.0} | more) + "\n"
+
+
+def test_progress_follows_the_log_and_leaves_half_a_line_for_later(tmp_path: Path) -> None:
+    now = 1000.0
+    path = tmp_path / "events.jsonl"
+    path.write_text(event(0, 7, 900.0))  # an earlier run's
+    progress = Progress(path, 2, clock=lambda: now)
+    with path.open("a") as file:
+        file.write(event(0, 8, 1001.0) + event(1, 9, 1002.0, status="refused") + event(1, 10, 1003.0)[:20])
+    now = 1004.0
+    progress.poll()
+    assert progress.updates == {0: 1, 1: 1} and progress.version == 9 and progress.refused == 1
+    name, updates, tokens, staleness, loss = progress.rows()[0]
+    assert (name, updates, tokens, staleness, loss) == ("worker 0", 1, 25.0, 1.0, 2.0)
+    with path.open("a") as file:
+        file.write(event(1, 10, 1003.0)[20:])
+    progress.poll()
+    assert progress.version == 10
+    now = 2000.0
+    progress.poll()
+    assert progress.rows()[-1][2] == 0.0 and "1 refused" in progress.summary()
