@@ -1,0 +1,1 @@
+"""Translation recipes: from raw text to a BLEU score."""

@@ -1,0 +1,63 @@
+"""How a recipe runs a step: sub-processes with a log each, results that are either finished or absent."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+class RecipeError(SystemExit):
+    """A failure the user can act on: ends the program with one line on stderr and exit code 1."""
+
+
+def once(directory: Path, make: Callable[[Path], None]) -> Path:
+    """Return `directory`, made by `make` unless it is there already.
+
+    `make` fills a directory of another name that is renamed when it is done, so a broken run leaves nothing that
+    the next one could take for finished; what a broken run had made is lost.
+    """
+    if not directory.exists():
+        partial = directory.with_name(f"{directory.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            make(partial)
+            partial.rename(directory)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return directory
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file that is either there with all of `text` or not there."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)
+
+
+def console_script(name: str) -> str:
+    """The command `name` of the environment this Python belongs to, activated or not."""
+    script = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if script is None:
+        raise RecipeError(
+            f"{name} is not installed: activate the environment that has it, or pip install fairseq-fixed"
+        )
+    return script
+
+
+def environment() -> dict[str, str]:
+    """One thread a process, since workers share the cores; what the user has set wins."""
+    return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+
+
+def run_step(step: str, command: Sequence[str], log: Path) -> None:
+    """Run `command` with its output in `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as output:
+        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment()).returncode
+    if code:
+        raise RecipeError(f"{step} failed with exit code {code}: see {log}")

@@ -1,0 +1,192 @@
+"""Trains one fairseq model by one of four methods whose commands differ in nothing but the method."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from recipes.steps import RecipeError, console_script, environment, write_whole
+from recipes.translation import USER_DIR
+
+
+class Method(str, Enum):
+    """How the gradients of the workers meet the parameters."""
+
+    SINGLE = "single"  # one plain process with the batch of all workers
+    SYNC = "sync"  # fairseq's own data parallelism: every update waits for every worker
+    ASYNC = "async"  # one update a gradient
+    HYBRID = "hybrid"  # one update per as many gradients as there are workers
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training run with Adam; `settings` are further flags of fairseq-train, without the dashes."""
+
+    data: Path
+    save_dir: Path
+    method: Method
+    workers: int
+    max_tokens: int
+    settings: Mapping[str, object]
+
+    @property
+    def log(self) -> Path:
+        """fairseq's log, that of worker 0 where there are several."""
+        return self.save_dir / "logs" / "worker-0.log"
+
+    @property
+    def events(self) -> Path:
+        """A line per update, where the run was asynchronous."""
+        return self.save_dir / "events.jsonl"
+
+    def command(self) -> list[str]:
+        """The fairseq-train command, without what tells synchronous ranks apart."""
+        max_tokens = self.max_tokens * (self.workers if self.method is Method.SINGLE else 1)
+        rim = {"user-dir": USER_DIR, "save-dir": self.save_dir, "log-format": "json", "log-interval": 50}
+        settings = rim | {"max-tokens": max_tokens} | dict(self.settings) | self.optimizer()
+        return [console_script("fairseq-train"), str(self.data), *flags(settings)]
+
+    def optimizer(self) -> dict[str, object]:
+        """Adam, or Adam on a server that steps every `updates-per-step` gradients."""
+        if self.method in (Method.SINGLE, Method.SYNC):
+            return {"optimizer": "adam"}
+        updates = self.workers if self.method is Method.HYBRID else 1
+        return {"optimizer": "hybrid_async", "inner-optimizer": "adam", "updates-per-step": updates}
+
+
+def flags(settings: Mapping[str, object]) -> list[str]:
+    """Settings as a command line; True is a flag without a value."""
+    pairs = ([f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in settings.items())
+    return [word for pair in pairs for word in pair]
+
+
+def train(run: Training) -> dict:
+    """Train, or go on from the last checkpoint of a run that was broken off; return what it took."""
+    summary = run.save_dir / "training.json"
+    claim(run)
+    if not summary.exists():
+        (train_local if run.method in (Method.SINGLE, Method.SYNC) else train_asynchronous)(run)
+        write_whole(summary, json.dumps(measure(run), indent=2))
+    return json.loads(summary.read_text())
+
+
+def claim(run: Training) -> None:
+    """Refuse a directory with checkpoints of another command, which would be taken for this one's."""
+    record, command = run.save_dir / "command.txt", shlex.join(run.command())
+    other = record.exists() and record.read_text() != command
+    if other and any(run.save_dir.glob("checkpoint*.pt")):
+        raise RecipeError(f"{run.save_dir} holds a run with other options ({record.name}): delete it or change --out")
+    run.log.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(record, command)
+
+
+def start(command: Sequence[str], log: Path) -> subprocess.Popen:
+    """Start `command`; a run that goes on after a break also goes on in its log."""
+    with log.open("a", encoding="utf-8") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())
+
+
+def train_local(run: Training) -> None:
+    """Plain fairseq-train, or as many as there are workers under fairseq's own data parallelism."""
+    if run.method is Method.SYNC:
+        devices, port = torch.cuda.device_count(), free_port()
+        commands = [run.command() + flags(rank(r, run.workers, devices, port)) for r in range(run.workers)]
+    else:
+        commands = [run.command() + ["--distributed-world-size", "1"]]
+    logs = [run.log.with_name(f"worker-{r}.log") for r in range(len(commands))]
+    processes: list[subprocess.Popen] = []
+    try:
+        processes.extend(start(command, log) for command, log in zip(commands, logs, strict=True))
+        wait(processes, logs)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def train_asynchronous(run: Training) -> None:
+    """Server and workers on this machine; `fairseq-async launch` shows their progress and keeps their logs."""
+    launch = [console_script("fairseq-async"), "launch", "--workers", str(run.workers), "--"]
+    code = subprocess.run(launch + run.command(), env=environment()).returncode
+    if code:
+        raise RecipeError(f"training failed with exit code {code}: see {run.log.parent}")
+
+
+def rank(index: int, workers: int, devices: int, port: int) -> dict[str, object]:
+    """What tells one rank from another. NCCL wants a GPU a rank; Gloo serves CPUs and ranks that share a GPU."""
+    return {
+        "distributed-world-size": workers,
+        "distributed-rank": index,
+        "device-id": index % max(devices, 1),
+        "distributed-init-method": f"tcp://127.0.0.1:{port}",
+        "distributed-no-spawn": True,
+        "distributed-backend": "nccl" if devices >= workers else "gloo",
+        "ddp-backend": "legacy_ddp",
+    }
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def wait(processes: Sequence[subprocess.Popen], logs: Sequence[Path]) -> None:
+    """Wait for all processes; raise for the first that fails, since the others may wait for it for ever."""
+    while True:
+        codes = [process.poll() for process in processes]
+        for code, log in zip(codes, logs, strict=True):
+            if code and not done(logs[0]):
+                raise RecipeError(f"training failed with exit code {code}: see {log}")
+        if None not in codes:
+            return
+        time.sleep(0.2)
+
+
+def done(log: Path) -> bool:
+    """Whether rank 0 has saved its last checkpoint, after which exit codes mean nothing.
+
+    Ranks exit after rank 0 has said so, and torch's Gloo threads sometimes abort a process that is about to exit.
+    """
+    return "done training" in log.read_text(encoding="utf-8")
+
+
+def statistics(log: Path, name: str) -> Iterator[dict]:
+    """The JSON records that fairseq's logger `name` (train, train_inner or valid) has written."""
+    for line in log.read_text(encoding="utf-8").splitlines():
+        _, found, record = line.partition(f"| INFO | {name} | ")
+        if found and record.startswith("{"):
+            yield json.loads(record)
+
+
+def measure(run: Training) -> dict:
+    """Target tokens, applied updates and seconds (from fairseq's own clock, which counts on after a restart)."""
+    epochs = list(statistics(run.log, "train"))
+    if not epochs:
+        raise RecipeError(f"no epoch was finished: see {run.log}")
+    return {
+        "target_tokens": target_tokens(run, epochs),
+        "updates": int(epochs[-1]["train_num_updates"]),
+        "seconds": float(epochs[-1]["train_wall"]),
+    }
+
+
+def target_tokens(run: Training, epochs: Sequence[Mapping[str, str]]) -> int:
+    """The target tokens of all workers' batches; the log of an asynchronous worker knows but its own."""
+    if run.events.exists():
+        events = map(json.loads, run.events.open(encoding="utf-8"))
+        return round(sum(event["weight"] for event in events if event["status"] == "applied"))
+    updates = [0, *(int(epoch["train_num_updates"]) for epoch in epochs)]
+    steps = [after - before for before, after in pairwise(updates)]
+    return round(sum(float(e["train_wpb"]) * n for e, n in zip(epochs, steps, strict=True)))

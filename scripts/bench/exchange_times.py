@@ -1,0 +1,215 @@
+"""How long a push and a pull take beside an all-reduce of the same bytes, and of what parts they are made."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from fairseq_async.algorithms import Update  # noqa: E402
+from fairseq_async.exchange import SharedMemory, copy, environment  # noqa: E402
+from fairseq_async.fairseq_plugin.optimizer import HybridAsync  # noqa: E402
+from fairseq_async.server import Layout, ServerClient  # noqa: E402
+from fairseq_async.server.process import ServerProcess  # noqa: E402
+from recipes.training import free_port  # noqa: E402
+from scripts.bench import jobs  # noqa: E402
+from scripts.bench.sgd_server import METHOD, build  # noqa: E402
+
+UPDATES_PER_STEP = 4
+WARM_UP = 2  # of each list
+PAUSE = 0.1  # seconds; a worker computes between two updates, and the server may have work left over meanwhile
+TENSOR = 1 << 20  # elements of each of the model's tensors
+
+Seconds = dict[str, list[float]]
+
+
+def model(parameters: int) -> list[tuple[str, Parameter]]:
+    """Tensors of about `parameters` elements together, with gradients."""
+    named = [(f"layer{i}", Parameter(torch.randn(1024, 1024))) for i in range(max(1, round(parameters / TENSOR)))]
+    for _, parameter in named:
+        parameter.grad = torch.randn_like(parameter)
+    return named
+
+
+def join(client: ServerClient, parameters: int, method: dict[str, Any], run_dir: Path) -> HybridAsync:
+    """A hybrid_async worker with these parameters, without a model or data to go with them."""
+    worker = HybridAsync(Namespace(lr=[1e-4]), model(parameters), client, None, 1, False)
+    welcome = worker.join(method)
+    if not welcome["initialised"]:
+        welcome = worker.bring_parameters(run_dir)
+    worker.begin(welcome)
+    return worker
+
+
+def clocked(work: Callable[[], Any]) -> float:
+    """Seconds that `work` takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+# Processes that take turns
+
+
+@contextmanager
+def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """The environment for processes that are started meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class Player:
+    """A process that does one thing whenever it is told to, and waits otherwise.
+
+    Args:
+        play: is called in the process with its end of the connection; receives False when it is to end.
+        variables: what the process's environment holds besides this one's.
+    """
+
+    def __init__(self, play: Callable[..., None], *arguments: Any, variables: Mapping[str, str] | None = None) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=play, args=(other, *arguments), daemon=True)
+        with environment_with(variables or {}):
+            self.process.start()
+        other.close()
+
+    def stop(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.join()
+
+
+def take_turn(*players: Player) -> Any:
+    """Let the players do their thing at the same time; returns what the first one says of it."""
+    time.sleep(PAUSE)
+    for player in players:
+        player.connection.send(True)
+    return [player.connection.recv() for player in players][0]
+
+
+def reduce(connection: Connection, index: int, port: int, size: int) -> None:
+    """One of two ranks that reduce `size` numbers with Gloo; says how long each all-reduce took."""
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=index, world_size=2, timeout=timedelta(seconds=120))
+    zeros = torch.empty(size).fill_(0.0)
+    while connection.recv():
+        dist.barrier()
+        connection.send(clocked(lambda: dist.all_reduce(zeros)))
+
+
+def exchange(connection: Connection, parameters: int, address: str, token: str, out: Path) -> None:
+    """A worker; says how long each push and pull took, and whether the server stepped."""
+    torch.set_num_threads(1)
+    method = METHOD | {"updates_per_step": UPDATES_PER_STEP}
+    worker = join(ServerClient(address, token, 0), parameters, method, out)
+    while connection.recv():
+        version = worker.version
+        worker.multiply_grads(1.0)
+        worker.step()
+        if worker.version == version:
+            worker.pull()
+        connection.send((worker.seconds["push"], worker.seconds["pull"], worker.version > version))
+
+
+def whole(parameters: int, rounds: int, out: Path) -> Seconds:
+    """All-reduces between two processes, and pushes and pulls between a worker and its server, in turn.
+
+    The worker is hybrid_async itself, in the environment that the launcher gives it.
+    """
+    size, port = Layout.of(model(parameters)).size, free_port()
+    os.environ["PYTHONPATH"] = f"{jobs.ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    server = ServerProcess("scripts.bench.sgd_server", 1, out, out / "server.log")
+    worker = Player(exchange, parameters, server.address, server.token, out, variables=environment())
+    ranks = [Player(reduce, index, port, size) for index in range(2)]
+    seconds: Seconds = {name: [] for name in ("all-reduce", "push", "push that steps", "pull")}
+    try:
+        for _ in range(rounds):
+            seconds["all-reduce"].append(take_turn(*ranks))
+            push, pull, stepped = take_turn(worker)
+            seconds["push that steps" if stepped else "push"].append(push)
+            seconds["pull"].append(pull)
+    finally:
+        for player in (worker, *ranks):
+            player.stop()
+        server.stop()
+    return seconds
+
+
+# The parts
+
+
+def parts(parameters: int, rounds: int) -> Seconds:
+    """What push and pull are made of, one after the other in one process, on the same kind of memory."""
+    spawn = torch.multiprocessing.get_context("spawn")
+    with environment_with(environment()), ProcessPoolExecutor(1, spawn) as pool:
+        return pool.submit(one_by_one, parameters, rounds).result()
+
+
+def one_by_one(parameters: int, rounds: int) -> Seconds:
+    """The parts, in the process that has the environment for them."""
+    torch.set_num_threads(1)
+    named = model(parameters)
+    layout = Layout.of(named)
+    memory = SharedMemory.create(layout.size, 1)
+    server = torch.cat([parameter.detach().flatten() for _, parameter in named])
+    rule, _ = build({"updates_per_step": 3}, layout, server)
+    slot = memory.slot(0)
+
+    def write() -> None:
+        for view, (_, parameter) in zip(layout.views(slot), named, strict=True):
+            assert parameter.grad is not None
+            copy(view, parameter.grad)
+
+    def read(flat: torch.Tensor) -> None:
+        for view, (_, parameter) in zip(layout.views(flat), named, strict=True):
+            copy(parameter, view)
+
+    def accumulate() -> None:
+        rule.apply(server, Update(0, 0, 0, 1.0, slot))
+
+    steps: dict[str, Callable[[], Any]] = {
+        "worker: write the slot": write,
+        "server: norm": lambda: float(torch.linalg.vector_norm(slot)),
+        "server: first into the accumulator": accumulate,
+        "server: next into the accumulator": accumulate,
+        "server: the same, and SGD": accumulate,
+        "server: publish": lambda: memory.publish(server, 1),
+        "worker: pull": lambda: memory.read(read),
+    }
+    seconds: Seconds = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            seconds[name].append(clocked(step))
+    memory.close()
+    return seconds
+
+
+def rows(seconds: Seconds) -> list[dict[str, Any]]:
+    """Milliseconds without the first rounds. The fastest is what a moment without other processes gives."""
+    counted = {name: [1000 * value for value in values[WARM_UP:] or values] for name, values in seconds.items()}
+    return [
+        {"what": name, "median ms": median(values), "fastest ms": min(values), "times": len(values)}
+        for name, values in counted.items()
+    ]

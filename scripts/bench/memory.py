@@ -1,0 +1,209 @@
+"""How much memory server and workers need, in copies of the parameters (fp32).
+
+The server: real, with fairseq's Adam; what it needs more than with a quarter of the parameters, so that what does not
+grow with the model drops out. The worker: fairseq-train with hybrid_async against plain fairseq-train of the same model
+on the same batches, the peak while it trains, and when it also saves a checkpoint while gradients wait in the server's
+accumulator. What a process shares with the others (parameters to read from, slots) is counted at the server, and shown
+beside a worker's own.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import Popen
+from typing import Annotated, Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from fairseq_async.server import Layout, ServerClient  # noqa: E402
+from fairseq_async.server.process import ServerProcess  # noqa: E402
+from recipes import training  # noqa: E402
+from recipes.steps import RecipeError  # noqa: E402
+from recipes.training import Method, Training  # noqa: E402
+from scripts.bench import exchange_times, jobs  # noqa: E402
+from scripts.bench.report import Report  # noqa: E402
+
+COPIES_IN_SERVER = 5.0  # parameters, a copy to read from, accumulator, Adam's two moments
+COPIES_IN_WORKER = 1.0
+WORKERS = 2
+UPDATES = 6
+LR = {"lr": [1e-4]}
+ADAM = {"_name": "adam", "adam_betas": "(0.9, 0.98)", "adam_eps": 1e-8, "weight_decay": 0.0, "use_old_adam": False}
+METHOD = {
+    "updates_per_step": WORKERS,
+    "barrier": False,
+    "inner_optimizer": ADAM | {"fp16_adam_stats": False, "tpu": False} | LR,
+    "lr_scheduler": {"_name": "fixed", "force_anneal": None, "lr_shrink": 0.1, "warmup_updates": 0} | LR,
+    "clip_norm": 1.0,
+    "last_version": None,
+    "max_epoch": 0,
+}
+MODEL = {
+    "arch": "transformer",
+    "share-all-embeddings": True,
+    **{f"{side}-layers": 3 for side in ("encoder", "decoder")},
+    **{f"{side}-embed-dim": 512 for side in ("encoder", "decoder")},
+    **{f"{side}-ffn-embed-dim": 2048 for side in ("encoder", "decoder")},
+    **{f"{side}-attention-heads": 8 for side in ("encoder", "decoder")},
+    "dropout": 0.1,
+    "criterion": "label_smoothed_cross_entropy",
+    "lr": 1e-4,
+    "disable-validation": True,
+    "num-workers": 0,
+    "seed": 1,
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a process that are in memory: its own, those of files in /dev/shm, and the most of both so far."""
+
+    own: int = 0
+    shared: int = 0
+    peak: int = 0
+
+    @classmethod
+    def of(cls, process: int) -> Memory:
+        """Now; a process that is gone has none."""
+        try:
+            lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):
+            return cls()
+        fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+        size = {name: 1024 * int(rest[0]) for name, rest in fields.items() if rest[-1:] == ["kB"]}
+        get = size.get
+        return cls(get("RssAnon", 0) + get("RssFile", 0), get("RssShmem", 0), get("VmHWM", 0))
+
+
+def watch(process: Popen[Any]) -> Memory:
+    """The most of each kind that a process has until its end."""
+    own = shared = peak = 0
+    while process.poll() is None:
+        now = Memory.of(process.pid)
+        own, shared, peak = max(own, now.own), max(shared, now.shared), max(peak, now.peak)
+        time.sleep(0.01)
+    return Memory(own, shared, peak)
+
+
+# The server
+
+
+def server(parameters: int, out: Path) -> dict[str, Memory]:
+    """A server's memory after some updates, and after it has also written its state for a checkpoint."""
+    process = ServerProcess("fairseq_async.fairseq_plugin.server", WORKERS, out, out / "server.log")
+    try:
+        clients = [ServerClient(process.address, process.token, number) for number in range(WORKERS)]
+        workers = [exchange_times.join(client, parameters, METHOD, out) for client in clients]
+        for _ in range(UPDATES):
+            for each in workers:
+                each.multiply_grads(1.0)
+                each.step()
+        updated = Memory.of(process.process.pid)
+        workers[0].fetch(out)
+        saved = Memory.of(process.process.pid)
+        for each in workers:
+            each.client.leave(finished=True)
+    finally:
+        process.stop()
+    return {"after updates": updated, "after a checkpoint": saved}
+
+
+def server_rows(parameters: int, out: Path) -> list[dict[str, Any]]:
+    """What a server needs for the parameters that another has not, in copies of these."""
+    small, large = (Layout.of(exchange_times.model(count)).size for count in (parameters // 4, parameters))
+    less, more = server(small, out / "quarter"), server(large, out / "whole")
+    unit = 4 * (large - small)
+    return [
+        {
+            "server": phase,
+            "MB": (more[phase].own + more[phase].shared) / 1e6,
+            "own copies": (more[phase].own - less[phase].own) / unit,
+            "shared copies": (more[phase].shared - less[phase].shared) / unit,
+            "copies at the peak": (more[phase].peak - less[phase].peak) / unit,
+        }
+        for phase in more
+    ]
+
+
+# The worker
+
+
+@dataclass(frozen=True)
+class Job(Training):
+    """A run of one worker, whose server steps every `updates_per_step` gradients."""
+
+    updates_per_step: int = 1
+
+    def optimizer(self) -> dict[str, object]:
+        steps = {"updates-per-step": self.updates_per_step} if self.method is Method.HYBRID else {}
+        return super().optimizer() | steps
+
+
+def train(job: Job) -> Memory:
+    """The peak of a worker's process; hybrid_async starts its own server."""
+    jobs.fresh(job)
+    process = training.start(job.command() + ["--distributed-world-size", "1"], job.log)
+    try:
+        memory = watch(process)
+    finally:
+        process.kill()
+    if process.returncode:
+        raise RecipeError(f"training failed with exit code {process.returncode}: see {job.log}")
+    return memory
+
+
+def worker_row(
+    phase: str, binary: Path, out: Path, updates_per_step: int, settings: dict[str, object]
+) -> dict[str, Any]:
+    """Both sides of one comparison."""
+    plain_job, hybrid_job = (
+        Job(binary, out / f"{method.value}-{updates_per_step}", method, 1, 1024, MODEL | settings, updates_per_step)
+        for method in (Method.SINGLE, Method.HYBRID)
+    )
+    plain, hybrid = train(plain_job), train(hybrid_job)
+    unit = 4 * jobs.parameters(hybrid_job)
+    return {
+        "worker": phase,
+        "parameters MB": unit / 1e6,
+        "plain MB": plain.own / 1e6,
+        "hybrid own MB": hybrid.own / 1e6,
+        "hybrid shared MB": hybrid.shared / 1e6,
+        "copies more": (hybrid.own - plain.own) / unit,
+        "with what it shares": (hybrid.peak - plain.peak) / unit,
+    }
+
+
+def worker_rows(binary: Path, out: Path) -> list[dict[str, Any]]:
+    """Without a checkpoint; and with one while gradients wait in the server, since 7 batches are no multiple of 4."""
+    saving: dict[str, object] = {"train-subset": "valid", "max-epoch": 1, "no-epoch-checkpoints": True}
+    return [
+        worker_row("training", binary, out, 1, {"max-update": UPDATES, "no-save": True}),
+        worker_row("training, and a checkpoint", binary, out, 4, saving),
+    ]
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="For corpus, checkpoints and logs.")] = Path("runs/bench"),
+    parameters: Annotated[int, typer.Option(min=1, help="Size of the server's model.")] = 25_000_000,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
+) -> None:
+    """Measure the memory of server and worker; exit code 1 if a bound is broken."""
+    report = Report(f"Memory: {WORKERS} workers, Adam, in copies of the fp32 parameters")
+    jobs.claim(out)
+    servers = server_rows(parameters, out / "memory")
+    report.table(f"server, {parameters:,} parameters", servers)
+    workers = worker_rows(jobs.corpus(None, out), out / "memory")
+    report.table("worker, peak of the process", workers)
+    most = max(round(row["own copies"] + row["shared copies"], 2) for row in servers)
+    report.bound(f"server, with {WORKERS} slots", most, COPIES_IN_SERVER + WORKERS)
+    report.bound("worker, copies more than plain", max(row["copies more"] for row in workers), COPIES_IN_WORKER)
+    report.end(json)
+
+
+if __name__ == "__main__":
+    typer.run(main)

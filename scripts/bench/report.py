@@ -1,0 +1,108 @@
+"""What every benchmark says: on which machine, both sides of one run, and whether the bounds hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A limit that a measured value must keep: from above, or with `at_least` from below."""
+
+    what: str
+    value: float
+    limit: float
+    at_least: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """False also for NaN, which is below no limit."""
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+    def __str__(self) -> str:
+        sign = "at least" if self.at_least else "at most"
+        return f"{self.what}: {self.value:.3g} ({sign} {self.limit:.3g}: {'holds' if self.holds else 'BROKEN'})"
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on besides the program; the load is the number of processes that ran in the last minute."""
+    return {
+        "cpu": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def processor() -> str:
+    """The processor's name as Linux gives it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+class Report:
+    """Collects tables and bounds while a benchmark runs. Made at its start: the load is that of before."""
+
+    def __init__(self, title: str) -> None:
+        self.title, self.machine = title, machine()
+        self.tables: dict[str, list[dict[str, Any]]] = {}
+        self.bounds: list[Bound] = []
+        print(f"{title}\n{', '.join(f'{name} {value}' for name, value in self.machine.items())}", flush=True)
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Print rows, which have the same keys, as a table."""
+        self.tables[name] = [dict(row) for row in rows]
+        table = Table(title=name, title_justify="left")
+        for key, value in rows[0].items():
+            table.add_column(key, justify="left" if isinstance(value, str) else "right")
+        for row in rows:
+            table.add_row(*map(cell, row.values()))
+        Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+    def bound(self, what: str, value: float, limit: float, at_least: bool = False) -> None:
+        """Print a value beside its limit."""
+        self.bounds.append(Bound(what, value, limit, at_least))
+        print(self.bounds[-1], flush=True)
+
+    def end(self, path: Path | None) -> None:
+        """Write everything to `path`, where one is given; end with code 1 if a bound is broken."""
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+        if not all(bound.holds for bound in self.bounds):
+            raise SystemExit(1)
+
+    def to_json(self) -> dict[str, Any]:
+        """What is printed, unrounded, with the command and the time."""
+        program = Path(sys.argv[0])
+        return {
+            "title": self.title,
+            "command": shlex.join(["python", f"scripts/bench/{program.name}", *sys.argv[1:]]),
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "machine": self.machine,
+            "tables": self.tables,
+            "bounds": [vars(bound) | {"holds": bound.holds} for bound in self.bounds],
+        }
+
+
+def cell(value: Any) -> str:
+    """A value as a table shows it: four or more digits of a float, thousands set apart."""
+    if not isinstance(value, float):
+        return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
