@@ -1,0 +1,111 @@
+"""Draws hybrid.png: what three workers and the server do, synchronous above and hybrid asynchronous below.
+
+A schematic, not a measurement: batches take the times that are written here.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.lines import Line2D  # noqa: E402
+from matplotlib.patches import Patch  # noqa: E402
+
+SECONDS = (1.0, 1.2, 2.9)  # per batch, of each worker
+END = 12.5
+EXCHANGE = 0.12  # between a worker's batches
+COMPUTE, WAIT, ARRIVE, STEP = "#0072B2", "#DDDDDD", "#56B4E9", "#D55E00"  # Okabe and Ito: safe for the colour-blind
+HEIGHT = 0.56
+WORKERS = len(SECONDS)
+SERVER = WORKERS  # the row below the workers
+
+
+def bar(axes: Axes, row: int, begin: float, end: float, wait: bool = False) -> None:
+    """A stretch of a worker's time, cut off where the picture ends."""
+    if begin < END:
+        (patch,) = axes.barh(row, min(end, END) - begin, left=begin, height=HEIGHT, linewidth=0, color=COMPUTE)
+        if wait:
+            patch.set(facecolor=WAIT, edgecolor="#999999", hatch="////")
+
+
+def synchronous(axes: Axes) -> int:
+    """Every step waits for the slowest worker; returns how many steps there are."""
+    begin, steps = 0.0, 0
+    while begin < END:
+        end = begin + max(SECONDS)
+        for worker, seconds in enumerate(SECONDS):
+            bar(axes, worker, begin, begin + seconds)
+            if seconds < max(SECONDS):
+                bar(axes, worker, begin + seconds, end, wait=True)
+        if end < END:
+            step(axes, end, 0)
+            steps += 1
+        begin = end + EXCHANGE
+    return steps
+
+
+def arrivals() -> Iterator[tuple[float, int]]:
+    """When the hybrid's workers push, in the order of time."""
+    times = [(n * (s + EXCHANGE) - EXCHANGE, w) for w, s in enumerate(SECONDS) for n in range(1, int(END))]
+    yield from sorted(time for time in times if time[0] < END)
+
+
+def hybrid(axes: Axes) -> int:
+    """Nobody waits: the server steps at every third gradient, whoever sent it; returns how many steps there are."""
+    for worker, seconds in enumerate(SECONDS):
+        for n in range(int(END / seconds) + 1):
+            begin = n * (seconds + EXCHANGE)
+            bar(axes, worker, begin, begin + seconds)
+    steps = 0
+    for count, (time, worker) in enumerate(arrivals(), 1):
+        axes.plot([time, time], [worker + HEIGHT / 2, SERVER], color=ARRIVE, linewidth=1.0, zorder=0)
+        axes.plot(time, SERVER, marker="o", color=ARRIVE, markersize=5)
+        if count % WORKERS == 0:
+            step(axes, time, worker)
+            steps += 1
+    return steps
+
+
+def step(axes: Axes, time: float, worker: int) -> None:
+    """The optimizer's step in the server."""
+    axes.plot([time, time], [worker - HEIGHT / 2, SERVER], color=STEP, linewidth=1.2, zorder=0)
+    axes.plot(time, SERVER, marker="D", color=STEP, markersize=8, zorder=3)
+
+
+def dress(axes: Axes, title: str, lowest: str) -> None:
+    """Titles and rows."""
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_yticks(range(WORKERS + 1), ["worker 0", "worker 1", "worker 2 (slow)", lowest])
+    axes.set_ylim(SERVER + 0.55, -0.6)
+    axes.set_xlim(0, END)
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def main() -> None:
+    """Draw the picture beside this file."""
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 5), layout="constrained")
+    steps = synchronous(above)
+    title = f"Synchronous: everybody waits for the slowest worker ({steps} steps, {steps * WORKERS} gradients)"
+    dress(above, title, "optimizer")
+    steps = hybrid(below)
+    gradients = sum(1 for _ in arrivals())
+    title = f"Hybrid: nobody waits; one step per {WORKERS} gradients ({steps} steps, {gradients} gradients)"
+    dress(below, title, "server")
+    below.set_xlabel("time \N{RIGHTWARDS ARROW}", loc="right")
+    legend = [
+        Patch(facecolor=COMPUTE, label="forward and backward"),
+        Patch(facecolor=WAIT, hatch="////", edgecolor="#999999", label="waits"),
+        Line2D([], [], color=ARRIVE, marker="o", label="gradient arrives, is summed"),
+        Line2D([], [], color=STEP, marker="D", label="optimizer steps"),
+    ]
+    figure.legend(handles=legend, loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(Path(__file__).with_name("hybrid.png"), dpi=130, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main()
