@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_NON_TEMPORAL = "glibc.cpu.x86_non_temporal_threshold=0x100000"
+_NON_TEMPORAL = "glibc.cpu.x86_non_temporal_threshold=0x20000"
 
 
 def copy(destination: Tensor, source: Tensor) -> None:
@@ -22,7 +22,7 @@ def _in_memory(tensor: Tensor) -> bool:
 
 
 def environment() -> dict[str, str]:
-    """What a process needs at its start for fast copies: glibc then stores more than 1 MiB past the cache.
+    """What a process needs at its start for fast copies: glibc then stores more than 128 KiB past the cache.
 
     Who copies parameters does not read the copy: bringing its lines into the cache first is half of the work.
     """

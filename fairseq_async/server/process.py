@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange import Channel, environment
@@ -22,16 +21,22 @@ _LATE = 20.0  # seconds that a finished server stays for workers that have not c
 
 
 def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
-    """Runs a server: prints its address, answers until the run is finished or whoever started it is gone."""
+    """Runs a server: reports its address, answers until the run is finished or whoever started it is gone."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--report", type=int, required=True, help="descriptor for the address, or an error")
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args(arguments)
-    _claim(options.run_dir)
-    listener = _listen(options.port)
-    service = Service(os.environ[TOKEN], options.workers, options.run_dir, build)
-    print(f"127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    with open(options.report, "w") as report:  # not stdout, where an imported library may write too
+        try:
+            _claim(options.run_dir)
+            listener = _listen(options.port)
+        except ConfigurationError as error:
+            report.write(f"error: {error}\n")
+            raise SystemExit(2) from error
+        service = Service(os.environ[TOKEN], options.workers, options.run_dir, build)
+        report.write(f"127.0.0.1:{listener.getsockname()[1]}\n")
     _loop(listener, service)
 
 
@@ -39,20 +44,15 @@ def _claim(run_dir: Path) -> None:
     """Keeps two runs out of one directory, for as long as this process lives."""
     try:
         fcntl.flock(os.open(run_dir, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        _refuse(f"{run_dir} (--save-dir or --run-dir) is in use by another run")
-
-
-def _refuse(reason: str) -> NoReturn:
-    print(f"error: {reason}", flush=True)  # whoever started us reads it instead of an address
-    raise SystemExit(2)
+    except OSError as error:
+        raise ConfigurationError(f"{run_dir} (--save-dir or --run-dir) is in use by another run") from error
 
 
 def _listen(port: int) -> socket.socket:
     try:
         return socket.create_server(("127.0.0.1", port))
     except (OSError, OverflowError) as error:
-        _refuse(f"port {port} (--port) cannot be used: {error}")
+        raise ConfigurationError(f"port {port} (--port) cannot be used: {error}") from error
 
 
 def _loop(listener: socket.socket, service: Service) -> None:
@@ -110,18 +110,20 @@ class ServerProcess:
             raise ConfigurationError(f"{run_dir} (--save-dir or --run-dir) cannot be made: {error.strerror}") from error
         self.token = secrets.token_hex(16)
         command = [sys.executable, "-m", module, "--workers", str(workers), "--run-dir", str(run_dir)]
+        reader, writer = os.pipe()
         with log.open("a") as output:
             self.process = subprocess.Popen(
-                [*command, "--port", str(port)],
+                [*command, "--port", str(port), "--report", str(writer)],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[writer],
                 start_new_session=True,
                 env=os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers), **environment()},
             )
-        assert self.process.stdout is not None
-        first = self.process.stdout.readline().strip()
+        os.close(writer)
+        with open(reader) as report:
+            first = report.read().strip()
         if first.startswith("error: ") or not first:
             self.stop()
             raise ConfigurationError(first.removeprefix("error: ") or f"the server did not start; see {log}")
