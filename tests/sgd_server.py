@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation
 from fairseq_async.server import Layout
+from fairseq_async.server.plan import Passes
 from fairseq_async.server.process import serve
 
 
@@ -18,8 +19,9 @@ class Constant:
     def end_epoch(self, epoch: int, loss: float | None) -> None: ...
 
 
-def build(method: dict[str, Any], layout: Layout, parameters: Tensor) -> tuple[HybridAccumulation, Constant]:
-    return HybridAccumulation(torch.optim.SGD([parameters], lr=1.0), method["updates_per_step"]), Constant()
+def build(method: dict[str, Any], layout: Layout, parameters: Tensor) -> tuple[HybridAccumulation, Passes]:
+    rule = HybridAccumulation(torch.optim.SGD([parameters], lr=1.0), method["updates_per_step"])
+    return rule, Passes(Constant(), method["max_epoch"])
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def check_equal_steps(monkeypatch: pytest.MonkeyPatch, inner: list[str], schedul
     optimizer = build_optimizer(cfg.optimizer, theirs)
     scheduler = build_lr_scheduler(cfg.lr_scheduler, optimizer)
     scheduler.step_update(0)
-    rule, ours = build(method, layout, flat)
+    ours, _ = build(method, layout, flat)
     rates = []
     for epoch in range(1, 4):
         scheduler.step_begin_epoch(epoch)
@@ -62,7 +62,7 @@ def check_equal_steps(monkeypatch: pytest.MonkeyPatch, inner: list[str], schedul
             assert ours.learning_rate == pytest.approx(optimizer.get_lr(), rel=0, abs=0)
             optimizer.step()
             scheduler.step_update(step + 1)
-            assert rule.apply(flat, Update(0, step, step, 7.0, gradient))
+            assert ours.apply(flat, Update(0, step, step, 7.0, gradient))
             assert all(torch.equal(a, b) for a, b in zip(theirs, layout.views(flat), strict=True))
         scheduler.step(epoch, 5.0)
         scheduler.step_update(epoch * 10)

@@ -20,7 +20,7 @@ from fairseq_async.server.process import ServerProcess
 
 MODULE = "tests.sgd_server"
 LAYOUT = Layout.of([("weight", torch.zeros(2, 2)), ("bias", torch.zeros(2))])
-METHOD: dict[str, Any] = {"updates_per_step": 1, "barrier": False, "last_version": None, "max_epoch": 0}
+METHOD: dict[str, Any] = {"updates_per_step": 1, "barrier": 0, "last_version": None, "max_epoch": 0}
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def join(server: ServerProcess, worker: int, **method: Any) -> ServerClient:
     client = ServerClient(server.address, server.token, worker)
     welcome = client.join(LAYOUT, METHOD | method)
     if not welcome["initialised"]:
-        client.own_slot.fill_(1.0)
-        client.ask({"kind": "initialise", "state": None})
+        client.slot.fill_(1.0)
+        client.initialise(None)
     return client
 
 
@@ -71,7 +71,7 @@ def test_two_workers_share_the_parameters_that_worker_0_brought(server: ServerPr
 def test_a_worker_that_died_in_the_middle_of_a_write_costs_that_update_and_comes_back(server: ServerProcess) -> None:
     first, second = join(server, 0), join(server, 1)
     push(second, 0, 0.5)
-    second.own_slot.fill_(1e9)  # written, never pushed
+    second.slot.fill_(1e9)  # written, never pushed
     second._channel.close()
     assert push(first, 0, 0.25)["version"] == 2 and pull(first) == (2, 0.25)
     again = ServerClient(server.address, server.token, 1)
@@ -88,7 +88,7 @@ def test_the_whole_state_comes_back_from_a_snapshot(server: ServerProcess, tmp_p
     try:
         client = ServerClient(other.address, other.token, 0)
         client.join(LAYOUT, METHOD | {"updates_per_step": 2})
-        welcome = client.ask({"kind": "initialise", "state": str(tmp_path / "state.pt")})
+        welcome = client.initialise(str(tmp_path / "state.pt"))
         assert welcome["sequence"] == 3 and pull(client) == pull(first)
         assert push(client, 3, 0.5)["version"] == push(first, 3, 0.5)["version"] == 2  # the third waited in the sum
         assert pull(client) == pull(first)
@@ -133,9 +133,9 @@ def test_bytes_that_are_no_message_close_that_connection_only(server: ServerProc
 
 
 def test_the_barrier_answers_both_workers_when_the_round_is_complete(server: ServerProcess) -> None:
-    method = {"updates_per_step": 2, "barrier": True}
+    method = {"updates_per_step": 2, "barrier": 2}
     first, second = join(server, 0, **method), join(server, 1, **method)
-    first.own_slot.fill_(1.0)
+    first.slot.fill_(1.0)
     first._channel.send({"kind": "push", "sequence": 0, "base_version": 0, "weight": 1.0, "report": {}, "wait": False})
     assert pull(second) == (0, 1.0)
     assert push(second, 0, 0.0)["version"] == 1
@@ -144,7 +144,7 @@ def test_the_barrier_answers_both_workers_when_the_round_is_complete(server: Ser
 
 
 def test_a_worker_that_leaves_a_barrier_run_early_does_not_hold_up_the_others(server: ServerProcess) -> None:
-    method = {"updates_per_step": 2, "barrier": True}
+    method = {"updates_per_step": 2, "barrier": 2}
     first, second = join(server, 0, **method), join(server, 1, **method)
     first._channel.send({"kind": "push", "sequence": 0, "base_version": 0, "weight": 1.0, "report": {}, "wait": False})
     second.leave(finished=False)

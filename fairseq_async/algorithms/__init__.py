@@ -1,7 +1,20 @@
 """What the papers say, on tensors. Nothing here knows a process, a socket or a clock."""
 
 from fairseq_async.algorithms.hybrid import HybridAccumulation
+from fairseq_async.algorithms.outer import BufferedNesterov, DelayedNesterov, NesterovMomentum
+from fairseq_async.algorithms.rounds import local_steps, shard_probabilities
 from fairseq_async.algorithms.rule import Rule
+from fairseq_async.algorithms.staleness import Lateness
 from fairseq_async.algorithms.update import Update
 
-__all__ = ["HybridAccumulation", "Rule", "Update"]
+__all__ = [
+    "BufferedNesterov",
+    "DelayedNesterov",
+    "HybridAccumulation",
+    "Lateness",
+    "NesterovMomentum",
+    "Rule",
+    "Update",
+    "local_steps",
+    "shard_probabilities",
+]

@@ -36,7 +36,7 @@ class HybridAccumulation:
         if clip_norm < 0:
             raise ValueError(f"clip_norm is {clip_norm}; it must not be negative")
         self.optimizer = optimizer
-        self.updates_per_step = updates_per_step
+        self.updates_per_step = self._wanted = updates_per_step
         self.clip_norm = clip_norm
         self.mean: Tensor | None = None
         self.weight = 0.0
@@ -60,8 +60,16 @@ class HybridAccumulation:
         return True
 
     @property
-    def steps_next(self) -> bool:
+    def changes_next(self) -> bool:
         return self.count + 1 >= self.updates_per_step
+
+    @property
+    def direction(self) -> None:
+        return None
+
+    def limit_round(self, updates: int) -> None:
+        """A step waits for no more gradients than a round has."""
+        self.updates_per_step = min(self._wanted, updates)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and the gradients that wait for their step."""

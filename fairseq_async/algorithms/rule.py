@@ -11,12 +11,21 @@ class Rule(Protocol):
     """Turns updates, in the order of their arrival, into changes of the parameters."""
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
-        """Takes one update in; ``parameters`` (flat) change in place. True when the optimizer stepped."""
+        """Takes one update in; ``parameters`` (flat) change in place. True when the optimizer or momentum stepped."""
         ...
 
     @property
-    def steps_next(self) -> bool:
+    def changes_next(self) -> bool:
         """Whether the next update will change the parameters; its sender waits for them only then."""
+        ...
+
+    @property
+    def direction(self) -> Tensor | None:
+        """The momentum, with which updates can be compared; None where there is none."""
+        ...
+
+    def limit_round(self, updates: int) -> None:
+        """A round behind the barrier has only this many updates from now on: no step is to wait for more."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

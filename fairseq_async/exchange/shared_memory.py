@@ -18,7 +18,7 @@ _PATIENCE = 10.0  # seconds that one side waits for the other before it takes it
 
 
 class SharedMemory:
-    """The published parameters and one slot a worker, each a flat fp32 tensor.
+    """The published parameters, if a run publishes them, and one slot a worker, each a flat fp32 tensor.
 
     The server alone writes the published parameters, a worker alone writes its slot. A reader may copy while the
     server publishes: a counter that is odd during a write (a seqlock) tells it to copy again, so it never keeps a
@@ -30,37 +30,37 @@ class SharedMemory:
     that has it open, however that process ends.
     """
 
-    def __init__(self, descriptor: int, parameters: int, workers: int) -> None:
-        self.parameters, self.workers = parameters, workers
+    def __init__(self, descriptor: int, parameters: int, workers: int, publishes: bool) -> None:
+        self.parameters, self.workers, self.publishes = parameters, workers, publishes
         self._descriptor = descriptor
-        self._map = mmap.mmap(descriptor, self.nbytes(parameters, workers))
+        self._map = mmap.mmap(descriptor, self.nbytes(parameters, workers, publishes))
         # the seqlock's counter, the version, and for each worker the last sequence number taken out of its slot
         self._header = torch.frombuffer(self._map, dtype=torch.int64, count=2 + workers)
         self._fence = threading.Lock()
 
     @staticmethod
-    def nbytes(parameters: int, workers: int) -> int:
-        return _header_bytes(workers) + 4 * parameters * (1 + workers)
+    def nbytes(parameters: int, workers: int, publishes: bool = True) -> int:
+        return _header_bytes(workers) + 4 * parameters * (publishes + workers)
 
     @classmethod
-    def create(cls, parameters: int, workers: int) -> "SharedMemory":
+    def create(cls, parameters: int, workers: int, publishes: bool = True) -> "SharedMemory":
         """The server's side.
 
         Raises:
             ExchangeError: there is no room in /dev/shm.
         """
-        size = cls.nbytes(parameters, workers)
+        size = cls.nbytes(parameters, workers, publishes)
         try:
             descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
             os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
             raise ExchangeError(_no_room(size, error)) from error
-        memory = cls(descriptor, parameters, workers)
+        memory = cls(descriptor, parameters, workers, publishes)
         memory._header[2:] = -1  # nothing is taken yet; 0 is the first sequence number
         return memory
 
     @classmethod
-    def attach(cls, path: str, parameters: int, workers: int) -> "SharedMemory":
+    def attach(cls, path: str, parameters: int, workers: int, publishes: bool = True) -> "SharedMemory":
         """A worker's side; ``path`` is the server's :attr:`path`.
 
         Raises:
@@ -70,10 +70,10 @@ class SharedMemory:
             descriptor = os.open(path, os.O_RDWR)
         except OSError as error:
             raise ExchangeError(f"the server's shared memory {path} cannot be opened: {error.strerror}") from error
-        if os.fstat(descriptor).st_size != cls.nbytes(parameters, workers):
+        if os.fstat(descriptor).st_size != cls.nbytes(parameters, workers, publishes):
             os.close(descriptor)
             raise ExchangeError(f"the server's shared memory {path} is not of the size that this model needs")
-        return cls(descriptor, parameters, workers)
+        return cls(descriptor, parameters, workers, publishes)
 
     @property
     def path(self) -> str:
@@ -82,10 +82,11 @@ class SharedMemory:
 
     @property
     def published(self) -> Tensor:
+        assert self.publishes
         return self._vector(0)
 
     def slot(self, worker: int) -> Tensor:
-        return self._vector(1 + worker)
+        return self._vector(self.publishes + worker)
 
     def _vector(self, index: int) -> Tensor:
         offset = _header_bytes(self.workers) + 4 * self.parameters * index

@@ -141,14 +141,14 @@ class HybridAsync(FairseqOptimizer):
 
     def bring_parameters(self, run_dir: Path) -> dict[str, Any]:
         """To a new server: this model's, or all of the state that :meth:`load_state_dict` got."""
-        for view, parameter in zip(self.layout.views(self.client.own_slot), self.params, strict=True):
+        for view, parameter in zip(self.layout.views(self.client.slot), self.params, strict=True):
             copy(view, parameter)
         if self._restored is None:
-            return self.client.ask({"kind": "initialise", "state": None})
+            return self.client.initialise(None)
         path = run_dir / ".state-restored.pt"
         try:
             torch.save(self._restored, path)
-            return self.client.ask({"kind": "initialise", "state": str(path)})
+            return self.client.initialise(str(path))
         finally:
             path.unlink(missing_ok=True)
 
@@ -190,7 +190,7 @@ class HybridAsync(FairseqOptimizer):
         if self._restored is not None and schedule:
             self._restored["server"]["rule"]["schedule"] = None
         if self._restored is not None and positions:
-            self._restored |= {"positions": {}, "epochs": 0.0}
+            self._restored |= {"positions": {}, "plan": {"epochs": 0.0}}
 
     def state_dict(self) -> dict[str, Any]:
         """Only what this worker holds; the trainer adds what it has fetched from the server."""

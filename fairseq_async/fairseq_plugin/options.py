@@ -74,7 +74,7 @@ def describe(args: Namespace, cfg: DictConfig, workers: int) -> dict[str, Any]:
     return {
         "method": "hybrid_async",
         "updates_per_step": updates_per_step,
-        "barrier": args.barrier,
+        "barrier": updates_per_step if args.barrier else 0,
         "inner_optimizer": _describe_optimizer(args),
         "lr_scheduler": _describe_scheduler(args, cfg),
         "clip_norm": cfg.optimization.clip_norm,

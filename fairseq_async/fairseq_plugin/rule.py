@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from fairseq_async.algorithms import HybridAccumulation, Update
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server.layout import Layout
+from fairseq_async.server.plan import Passes
 
 
 class ScheduledAccumulation(HybridAccumulation):
@@ -59,10 +60,8 @@ class ScheduledAccumulation(HybridAccumulation):
         self.schedule.step_update(self.steps)
 
 
-def build(
-    method: dict[str, Any], layout: Layout, parameters: Tensor
-) -> tuple[ScheduledAccumulation, ScheduledAccumulation]:
-    """Rule and schedule, which are one object here, from a method's description.
+def build(method: dict[str, Any], layout: Layout, parameters: Tensor) -> tuple[ScheduledAccumulation, Passes]:
+    """Rule and plan from a method's description; the rule is the schedule too.
 
     Raises:
         ConfigurationError: fairseq does not take the configuration.
@@ -77,7 +76,7 @@ def build(
         raise ConfigurationError(
             f"--inner-optimizer {inner['_name']} with --lr-scheduler {scheduler['_name']}: {error}"
         ) from error
-    return rule, rule
+    return rule, Passes(rule, method["max_epoch"])
 
 
 def _config(description: dict[str, Any], registry: str) -> Any:

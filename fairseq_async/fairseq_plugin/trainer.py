@@ -49,9 +49,9 @@ class RemoteSchedule(FairseqLRScheduler):
     It follows the applied updates there by itself; worker 0, who validates, tells it of its epochs.
     """
 
-    def _tell(self, kind: str, **details: Any) -> None:
+    def _tell(self, event: str, **details: Any) -> None:
         if self.optimizer.joined and self.optimizer.client.worker == 0:
-            answer = self.optimizer.client.ask({"kind": kind, **details})
+            answer = self.optimizer.client.ask({"kind": "plan", "event": event, **details})
             self.optimizer.set_lr(answer["learning_rate"])
 
     def step_begin_epoch(self, epoch: int) -> None:

@@ -7,18 +7,23 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fairseq_async.errors import ExchangeError, RefusedError
 from fairseq_async.exchange import Channel, SharedMemory
 from fairseq_async.server.layout import Layout
 
+LOOPBACK = "127.0.0.1"  # this machine
 _CONNECT_SECONDS = 10.0
 _REPORT_SECONDS = 5.0  # for the main thread to find out by itself
 
 
 class ServerClient:
-    """Connects one worker to the server of its run, on the same machine.
+    """Connects one worker to the server of its run.
+
+    On the same machine, which is what the address 127.0.0.1 says, tensors go through shared memory; to any other
+    address they go behind the messages.
 
     Every method raises :class:`ExchangeError` when the server is gone and :class:`RefusedError` when it says no.
 
@@ -29,8 +34,10 @@ class ServerClient:
 
     def __init__(self, address: str, token: str, worker: int, on_loss: Callable[[str], None] | None = None) -> None:
         self.address, self.token, self.worker = address, token, worker
+        self.remote = address.rpartition(":")[0] != LOOPBACK
         self._channel = Channel(_connect(address))
         self._memory: SharedMemory | None = None
+        self._slot: Tensor | None = None
         self._leaving = False
         self._in_slot = -1  # an update that was accepted, and may not have been taken yet
         if on_loss is not None:
@@ -38,10 +45,19 @@ class ServerClient:
 
     def join(self, layout: Layout, method: dict[str, Any]) -> dict[str, Any]:
         """Introduces the worker; waits until the server has parameters, unless this is worker 0, who brings them."""
-        hello = {"kind": "hello", "token": self.token, "worker": self.worker, "method": method}
+        hello = {"kind": "hello", "token": self.token, "worker": self.worker, "method": method, "remote": self.remote}
         welcome = self.ask(hello | {"layout": layout.to_json()})
-        self._memory = SharedMemory.attach(welcome["memory"], layout.size, welcome["workers"])
+        if self.remote:
+            self._slot = self._channel.room = torch.zeros(layout.size)
+        else:
+            shape = layout.size, welcome["workers"], welcome["publishes"]
+            self._memory = SharedMemory.attach(welcome["memory"], *shape)
+            self._slot = self._memory.slot(self.worker)
         return welcome
+
+    def initialise(self, state: str | None) -> dict[str, Any]:
+        """Worker 0 brings a new server the parameters in its slot, or all of a state in a file on the server's disk."""
+        return self.ask({"kind": "initialise", "state": state}, self._sent)
 
     def push(self, write: Callable[[Tensor], None], **message: Any) -> dict[str, Any]:
         """Calls ``write(slot)`` with this worker's flat slot, then tells the server that it is ready.
@@ -49,31 +65,37 @@ class ServerClient:
         The answer comes when the update is applied; or at once, if it will be added to others without a step, and
         ``wait`` is not set. Then the slot is the server's for a moment longer, for which the next push waits.
         """
-        self.memory.wait_until_taken(self.worker, self._in_slot)
-        write(self.memory.slot(self.worker))
-        answer = self.ask({"kind": "push", **message})
+        if self._memory is not None:
+            self._memory.wait_until_taken(self.worker, self._in_slot)
+        write(self.slot)
+        answer = self.ask({"kind": "push", **message}, self._sent)
         self._in_slot = message["sequence"] if answer["status"] == "accepted" else -1
         return answer
 
     @property
-    def own_slot(self) -> Tensor:
-        """Where worker 0 brings the first parameters."""
-        return self.memory.slot(self.worker)
+    def slot(self) -> Tensor:
+        """What this worker and the server hand each other, flat. Where nothing is published, the parameters are in it
+        after each answer."""
+        if self._slot is None:
+            raise ExchangeError("this worker has not joined the run")
+        return self._slot
 
     @property
-    def memory(self) -> SharedMemory:
-        if self._memory is None:
-            raise ExchangeError("this worker has not joined the run")
-        return self._memory
+    def _sent(self) -> Tensor | None:
+        return self._slot if self.remote else None
 
     def pull(self, copy: Callable[[Tensor], None]) -> int:
         """Calls ``copy(flat parameters)`` on one version and returns it; other workers may do so at the same time."""
-        return self.memory.read(copy)
+        if self._memory is not None and self._memory.publishes:
+            return self._memory.read(copy)
+        version = int(self.ask({"kind": "pull"})["version"])
+        copy(self.slot)
+        return version
 
-    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, message: dict[str, Any], tensor: Tensor | None = None) -> dict[str, Any]:
         """One question, one answer."""
         try:
-            self._channel.send(message)
+            self._channel.send(message, tensor)
             answer = self._channel.receive()
         except ExchangeError as error:
             raise ExchangeError(self._lost()) from error

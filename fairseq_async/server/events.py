@@ -32,6 +32,7 @@ class EventLog:
             "staleness": receipt.staleness,
             "weight": receipt.weight,
             "norm": receipt.norm,
+            "cosine": receipt.cosine,
             "version_after": receipt.version,
             "status": receipt.status.value,
             **report,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Rule, Update
+from fairseq_async.algorithms import Lateness, Rule, Update
 
 
 class Status(str, Enum):
@@ -17,6 +17,7 @@ class Status(str, Enum):
     APPLIED = "applied"
     HELD = "held"  # behind the barrier, until its round is complete
     REFUSED = "refused"  # NaN or Inf
+    STALE = "stale"  # its staleness is above the limit
     DUPLICATE = "duplicate"  # its sequence number was settled before
     FINISHED = "finished"  # the run had taken its last step
 
@@ -37,6 +38,7 @@ class Receipt:
         staleness: versions applied between the worker's pull and the arrival of its update.
         norm: L2 norm of the update.
         version: the server's version afterwards.
+        cosine: of the update and the rule's momentum before it; NaN where there is none.
     """
 
     worker: int
@@ -47,30 +49,42 @@ class Receipt:
     staleness: int
     norm: float
     version: int
+    cosine: float = math.nan
 
 
 class ParameterServer:
     """Holds the global parameters and lets a rule change them, one update at a time.
 
-    A plain object: no threads, no clock, no socket. The version counts the rule's steps. Every update is known
-    by its worker and sequence number: one that arrives twice is applied once.
+    A plain object: no threads, no clock, no socket. The version counts the changes of the parameters. Every update
+    is known by its worker and sequence number: one that arrives twice is applied once.
 
     Args:
         parameters: flat fp32 tensor; changed in place.
         rule: what an update does to the parameters.
         barrier: hold the updates until this many, from different workers, are there, then apply them in the order
-            of the workers' ids; 0 applies each at once.
+            of the workers' ids; 0 applies each at once. Who has a clock makes a grace period of it, by
+            :meth:`complete_round`.
         last_version: the run is finished when this version is reached; None for no end.
+        lateness: what a stale update is worth.
     """
 
-    def __init__(self, parameters: Tensor, rule: Rule, barrier: int = 0, last_version: int | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Tensor,
+        rule: Rule,
+        barrier: int = 0,
+        last_version: int | None = None,
+        lateness: Lateness | None = None,
+    ) -> None:
         self.parameters = parameters
         self.rule = rule
-        self.barrier = barrier
+        self.barrier = self._round = barrier
         self.last_version = last_version
+        self.lateness = lateness or Lateness()
         self.version = 0
         self.sequences: dict[int, int] = {}
         self.refused: dict[int, int] = {}
+        self._started_from: dict[int, Tensor] = {}
         self._held: dict[int, tuple[Update, Receipt]] = {}
         self._released: list[Receipt] = []
 
@@ -81,11 +95,22 @@ class ParameterServer:
     @property
     def changes_next(self) -> bool:
         """Whether the sender of the next update has something to wait for: a step, or the barrier."""
-        return bool(self.barrier) or self.rule.steps_next
+        return bool(self.barrier) or self.rule.changes_next
 
     def pull(self, worker: int) -> Parameters:
         """The current parameters, copied."""
+        self.note_pull(worker)
         return Parameters(self.version, self.parameters.clone())
+
+    def note_pull(self, worker: int) -> None:
+        """The worker starts from the current parameters, which delay compensation compares with later ones."""
+        if self.lateness.compensation:
+            self._started_from[worker] = self.parameters.clone()
+
+    @property
+    def held(self) -> int:
+        """How many updates wait for their round."""
+        return len(self._held)
 
     def push(self, update: Update) -> Receipt:
         """Settles the update, or holds it behind the barrier (then :meth:`released` gives its receipt later)."""
@@ -95,6 +120,9 @@ class ParameterServer:
             return self._receipt(update, Status.HELD)
         if self.finished:
             return self._receipt(update, Status.FINISHED)
+        if self.lateness.drops(self.version - update.base_version):
+            self.sequences[update.worker] = update.sequence
+            return self._receipt(update, Status.STALE)
         receipt = self._receipt(update, Status.APPLIED, float(torch.linalg.vector_norm(update.delta)))
         if not math.isfinite(receipt.norm):
             self.sequences[update.worker] = update.sequence
@@ -103,8 +131,8 @@ class ParameterServer:
         if not self.barrier:
             return self._apply(update, receipt)
         self._held[update.worker] = update, receipt
-        if len(self._held) == self.barrier:
-            self._released += self._complete_round()
+        if len(self._held) >= self.barrier:
+            self.complete_round()
         return replace(receipt, status=Status.HELD)
 
     def withdraw(self, worker: int) -> None:
@@ -112,10 +140,11 @@ class ParameterServer:
         self._held.pop(worker, None)
 
     def limit_barrier(self, workers: int) -> None:
-        """Only this many workers are left: no round waits for more."""
-        self.barrier = min(self.barrier, max(1, workers))
-        if self._held and len(self._held) >= self.barrier:
-            self._released += self._complete_round()
+        """Only this many workers are there now: no round waits for more."""
+        if self._round:
+            self.barrier = min(self._round, max(1, workers))
+            if len(self._held) >= self.barrier:
+                self.complete_round()
 
     def released(self) -> list[Receipt]:
         """The receipts, each given once, of held updates whose round is complete."""
@@ -139,14 +168,20 @@ class ParameterServer:
         self.sequences = dict(state["sequences"])
         self.refused = dict(state["refused"])
 
-    def _complete_round(self) -> list[Receipt]:
+    def complete_round(self) -> None:
+        """Applies the updates that are held, in the order of the workers' ids, and waits for no other."""
         held, self._held = self._held, {}
-        return [self._apply(*held[worker]) for worker in sorted(held)]
+        self._released += [self._apply(*held[worker]) for worker in sorted(held)]
 
     def _apply(self, update: Update, receipt: Receipt) -> Receipt:
+        cosine = _cosine(update.delta, receipt.norm, self.rule.direction)
+        then = self._started_from.get(update.worker)
+        worth = self.lateness.adjusted(update, receipt.staleness, self.parameters, then)
+        changes = self.rule.changes_next
+        self.rule.apply(self.parameters, worth)
         self.sequences[update.worker] = update.sequence
-        self.version += self.rule.apply(self.parameters, update)
-        return replace(receipt, version=self.version)
+        self.version += changes
+        return replace(receipt, version=self.version, cosine=cosine)
 
     def _receipt(self, update: Update, status: Status, norm: float = math.nan) -> Receipt:
         return Receipt(
@@ -159,3 +194,10 @@ class ParameterServer:
             norm=norm,
             version=self.version,
         )
+
+
+def _cosine(delta: Tensor, norm: float, direction: Tensor | None) -> float:
+    if direction is None:
+        return math.nan
+    product = norm * float(torch.linalg.vector_norm(direction))
+    return float(torch.dot(delta, direction)) / product if product > 0 else math.nan

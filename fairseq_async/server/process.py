@@ -62,16 +62,20 @@ def _loop(listener: socket.socket, service: Service) -> None:
     peers: list[Peer] = []
     finished_at = None
     while True:
-        for key, _ in selector.select(timeout=1.0):
+        for key, ready in selector.select(timeout=service.tick()):
             if key.fileobj is sys.stdin:
                 return
             if key.fileobj is listener:
                 peer = Peer(Channel(listener.accept()[0]))
                 selector.register(peer.channel.connection, selectors.EVENT_READ, peer)
                 peers.append(peer)
-            elif not _serve_peer(service, key.data):
+            elif not _serve_peer(service, key.data, ready):
                 selector.unregister(key.fileobj)
                 peers.remove(key.data)
+        for peer in peers:  # who does not take an answer at once is asked again when he can
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.channel.busy else 0)
+            if events != selector.get_key(peer.channel.connection).events:
+                selector.modify(peer.channel.connection, events, peer)
         if service.finished:
             finished_at = finished_at or time.monotonic()
             late = len(service.joined) < service.workers and time.monotonic() < finished_at + _LATE
@@ -79,10 +83,12 @@ def _loop(listener: socket.socket, service: Service) -> None:
                 return
 
 
-def _serve_peer(service: Service, peer: Peer) -> bool:
+def _serve_peer(service: Service, peer: Peer, ready: int) -> bool:
     """False when the connection is closed."""
     try:
-        for message in peer.channel.messages():
+        if ready & selectors.EVENT_WRITE:
+            peer.channel.flush()
+        for message in peer.channel.messages() if ready & selectors.EVENT_READ else []:
             service.receive(peer, message)
     except ExchangeError:
         service.forget(peer)

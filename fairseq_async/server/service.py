@@ -6,34 +6,20 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
-from fairseq_async.algorithms import Rule, Update
+from fairseq_async.algorithms import Lateness, Rule, Update
 from fairseq_async.errors import AsyncError, RefusedError
-from fairseq_async.exchange import Channel, SharedMemory
+from fairseq_async.exchange import Channel, SharedMemory, copy
 from fairseq_async.server import heap
 from fairseq_async.server.events import EventLog
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.parameter_server import ParameterServer, Receipt, Status
+from fairseq_async.server.plan import Message, Plan
 
-Message = dict[str, Any]
-
-
-class Schedule(Protocol):
-    """The learning rate, which some schedules change at the ends of epochs."""
-
-    @property
-    def learning_rate(self) -> float: ...
-
-    def begin_epoch(self, epoch: int) -> None: ...
-
-    def end_epoch(self, epoch: int, loss: float | None) -> None: ...
-
-
-Build = Callable[[Message, Layout, torch.Tensor], tuple[Rule, Schedule]]
-"""Makes rule and schedule from a method's description, the layout and the flat parameters."""
+Build = Callable[[Message, Layout, torch.Tensor], tuple[Rule, Plan]]
+"""Makes rule and plan from a method's description, the layout and the flat parameters."""
 
 
 @dataclass
@@ -42,6 +28,7 @@ class Peer:
 
     channel: Channel
     worker: int | None = None
+    remote: bool = False  # tensors come and go behind the messages, not in shared memory
     waiting: str | None = None  # the kind of a message that is not answered yet
     report: Message = field(default_factory=dict)  # what the worker said of itself with its last update
 
@@ -65,7 +52,9 @@ class Service:
         self.joined: set[int] = set()
         self.finished = False
         self.positions: dict[int, Message] = {}
-        self.epochs = 0.0
+        self.departed: set[int] = set()  # they were here
+        self.idle: set[int] = set()  # nothing is left for them to do
+        self.deadline: float | None = None  # of the grace period, by the clock
         self._server: ParameterServer | None = None
 
     # What a message leads to
@@ -88,26 +77,41 @@ class Service:
         """The connection is closed."""
         if peer.worker is not None and self.peers.get(peer.worker) is peer:
             del self.peers[peer.worker]
+            self.idle.discard(peer.worker)
             if self._server is not None:
                 self._server.withdraw(peer.worker)
+                self.plan.forget(peer.worker)
+                if not self.method.get("waits_for_dead", True):
+                    self._depart(peer.worker)
+                self._wake()
 
     def _handlers(self) -> dict[str, Callable[[Peer, Message], Message | None]]:
         return {
             "hello": self._hello,
             "initialise": self._initialise,
             "push": self._push,
-            "begin_epoch": self._begin_epoch,
-            "end_epoch": self._end_epoch,
+            "pull": self._pull,
+            "wait": self._wait,
+            "plan": self._hear,
             "snapshot": self._snapshot,
             "leave": self._leave,
         }
 
-    def _answer(self, peer: Peer, answer: Message) -> None:
+    def _answer(self, peer: Peer, answer: Message, tensor: torch.Tensor | None = None) -> None:
         peer.waiting = None
+        peer.channel.queue(answer, tensor)
         try:
-            peer.channel.send(answer)
+            peer.channel.flush()
         except AsyncError:
             self.forget(peer)  # it died; its connection will be closed by the loop
+
+    def _answer_with_parameters(self, peer: Peer, answer: Message) -> None:
+        """The answer, with the current parameters in the worker's slot or behind the message."""
+        assert peer.worker is not None
+        slot = self.memory.slot(peer.worker)
+        copy(slot, self.server.parameters)
+        self.server.note_pull(peer.worker)
+        self._answer(peer, answer, slot if peer.remote else None)
 
     # Coming in
 
@@ -121,7 +125,11 @@ class Service:
             raise RefusedError(f"worker {worker} is here already")
         self._admit(worker, Layout.from_json(message["layout"]), message["method"])
         peer.worker, self.peers[worker] = worker, peer
+        peer.remote = bool(message.get("remote"))
+        peer.channel.room = self.memory.slot(worker) if peer.remote else None
         self.joined.add(worker)
+        self.departed.discard(worker)
+        self._count_barrier()
         if self._server is None and worker != 0:
             peer.waiting = "hello"
             return None
@@ -130,22 +138,27 @@ class Service:
     def _admit(self, worker: int, layout: Layout, method: Message) -> None:
         if not self.joined:
             self.layout, self.method = layout, method
-            self.memory = SharedMemory.create(layout.size, self.workers)
+            self.memory = SharedMemory.create(layout.size, self.workers, self._publishes)
         elif difference := layout.difference(self.layout):
             raise RefusedError(f"worker {worker} has another model than the others: {difference}")
         elif different := [key for key in self.method if self.method[key] != method.get(key)]:
             raise RefusedError(f"worker {worker} was started with another {different[0]} than the others")
 
+    @property
+    def _publishes(self) -> bool:
+        """Whether there is a copy of the parameters that workers read when they like; else they come with answers."""
+        return bool(self.method.get("publishes", True))
+
     def _welcome(self, worker: int) -> Message:
+        here = {"memory": self.memory.path, "publishes": self._publishes, "workers": self.workers}
         server = self._server
-        return {
-            "memory": self.memory.path,
-            "workers": self.workers,
-            "initialised": server is not None,
-            "refused": server.refused.get(worker, 0) if server else 0,
-            "sequence": 1 + (server.sequences.get(worker, -1) if server else -1),
+        if server is None:
+            return here | {"initialised": False}
+        return here | {
+            "initialised": True,
+            "sequence": 1 + server.sequences.get(worker, -1),
             "position": self.positions.get(worker),
-            "learning_rate": self.schedule.learning_rate if server else None,
+            **self._state_for(worker),
         }
 
     def _initialise(self, peer: Peer, message: Message) -> Message:
@@ -153,15 +166,16 @@ class Service:
         if self._server is not None or peer.worker != 0:
             raise RefusedError("the parameters are there already")
         parameters = self.memory.slot(0).clone()
-        self.rule, self.schedule = self.build(self.method, self.layout, parameters)
-        barrier = int(self.method["updates_per_step"]) if self.method["barrier"] else 0
-        server = ParameterServer(parameters, self.rule, barrier, self.method["last_version"])
+        self.rule, self.plan = self.build(self.method, self.layout, parameters)
+        lateness = Lateness(**self.method.get("lateness", {}))
+        barrier, last_version = int(self.method["barrier"]), self.method.get("last_version")
+        server = ParameterServer(parameters, self.rule, barrier, last_version, lateness)
         if message["state"] is not None:
             self._restore(server, message["state"])
         self._server = server
         self.events = EventLog(self.run_dir / "events.jsonl", server.sequences)
         self._write_description()
-        self.memory.publish(server.parameters, server.version)
+        self._publish()
         for other in list(self.peers.values()):
             if other.waiting is not None and other.worker is not None:
                 self._answer(other, self._welcome(other.worker))
@@ -170,7 +184,8 @@ class Service:
     def _restore(self, server: ParameterServer, path: str) -> None:
         state = torch.load(path, map_location="cpu", weights_only=True)
         server.load_state_dict(state["server"])
-        self.positions, self.epochs = state["positions"], state["epochs"]
+        self.positions = state["positions"]
+        self.plan.load_state_dict(state["plan"])
 
     def _write_description(self) -> None:
         description = {"workers": self.workers, "method": self.method, "layout": self.layout.to_json()}
@@ -182,12 +197,21 @@ class Service:
             raise RefusedError("the server has no parameters yet")
         return self._server
 
+    def _publish(self) -> None:
+        if self._publishes:
+            self.memory.publish(self.server.parameters, self.server.version)
+
     # Training
 
-    def _push(self, peer: Peer, message: Message) -> Message | None:
+    def _pull(self, peer: Peer, message: Message) -> None:
+        """For workers that do not read the published copy."""
+        self._answer_with_parameters(peer, {"version": self.server.version})
+
+    def _push(self, peer: Peer, message: Message) -> None:
         assert peer.worker is not None
         if self.finished:
-            return self._farewell(peer.worker)
+            self._farewell(peer)
+            return
         update = Update(
             worker=peer.worker,
             sequence=int(message["sequence"]),
@@ -197,13 +221,66 @@ class Service:
         )
         peer.waiting, peer.report = "push", message["report"]
         version = self.server.version
-        if not message["wait"] and not self.server.changes_next:
+        if self._publishes and not message["wait"] and not self.server.changes_next:
             self._answer(peer, self._accepted(update))
         receipt = self.server.push(update)
-        if receipt.status is not Status.HELD:
+        if receipt.status is Status.HELD:
+            self._begin_grace()
+            self._settle(version, self.server.released())
+        else:
             self.memory.mark_taken(peer.worker, update.sequence)
-        self._settle(version, self.server.released() + ([] if receipt.status is Status.HELD else [receipt]))
+            self._settle(version, [receipt])
         return None
+
+    def _wait(self, peer: Peer, message: Message) -> None:
+        """A worker for which there is nothing to do."""
+        assert peer.worker is not None
+        peer.waiting = "work"
+        self.idle.add(peer.worker)
+        self._count_barrier()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Answers idle workers for whom there is work again, or the end."""
+        for worker in sorted(self.idle):
+            state = self._state_for(worker)
+            if self.finished or not state.get("idle"):
+                self.idle.discard(worker)
+                self._count_barrier()
+                self._answer_with_parameters(self.peers[worker], state)
+
+    # Rounds
+
+    def _begin_grace(self) -> None:
+        grace = self.method.get("grace")
+        if grace is not None and self.deadline is None:
+            self.deadline = self.clock() + grace
+
+    def tick(self) -> float:
+        """Ends a grace period that is over; returns the seconds until there is something to do again."""
+        if self.deadline is None:
+            return 1.0
+        if self.clock() >= self.deadline:
+            version = self.server.version
+            self.server.complete_round()
+            self._settle(version, self.server.released())
+            return 1.0
+        return min(1.0, self.deadline - self.clock())
+
+    def _depart(self, worker: int) -> None:
+        self.departed.add(worker)
+        self._count_barrier()
+
+    def _count_barrier(self) -> None:
+        """A round waits for those who are at work, or are still to come for the first time."""
+        if self._server is None or not self.method["barrier"]:
+            return
+        active = max(1, self.workers - len(self.departed | self.idle))
+        if self.method.get("grace") is None:
+            self.rule.limit_round(active)
+        version = self.server.version
+        self.server.limit_barrier(active)
+        self._settle(version, self.server.released())
 
     def _accepted(self, update: Update) -> Message:
         """The answer to an update that will only be added to others: its sender need not wait for that."""
@@ -216,61 +293,63 @@ class Service:
             "version": self.server.version,
             "refused": self.server.refused.get(worker, 0),
             "finished": self.finished,
-            "learning_rate": self.schedule.learning_rate,
+            **self.plan.assign(worker),
         }
 
     def _settle(self, version: int, settled: list[Receipt]) -> None:
         """Publishes what has changed since ``version``, then answers whoever waits for these receipts."""
         if self.server.version != version:
-            self.memory.publish(self.server.parameters, self.server.version)
+            self._publish()
             if version == 0:
                 heap.trim()
+        if not self.server.held:
+            self.deadline = None
         for each in settled:
             self._record(each)
-        self.finished = self.finished or self._budget_spent()
+        self.finished = self.finished or self.server.finished or self.plan.finished
         for each in settled:
             peer = self.peers.get(each.worker)
             if peer is not None and peer.waiting == "push":
-                self._answer(peer, self._reply(each))
+                self._reply(peer, each)
         if self.finished:
-            self._release_barrier()
+            self._release()
 
     def _record(self, receipt: Receipt) -> None:
         """Notes where in its data the worker was, for its restart, and writes the event."""
         peer = self.peers.get(receipt.worker)
         report = peer.report if peer is not None else {}
-        if receipt.status in (Status.APPLIED, Status.REFUSED):
+        if receipt.status in (Status.APPLIED, Status.REFUSED, Status.STALE):
             self.positions[receipt.worker] = report.get("position", {})
-            self.epochs += report.get("epochs", 0.0)
+            self.plan.record(receipt.worker, receipt.weight, report)
         self.events.write(self.clock(), receipt, report)
 
-    def _budget_spent(self) -> bool:
-        max_epoch = self.method["max_epoch"]
-        return self.server.finished or bool(max_epoch and self.epochs > max_epoch - 1e-6)
-
-    def _reply(self, receipt: Receipt) -> Message:
+    def _reply(self, peer: Peer, receipt: Receipt) -> None:
         # behind a barrier the round may have gone on after this update: the worker is to pull what is there now
-        return asdict(receipt) | {"status": receipt.status.value} | self._state_for(receipt.worker)
+        answer = asdict(receipt) | {"status": receipt.status.value} | self._state_for(receipt.worker)
+        if self._publishes:
+            self._answer(peer, answer)
+        else:
+            self._answer_with_parameters(peer, answer)
 
-    def _farewell(self, worker: int) -> Message:
+    def _farewell(self, peer: Peer) -> None:
         """The answer to an update that comes after the run's last step."""
-        return {"status": Status.FINISHED.value, "staleness": 0} | self._state_for(worker)
+        assert peer.worker is not None
+        self._reply(peer, _late(peer.worker, self.server.version))
 
-    def _release_barrier(self) -> None:
-        for worker, peer in list(self.peers.items()):
+    def _release(self) -> None:
+        for peer in list(self.peers.values()):
             if peer.waiting == "push":
-                self._answer(peer, self._farewell(worker))
+                self._farewell(peer)
+        self._wake()
 
-    def _begin_epoch(self, peer: Peer, message: Message) -> Message:
-        self.schedule.begin_epoch(int(message["epoch"]))
-        return {"learning_rate": self.schedule.learning_rate}
-
-    def _end_epoch(self, peer: Peer, message: Message) -> Message:
-        self.schedule.end_epoch(int(message["epoch"]), message["loss"])
-        return {"learning_rate": self.schedule.learning_rate}
+    def _hear(self, peer: Peer, message: Message) -> Message:
+        assert peer.worker is not None
+        if self._server is None:
+            raise RefusedError("the server has no plan yet")
+        return self.plan.hear(peer.worker, message)
 
     def _snapshot(self, peer: Peer, message: Message) -> Message:
-        state = {"server": self.server.state_dict(), "positions": self.positions, "epochs": self.epochs}
+        state = {"server": self.server.state_dict(), "positions": self.positions, "plan": self.plan.state_dict()}
         try:
             torch.save(state, message["path"])
         except (OSError, RuntimeError) as error:
@@ -283,9 +362,12 @@ class Service:
             return {}
         if message["finished"]:
             self.finished = True
-            self._release_barrier()
+            self._release()
         else:
-            version = self.server.version
-            self.server.limit_barrier(len(self.peers))
-            self._settle(version, self.server.released())
+            assert peer.worker is not None
+            self._depart(peer.worker)
         return {}
+
+
+def _late(worker: int, version: int) -> Receipt:
+    return Receipt(worker, -1, version, 0.0, Status.FINISHED, 0, 0.0, version)

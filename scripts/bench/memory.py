@@ -36,7 +36,7 @@ LR = {"lr": [1e-4]}
 ADAM = {"_name": "adam", "adam_betas": "(0.9, 0.98)", "adam_eps": 1e-8, "weight_decay": 0.0, "use_old_adam": False}
 METHOD = {
     "updates_per_step": WORKERS,
-    "barrier": False,
+    "barrier": 0,
     "inner_optimizer": ADAM | {"fp16_adam_stats": False, "tpu": False} | LR,
     "lr_scheduler": {"_name": "fixed", "force_anneal": None, "lr_shrink": 0.1, "warmup_updates": 0} | LR,
     "clip_norm": 1.0,

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation
 from fairseq_async.server import Layout
+from fairseq_async.server.plan import Passes
 from fairseq_async.server.process import serve
 
-METHOD = {"barrier": False, "last_version": None, "max_epoch": 0}  # what every method says; updates_per_step is added
+METHOD = {"barrier": 0, "last_version": None, "max_epoch": 0}  # what every method says; updates_per_step is added
 
 
 @dataclass
@@ -24,10 +25,10 @@ class Constant:
     def end_epoch(self, epoch: int, loss: float | None) -> None: ...
 
 
-def build(method: dict[str, Any], layout: Layout, parameters: Tensor) -> tuple[HybridAccumulation, Constant]:
+def build(method: dict[str, Any], layout: Layout, parameters: Tensor) -> tuple[HybridAccumulation, Passes]:
     """Hybrid accumulation with plain SGD."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(view) for view in layout.views(parameters)], lr=0.01)
-    return HybridAccumulation(optimizer, method["updates_per_step"]), Constant(0.01)
+    return HybridAccumulation(optimizer, method["updates_per_step"]), Passes(Constant(0.01), method["max_epoch"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,45 @@
+"""What a late update is worth: options that go with any rule."""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from fairseq_async.algorithms.update import Update
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """The baselines of Liu et al. 2024 (arXiv 2401.09135, section 4) for updates of staleness s.
+
+    Attributes:
+        power: the update is weighted by (1 + s)^power; 0 leaves it as it is, the paper has −0.5.
+        limit: an update of a higher staleness is dropped; None drops none, the paper has 10.
+        compensation: λ of delay compensation (Zheng et al. 2017, arXiv 1609.08326): g + λ·g⊙g⊙(θ_now − θ_then).
+
+    Raises:
+        ValueError: an attribute is out of its range.
+    """
+
+    power: float = 0.0
+    limit: int | None = None
+    compensation: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.power > 0:
+            raise ValueError(f"power is {self.power}; it must not be positive")
+        if self.limit is not None and self.limit < 0:
+            raise ValueError(f"limit is {self.limit}; it must not be negative")
+        if self.compensation < 0:
+            raise ValueError(f"compensation is {self.compensation}; it must not be negative")
+
+    def drops(self, staleness: int) -> bool:
+        return self.limit is not None and staleness > self.limit
+
+    def adjusted(self, update: Update, staleness: int, now: Tensor, then: Tensor | None) -> Update:
+        """The update as the rule is to see it; ``now`` and ``then`` are the parameters now and where it started."""
+        delta = update.delta
+        if self.compensation and then is not None:
+            delta = delta + self.compensation * delta * delta * (now - then)
+        if self.power and staleness > 0:
+            delta = delta * (1.0 + staleness) ** self.power
+        return update if delta is update.delta else replace(update, delta=delta)

@@ -1,0 +1,111 @@
+"""The plan of local SGD: how many steps each worker takes, on which shard, and where the run stands."""
+
+from typing import Any
+
+import torch
+
+from fairseq_async.algorithms import local_steps, shard_probabilities
+from fairseq_async.server.plan import Message
+
+_NEWEST = 0.5  # weight of a worker's last round in its running speed
+
+
+class Rounds:
+    """Assigns local steps by measured speed (DyLU) and shards by need; ends the run after its local steps.
+
+    Steps are counted when their update has arrived. A worker that has nothing left to do is idle until the others
+    have delivered.
+
+    Args:
+        workers: k; the run has ``total_steps`` of each on average, whoever takes them.
+        maximum: H, local steps of a round.
+        total_steps: 0 for no end.
+        dynamic: whether a slower worker takes fewer steps a round.
+        shards: samples in each shard of the training set; empty where workers bring data of their own.
+        seed: of the choice of shards.
+    """
+
+    def __init__(
+        self, workers: int, maximum: int, total_steps: int, dynamic: bool, shards: list[int], seed: int
+    ) -> None:
+        self.workers, self.maximum, self.total_steps, self.dynamic = workers, maximum, total_steps, dynamic
+        self.shards = shards
+        self.speeds: dict[int, float] = {}
+        self.steps = 0
+        self.used = [0] * len(shards)  # local steps on each shard, which are as many batches
+        self._assigned: dict[int, tuple[int | None, int]] = {}  # worker: shard and steps
+        self._generator = torch.Generator().manual_seed(seed)
+
+    @property
+    def finished(self) -> bool:
+        return self.total_steps > 0 and self.steps >= self.total_steps * self.workers
+
+    def assign(self, worker: int) -> Message:
+        """``local_steps``, the ``shard``, and for the schedule the ``progress`` in mean local steps per worker, which
+        grows by ``pace`` with each of this worker's steps."""
+        self.forget(worker)
+        steps = self._steps_for(worker)
+        shard = self._choose_shard() if self.shards and steps else None
+        self._assigned[worker] = shard, steps
+        place = {"shard": shard, "progress": self._progress(shard), "pace": self._pace(worker, shard)}
+        return {"local_steps": steps, "total_progress": self.steps / self.workers, "idle": steps == 0, **place}
+
+    def record(self, worker: int, weight: float, report: Message) -> None:
+        """Takes the worker's median seconds per step, which one slow step does not move."""
+        steps = int(report["local_steps"])
+        shard, _ = self._assigned.pop(worker, (None, 0))
+        self.steps += steps
+        if shard is not None:
+            self.used[shard] += steps
+        if report["step_seconds"] > 0:
+            measured = 1.0 / report["step_seconds"]
+            before = self.speeds.get(worker, measured)
+            self.speeds[worker] = before + _NEWEST * (measured - before)
+
+    def forget(self, worker: int) -> None:
+        """What it was at is open again."""
+        self._assigned.pop(worker, None)
+
+    def hear(self, worker: int, message: Message) -> Message:
+        raise KeyError("kind")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What workers are at is not part of it: a restart assigns anew."""
+        state = {"steps": self.steps, "used": self.used, "speeds": self.speeds}
+        return state | {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self.used, self.speeds = state["steps"], list(state["used"]), dict(state["speeds"])
+        self._generator.set_state(state["generator"])
+        self._assigned = {}
+
+    def _steps_for(self, worker: int) -> int:
+        steps = self.maximum
+        if self.dynamic and worker in self.speeds:
+            steps = local_steps(self.speeds, self.maximum)[worker]
+        if self.total_steps:
+            promised = sum(steps for _, steps in self._assigned.values())
+            steps = min(steps, self.total_steps * self.workers - self.steps - promised)
+        return max(0, steps)
+
+    def _choose_shard(self) -> int:
+        counted = list(self.used)
+        for shard, steps in self._assigned.values():
+            if shard is not None:
+                counted[shard] += steps
+        probabilities = shard_probabilities(self.shards, counted)
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+    def _progress(self, shard: int | None) -> float:
+        """In a run whose shards are used evenly, a shard's own steps say how far the run is."""
+        if shard is None:
+            return self.steps / self.workers
+        share = self.shards[shard] / sum(self.shards)
+        return self.used[shard] / share / self.workers
+
+    def _pace(self, worker: int, shard: int | None) -> float:
+        if shard is not None:
+            return sum(self.shards) / self.shards[shard] / self.workers
+        if worker not in self.speeds:
+            return 1.0
+        return sum(self.speeds.values()) / len(self.speeds) / self.speeds[worker]
