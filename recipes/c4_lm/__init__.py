@@ -1,0 +1,1 @@
+"""C4 language modelling: decoders trained by asynchronous local SGD under DeepSpeed, compared by perplexity."""
