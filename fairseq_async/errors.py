@@ -1,5 +1,8 @@
 """Errors that a user can mend: each is printed as one line, without a traceback."""
 
+import sys
+from typing import NoReturn
+
 
 class AsyncError(Exception):
     """Something that stops a run and that its owner can act upon."""
@@ -15,3 +18,9 @@ class ExchangeError(AsyncError):
 
 class RefusedError(AsyncError):
     """The server does not take this worker or its updates."""
+
+
+def fail(error: object) -> NoReturn:
+    """Ends the process with one line and the exit code of a mistake in what it was asked to do."""
+    sys.stderr.write(f"fairseq-async: error: {error}\n")
+    raise SystemExit(2)

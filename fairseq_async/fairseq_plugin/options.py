@@ -1,16 +1,15 @@
 """The flags of ``--optimizer hybrid_async``, those of its inner optimizer, and what does not go with them."""
 
 import argparse
-import sys
 from argparse import ArgumentParser, Namespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from fairseq.optim import OPTIMIZER_DATACLASS_REGISTRY, OPTIMIZER_REGISTRY
 from fairseq.optim.lr_scheduler import LR_SCHEDULER_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, fail
 
 # composite takes a nested configuration that the command line cannot give; the others need a CUDA device.
 _NOT_INNER = {"hybrid_async", "composite", "lamb", "cpu_adam"}
@@ -48,11 +47,6 @@ def _peek() -> Namespace:
     parser.add_argument("--inner-optimizer", default="adam")
     parser.add_argument("--distributed-world-size", type=int, default=max(1, torch.cuda.device_count()))
     return parser.parse_known_args()[0]
-
-
-def fail(message: str) -> NoReturn:
-    sys.stderr.write(f"fairseq-async: error: {message}\n")
-    raise SystemExit(2)
 
 
 def inner_class(name: str) -> Any:

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from fairseq_async.errors import AsyncError
+from fairseq_async.errors import AsyncError, fail
 from fairseq_async.fairseq_plugin import options
-from fairseq_async.fairseq_plugin.place import Place
 from fairseq_async.fairseq_plugin.trainer import AsyncTrainer, plain
 from fairseq_async.server import ServerClient
+from fairseq_async.worker.place import Place
+
+_SERVER = "fairseq_async.fairseq_plugin.server"
 
 
 def attach(modules: Mapping[str, ModuleType]) -> None:
@@ -40,7 +42,7 @@ def _main(module: ModuleType, main: Callable[..., None], cfg: Any, **kwargs: Any
         finally:
             session.close()
     except AsyncError as error:
-        options.fail(str(error))
+        fail(error)
 
 
 class Session:
@@ -59,7 +61,7 @@ class Session:
         self.method = options.describe(self.arguments, cfg, self.place.workers)
         self.run_dir = Path(self.arguments.run_dir or cfg.checkpoint.save_dir)
         self._adjust(cfg)
-        address, token, self._server = self.place.find_server(self.arguments.server, self.run_dir)
+        address, token, self._server = self.place.find_server(_SERVER, self.arguments.server, self.run_dir)
         self.client = ServerClient(address, token, self.place.worker, on_loss=_die)
 
     def end(self) -> None:

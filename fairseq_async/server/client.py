@@ -36,7 +36,7 @@ class ServerClient:
         self.address, self.token, self.worker = address, token, worker
         self.remote = address.rpartition(":")[0] != LOOPBACK
         self._channel = Channel(_connect(address))
-        self._memory: SharedMemory | None = None
+        self.memory: SharedMemory | None = None
         self._slot: Tensor | None = None
         self._leaving = False
         self._in_slot = -1  # an update that was accepted, and may not have been taken yet
@@ -51,9 +51,14 @@ class ServerClient:
             self._slot = self._channel.room = torch.zeros(layout.size)
         else:
             shape = layout.size, welcome["workers"], welcome["publishes"]
-            self._memory = SharedMemory.attach(welcome["memory"], *shape)
-            self._slot = self._memory.slot(self.worker)
+            self.memory = SharedMemory.attach(welcome["memory"], *shape)
+            self._slot = self.memory.slot(self.worker)
         return welcome
+
+    def use(self, memory: SharedMemory) -> None:
+        """Keeps the slot of a remote server in memory that other processes of this machine can open."""
+        self.memory = memory
+        self._slot = self._channel.room = memory.slot(0)
 
     def initialise(self, state: str | None) -> dict[str, Any]:
         """Worker 0 brings a new server the parameters in its slot, or all of a state in a file on the server's disk."""
@@ -65,8 +70,8 @@ class ServerClient:
         The answer comes when the update is applied; or at once, if it will be added to others without a step, and
         ``wait`` is not set. Then the slot is the server's for a moment longer, for which the next push waits.
         """
-        if self._memory is not None:
-            self._memory.wait_until_taken(self.worker, self._in_slot)
+        if self.memory is not None and not self.remote:
+            self.memory.wait_until_taken(self.worker, self._in_slot)
         write(self.slot)
         answer = self.ask({"kind": "push", **message}, self._sent)
         self._in_slot = message["sequence"] if answer["status"] == "accepted" else -1
@@ -86,8 +91,8 @@ class ServerClient:
 
     def pull(self, copy: Callable[[Tensor], None]) -> int:
         """Calls ``copy(flat parameters)`` on one version and returns it; other workers may do so at the same time."""
-        if self._memory is not None and self._memory.publishes:
-            return self._memory.read(copy)
+        if self.memory is not None and self.memory.publishes:
+            return self.memory.read(copy)
         version = int(self.ask({"kind": "pull"})["version"])
         copy(self.slot)
         return version

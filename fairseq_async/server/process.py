@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange import Channel, environment
+from fairseq_async.server.client import LOOPBACK
 from fairseq_async.server.service import Build, Peer, Service
 
 TOKEN = "FAIRSEQ_ASYNC_TOKEN"  # the environment, unlike a command line, is not for other users to read
@@ -26,17 +27,18 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--report", type=int, required=True, help="descriptor for the address, or an error")
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--host", default=LOOPBACK)
     parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args(arguments)
     with open(options.report, "w") as report:  # not stdout, where an imported library may write too
         try:
             _claim(options.run_dir)
-            listener = _listen(options.port)
+            listener = _listen(options.host, options.port)
         except ConfigurationError as error:
             report.write(f"error: {error}\n")
             raise SystemExit(2) from error
         service = Service(os.environ[TOKEN], options.workers, options.run_dir, build)
-        report.write(f"127.0.0.1:{listener.getsockname()[1]}\n")
+        report.write(f"{options.host}:{listener.getsockname()[1]}\n")
     _loop(listener, service)
 
 
@@ -48,11 +50,12 @@ def _claim(run_dir: Path) -> None:
         raise ConfigurationError(f"{run_dir} (--save-dir or --run-dir) is in use by another run") from error
 
 
-def _listen(port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server(("127.0.0.1", port))
+        return socket.create_server((host, port))
     except (OSError, OverflowError) as error:
-        raise ConfigurationError(f"port {port} (--port) cannot be used: {error}") from error
+        where = f"port {port} (--port)" if host == LOOPBACK else f"address {host}:{port} (--server)"
+        raise ConfigurationError(f"{where} cannot be used: {error}") from error
 
 
 def _loop(listener: socket.socket, service: Service) -> None:
@@ -103,12 +106,15 @@ class ServerProcess:
     Args:
         module: the module whose ``__main__`` calls :func:`serve` with its own ``build``.
         log: the file for what the server prints.
+        host: the address to listen on, for workers on other machines than this.
 
     Raises:
         ConfigurationError: the port is taken, or the server could not start.
     """
 
-    def __init__(self, module: str, workers: int, run_dir: Path, log: Path, port: int = 0) -> None:
+    def __init__(
+        self, module: str, workers: int, run_dir: Path, log: Path, port: int = 0, host: str = LOOPBACK
+    ) -> None:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +125,7 @@ class ServerProcess:
         reader, writer = os.pipe()
         with log.open("a") as output:
             self.process = subprocess.Popen(
-                [*command, "--port", str(port), "--report", str(writer)],
+                [*command, "--host", host, "--port", str(port), "--report", str(writer)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

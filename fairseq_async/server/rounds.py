@@ -41,13 +41,17 @@ class Rounds:
         return self.total_steps > 0 and self.steps >= self.total_steps * self.workers
 
     def assign(self, worker: int) -> Message:
-        """``local_steps``, the ``shard``, and for the schedule the ``progress`` in mean local steps per worker, which
-        grows by ``pace`` with each of this worker's steps."""
+        """The next round: ``local_steps``, the ``shard`` and at which of its batches to begin (``offset``).
+
+        For the schedule there is the ``progress`` in mean local steps per worker, which grows by ``pace`` with each of
+        this worker's steps.
+        """
         self.forget(worker)
         steps = self._steps_for(worker)
         shard = self._choose_shard() if self.shards and steps else None
+        offset = 0 if shard is None else self._counted()[shard]
         self._assigned[worker] = shard, steps
-        place = {"shard": shard, "progress": self._progress(shard), "pace": self._pace(worker, shard)}
+        place = {"shard": shard, "offset": offset, "progress": self._progress(shard), "pace": self._pace(worker, shard)}
         return {"local_steps": steps, "total_progress": self.steps / self.workers, "idle": steps == 0, **place}
 
     def record(self, worker: int, weight: float, report: Message) -> None:
@@ -88,12 +92,16 @@ class Rounds:
             steps = min(steps, self.total_steps * self.workers - self.steps - promised)
         return max(0, steps)
 
-    def _choose_shard(self) -> int:
+    def _counted(self) -> list[int]:
+        """Local steps on each shard, with those that workers are at."""
         counted = list(self.used)
         for shard, steps in self._assigned.values():
             if shard is not None:
                 counted[shard] += steps
-        probabilities = shard_probabilities(self.shards, counted)
+        return counted
+
+    def _choose_shard(self) -> int:
+        probabilities = shard_probabilities(self.shards, self._counted())
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
     def _progress(self, shard: int | None) -> float:

@@ -183,9 +183,15 @@ class Service:
 
     def _restore(self, server: ParameterServer, path: str) -> None:
         state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["method"] != self._name(self.method):
+            raise RefusedError(f"the checkpoint is of {state['method']}, this run is of {self._name(self.method)}")
         server.load_state_dict(state["server"])
         self.positions = state["positions"]
         self.plan.load_state_dict(state["plan"])
+
+    @staticmethod
+    def _name(method: Message) -> str:
+        return " with outer ".join(str(method[key]) for key in ("method", "outer") if key in method)
 
     def _write_description(self) -> None:
         description = {"workers": self.workers, "method": self.method, "layout": self.layout.to_json()}
@@ -349,7 +355,12 @@ class Service:
         return self.plan.hear(peer.worker, message)
 
     def _snapshot(self, peer: Peer, message: Message) -> Message:
-        state = {"server": self.server.state_dict(), "positions": self.positions, "plan": self.plan.state_dict()}
+        state = {
+            "method": self._name(self.method),
+            "server": self.server.state_dict(),
+            "positions": self.positions,
+            "plan": self.plan.state_dict(),
+        }
         try:
             torch.save(state, message["path"])
         except (OSError, RuntimeError) as error:

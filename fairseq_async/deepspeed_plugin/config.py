@@ -1,0 +1,95 @@
+"""The section ``"async_training"`` of a DeepSpeed configuration."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.worker.config import HybridOptions, LocalSGDOptions, Section, checked
+
+SECTION = "async_training"
+_METHODS: dict[str, type[LocalSGDOptions] | type[HybridOptions]] = {
+    "local_sgd": LocalSGDOptions,
+    "hybrid_async": HybridOptions,
+}
+
+
+def read(args: Any, config: str | dict[str, Any] | None) -> tuple[dict[str, Any], str]:
+    """The configuration that ``deepspeed.initialize`` would find, and what to call it in an error.
+
+    Raises:
+        ConfigurationError: there is none, or it is not JSON.
+    """
+    given = config if config is not None else getattr(args, "deepspeed_config", None)
+    if given is None:
+        raise ConfigurationError("no DeepSpeed configuration: give --deepspeed_config FILE or config=")
+    if isinstance(given, dict):
+        return dict(given), "config"
+    try:
+        return json.loads(Path(given).read_text(encoding="utf-8")), str(given)
+    except OSError as error:
+        raise ConfigurationError(f"--deepspeed_config {given}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigurationError(f"--deepspeed_config {given}: not JSON ({error})") from error
+
+
+def split(config: dict[str, Any], name: str) -> tuple[dict[str, Any], Section, LocalSGDOptions | HybridOptions]:
+    """What is DeepSpeed's, and what is ours.
+
+    Raises:
+        ConfigurationError: there is no such section, or it is wrong.
+    """
+    if not isinstance(config.get(SECTION), dict):
+        raise ConfigurationError(f'{name}: there is no section "{SECTION}"; without one call deepspeed.initialize')
+    theirs = {key: value for key, value in config.items() if key != SECTION}
+    given = dict(config[SECTION])
+    where = f'{name}, "{SECTION}"'
+    common = {key: given.pop(key) for key in list(given) if key in Section.model_fields}
+    method = given.get("method", "local_sgd")
+    if method not in _METHODS:
+        raise ConfigurationError(f'{where}: "method": {method!r} is none of {", ".join(sorted(_METHODS))}')
+    section = checked(Section, common, where)
+    try:
+        return theirs, section, checked(_METHODS[method], given, where)
+    except ConfigurationError as error:  # the known keys are those of both
+        extra = ", ".join(sorted(Section.model_fields))
+        raise ConfigurationError(f"{error}, {extra}" if "known are" in str(error) else str(error)) from error
+
+
+def check(config: dict[str, Any], name: str) -> None:
+    """What of DeepSpeed does not go with workers that exchange parameters.
+
+    Raises:
+        ConfigurationError: names the key.
+    """
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2):
+        raise ConfigurationError(f'{name}: "zero_optimization": "stage" {stage} is not supported; 0, 1 and 2 are')
+    for key in ("offload_optimizer", "offload_param"):
+        if zero.get(key, {}).get("device", "none") != "none":
+            raise ConfigurationError(f'{name}: "zero_optimization": "{key}" is not supported; leave it out')
+    for key in ("pipeline", "compression_training", "hybrid_engine"):
+        if config.get(key, {}).get("enabled", key == "pipeline" and key in config):
+            raise ConfigurationError(f'{name}: "{key}" is not supported with "{SECTION}"; leave it out')
+
+
+def own_monitor(config: dict[str, Any], worker: int) -> dict[str, Any]:
+    """Every worker takes itself for rank 0: all but worker 0 write under a name of their own."""
+    if worker == 0:
+        return config
+    monitors = {key: dict(config[key]) for key in ("tensorboard", "csv_monitor", "wandb", "comet") if key in config}
+    for key, monitor in monitors.items():
+        if key in ("wandb", "comet"):
+            monitor["enabled"] = False
+        else:
+            monitor["job_name"] = f"{monitor.get('job_name', 'DeepSpeedJobName')}-worker{worker}"
+    return config | monitors
+
+
+def without_file(args: Any) -> Any:
+    """DeepSpeed takes a configuration from one place only, and gets it as a dictionary."""
+    if getattr(args, "deepspeed_config", None) is None:
+        return args
+    return Namespace(**vars(args) | {"deepspeed_config": None})

@@ -1,0 +1,74 @@
+"""Batches from the shards that the server chooses."""
+
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from fairseq_async.worker.local_sgd import LocalSGD
+
+
+def shard_sizes(samples: int, shards: int) -> list[int]:
+    """Samples in each shard: equal but for one."""
+    return [samples // shards + (index < samples % shards) for index in range(shards)]
+
+
+class ShardedLoader:
+    """Endless until the run is over. A shard is a contiguous part of the data set, shuffled anew in each pass over it;
+    the server knows how far it has been drawn, so that workers that take turns on it draw what others have not.
+
+    Args:
+        dataset: of a known length.
+        sizes: of the shards.
+        batch_size: samples of one micro-batch of one rank.
+        micro_batches: of a local step.
+        rank: which of the ``ranks`` of an island draws.
+        seed: of the orders.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sizes: list[int],
+        batch_size: int,
+        micro_batches: int,
+        rank: int,
+        ranks: int,
+        seed: int,
+        collate: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        self.dataset, self.sizes, self.batch_size, self.seed = dataset, sizes, batch_size, seed
+        self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
+        self.collate = collate or default_collate
+        self.local: LocalSGD | None = None
+        self._orders: dict[tuple[int, int], torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        assert isinstance(self.dataset, Sized)
+        return len(self.dataset) // (self.batch_size * self.ranks)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Follows the worker: a step's batches are those of its shard, whatever was drawn ahead."""
+        assert self.local is not None
+        local, at, micro = self.local, (-1, -1), 0
+        while not local.finished:
+            step = (local.sequence, local.done)
+            at, micro = step, micro + 1 if step == at else 0
+            number = (local.offset + local.done) * self.micro_batches + micro
+            yield self.collate([self.dataset[index] for index in self._indices(local.shard or 0, number)])
+
+    def _indices(self, shard: int, number: int) -> list[int]:
+        first = (number * self.ranks + self.rank) * self.batch_size
+        return [self._index(shard, sample) for sample in range(first, first + self.batch_size)]
+
+    def _index(self, shard: int, sample: int) -> int:
+        passes, position = divmod(sample, self.sizes[shard])
+        return sum(self.sizes[:shard]) + int(self._order(shard, passes)[position])
+
+    def _order(self, shard: int, passes: int) -> torch.Tensor:
+        if (shard, passes) not in self._orders:
+            self._orders.pop((shard, passes - 2), None)  # a batch may reach from one pass into the next, not farther
+            generator = torch.Generator().manual_seed((self.seed * 1009 + shard) * 10007 + passes)
+            self._orders[shard, passes] = torch.randperm(self.sizes[shard], generator=generator)
+        return self._orders[shard, passes]

@@ -1,0 +1,125 @@
+"""``initialize``: what ``deepspeed.initialize`` does, and entering an asynchronous run."""
+
+import atexit
+import os
+import sys
+from collections.abc import Sized
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+
+from fairseq_async.deepspeed_plugin import config as configuration
+from fairseq_async.deepspeed_plugin.data import ShardedLoader, shard_sizes
+from fairseq_async.deepspeed_plugin.engine import AsyncEngine
+from fairseq_async.deepspeed_plugin.island import IslandClient, become_a_world
+from fairseq_async.deepspeed_plugin.masters import replica_of
+from fairseq_async.errors import AsyncError, ConfigurationError, fail
+from fairseq_async.server import ServerClient
+from fairseq_async.server.process import ServerProcess
+from fairseq_async.worker.config import LocalSGDOptions, Section
+from fairseq_async.worker.local_sgd import LocalSGD
+from fairseq_async.worker.place import Place
+
+_SERVER = "fairseq_async.worker.outer"
+_GOODBYE = 60.0  # seconds for the other workers' last words to a server that is ours
+
+
+def initialize(
+    args: Any = None,
+    model: Any = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    collate_fn: Any = None,
+    config: str | dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize`` for a worker of an asynchronous run; takes and returns what that does.
+
+    The method is the section ``"async_training"`` of the DeepSpeed configuration. The engine trains as DeepSpeed's,
+    alone or with the other ranks of its island, and exchanges with the server inside ``engine.step()``. The loader, if
+    ``training_data`` is given, is endless until the run is over, and draws from the shards that the server chooses;
+    a scheduler follows the progress of the whole run. Besides, the engine has ``finished``, ``progress``, ``worker``
+    and ``pull()``, see :class:`AsyncEngine`.
+
+    A mistake in the configuration ends the process with one line.
+
+    Example::
+
+        engine, _, loader, _ = initialize(args=args, model=model, training_data=data)
+        for batch in loader:
+            engine.backward(engine(batch))
+            engine.step()
+    """
+    theirs = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler} | kwargs
+    try:
+        return _initialize(args, model, training_data, collate_fn, config, theirs)
+    except AsyncError as error:
+        fail(error)
+
+
+def _initialize(
+    args: Any, model: Any, data: Any, collate: Any, config: str | dict[str, Any] | None, theirs: dict[str, Any]
+) -> tuple[Any, Any, Any, Any]:
+    given, name = configuration.read(args, config)
+    plain, section, options = configuration.split(given, name)
+    configuration.check(plain, name)
+    if not isinstance(options, LocalSGDOptions):
+        raise ConfigurationError(f'{name}: "method": {options.method} is not there yet for DeepSpeed; use local_sgd')
+    place = Place.find(section.island_size)
+    sizes = shard_sizes(_length(data), options.shards or place.workers) if data is not None else []
+    if options.shards and data is None:
+        raise ConfigurationError(f'{name}: "shards" needs training_data=, of which the shards are parts')
+    method = options.describe(place.workers, sizes)
+    client, server = _connect(place, section)
+    become_a_world(place)
+    own = configuration.own_monitor(plain, place.worker)
+    engine, optimizer, _, scheduler = deepspeed.initialize(
+        args=configuration.without_file(args), model=model, collate_fn=collate, config=own, **theirs
+    )
+    local = LocalSGD(client, replica_of(engine), options.max_refused)
+    engine.__class__ = AsyncEngine
+    engine.enter(local, method, place)
+    atexit.register(_leave, client, server, place)
+    loader = None if data is None else _loader(engine, data, sizes, options, place, collate)
+    return engine, optimizer, loader, scheduler
+
+
+def _length(data: Any) -> int:
+    if not isinstance(data, Sized) or len(data) == 0:
+        raise ConfigurationError("training_data must be a data set with a length above 0, to be divided into shards")
+    return len(data)
+
+
+def _connect(place: Place, section: Section) -> tuple[Any, ServerProcess | None]:
+    if place.rank > 0:
+        return IslandClient(None, place), None
+    address, token, server = place.find_server(_SERVER, section.server, Path(section.run_dir))
+    client = ServerClient(address, token, place.worker, on_loss=_die)
+    return (client if place.island_size == 1 else IslandClient(client, place)), server
+
+
+def _loader(
+    engine: Any, data: Any, sizes: list[int], options: LocalSGDOptions, place: Place, collate: Any
+) -> ShardedLoader:
+    micro_batches, size = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()
+    ranks = place.rank, place.island_size
+    loader = ShardedLoader(data, sizes, size, micro_batches, *ranks, options.seed, collate)
+    loader.local = engine.local
+    return loader
+
+
+def _leave(client: Any, server: ServerProcess | None, place: Place) -> None:
+    """At the end of the process, however it comes; the server stays for the last words of the others."""
+    client.leave(finished=False)
+    if server is not None:
+        server.wait(_GOODBYE)
+
+
+def _die(reason: str) -> None:
+    """Ends a worker that computes for a server that is no more; called from another thread."""
+    sys.stderr.write(f"fairseq-async: error: {reason}\n")
+    sys.stderr.flush()
+    os._exit(2)

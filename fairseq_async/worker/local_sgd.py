@@ -1,0 +1,150 @@
+"""A worker's half of local SGD: H steps of its own, then an exchange with the server."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fairseq_async.errors import RefusedError
+from fairseq_async.server import ServerClient
+from fairseq_async.worker.replica import Replica
+
+
+class LocalSGD:
+    """Counts local steps, and exchanges when as many are done as the server has asked for.
+
+    The inner optimizer's state is not touched by an exchange. The slot holds θ_start between two exchanges, and the
+    pseudo-gradient θ_start − θ is computed in place there, so that a worker keeps no further copy of the model.
+
+    If the server dies, the local steps since the last exchange are lost with this worker.
+
+    Args:
+        client: the connection; joins with ``method``.
+        replica: the parameters that the inner optimizer steps.
+        max_refused: refused updates in a row after which the worker stops.
+        clock: seconds.
+
+    Attributes:
+        local_steps: what the server has asked for, and ``done`` of them.
+        shard: the part of the training set to draw from; None where the server chooses none.
+        offset: how many batches of the shard others have drawn, or are drawing, before this worker's.
+        finished: the run is over, and the replica holds the server's last parameters.
+        last: what is to be logged of the last exchange.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        replica: Replica,
+        max_refused: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.client, self.replica, self.max_refused, self.clock = client, replica, max_refused, clock
+        self.finished = self.joined = False
+        self.version = self.sequence = self.done = self.local_steps = 0
+        self.shard: int | None = None
+        self.offset = 0
+        self.last: dict[str, float] = {}
+        self.refused_in_a_row = 0
+        self._place = {"progress": 0.0, "pace": 1.0, "total_progress": 0.0}
+        self._losses: list[float | Tensor] = []
+        self._step_seconds: list[float] = []
+        self._waited = 0.0
+
+    @property
+    def progress(self) -> float:
+        """Where the learning-rate schedule is, in mean local steps per worker: that of the shard or of the run, not
+        this worker's own count, at whose end a fast worker would be long before the others."""
+        return self._place["progress"] + self._place["pace"] * self.done
+
+    @property
+    def total_progress(self) -> float:
+        """Mean local steps per worker that the server had when this one last heard of it."""
+        return self._place["total_progress"]
+
+    def join(self, method: dict[str, Any]) -> dict[str, Any]:
+        """Enters the run; the welcome says whether the server has parameters."""
+        return self.client.join(self.replica.layout, method)
+
+    def bring_parameters(self, state: str | None) -> dict[str, Any]:
+        """Worker 0's parameters, or the server state in a file, to a new server."""
+        self.replica.read(self.client.slot)
+        return self.client.initialise(state)
+
+    def begin(self, welcome: dict[str, Any]) -> None:
+        """Takes the server's parameters and the first assignment."""
+        self.joined = True
+        self.sequence = welcome["sequence"]
+        self._take(welcome)
+        self.version = self.client.pull(self.replica.write)
+
+    def step(self, seconds: float, loss: float | Tensor | None = None, position: dict[str, Any] | None = None) -> bool:
+        """After each step of the inner optimizer; True when it was followed by an exchange.
+
+        Args:
+            seconds: of the step, without what it waited for others.
+            loss: of its batch, for the log; a scalar tensor is read only when it is needed.
+            position: where this worker is in its data, for its restart.
+
+        Raises:
+            RefusedError: the last ``max_refused`` updates had NaN or Inf.
+            ExchangeError: the server is gone.
+        """
+        self.done += 1
+        self._step_seconds.append(seconds)
+        if loss is not None:
+            self._losses.append(loss)
+        if self.done < self.local_steps:
+            return False
+        self.exchange(position)
+        return True
+
+    def exchange(self, position: dict[str, Any] | None = None) -> None:
+        """Sends the local steps that are done, and starts again from the server's parameters."""
+        started = self.clock()
+        answer = self.client.push(
+            self.replica.subtract,
+            sequence=self.sequence,
+            base_version=self.version,
+            weight=float(self.done),
+            report=self._report(position),
+            wait=True,
+        )
+        self.sequence += 1
+        self._take(answer)
+        self.version = answer["version"]
+        self.replica.write(self.client.slot)
+        self._waited = self.clock() - started
+        self._note(answer)
+
+    def _report(self, position: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            "local_steps": self.done,
+            "step_seconds": statistics.median(self._step_seconds) if self._step_seconds else 0.0,
+            "computing_seconds": sum(self._step_seconds),
+            "waiting_seconds": self._waited,
+            "loss": statistics.fmean(map(float, self._losses)) if self._losses else None,
+            "shard": self.shard,
+            "position": position,
+        }
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        """The next assignment; one that has nothing to do waits for the others here."""
+        while answer.get("idle") and not answer["finished"]:
+            answer |= self.client.ask({"kind": "wait"})
+        self.finished = answer["finished"]
+        self.local_steps, self.shard, self.offset = answer["local_steps"], answer["shard"], answer["offset"]
+        self._place = {name: answer[name] for name in self._place}
+        self.done, self._losses, self._step_seconds = 0, [], []
+
+    def _note(self, answer: dict[str, Any]) -> None:
+        self.last = {name: answer[name] for name in ("staleness", "norm", "cosine")}
+        self.last |= {"local_steps": float(self.local_steps), "waiting_seconds": self._waited}
+        self.refused_in_a_row = self.refused_in_a_row + 1 if answer["status"] == "refused" else 0
+        if self.refused_in_a_row >= self.max_refused:
+            raise RefusedError(
+                f"the last {self.refused_in_a_row} updates of worker {self.client.worker} had NaN or Inf and were "
+                "refused (max_refused); try a lower learning rate"
+            )

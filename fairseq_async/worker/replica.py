@@ -1,0 +1,84 @@
+"""A worker's own copy of the parameters, as its optimizer keeps them, beside the flat vector of the exchange."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fairseq_async.exchange import copy
+from fairseq_async.server import Layout
+
+
+class Replica(Protocol):
+    """What local SGD asks of a model. ``flat`` is fp32 and of the layout's size."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def read(self, flat: Tensor) -> None:
+        """flat ← θ"""
+        ...
+
+    def subtract(self, flat: Tensor) -> None:
+        """flat ← flat − θ: the pseudo-gradient, where flat holds the parameters that the local steps started from."""
+        ...
+
+    def write(self, flat: Tensor) -> None:
+        """θ ← flat"""
+        ...
+
+
+class TensorReplica:
+    """Parameters that the optimizer steps as they are: fp32, on any device."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self.layout = Layout.of(named)
+        self._tensors = [tensor for _, tensor in named]
+
+    def read(self, flat: Tensor) -> None:
+        for view, tensor in zip(self.layout.views(flat), self._tensors, strict=True):
+            copy(view, tensor)
+
+    def subtract(self, flat: Tensor) -> None:
+        for view, tensor in zip(self.layout.views(flat), self._tensors, strict=True):
+            view.sub_(tensor.detach().to(view))
+
+    def write(self, flat: Tensor) -> None:
+        for view, tensor in zip(self.layout.views(flat), self._tensors, strict=True):
+            copy(tensor, view)
+
+
+class MasterReplica:
+    """fp32 masters of low-precision parameters, of which this rank may hold a part.
+
+    Args:
+        named: the low-precision parameters, whole.
+        masters: for each parameter the place of this rank's part in it and that part's fp32 master, flat; or None.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]], masters: Sequence[tuple[int, Tensor] | None]) -> None:
+        self.layout = Layout.of(named)
+        self._parameters = [tensor for _, tensor in named]
+        self._masters = masters
+
+    def read(self, flat: Tensor) -> None:
+        for part, master in self._parts(flat):
+            part.copy_(master)
+
+    def subtract(self, flat: Tensor) -> None:
+        for part, master in self._parts(flat):
+            part.sub_(master.to(part))
+
+    def write(self, flat: Tensor) -> None:
+        """The masters' own parts, and every parameter whole: no rank has to gather it."""
+        for part, master in self._parts(flat):
+            master.copy_(part)
+        with torch.no_grad():
+            for view, parameter in zip(self.layout.views(flat), self._parameters, strict=True):
+                parameter.copy_(view)
+
+    def _parts(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        views = [view.view(-1) for view in self.layout.views(flat)]
+        held = [(view, master) for view, master in zip(views, self._masters, strict=True) if master is not None]
+        return [(view.narrow(0, start, master.numel()), master.detach()) for view, (start, master) in held]
