@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
+settings.register_profile("patient", deadline=None)  # a first call imports, and machines are busy
+settings.load_profile("patient")
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a background job, and so in what we start
 torch.serialization.add_safe_globals([Namespace])  # plain fairseq's own checkpoints hold one

@@ -1,0 +1,245 @@
+"""Workers of local SGD with a real server process: in shared memory, and over TCP at another address than 127.0.0.1."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_async.errors import AsyncError, ConfigurationError, RefusedError
+from fairseq_async.server import ServerClient
+from fairseq_async.server.process import ServerProcess
+from fairseq_async.worker.config import LocalSGDOptions, checked
+from fairseq_async.worker.local_sgd import LocalSGD
+from fairseq_async.worker.replica import TensorReplica
+
+MODULE = "fairseq_async.worker.outer"
+TARGETS = torch.tensor([[1.0, -2.0, 0.5], [0.0, 1.0, 3.0], [2.0, 2.0, 2.0]])  # one a worker: they pull apart
+INNER_LR = 0.1
+Start = Callable[..., ServerProcess]
+
+
+@pytest.fixture(params=["127.0.0.1", "127.0.0.2"], ids=["shared memory", "TCP"])
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
+    started: list[ServerProcess] = []
+
+    def begin(workers: int, name: str = "run") -> ServerProcess:
+        log = tmp_path / f"{name}.log"
+        started.append(ServerProcess(MODULE, workers, tmp_path / name, log, host=request.param))
+        return started[-1]
+
+    yield begin
+    for server in started:
+        server.stop()
+
+
+class Worker:
+    """Plain SGD on |θ − target|²/2, whose gradient is θ − target."""
+
+    def __init__(self, server: ServerProcess, worker: int, options: LocalSGDOptions, workers: int) -> None:
+        self.theta = torch.zeros(3)
+        self.target = TARGETS[worker]
+        client = ServerClient(server.address, server.token, worker)
+        self.local = LocalSGD(client, TensorReplica([("theta", self.theta)]), options.max_refused)
+        self.method = options.describe(workers, [])
+
+    def enter(self, state: str | None = None) -> None:
+        welcome = self.local.join(self.method)
+        if not welcome["initialised"]:
+            welcome = self.local.bring_parameters(state)
+        self.local.begin(welcome)
+
+    def step(self, seconds: float = 0.01) -> bool:
+        self.theta -= INNER_LR * (self.theta - self.target)
+        return self.local.step(seconds, float(self.theta[0]))
+
+    def run(self, pause: float = 0.0) -> None:
+        while not self.local.finished:
+            time.sleep(pause)
+            self.step()
+
+
+def train(server: ServerProcess, workers: int, pauses: list[float] | None = None, **options: Any) -> list[Worker]:
+    """All workers to the end of the run, each in a thread of its own."""
+    all_of_them = [Worker(server, w, LocalSGDOptions(**options), workers) for w in range(workers)]
+
+    def work(worker: Worker, pause: float) -> None:
+        worker.enter()
+        worker.run(pause)
+        worker.local.client.leave(finished=False)
+
+    threads = [
+        threading.Thread(target=work, args=(w, pause), daemon=True)
+        for w, pause in zip(all_of_them, pauses or [0.0] * workers, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return all_of_them
+
+
+def diloco(rounds: int, local_steps: int, lr: float, momentum: float, workers: int = 3) -> Tensor:
+    """In float64, as torch's SGD with Nesterov momentum has it."""
+    theta, m = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for _ in range(rounds):
+        deltas = []
+        for target in TARGETS[:workers].double():
+            local = theta.clone()
+            for _ in range(local_steps):
+                local -= INNER_LR * (local - target)
+            deltas.append(theta - local)
+        mean = torch.stack(deltas).mean(0)
+        m = momentum * m + mean
+        theta = theta - lr * (momentum * m + mean)
+    return theta
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"outer": "diloco"}, {"outer": "delayed_nesterov", "grace_period": 20.0}],
+    ids=["diloco", "delayed nesterov with a grace period"],
+)
+def test_equal_workers_take_dilocos_steps(start: Start, options: dict[str, Any]) -> None:
+    workers = train(start(3), 3, local_steps=4, total_steps=40, **options)
+    expected = diloco(10, 4, 0.7, 0.9)
+    for worker in workers:
+        assert torch.allclose(worker.theta.double(), expected, rtol=1e-6, atol=1e-6)
+        assert worker.local.total_progress == 40
+
+
+def test_asynchronous_workers_meet_between_their_targets(start: Start, tmp_path: Path) -> None:
+    workers = train(start(2), 2, [0.001, 0.004], local_steps=5, total_steps=150, outer_lr=0.4, dynamic_local_steps=True)
+    assert torch.equal(workers[0].theta, workers[1].theta)
+    between = TARGETS[:2].mean(0)
+    assert torch.allclose(workers[0].theta, between, atol=0.8)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
+    assert sum(event["local_steps"] for event in events) == 300
+    assert {event["worker"] for event in events} == {0, 1}
+    assert any(event["cosine"] is not None for event in events)
+
+
+def test_dynamic_local_steps_follow_the_measured_speed(start: Start) -> None:
+    server = start(2)
+    fast, slow = (Worker(server, w, LocalSGDOptions(local_steps=8, dynamic_local_steps=True), 2) for w in (0, 1))
+    fast.enter()
+    slow.enter()
+    for _ in range(8):
+        fast.step(seconds=0.1)
+    for _ in range(7):
+        slow.step(seconds=0.4)
+    slow.step(seconds=100.0)  # one slow step does not count
+    assert slow.local.local_steps == 2
+    for _ in range(8):
+        fast.step(seconds=0.1)
+    assert fast.local.local_steps == 8
+
+
+def test_a_round_goes_on_without_a_worker_that_died(start: Start) -> None:
+    server = start(2)
+    options = LocalSGDOptions(outer="diloco", local_steps=3, outer_lr=1.0, outer_momentum=0.0)
+    first, second = (Worker(server, w, options, 2) for w in (0, 1))
+    first.enter()
+    second.enter()
+    second.local.client._channel.close()
+    for _ in range(3):
+        first.step()
+    assert first.local.version == 1
+    assert torch.allclose(first.theta, (1 - (1 - INNER_LR) ** 3) * TARGETS[0])  # its own steps alone
+
+
+def test_late_updates_can_be_dropped(start: Start) -> None:
+    server = start(2)
+    options = LocalSGDOptions(outer="sgd", local_steps=1, staleness_limit=1)
+    first, second = (Worker(server, w, options, 2) for w in (0, 1))
+    first.enter()
+    second.enter()
+    for _ in range(2):
+        first.step()
+    before = first.theta.clone()
+    second.step()
+    assert torch.equal(second.theta, before)  # it takes what there is, and has added nothing
+    second.step()
+    assert not torch.equal(second.theta, before)
+
+
+def test_delay_compensation_sees_where_the_worker_started(start: Start) -> None:
+    server = start(2)
+    options = LocalSGDOptions(outer="sgd", outer_lr=1.0, local_steps=1, delay_compensation=0.5)
+    first, second = (Worker(server, w, options, 2) for w in (0, 1))
+    first.enter()
+    second.enter()
+    g0, g1 = -INNER_LR * TARGETS[0], -INNER_LR * TARGETS[1]
+    first.step()
+    now = -g0 / 2
+    assert torch.allclose(first.theta, now)
+    second.step()
+    assert torch.allclose(second.theta, now - (g1 + 0.5 * g1 * g1 * now) / 2)
+
+
+def test_a_worker_that_diverges_is_refused_and_stops(start: Start) -> None:
+    server = start(1)
+    worker = Worker(server, 0, LocalSGDOptions(local_steps=1, max_refused=2), 1)
+    worker.enter()
+    worker.target = torch.full((3,), float("nan"))
+    worker.step()
+    assert worker.theta.tolist() == [0.0, 0.0, 0.0]  # the server's
+    with pytest.raises(RefusedError, match=r"last 2 updates of worker 0 .* \(max_refused\)"):
+        worker.step()
+
+
+def test_the_server_goes_on_from_its_state_in_a_checkpoint(start: Start, tmp_path: Path) -> None:
+    options = LocalSGDOptions(outer="delayed_nesterov", local_steps=2, delay=3)
+    state = str(tmp_path / "state.pt")
+
+    def resume_at(cut: int) -> Tensor:
+        """Momentum and buffer are half-way when the server is replaced."""
+        worker = Worker(start(1, f"first-{cut}"), 0, options, 1)
+        worker.enter()
+        for step in range(20):
+            if step == cut:
+                worker.local.client.ask({"kind": "snapshot", "path": state})
+                worker = Worker(start(1, f"second-{cut}"), 0, options, 1)
+                worker.enter(state)
+            worker.step()
+        return worker.theta
+
+    assert torch.equal(resume_at(8), resume_at(99))
+
+
+def test_a_checkpoint_of_another_method_is_refused(start: Start, tmp_path: Path) -> None:
+    state = str(tmp_path / "state.pt")
+    worker = Worker(start(1), 0, LocalSGDOptions(outer="nesterov"), 1)
+    worker.enter()
+    worker.local.client.ask({"kind": "snapshot", "path": state})
+    other = Worker(start(1, "other"), 0, LocalSGDOptions(), 1)
+    with pytest.raises(RefusedError, match="of local_sgd with outer nesterov, this run is of local_sgd with outer del"):
+        other.enter(state)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"outr": "diloco"}, '"outr"; known are .*outer'),
+        ({"outer": "adam"}, "\"outer\": Input should be 'diloco'"),
+        ({"local_steps": 0}, '"local_steps": .*greater than or equal to 1 .*it is 0'),
+        ({"outer": "diloco", "delay": 4}, "delay is of no use with outer diloco"),
+        ({"outer": "nesterov", "c": 0.1}, "c is of no use with outer nesterov"),
+        ({"delay": 0}, '"delay"'),
+    ],
+)
+def test_a_mistake_in_the_options_names_its_key(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        checked(LocalSGDOptions, values, "file.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_c_must_fit_the_number_of_workers() -> None:
+    with pytest.raises(AsyncError, match=r"c is 0.3: with delay 4 it must be in \[0, 1/4\]"):
+        LocalSGDOptions(c=0.3).describe(4, [])
