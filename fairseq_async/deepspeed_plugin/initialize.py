@@ -19,9 +19,8 @@ from fairseq_async.server import ServerClient
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.worker.config import LocalSGDOptions, Section
 from fairseq_async.worker.local_sgd import LocalSGD
-from fairseq_async.worker.place import Place
+from fairseq_async.worker.place import SERVERS, Place
 
-_SERVER = "fairseq_async.worker.outer"
 _GOODBYE = 60.0  # seconds for the other workers' last words to a server that is ours
 
 
@@ -96,7 +95,7 @@ def _length(data: Any) -> int:
 def _connect(place: Place, section: Section) -> tuple[Any, ServerProcess | None]:
     if place.rank > 0:
         return IslandClient(None, place), None
-    address, token, server = place.find_server(_SERVER, section.server, Path(section.run_dir))
+    address, token, server = place.find_server(SERVERS["local_sgd"], section.server, Path(section.run_dir))
     client = ServerClient(address, token, place.worker, on_loss=_die)
     return (client if place.island_size == 1 else IslandClient(client, place)), server
 

@@ -4,9 +4,10 @@ from argparse import Namespace
 
 import torch
 
+from fairseq_async.fairseq_plugin.local_sgd import LocalSGDFlags
 from fairseq_async.fairseq_plugin.optimizer import HybridAsync
 
 # torch loads only types that it trusts; fairseq's own checkpoints hold one more, which is plain data.
 torch.serialization.add_safe_globals([Namespace])
 
-__all__ = ["HybridAsync"]
+__all__ = ["HybridAsync", "LocalSGDFlags"]

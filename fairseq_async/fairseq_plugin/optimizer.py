@@ -6,7 +6,6 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ class HybridAsync(FairseqOptimizer):
         self.report: dict[str, Any] = {}
         self.seconds = {"push": 0.0, "pull": 0.0}
         self.idle = False  # the batch is a dummy that fills up an epoch
-        self._restored: dict[str, Any] | None = None
+        self.restored: dict[str, Any] | None = None  # a checkpoint's server state
         self._begin_batch()
 
     @classmethod
@@ -139,37 +138,23 @@ class HybridAsync(FairseqOptimizer):
         """Enters the run; returns the server's welcome, at once to worker 0, to others when there are parameters."""
         return self.client.join(self.layout, method)
 
-    def bring_parameters(self, run_dir: Path) -> dict[str, Any]:
-        """To a new server: this model's, or all of the state that :meth:`load_state_dict` got."""
+    def bring_parameters(self, state: str | None) -> dict[str, Any]:
+        """To a new server: this model's, or the state in a file."""
         for view, parameter in zip(self.layout.views(self.client.slot), self.params, strict=True):
             copy(view, parameter)
-        if self._restored is None:
-            return self.client.initialise(None)
-        path = run_dir / ".state-restored.pt"
-        try:
-            torch.save(self._restored, path)
-            return self.client.initialise(str(path))
-        finally:
-            path.unlink(missing_ok=True)
+        return self.client.initialise(state)
 
     def begin(self, welcome: dict[str, Any]) -> None:
         """Takes the server's parameters, and its word on what this worker has sent before."""
-        self._restored, self.joined = None, True
+        self.restored, self.joined = None, True
         self.sequence, self.refused = welcome["sequence"], welcome["refused"]
         self.set_lr(welcome["learning_rate"])
         self.pull()
 
-    def fetch(self, run_dir: Path) -> dict[str, Any]:
-        """The server's whole state, whose parameters are the model's afterwards."""
-        path = run_dir / f".state-{self.client.worker}.pt"
-        try:
-            self.client.ask({"kind": "snapshot", "path": str(path)})
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        finally:
-            path.unlink(missing_ok=True)
+    def take(self, state: dict[str, Any]) -> None:
+        """The parameters of a snapshot."""
         self._copy_in(state["server"]["parameters"])
         self.version = state["server"]["version"]
-        return state
 
     def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: dict[str, Any] | None = None) -> None:
         """Keeps a checkpoint's server state until this worker joins.
@@ -183,14 +168,14 @@ class HybridAsync(FairseqOptimizer):
             self.scaler.loss_scale = state_dict["loss_scale"]
         for group in state_dict["server"]["rule"]["optimizer"]["param_groups"]:
             group.update(optimizer_overrides or {})
-        self._restored = state_dict
+        self.restored = state_dict
 
     def forget(self, schedule: bool, positions: bool) -> None:
         """--reset-lr-scheduler and --reset-dataloader: what of a checkpoint's state is not for the server."""
-        if self._restored is not None and schedule:
-            self._restored["server"]["rule"]["schedule"] = None
-        if self._restored is not None and positions:
-            self._restored |= {"positions": {}, "plan": {"epochs": 0.0}}
+        if self.restored is not None and schedule:
+            self.restored["server"]["rule"]["schedule"] = None
+        if self.restored is not None and positions:
+            self.restored |= {"positions": {}, "plan": {"epochs": 0.0}}
 
     def state_dict(self) -> dict[str, Any]:
         """Only what this worker holds; the trainer adds what it has fetched from the server."""

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from fairseq_async.errors import ConfigurationError, fail
 
 # composite takes a nested configuration that the command line cannot give; the others need a CUDA device.
-_NOT_INNER = {"hybrid_async", "composite", "lamb", "cpu_adam"}
+_NOT_INNER = {"hybrid_async", "local_sgd", "composite", "lamb", "cpu_adam"}
 _WAITING_BACKENDS = {"fully_sharded", "slowmo"}
 
 
@@ -32,21 +32,24 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--server", metavar="HOST:PORT", help="server to join (default: the launcher's, or one started here)"
     )
     parser.add_argument("--run-dir", metavar="DIR", help="for events.jsonl and logs (default: --save-dir)")
-    given = _peek()
+    inner_class(check_processes()).add_args(parser)
+
+
+def check_processes() -> str:
+    """Ends with one line where fairseq would start processes of its own; returns the inner optimizer's name.
+
+    fairseq asks for a component's flags before it has parsed them, and decides on its processes soon after.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--inner-optimizer", default="adam")
+    parser.add_argument("--distributed-world-size", type=int, default=max(1, torch.cuda.device_count()))
+    given = parser.parse_known_args()[0]
     if given.distributed_world_size != 1:
         fail(
             f"--distributed-world-size is {given.distributed_world_size}: workers would wait for each other; "
             "give --distributed-world-size 1 and start several workers with fairseq-async launch or torchrun"
         )
-    inner_class(given.inner_optimizer).add_args(parser)
-
-
-def _peek() -> Namespace:
-    """fairseq asks for a component's flags before it has parsed them, and decides on its processes soon after."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--inner-optimizer", default="adam")
-    parser.add_argument("--distributed-world-size", type=int, default=max(1, torch.cuda.device_count()))
-    return parser.parse_known_args()[0]
+    return str(given.inner_optimizer)
 
 
 def inner_class(name: str) -> Any:
@@ -82,7 +85,6 @@ def describe(args: Namespace, cfg: DictConfig, workers: int) -> dict[str, Any]:
 
 
 def _check(args: Namespace, cfg: DictConfig, workers: int, updates_per_step: int) -> None:
-    distributed, common = cfg.distributed_training, cfg.common
     if updates_per_step < 1:
         raise ConfigurationError(f"--updates-per-step {updates_per_step}: must be at least 1")
     if args.barrier and updates_per_step > workers:
@@ -91,6 +93,16 @@ def _check(args: Namespace, cfg: DictConfig, workers: int, updates_per_step: int
         )
     if args.max_refused < 1:
         raise ConfigurationError(f"--max-refused {args.max_refused}: must be at least 1")
+    check_common(args, cfg)
+
+
+def check_common(args: Namespace, cfg: DictConfig) -> None:
+    """What of fairseq does not go with workers that do not wait for each other.
+
+    Raises:
+        ConfigurationError: names the flag.
+    """
+    distributed, common, name = cfg.distributed_training, cfg.common, args.optimizer
     unsupported = {
         f"--ddp-backend {distributed.ddp_backend}": distributed.ddp_backend in _WAITING_BACKENDS,
         f"--zero-sharding {distributed.zero_sharding}": distributed.zero_sharding != "none",
@@ -99,7 +111,7 @@ def _check(args: Namespace, cfg: DictConfig, workers: int, updates_per_step: int
     }
     for flag, given in unsupported.items():
         if given:
-            raise ConfigurationError(f"{flag}: would make workers wait for each other; hybrid_async does without it")
+            raise ConfigurationError(f"{flag}: would make workers wait for each other; {name} does without it")
     unsupported = {
         "--amp": common.amp,
         "--model-parallel-size": common.model_parallel_size > 1,
@@ -109,7 +121,7 @@ def _check(args: Namespace, cfg: DictConfig, workers: int, updates_per_step: int
     }
     for flag, given in unsupported.items():
         if given:
-            raise ConfigurationError(f"{flag}: not possible with --optimizer hybrid_async")
+            raise ConfigurationError(f"{flag}: not possible with --optimizer {name}")
 
 
 def _describe_optimizer(args: Namespace) -> dict[str, Any]:

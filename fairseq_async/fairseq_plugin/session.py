@@ -4,6 +4,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -12,12 +13,11 @@ from typing import Any
 import torch
 
 from fairseq_async.errors import AsyncError, fail
-from fairseq_async.fairseq_plugin import options
+from fairseq_async.fairseq_plugin import local_options, options
+from fairseq_async.fairseq_plugin.local_trainer import LocalTrainer
 from fairseq_async.fairseq_plugin.trainer import AsyncTrainer, plain
 from fairseq_async.server import ServerClient
-from fairseq_async.worker.place import Place
-
-_SERVER = "fairseq_async.fairseq_plugin.server"
+from fairseq_async.worker.place import SERVERS, Place
 
 
 def attach(modules: Mapping[str, ModuleType]) -> None:
@@ -35,7 +35,7 @@ def attach(modules: Mapping[str, ModuleType]) -> None:
 def _main(module: ModuleType, main: Callable[..., None], cfg: Any, **kwargs: Any) -> None:
     try:
         session = Session(cfg)
-        module.Trainer = partial(AsyncTrainer, session)  # type: ignore[attr-defined]
+        module.Trainer = partial(session.door.trainer, session)  # type: ignore[attr-defined]
         try:
             main(cfg, **kwargs)
             session.end()
@@ -43,6 +43,21 @@ def _main(module: ModuleType, main: Callable[..., None], cfg: Any, **kwargs: Any
             session.close()
     except AsyncError as error:
         fail(error)
+
+
+@dataclass(frozen=True)
+class Door:
+    """What belongs to one ``--optimizer``."""
+
+    trainer: type[AsyncTrainer]
+    describe: Callable[[Namespace, Any, int], dict[str, Any]]
+    server: str
+
+
+DOORS = {
+    "hybrid_async": Door(AsyncTrainer, options.describe, SERVERS["hybrid_async"]),
+    "local_sgd": Door(LocalTrainer, local_options.describe, SERVERS["local_sgd"]),
+}
 
 
 class Session:
@@ -58,11 +73,33 @@ class Session:
         self.arguments: Namespace = cfg.optimizer
         self.given = plain(cfg)
         self.place = Place.find()
-        self.method = options.describe(self.arguments, cfg, self.place.workers)
+        self.door = DOORS[self.arguments.optimizer]
+        self.method = self.door.describe(self.arguments, cfg, self.place.workers)
         self.run_dir = Path(self.arguments.run_dir or cfg.checkpoint.save_dir)
         self._adjust(cfg)
-        address, token, self._server = self.place.find_server(_SERVER, self.arguments.server, self.run_dir)
+        address, token, self._server = self.place.find_server(self.door.server, self.arguments.server, self.run_dir)
         self.client = ServerClient(address, token, self.place.worker, on_loss=_die)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The server's whole state."""
+        path = self.run_dir / f".state-{self.place.worker}.pt"
+        try:
+            self.client.ask({"kind": "snapshot", "path": str(path.resolve())})
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        finally:
+            path.unlink(missing_ok=True)
+        return state
+
+    def with_file(self, state: dict[str, Any] | None, bring: Callable[[str | None], dict[str, Any]]) -> dict[str, Any]:
+        """Calls ``bring`` with a file that holds the state, for as long as that takes; with None for no state."""
+        if state is None:
+            return bring(None)
+        path = self.run_dir / ".state-restored.pt"
+        try:
+            torch.save(state, path)
+            return bring(str(path.resolve()))
+        finally:
+            path.unlink(missing_ok=True)
 
     def end(self) -> None:
         """fairseq has come to its end. That of worker 0 is everybody's: it sees the limits, and the patience."""
@@ -81,7 +118,7 @@ class Session:
         if self.method["max_epoch"]:
             cfg.optimization.max_epoch = 0  # the server counts the passes of all workers together
         if cfg.common.bf16:
-            cfg.common.tpu = False  # fairseq takes --bf16 for a TPU; CPUs and GPUs have it too
+            cfg.common.tpu = self.arguments.tpu = False  # fairseq takes --bf16 for a TPU; CPUs and GPUs have it too
         if worker > 0:
             cfg.dataset.disable_validation = True
             cfg.common.wandb_project = cfg.common.aim_repo = None

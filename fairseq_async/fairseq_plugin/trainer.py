@@ -20,7 +20,7 @@ from fairseq_async.fairseq_plugin.optimizer import HybridAsync
 
 logger = logging.getLogger(__name__)
 
-_SEEDS = 1_000_000  # between workers: farther apart than fairseq's own additions, epochs and updates
+SEEDS = 1_000_000  # between workers: farther apart than fairseq's own additions, epochs and updates
 
 
 class AppliedUpdates(int):
@@ -152,13 +152,17 @@ class AsyncTrainer(Trainer):
         extra_state = self._load(welcome["initialised"], filename, *args, **kwargs)
         if not welcome["initialised"]:
             self.optimizer.forget(schedule=checkpoint.reset_lr_scheduler, positions=checkpoint.reset_dataloader)
-            welcome = self.optimizer.bring_parameters(self.session.run_dir)
+            welcome = self.session.with_file(self.optimizer.restored, self.optimizer.bring_parameters)
         self.optimizer.begin(welcome)
         self.set_num_updates(self.optimizer.version)
+        return self._place_in_data(extra_state, welcome["position"])
+
+    def _place_in_data(self, extra_state: Any, position: dict[str, Any] | None) -> Any:
+        """A worker that comes back goes on where it was, whatever the checkpoint says of worker 0."""
         if extra_state is None:
-            self._position = welcome["position"]
+            self._position = position
         else:
-            extra_state["train_iterator"] = welcome["position"] or extra_state["train_iterator"]
+            extra_state["train_iterator"] = position or extra_state["train_iterator"]
             self.lr_step(extra_state["train_iterator"]["epoch"])
         return extra_state
 
@@ -202,7 +206,7 @@ class AsyncTrainer(Trainer):
     def _set_seed(self) -> None:
         """By this worker's own updates, since the version may stay the same for several batches; the workers of a
         synchronous run take the same dropout masks, as fairseq's do."""
-        own = 0 if self.session.method["synchronous"] else _SEEDS * self.session.place.worker
+        own = 0 if self.session.method["synchronous"] else SEEDS * self.session.place.worker
         set_torch_seed(self.cfg.common.seed + own + self.optimizer.sequence)
 
     def set_num_updates(self, num_updates: int) -> None:
@@ -248,7 +252,8 @@ class AsyncTrainer(Trainer):
     def _fetch(self) -> dict[str, Any]:
         """Once between two steps: what was validated is what is saved."""
         if self._state is None:
-            self._state = self.optimizer.fetch(self.session.run_dir)
+            self._state = self.session.snapshot()
+            self.optimizer.take(self._state)
         return self._state
 
 

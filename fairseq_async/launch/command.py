@@ -7,8 +7,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError
-
-OPTIMIZERS = ("hybrid_async",)
+from fairseq_async.worker.place import SERVERS
 
 
 def user_dir() -> str:
@@ -29,13 +28,14 @@ class WorkerCommand:
         self.program = _find(arguments[0])
         self.arguments = arguments[1:]
         given = _parser().parse_known_args(self.arguments)[0]
-        if given.optimizer not in OPTIMIZERS:
+        if given.optimizer not in SERVERS:
             raise ConfigurationError(
-                f"--optimizer {given.optimizer or '(missing)'}: launch runs --optimizer {' or '.join(OPTIMIZERS)}; "
+                f"--optimizer {given.optimizer or '(missing)'}: launch runs --optimizer {' or '.join(SERVERS)}; "
                 "name yours with --inner-optimizer"
             )
         if given.server:
             raise ConfigurationError("--server: launch starts its own server; leave the flag out")
+        self.server = SERVERS[given.optimizer]
         self.run_dir = Path(given.run_dir or given.save_dir)
         self.on_cpu = given.cpu
         self._has_user_dir = given.user_dir is not None

@@ -18,7 +18,6 @@ from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.progress import Display, Progress
 from fairseq_async.server.process import TOKEN, ServerProcess
 
-_SERVER_MODULE = "fairseq_async.fairseq_plugin.server"
 _FINISHING = 60.0  # seconds for the workers to end after the server; worker 0 may still write its checkpoint
 _DYING = 10.0  # seconds for the workers to end by themselves after the server died
 _ENDING = 5.0  # seconds between SIGTERM and SIGKILL
@@ -74,7 +73,7 @@ class Launcher:
         signal.signal(signal.SIGTERM, _interrupt)
         logs = self.command.run_dir / "logs"
         self.server = ServerProcess(
-            _SERVER_MODULE, len(self.workers), self.command.run_dir, logs / "server.log", self.port
+            self.command.server, len(self.workers), self.command.run_dir, logs / "server.log", self.port
         )
         try:
             with Display(self.progress) as self.display:

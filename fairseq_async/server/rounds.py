@@ -21,15 +21,24 @@ class Rounds:
         maximum: H, local steps of a round.
         total_steps: 0 for no end.
         dynamic: whether a slower worker takes fewer steps a round.
+        max_epoch: passes over the data by all workers together; 0 for no end.
         shards: samples in each shard of the training set; empty where workers bring data of their own.
         seed: of the choice of shards.
     """
 
     def __init__(
-        self, workers: int, maximum: int, total_steps: int, dynamic: bool, shards: list[int], seed: int
+        self,
+        workers: int,
+        maximum: int,
+        total_steps: int,
+        dynamic: bool,
+        shards: list[int],
+        seed: int,
+        max_epoch: int = 0,
     ) -> None:
         self.workers, self.maximum, self.total_steps, self.dynamic = workers, maximum, total_steps, dynamic
-        self.shards = shards
+        self.shards, self.max_epoch = shards, max_epoch
+        self.epochs = 0.0
         self.speeds: dict[int, float] = {}
         self.steps = 0
         self.used = [0] * len(shards)  # local steps on each shard, which are as many batches
@@ -38,7 +47,8 @@ class Rounds:
 
     @property
     def finished(self) -> bool:
-        return self.total_steps > 0 and self.steps >= self.total_steps * self.workers
+        over = self.max_epoch > 0 and self.epochs > self.max_epoch - 1e-6
+        return over or (self.total_steps > 0 and self.steps >= self.total_steps * self.workers)
 
     def assign(self, worker: int) -> Message:
         """The next round: ``local_steps``, the ``shard`` and at which of its batches to begin (``offset``).
@@ -59,6 +69,7 @@ class Rounds:
         steps = int(report["local_steps"])
         shard, _ = self._assigned.pop(worker, (None, 0))
         self.steps += steps
+        self.epochs += report.get("epochs", 0.0)
         if shard is not None:
             self.used[shard] += steps
         if report["step_seconds"] > 0:
@@ -75,11 +86,12 @@ class Rounds:
 
     def state_dict(self) -> dict[str, Any]:
         """What workers are at is not part of it: a restart assigns anew."""
-        state = {"steps": self.steps, "used": self.used, "speeds": self.speeds}
+        state = {"steps": self.steps, "epochs": self.epochs, "used": self.used, "speeds": self.speeds}
         return state | {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps, self.used, self.speeds = state["steps"], list(state["used"]), dict(state["speeds"])
+        self.steps, self.epochs = state["steps"], state["epochs"]
+        self.used, self.speeds = list(state["used"]), dict(state["speeds"])
         self._generator.set_state(state["generator"])
         self._assigned = {}
 

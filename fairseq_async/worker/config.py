@@ -1,5 +1,6 @@
 """The methods' options: one name for each in flags, JSON, logs and documents."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -135,7 +136,9 @@ Method = Annotated[LocalSGDOptions | HybridOptions, Field(discriminator="method"
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def checked(model: type[_Model], values: dict[str, Any], where: str, spell: str = '"{}"') -> _Model:
+def checked(
+    model: type[_Model], values: dict[str, Any], where: str, spell: Callable[[str], str] = '"{}"'.format
+) -> _Model:
     """The values as a model.
 
     Args:
@@ -149,7 +152,7 @@ def checked(model: type[_Model], values: dict[str, Any], where: str, spell: str 
         return model(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = spell.format(first["loc"][0]) + ": " if first["loc"] else ""
+        key = spell(str(first["loc"][0])) + ": " if first["loc"] else ""
         if first["type"] == "extra_forbidden":
             known = ", ".join(sorted(model.model_fields))
             raise ConfigurationError(f"{where}: unknown key {key.removesuffix(': ')}; known are {known}") from error

@@ -27,6 +27,7 @@ def build(method: dict[str, Any], layout: Layout, parameters: Tensor) -> tuple[R
             dynamic=bool(method["dynamic_local_steps"]),
             shards=[int(size) for size in method["shards"]],
             seed=int(method["seed"]),
+            max_epoch=int(method.get("max_epoch", 0)),
         )
     except ValueError as error:
         raise ConfigurationError(str(error)) from error

@@ -46,12 +46,12 @@ def model(parameters: int) -> list[tuple[str, Parameter]]:
     return named
 
 
-def join(client: ServerClient, parameters: int, method: dict[str, Any], run_dir: Path) -> HybridAsync:
+def join(client: ServerClient, parameters: int, method: dict[str, Any]) -> HybridAsync:
     """A hybrid_async worker with these parameters, without a model or data to go with them."""
     worker = HybridAsync(Namespace(lr=[1e-4]), model(parameters), client, None, 1, False)
     welcome = worker.join(method)
     if not welcome["initialised"]:
-        welcome = worker.bring_parameters(run_dir)
+        welcome = worker.bring_parameters(None)
     worker.begin(welcome)
     return worker
 
@@ -123,7 +123,7 @@ def exchange(connection: Connection, parameters: int, address: str, token: str, 
     """A worker; says how long each push and pull took, and whether the server stepped."""
     torch.set_num_threads(1)
     method = METHOD | {"updates_per_step": UPDATES_PER_STEP}
-    worker = join(ServerClient(address, token, 0), parameters, method, out)
+    worker = join(ServerClient(address, token, 0), parameters, method)
     while connection.recv():
         version = worker.version
         worker.multiply_grads(1.0)

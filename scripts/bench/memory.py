@@ -98,7 +98,7 @@ def server(parameters: int, out: Path) -> dict[str, Memory]:
     process = ServerProcess("fairseq_async.fairseq_plugin.server", WORKERS, out, out / "server.log")
     try:
         clients = [ServerClient(process.address, process.token, number) for number in range(WORKERS)]
-        workers = [exchange_times.join(client, parameters, METHOD, out) for client in clients]
+        workers = [exchange_times.join(client, parameters, METHOD) for client in clients]
         for _ in range(UPDATES):
             for each in workers:
                 each.multiply_grads(1.0)

@@ -1,0 +1,145 @@
+"""fairseq's trainer as a worker of local SGD."""
+
+import math
+import time
+from itertools import chain
+from typing import Any
+
+from fairseq.logging import metrics
+from fairseq.trainer import Trainer
+from fairseq.utils import set_torch_seed
+
+from fairseq_async.fairseq_plugin.local_sgd import replica_of, zeros_like_layout
+from fairseq_async.fairseq_plugin.trainer import SEEDS, AppliedUpdates, AsyncTrainer
+from fairseq_async.worker.local_sgd import LocalSGD
+
+
+class LocalTrainer(AsyncTrainer):
+    """Trains with fairseq's own optimizer, and exchanges with the server after its local steps.
+
+    ``num_updates`` is the mean number of local steps of the workers in the run so far: the learning-rate schedule and
+    ``--max-update`` mean what they mean in a synchronous run. Worker 0 validates and saves the server's parameters, and
+    its own inner optimizer's state, with which every worker of a resumed run begins.
+    """
+
+    _local: LocalSGD | None = None
+
+    def _build_optimizer(self) -> None:
+        flags = self.session.arguments  # fairseq builds what is called --optimizer there
+        flags.optimizer = flags.inner_optimizer
+        try:
+            Trainer._build_optimizer(self)
+        finally:
+            flags.optimizer = "local_sgd"
+        if self._local is None:
+            replica = replica_of(self._named(), self._optimizer)
+            self._local = LocalSGD(self.session.client, replica, self.session.arguments.local_sgd_max_refused or 3)
+        self._in_step = False
+        self._own: Any = None
+        self._losses: list[float] = []
+
+    @property
+    def local(self) -> LocalSGD:
+        """This worker's half of the method, which is made with the optimizer."""
+        assert self.optimizer is not None  # fairseq builds it when it is first asked for
+        assert self._local is not None
+        return self._local
+
+    def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Any:
+        """Joins the run and loads what fairseq loads, of which worker 0 brings a new server its state."""
+        welcome = self.local.join(self.session.method)
+        extra_state = self._load(welcome["initialised"], filename, *args, **kwargs)
+        self.local.replica = replica_of(self._named(), self.optimizer)  # fairseq may have built the optimizer anew
+        if not welcome["initialised"]:
+            welcome = self._bring((extra_state or {}).get("async_server"))
+        self.local.begin(welcome)
+        self.set_num_updates(int(self.local.progress))
+        return self._place_in_data(extra_state, welcome["position"])
+
+    def _named(self) -> list[Any]:
+        named = chain(self.model.named_parameters(), self.criterion.named_parameters())
+        return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+    def _bring(self, state: Any) -> dict[str, Any]:
+        if state is not None and self.cfg.checkpoint.reset_dataloader:
+            state["positions"] = {}
+        return self.session.with_file(state, self.local.bring_parameters)
+
+    # One local step
+
+    def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
+        self._take_own_back()
+        self._started, self._in_step = time.perf_counter(), True
+        self._batches = len(samples)
+        try:
+            return Trainer.train_step(self, samples, raise_oom)
+        finally:
+            self._in_step = False
+
+    def clip_grad_norm(self, clip_norm: float) -> Any:
+        """Of the local gradient, as in a synchronous run of one worker; here a slowed-down worker waits."""
+        norm = Trainer.clip_grad_norm(self, clip_norm)
+        time.sleep((self.session.place.slowdown - 1.0) * (time.perf_counter() - self._started))
+        return norm
+
+    def _set_seed(self) -> None:
+        """By this worker's own steps: the run's progress jumps."""
+        own = SEEDS * self.session.place.worker
+        set_torch_seed(self.cfg.common.seed + own + 7919 * self.local.sequence + self.local.done)
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """fairseq calls this after its optimizer's step, which is the end of a local step."""
+        if self._local is None or not self._local.joined:
+            return Trainer.set_num_updates(self, num_updates)
+        if self._in_step:
+            self._in_step = False
+            self._end_step()
+        previous = int(self._num_updates)
+        applied = self._at_multiple(max(previous, int(self.local.progress)), previous)
+        Trainer.set_num_updates(self, int(applied))
+        self._num_updates = applied
+
+    def _end_step(self) -> None:
+        self.local.epochs += self._part_of_epoch(self._batches)
+        loss = self._losses.pop() if self._losses else None  # of the step before: fairseq logs after this
+        self._losses = []
+        position = self._iterator.state_dict()
+        if self.local.step(time.perf_counter() - self._started, loss, position):
+            self._state = None
+
+    def _at_multiple(self, progress: int, previous: int) -> AppliedUpdates:
+        if self.local.finished:
+            self.cfg.optimization.max_update = progress  # fairseq's loop ends at this number
+        return AppliedUpdates(progress, previous)
+
+    def _reduce_and_log_stats(self, logging_outputs: Any, sample_size: Any, grad_norm: Any = None) -> Any:
+        if grad_norm is not None:
+            loss = sum(float(output.get("loss", 0.0)) for output in logging_outputs)
+            self._losses.append(loss / max(1.0, float(sample_size)) / math.log(2))
+            for name, value in self.local.last.items():
+                metrics.log_scalar(name, value, priority=600, round=3)
+        return Trainer._reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm)
+
+    # Worker 0 validates and saves the server's parameters, and takes its own back afterwards
+
+    def _fetch(self) -> dict[str, Any]:
+        if self._state is None:
+            self._own = zeros_like_layout(self.local.replica)
+            self.local.replica.read(self._own)
+            self._state = self.session.snapshot()
+            self.local.replica.write(self._state["server"]["parameters"])
+        return self._state
+
+    def _take_own_back(self) -> None:
+        self._state = None
+        if self._own is not None:
+            self.local.replica.write(self._own)
+            self._own = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """fairseq's, of the server's parameters and this worker's optimizer, with the server's state beside it."""
+        state = self._fetch()
+        checkpoint: dict[str, Any] = Trainer.state_dict(self)
+        checkpoint["cfg"] = self.session.given
+        checkpoint["extra_state"]["async_server"] = state
+        return checkpoint
