@@ -36,7 +36,7 @@ class LocalTrainer(AsyncTrainer):
             self._local = LocalSGD(self.session.client, replica, self.session.arguments.local_sgd_max_refused or 3)
         self._in_step = False
         self._own: Any = None
-        self._losses: list[float] = []
+        self._last: tuple[float, float] | None = None
 
     @property
     def local(self) -> LocalSGD:
@@ -101,8 +101,9 @@ class LocalTrainer(AsyncTrainer):
 
     def _end_step(self) -> None:
         self.local.epochs += self._part_of_epoch(self._batches)
-        loss = self._losses.pop() if self._losses else None  # of the step before: fairseq logs after this
-        self._losses = []
+        loss, tokens = self._last or (None, 0.0)  # of the step before: fairseq adds them up after this
+        self._last = None
+        self.local.tokens += tokens
         position = self._iterator.state_dict()
         if self.local.step(time.perf_counter() - self._started, loss, position):
             self._state = None
@@ -115,7 +116,7 @@ class LocalTrainer(AsyncTrainer):
     def _reduce_and_log_stats(self, logging_outputs: Any, sample_size: Any, grad_norm: Any = None) -> Any:
         if grad_norm is not None:
             loss = sum(float(output.get("loss", 0.0)) for output in logging_outputs)
-            self._losses.append(loss / max(1.0, float(sample_size)) / math.log(2))
+            self._last = loss / max(1.0, float(sample_size)) / math.log(2), float(sample_size)
             for name, value in self.local.last.items():
                 metrics.log_scalar(name, value, priority=600, round=3)
         return Trainer._reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm)
@@ -139,6 +140,7 @@ class LocalTrainer(AsyncTrainer):
     def state_dict(self) -> dict[str, Any]:
         """fairseq's, of the server's parameters and this worker's optimizer, with the server's state beside it."""
         state = self._fetch()
+        self._num_updates = int(self._num_updates)  # of a type that torch loads without trust
         checkpoint: dict[str, Any] = Trainer.state_dict(self)
         checkpoint["cfg"] = self.session.given
         checkpoint["extra_state"]["async_server"] = state

@@ -58,10 +58,11 @@ class Progress:
 
     def _row(self, name: str, updates: int, events: list[dict[str, Any]]) -> tuple[str, int, float, float, float]:
         applied = [event for event in events if event["status"] == "applied"]
-        tokens = sum(event["weight"] for event in applied)
-        losses = [event["loss"] * event["weight"] for event in applied if event.get("loss") is not None]
+        tokens = sum(_tokens(event) for event in applied)
+        known = [event for event in applied if event.get("loss") is not None]
+        loss = sum(event["loss"] * _tokens(event) for event in known) / max(1.0, sum(map(_tokens, known)))
         staleness = sum(event["staleness"] for event in applied) / max(1, len(applied))
-        return name, updates, tokens / self._seconds(), staleness, sum(losses) / max(1.0, tokens)
+        return name, updates, tokens / self._seconds(), staleness, loss
 
     @property
     def updates_per_second(self) -> float:
@@ -77,6 +78,11 @@ class Progress:
         text = f"update {self.version}, {self.updates_per_second:.1f} updates/s, {tokens:,.0f} tokens/s, "
         text += f"staleness {staleness:.2f}, loss {loss:.3f}"
         return text + (f", {self.refused} refused" if self.refused else "")
+
+
+def _tokens(event: dict[str, Any]) -> float:
+    """Target tokens of an update, whose weight may be another number."""
+    return float(event.get("tokens") or event["weight"])
 
 
 class Display:

@@ -48,7 +48,7 @@ class LocalSGD:
         self.offset = 0
         self.last: dict[str, float] = {}
         self.refused_in_a_row = 0
-        self.epochs = 0.0  # parts of a pass over the data since the last exchange, where somebody counts them
+        self.epochs = self.tokens = 0.0  # of the data since the last exchange, where somebody counts them
         self._place = {"progress": 0.0, "pace": 1.0, "total_progress": 0.0}
         self._losses: list[float | Tensor] = []
         self._step_seconds: list[float] = []
@@ -129,6 +129,7 @@ class LocalSGD:
             "loss": statistics.fmean(map(float, self._losses)) if self._losses else None,
             "shard": self.shard,
             "epochs": self.epochs,
+            "tokens": self.tokens,
             "position": position,
         }
 
@@ -139,7 +140,8 @@ class LocalSGD:
         self.finished = answer["finished"]
         self.local_steps, self.shard, self.offset = answer["local_steps"], answer["shard"], answer["offset"]
         self._place = {name: answer[name] for name in self._place}
-        self.done, self.epochs, self._losses, self._step_seconds = 0, 0.0, [], []
+        self.epochs = self.tokens = 0.0
+        self.done, self._losses, self._step_seconds = 0, [], []
 
     def _note(self, answer: dict[str, Any]) -> None:
         self.last = {name: answer[name] for name in ("staleness", "norm", "cosine")}

@@ -1,0 +1,98 @@
+"""``--optimizer local_sgd`` in real ``fairseq-train`` processes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import MODEL, PACKAGE, Processes, command, load, plain_command, relative_differences
+
+ADAM = ["--inner-optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--lr", "5e-3"]
+LOCAL = ["--optimizer", "local_sgd", *ADAM]
+
+
+def local_command(data: Path, workers: int, save_dir: Path, *flags: object) -> list[object]:
+    ours = [command("fairseq-async"), "launch", "--workers", workers, "--"]
+    return [*ours, "fairseq-train", data, *MODEL, *LOCAL, "--save-dir", save_dir, *flags]
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").open()]
+
+
+def valid_losses(log: Path) -> list[float]:
+    lines = [line.split(" | valid | ", 1)[1] for line in log.read_text().splitlines() if " | valid | " in line]
+    return [float(json.loads(line)["valid_loss"]) for line in lines]
+
+
+def test_one_worker_whose_server_takes_its_steps_as_they_are_is_plain_training(
+    processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    """Outer SGD with learning rate 1: θ ← θ − (θ − θ_local), up to the rounding of two subtractions."""
+    sgd = ["sgd", "--lr", "0.5", "--dropout", 0, "--max-update", 20]
+    code, output = processes.run(plain_command(data, tmp_path / "plain", "--optimizer", *sgd))
+    assert code == 0, output
+    outer = ["--outer", "sgd", "--outer-lr", 1.0, "--local-steps", 4]
+    ours = ["--user-dir", PACKAGE, "--optimizer", "local_sgd", "--inner-optimizer", *sgd, *outer]
+    code, output = processes.run(plain_command(data, tmp_path / "ours", *ours))
+    assert code == 0, output
+    differences = relative_differences(tmp_path / "plain/checkpoint_last.pt", tmp_path / "ours/checkpoint_last.pt")
+    differences = {name: d for name, d in differences.items() if not name.endswith("k_proj.bias")}  # rounding noise
+    assert max(differences.values()) < 1e-4
+    assert [event["local_steps"] for event in events(tmp_path / "ours")] == [4] * 5
+    histories = [load(tmp_path / run / "checkpoint_last.pt")["optimizer_history"][-1] for run in ("plain", "ours")]
+    assert histories[0]["num_updates"] == histories[1]["num_updates"] == 20
+
+
+def test_two_workers_learn_and_leave_what_was_promised(processes: Processes, data: Path, tmp_path: Path) -> None:
+    method = ["--outer", "delayed_nesterov", "--dynamic-local-steps", "--grace-period", "0.5"]
+    flags = [*method, "--local-steps", 5, "--max-epoch", 30, "--save-interval", 10, "--max-update", 400]
+    code, output = processes.run(local_command(data, 2, tmp_path, *flags))
+    assert code == 0, output
+    losses = valid_losses(tmp_path / "logs" / "worker-0.log")
+    assert losses[-1] < losses[0] - 0.1
+    left = events(tmp_path)
+    assert {event["worker"] for event in left} == {0, 1}
+    assert all(1 <= event["local_steps"] <= 5 and event["tokens"] >= 0 for event in left)
+    assert sum(event["epochs"] for event in left) == pytest.approx(30, abs=0.5)
+    state = load(tmp_path / "checkpoint_last.pt")
+    server = state["extra_state"]["async_server"]["server"]
+    assert torch.isfinite(server["parameters"]).all() and server["rule"]["momentum_buffer"] is not None
+    assert state["last_optimizer_state"]["state"]  # the inner optimizer's moments
+    generate = [command("fairseq-generate"), data, "--path", tmp_path / "checkpoint_best.pt", "--beam", 1, "--cpu"]
+    code, output = processes.run(generate)  # plain fairseq, without our directory
+    assert code == 0 and "BLEU4" in output, output
+
+
+def test_a_resumed_run_goes_on_with_momentum_and_data(processes: Processes, data: Path, tmp_path: Path) -> None:
+    """One worker: the run that was broken off at an exchange ends in the parameters of the one that was not."""
+    flags = ["--local-steps", 5, "--dropout", 0, "--max-epoch", 0]
+    whole = local_command(data, 1, tmp_path / "whole", *flags, "--max-update", 40)
+    code, output = processes.run(whole)
+    assert code == 0, output
+    first = local_command(data, 1, tmp_path / "parts", *flags, "--save-interval-updates", 20, "--max-update", 20)
+    code, output = processes.run(first)
+    assert code == 0, output
+    code, output = processes.run(local_command(data, 1, tmp_path / "parts", *flags, "--max-update", 40))
+    assert code == 0, output
+    differences = relative_differences(tmp_path / "whole/checkpoint_last.pt", tmp_path / "parts/checkpoint_last.pt")
+    assert max(differences.values()) == 0.0
+    assert len(events(tmp_path / "parts")) == len(events(tmp_path / "whole")) == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--outer", "adam"], "--optimizer local_sgd: --outer: Input should be 'diloco'"),
+        (["--c", 0.9], r"c is 0.9: with delay 2 it must be in"),
+        (["--amp"], "--amp: not possible with --optimizer local_sgd"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    processes: Processes, data: Path, tmp_path: Path, flags: list[object], message: str
+) -> None:
+    code, output = processes.run(local_command(data, 2, tmp_path, "--max-update", 10, *flags))
+    assert code != 0 and message in output, output
+    assert "Traceback" not in output
