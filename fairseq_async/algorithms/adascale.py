@@ -1,0 +1,140 @@
+"""AdaScale: how much further one step on S batches may go than a step on one."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+SMALLEST_VARIANCE = 1e-6
+
+
+class AdaScaleGain:
+    """Johnson et al. 2020, "AdaScale SGD: A User-Friendly Algorithm for Distributed Training" (arXiv 2007.05105).
+
+    From the gradients g_i of S batches and their mean ḡ, in each iteration::
+
+        σ̂² = Σ|g_i|²/(S−1) − S/(S−1)·|ḡ|²                (at least 1e-6)
+        μ̂² = |ḡ|² − σ̂²/S                                  (at least 0; from σ̂² before its bound)
+        r  = (σ² + μ²) / (σ²/S + μ²)   in [1, S]
+        step size = r · lr(⌊τ⌋);  τ ← τ + r;  stop at τ ≥ T
+
+    lr(·) and T are those of the run with one batch in a step, and the momentum stays what it is. σ² and μ² are averages
+    of the estimates: exponential with θ = max(1 − S/1000, 0), and the plain mean while t < 1/(1 − θ). Before the first
+    estimate r is 1.
+
+    It knows nothing of how the norms are gathered. Both σ² and μ² are of single batches, so ``scale`` may be changed at
+    any time, and after loading a state.
+
+    Args:
+        scale: S, at least 1: single batches in one step.
+        smoothing: θ in [0, 1), in place of the paper's.
+
+    Attributes:
+        variance: σ².
+        square_mean: μ².
+        estimates: t, how many estimates are in the averages.
+        scale_invariant_steps: τ.
+
+    Raises:
+        ValueError: S below 1, or θ out of its range.
+    """
+
+    def __init__(self, scale: float, smoothing: float | None = None) -> None:
+        if smoothing is not None and not 0 <= smoothing < 1:
+            raise ValueError(f"smoothing is {smoothing}; it must be at least 0 and below 1")
+        self.scale = scale
+        self._smoothing = smoothing
+        self.variance = 0.0
+        self.square_mean = 0.0
+        self.estimates = 0
+        self.scale_invariant_steps = 0.0
+
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        if not 1 <= value < math.inf:
+            raise ValueError(f"scale is {value}; it must be at least 1")
+        self._scale = value
+
+    @property
+    def smoothing(self) -> float:
+        return max(1 - self.scale / 1000, 0.0) if self._smoothing is None else self._smoothing
+
+    @property
+    def gain(self) -> float:
+        """r, in [1, S]."""
+        if not self.estimates:
+            return 1.0
+        r = (self.variance + self.square_mean) / (self.variance / self.scale + self.square_mean)
+        return min(max(r, 1.0), self.scale)  # it leaves the interval by rounding only
+
+    @property
+    def noise_scale(self) -> float:
+        """φ = σ²/μ² in single batches (Qiao et al. 2021, Pollux, arXiv 2008.12260); NaN before the first estimate.
+
+        The batch size at which noise and signal are even: r = S·(φ + 1)/(φ + S), so more than a few φ batches in a
+        step hardly pay.
+        """
+        if not self.estimates:
+            return math.nan
+        return self.variance / self.square_mean if self.square_mean > 0 else math.inf
+
+    def update(self, local_square_norms: Sequence[float], mean_square_norm: float) -> float:
+        """One iteration: takes the estimates into the averages, and advances τ by the gain.
+
+        Args:
+            local_square_norms: |g_i|² of at least two gradients that share the S batches evenly: S of one batch each,
+                or fewer of more. With S = 1 there may be one.
+            mean_square_norm: |ḡ|².
+
+        Returns:
+            the gain of this iteration.
+
+        Raises:
+            ValueError: a norm is negative, infinite or NaN, or there is one gradient where S is above 1.
+        """
+        if len(local_square_norms) > 1 or self.scale > 1:
+            self.observe(sum(local_square_norms), len(local_square_norms), mean_square_norm)
+        return self.advance()
+
+    def observe(
+        self, square_norms: float, gradients: int, mean_square_norm: float, batches: float | None = None
+    ) -> None:
+        """Takes one estimate of σ² and μ² into the averages.
+
+        Args:
+            square_norms: Σ|g_i|².
+            gradients: how many they are, at least two.
+            mean_square_norm: |ḡ|².
+            batches: single batches in ḡ; by default S. Each g_i is the mean of ``batches / gradients`` of them.
+        """
+        if gradients < 2:
+            raise ValueError(f"{gradients} gradient in an iteration of scale {self.scale:g}; noise shows from two on")
+        if not (0 <= square_norms < math.inf and 0 <= mean_square_norm < math.inf):
+            raise ValueError(f"square norms {square_norms} and {mean_square_norm}: must be finite and not negative")
+        batches = self.scale if batches is None else batches
+        of_one = (square_norms - gradients * mean_square_norm) / (gradients - 1)  # the variance of one g_i
+        self.estimates += 1
+        weight = max(1 / self.estimates, 1 - self.smoothing)
+        self.variance += weight * (max(of_one * batches / gradients, SMALLEST_VARIANCE) - self.variance)
+        self.square_mean += weight * (max(mean_square_norm - of_one / gradients, 0.0) - self.square_mean)
+
+    def advance(self) -> float:
+        """τ ← τ + r; returns r."""
+        self.scale_invariant_steps += self.gain
+        return self.gain
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages and τ; scale and smoothing are settings of the run that loads it."""
+        return {
+            "variance": self.variance,
+            "square_mean": self.square_mean,
+            "estimates": self.estimates,
+            "scale_invariant_steps": self.scale_invariant_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.variance, self.square_mean = state["variance"], state["square_mean"]
+        self.estimates, self.scale_invariant_steps = state["estimates"], state["scale_invariant_steps"]
