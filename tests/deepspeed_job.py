@@ -1,8 +1,9 @@
-"""A user's DeepSpeed script, small: a perceptron that learns a fixed function. Leaves parameters and losses in --out."""
+"""A user's DeepSpeed script, small: a perceptron learns a fixed function. Leaves parameters and losses in --out."""
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -12,14 +13,24 @@ from torch.utils.data import TensorDataset
 import fairseq_async.deepspeed_plugin as deepspeed_async
 
 
+def configuration(args: argparse.Namespace) -> dict[str, Any]:
+    """The file's, with what a test changes of it."""
+    config: dict[str, Any] = json.loads(Path(args.deepspeed_config).read_text())
+    changes = json.loads(args.change)
+    config["async_training"] |= {"run_dir": str(args.out / "run")} | changes.pop("async_training", {})
+    return config | changes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--load", default="")
     parser.add_argument("--save-at", type=int, default=0)
+    parser.add_argument("--change", default="{}", help="JSON that is laid over the configuration")
     deepspeed.add_config_arguments(parser)
     args = parser.parse_args()
+    config, args.deepspeed_config = configuration(args), None
 
     torch.manual_seed(0)
     inputs = torch.randn(256, 8)
@@ -27,12 +38,12 @@ def main() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     engine, _, loader, _ = deepspeed_async.initialize(
-        args=args, model=model, model_parameters=model.parameters(), training_data=data
+        args=args, model=model, model_parameters=model.parameters(), training_data=data, config=config
     )
     if args.load:
         engine.load_checkpoint(args.load)
-    dtype, losses = next(engine.module.parameters()).dtype, []
-    rates, drawn = [], []
+    dtype = next(engine.module.parameters()).dtype
+    losses, rates, drawn = [], [], []
     for x, y in loader:
         rates.append(engine.get_lr()[0])
         drawn += x[:, 0].tolist()

@@ -75,6 +75,24 @@ def check(config: dict[str, Any], name: str) -> None:
             raise ConfigurationError(f'{name}: "{key}" is not supported with "{SECTION}"; leave it out')
 
 
+def check_hybrid(config: dict[str, Any], section: Section, name: str) -> None:
+    """Hybrid asynchronous SGD steps in the server, in fp32, on whole gradients.
+
+    Raises:
+        ConfigurationError: names the key.
+    """
+    reason = "is not supported with method hybrid_async, whose optimizer steps in the server; local_sgd has it"
+    if config.get("zero_optimization", {}).get("stage", 0):
+        raise ConfigurationError(f'{name}: "zero_optimization" {reason}')
+    for key in ("fp16", "bf16"):
+        if config.get(key, {}).get("enabled", False):
+            raise ConfigurationError(f'{name}: "{key}" {reason}')
+    if section.island_size > 1:
+        raise ConfigurationError(f'{name}: "island_size" {reason}')
+    if "optimizer" not in config:
+        raise ConfigurationError(f'{name}: "optimizer" is missing: the server builds it')
+
+
 def own_monitor(config: dict[str, Any], worker: int) -> dict[str, Any]:
     """Every worker takes itself for rank 0: all but worker 0 write under a name of their own."""
     if worker == 0:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from fairseq_async.worker.gradients import GradientWorker
 from fairseq_async.worker.local_sgd import LocalSGD
 
 
@@ -41,7 +42,7 @@ class ShardedLoader:
         self.dataset, self.sizes, self.batch_size, self.seed = dataset, sizes, batch_size, seed
         self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
         self.collate = collate or default_collate
-        self.local: LocalSGD | None = None
+        self.local: LocalSGD | GradientWorker | None = None
         self._orders: dict[tuple[int, int], torch.Tensor] = {}
 
     def __len__(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from fairseq_async.errors import AsyncError, ConfigurationError, fail
+from fairseq_async.worker.gradients import GradientWorker
 from fairseq_async.worker.local_sgd import LocalSGD
 from fairseq_async.worker.place import Place
 
@@ -20,18 +21,18 @@ _STATE = "async_server.pt"
 class AsyncEngine(DeepSpeedEngine):
     """An engine that was made by ``deepspeed.initialize`` and then entered a run.
 
-    It joins at its first forward pass or at ``load_checkpoint``, whichever comes first. ``step`` exchanges with the
-    server when as many local steps are done as the server has asked for.
+    It joins at its first forward pass or at ``load_checkpoint``, whichever comes first, and exchanges in ``step``.
+    ``pull()`` takes the server's current parameters into the model, for validation.
 
     Attributes:
-        local: this worker's half of local SGD.
+        local: this worker's half of the method.
         worker: its number; worker 0 is to validate and save.
     """
 
-    local: LocalSGD
+    local: LocalSGD | GradientWorker
     worker: int
 
-    def enter(self, local: LocalSGD, method: dict[str, Any], place: Place) -> None:
+    def enter(self, local: LocalSGD | GradientWorker, method: dict[str, Any], place: Place) -> None:
         """Becomes a worker."""
         self.local, self.method, self.place, self.worker = local, method, place, place.worker
         self._loss: torch.Tensor | None = None
@@ -45,7 +46,7 @@ class AsyncEngine(DeepSpeedEngine):
 
     @property
     def progress(self) -> float:
-        """Mean local steps of a worker in the run so far."""
+        """Of the run so far: mean local steps of a worker, or applied updates."""
         return self.local.total_progress
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -57,31 +58,6 @@ class AsyncEngine(DeepSpeedEngine):
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         self._loss = loss.detach()
         return super().backward(loss, *args, **kwargs)
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's step; after the last one of a round, the exchange."""
-        before = self.global_steps
-        super().step(*args, **kwargs)
-        if self.global_steps == before:  # more micro-batches are to come
-            return
-        time.sleep((self.place.slowdown - 1.0) * (time.perf_counter() - self._step_ended))
-        seconds = time.perf_counter() - self._step_ended
-        if self._calling(self.local.step, seconds, self._loss):
-            self._log()
-        follow(self.lr_scheduler, self.local.progress)
-        self._step_ended = time.perf_counter()
-
-    def pull(self) -> None:
-        """Takes the server's current parameters into the model, for validation.
-
-        Local steps that are done are sent first; the rest of the round is given up.
-        """
-        if self.finished:
-            return
-        if self.local.done:
-            self._calling(self.local.exchange)
-        else:
-            self.local.version = self._calling(self.local.client.pull, self.local.replica.write)
 
     def save_checkpoint(self, save_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, of this worker (workers but 0 in a directory of their own); and from worker 0 the server's whole
@@ -139,6 +115,60 @@ class AsyncEngine(DeepSpeedEngine):
         if self.monitor.enabled:
             scalars = [(f"Async/{name}", value, self.global_samples) for name, value in self.local.last.items()]
             self.monitor.write_events(scalars)
+
+
+class LocalEngine(AsyncEngine):
+    """Steps as DeepSpeed does, and exchanges after its local steps."""
+
+    local: LocalSGD
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's step; after the last one of a round, the exchange."""
+        before = self.global_steps
+        super().step(*args, **kwargs)
+        if self.global_steps == before:  # more micro-batches are to come
+            return
+        time.sleep((self.place.slowdown - 1.0) * (time.perf_counter() - self._step_ended))
+        seconds = time.perf_counter() - self._step_ended
+        if self._calling(self.local.step, seconds, self._loss):
+            self._log()
+        follow(self.lr_scheduler, self.local.progress)
+        self._step_ended = time.perf_counter()
+
+    def pull(self) -> None:
+        """Takes the server's current parameters into the model, for validation.
+
+        Local steps that are done are sent first; the rest of the round is given up.
+        """
+        if self.finished:
+            return
+        if self.local.done:
+            self._calling(self.local.exchange)
+        else:
+            self.local.version = self._calling(self.local.client.pull, self.local.replica.write)
+
+
+class HybridEngine(AsyncEngine):
+    """Pushes its gradients where DeepSpeed would step: the optimizer steps in the server."""
+
+    local: GradientWorker
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        """In place of DeepSpeed's, at the end of the micro-batches."""
+        time.sleep((self.place.slowdown - 1.0) * (time.perf_counter() - self._step_ended))
+        loss = None if self._loss is None else float(self._loss)
+        self._calling(self.local.step, self.train_batch_size(), loss)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.local.learning_rate
+        self.zero_grad()
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self._step_ended = time.perf_counter()
+        self._log()
+
+    def pull(self) -> None:
+        """Takes the server's current parameters into the model, for validation."""
+        self.local.version = self._calling(self.local.client.pull, self.local.replica.write)
 
 
 def _refuse(message: str) -> None:

@@ -11,16 +11,19 @@ import deepspeed
 
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.data import ShardedLoader, shard_sizes
-from fairseq_async.deepspeed_plugin.engine import AsyncEngine
+from fairseq_async.deepspeed_plugin.engine import HybridEngine, LocalEngine
 from fairseq_async.deepspeed_plugin.island import IslandClient, become_a_world
 from fairseq_async.deepspeed_plugin.masters import replica_of
 from fairseq_async.errors import AsyncError, ConfigurationError, fail
 from fairseq_async.server import ServerClient
 from fairseq_async.server.process import ServerProcess
-from fairseq_async.worker.config import LocalSGDOptions, Section
+from fairseq_async.worker.config import HybridOptions, LocalSGDOptions, Section
+from fairseq_async.worker.gradients import GradientWorker
 from fairseq_async.worker.local_sgd import LocalSGD
 from fairseq_async.worker.place import SERVERS, Place
 
+Options = LocalSGDOptions | HybridOptions
+_HYBRID_SERVER = "fairseq_async.deepspeed_plugin.server"  # with torch's optimizers and DeepSpeed's schedules
 _GOODBYE = 60.0  # seconds for the other workers' last words to a server that is ours
 
 
@@ -41,7 +44,7 @@ def initialize(
     alone or with the other ranks of its island, and exchanges with the server inside ``engine.step()``. The loader, if
     ``training_data`` is given, is endless until the run is over, and draws from the shards that the server chooses;
     a scheduler follows the progress of the whole run. Besides, the engine has ``finished``, ``progress``, ``worker``
-    and ``pull()``, see :class:`AsyncEngine`.
+    and ``pull()``, see :class:`~fairseq_async.deepspeed_plugin.engine.AsyncEngine`.
 
     A mistake in the configuration ends the process with one line.
 
@@ -65,25 +68,54 @@ def _initialize(
     given, name = configuration.read(args, config)
     plain, section, options = configuration.split(given, name)
     configuration.check(plain, name)
-    if not isinstance(options, LocalSGDOptions):
-        raise ConfigurationError(f'{name}: "method": {options.method} is not there yet for DeepSpeed; use local_sgd')
+    hybrid = isinstance(options, HybridOptions)
+    if hybrid:
+        configuration.check_hybrid(plain, section, name)
     place = Place.find(section.island_size)
-    sizes = shard_sizes(_length(data), options.shards or place.workers) if data is not None else []
-    if options.shards and data is None:
-        raise ConfigurationError(f'{name}: "shards" needs training_data=, of which the shards are parts')
-    method = options.describe(place.workers, sizes)
-    client, server = _connect(place, section)
+    sizes = _shards(data, options, place, name)
+    method = _describe(options, plain, place, sizes)
+    client, server = _connect(place, section, _HYBRID_SERVER if hybrid else SERVERS["local_sgd"])
     become_a_world(place)
     own = configuration.own_monitor(plain, place.worker)
+    if hybrid:
+        own = {key: value for key, value in own.items() if key != "scheduler"}  # it is in the server
     engine, optimizer, _, scheduler = deepspeed.initialize(
         args=configuration.without_file(args), model=model, collate_fn=collate, config=own, **theirs
     )
-    local = LocalSGD(client, replica_of(engine), options.max_refused)
-    engine.__class__ = AsyncEngine
+    local = _half(client, engine, options)
+    engine.__class__ = HybridEngine if hybrid else LocalEngine
     engine.enter(local, method, place)
-    atexit.register(_leave, client, server, place)
+    atexit.register(_leave, client, server)
     loader = None if data is None else _loader(engine, data, sizes, options, place, collate)
     return engine, optimizer, loader, scheduler
+
+
+def _shards(data: Any, options: Options, place: Place, name: str) -> list[int]:
+    """Samples in each: as many shards as workers, unless local SGD is to have another number."""
+    wanted = options.shards if isinstance(options, LocalSGDOptions) else 0
+    if data is None:
+        if wanted:
+            raise ConfigurationError(f'{name}: "shards" needs training_data=, of which the shards are parts')
+        return []
+    count = wanted or place.workers
+    if _length(data) < count:
+        raise ConfigurationError(f"training_data has {_length(data)} samples, too few for {count} shards")
+    return shard_sizes(_length(data), count)
+
+
+def _describe(options: Options, config: dict[str, Any], place: Place, sizes: list[int]) -> dict[str, Any]:
+    if isinstance(options, LocalSGDOptions):
+        return options.describe(place.workers, sizes)
+    clip_norm = float(config.get("gradient_clipping", 0.0))
+    inner = {"optimizer": config["optimizer"], "scheduler": config.get("scheduler"), "clip_norm": clip_norm}
+    return options.describe(place.workers, inner)
+
+
+def _half(client: Any, engine: Any, options: Options) -> LocalSGD | GradientWorker:
+    if isinstance(options, LocalSGDOptions):
+        return LocalSGD(client, replica_of(engine), options.max_refused)
+    named = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+    return GradientWorker(client, named, options.max_refused)
 
 
 def _length(data: Any) -> int:
@@ -92,17 +124,15 @@ def _length(data: Any) -> int:
     return len(data)
 
 
-def _connect(place: Place, section: Section) -> tuple[Any, ServerProcess | None]:
+def _connect(place: Place, section: Section, module: str) -> tuple[Any, ServerProcess | None]:
     if place.rank > 0:
         return IslandClient(None, place), None
-    address, token, server = place.find_server(SERVERS["local_sgd"], section.server, Path(section.run_dir))
+    address, token, server = place.find_server(module, section.server, Path(section.run_dir))
     client = ServerClient(address, token, place.worker, on_loss=_die)
     return (client if place.island_size == 1 else IslandClient(client, place)), server
 
 
-def _loader(
-    engine: Any, data: Any, sizes: list[int], options: LocalSGDOptions, place: Place, collate: Any
-) -> ShardedLoader:
+def _loader(engine: Any, data: Any, sizes: list[int], options: Options, place: Place, collate: Any) -> ShardedLoader:
     micro_batches, size = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()
     ranks = place.rank, place.island_size
     loader = ShardedLoader(data, sizes, size, micro_batches, *ranks, options.seed, collate)
@@ -110,7 +140,7 @@ def _loader(
     return loader
 
 
-def _leave(client: Any, server: ServerProcess | None, place: Place) -> None:
+def _leave(client: Any, server: ServerProcess | None) -> None:
     """At the end of the process, however it comes; the server stays for the last words of the others."""
     client.leave(finished=False)
     if server is not None:

@@ -140,7 +140,7 @@ class LocalTrainer(AsyncTrainer):
     def state_dict(self) -> dict[str, Any]:
         """fairseq's, of the server's parameters and this worker's optimizer, with the server's state beside it."""
         state = self._fetch()
-        self._num_updates = int(self._num_updates)  # of a type that torch loads without trust
+        Trainer.set_num_updates(self, int(self._num_updates))  # of a type that torch loads without trust
         checkpoint: dict[str, Any] = Trainer.state_dict(self)
         checkpoint["cfg"] = self.session.given
         checkpoint["extra_state"]["async_server"] = state

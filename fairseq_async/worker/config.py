@@ -57,7 +57,9 @@ class LocalSGDOptions(_Options):
     @model_validator(mode="after")
     def _fits(self) -> "LocalSGDOptions":
         """An option that its method does not use is a mistake, not to be swallowed."""
+        given = "outer_momentum" in self.model_fields_set and self.outer_momentum > 0
         foreign = {
+            "outer_momentum": self.outer == "sgd" and given,
             "delay": self.outer != "delayed_nesterov" and self.delay is not None,
             "c": self.outer != "delayed_nesterov" and self.c > 0,
             "buffer_size": self.outer != "buffered_nesterov" and self.buffer_size is not None,
@@ -109,6 +111,7 @@ class HybridOptions(_Options):
         barrier: wait at each step for its gradients: synchronous.
         max_refused: a worker ends after so many gradients with NaN or Inf in a row.
         total_steps: applied updates in the whole run; 0 for no end.
+        seed: of the order of the data.
     """
 
     method: Literal["hybrid_async"]
@@ -116,6 +119,21 @@ class HybridOptions(_Options):
     barrier: bool = False
     max_refused: int = Field(10, ge=1)
     total_steps: int = Field(0, ge=0)
+    seed: int = Field(1, ge=0)
+
+    def describe(self, workers: int, inner: dict[str, Any]) -> dict[str, Any]:
+        """The method in JSON's types, with the ``inner`` optimizer's part of it.
+
+        Raises:
+            ConfigurationError: a barrier that would wait for more workers than there are.
+        """
+        updates = self.updates_per_step or workers
+        if self.barrier and updates > workers:
+            raise ConfigurationError(
+                f"updates_per_step is {updates}: with barrier there are only {workers}, which would wait for ever"
+            )
+        limits = {"last_version": self.total_steps or None, "updates_per_step": updates}
+        return {"method": self.method, "barrier": updates if self.barrier else 0} | limits | inner
 
 
 class Section(_Options):

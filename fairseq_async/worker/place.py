@@ -14,8 +14,11 @@ from fairseq_async.server.client import LOOPBACK
 from fairseq_async.server.process import TOKEN, ServerProcess
 
 WORKER, WORKERS, SLOWDOWN = "FAIRSEQ_ASYNC_WORKER", "FAIRSEQ_ASYNC_WORKERS", "FAIRSEQ_ASYNC_SLOWDOWN"
-# the module that is the server of each method
-SERVERS = {"hybrid_async": "fairseq_async.fairseq_plugin.server", "local_sgd": "fairseq_async.worker.outer"}
+# the module that is the server of each fairseq --optimizer
+SERVERS = {
+    "hybrid_async": "fairseq_async.fairseq_plugin.server",
+    "local_sgd": "fairseq_async.worker.outer",
+}
 _RENDEZVOUS = timedelta(seconds=120)  # worker 0 has to import its framework and to start the server
 
 

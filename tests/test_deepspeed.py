@@ -1,0 +1,182 @@
+"""DeepSpeed scripts under the ``deepspeed`` launcher, on CPUs, and the configuration section."""
+
+import json
+import socket
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fairseq_async.deepspeed_plugin import config as configuration
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.worker.config import LocalSGDOptions
+from tests.conftest import Processes, command
+
+ROOT = Path(__file__).parents[1]
+JOB = ROOT / "tests" / "deepspeed_job.py"
+CONFIGS = sorted((ROOT / "deepspeed_config").glob("*.json"))
+SHORT = {"local_steps": 5, "total_steps": 40, "outer_lr": 0.7}
+Run = Callable[..., tuple[int, str]]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def run(processes: Processes, tmp_path: Path) -> Run:
+    """``run(ranks, out, section, …)``: the job to its end, with these options of the method."""
+
+    def start(ranks: int, out: Path, section: dict[str, Any], *flags: object, **changes: Any) -> tuple[int, str]:
+        launcher = [command("deepspeed"), "--num_accelerators", ranks, "--master_port", free_port()]
+        change = json.dumps({"gradient_clipping": 0.0} | changes | {"async_training": section})
+        base = ROOT / "deepspeed_config" / "delayed_nesterov.json"
+        job = [JOB, "--out", out, "--deepspeed", "--deepspeed_config", base, "--change", change, *flags]
+        return processes.run([*launcher, *job], seconds=280, DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT))
+
+    return start
+
+
+def parameters(out: Path, name: str = "worker-0-0") -> torch.Tensor:
+    state = torch.load(out / f"{name}.pt", weights_only=True)
+    return torch.cat([tensor.double().flatten() for tensor in state.values()])
+
+
+def summary(out: Path, name: str = "worker-0-0") -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
+    return loaded
+
+
+def events(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "run" / "events.jsonl").open()]
+
+
+def test_delayed_nesterov_with_a_grace_period_is_diloco(run: Run, tmp_path: Path) -> None:
+    """Workers end with the same parameters, have drawn every sample as often as any other, and have learned."""
+    for name, section in (
+        ("diloco", {"outer": "diloco", "c": 0.0, "grace_period": None}),
+        ("dn", {"grace_period": 60}),
+    ):
+        code, output = run(2, tmp_path / name, SHORT | section)
+        assert code == 0, output
+    theirs, ours = parameters(tmp_path / "diloco"), parameters(tmp_path / "dn")
+    assert torch.linalg.vector_norm(ours - theirs) <= 1e-6 * torch.linalg.vector_norm(theirs)
+    assert torch.equal(ours, parameters(tmp_path / "dn", "worker-1-0"))
+    both = [summary(tmp_path / "dn", f"worker-{w}-0") for w in (0, 1)]
+    assert [len(each["losses"]) for each in both] == [40, 40] and both[0]["progress"] == 40
+    times = Counter(number for each in both for number in each["drawn"])
+    assert len(times) == 256 and set(times.values()) == {2, 3}  # two and a half passes
+    assert sum(both[0]["losses"][-8:]) < sum(both[0]["losses"][:8])
+    assert both[0]["rates"][:4] == pytest.approx([0.0, 0.0, 4e-7, 8e-7])  # as DeepSpeed counts: one step late
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_island_is_one_worker_whatever_its_ranks_hold(run: Run, tmp_path: Path, stage: int) -> None:
+    """Two ranks that are synchronous are one process with twice the batch: here its masters are in fp32 on each rank,
+    or in two partitions."""
+    section = SHORT | {"outer": "nesterov", "c": 0.0, "grace_period": None, "total_steps": 10}
+    zero = {"zero_optimization": {"stage": stage}} if stage else {}
+    bf16 = {"bf16": {"enabled": True}} if stage == 1 else {}
+    code, output = run(2, tmp_path / "island", section | {"island_size": 2}, **zero, **bf16)
+    assert code == 0, output
+    code, output = run(1, tmp_path / "single", section, train_micro_batch_size_per_gpu=16)
+    assert code == 0, output
+    island = parameters(tmp_path / "island")
+    assert torch.equal(island, parameters(tmp_path / "island", "worker-0-1"))
+    single = parameters(tmp_path / "single")
+    tolerance = 1e-2 if bf16 else 1e-6
+    assert torch.linalg.vector_norm(island - single) <= tolerance * torch.linalg.vector_norm(single)
+    assert [event["worker"] for event in events(tmp_path / "island")] == [0, 0]
+
+
+def test_a_restart_goes_on_with_the_servers_momentum_and_the_inner_optimizer(run: Run, tmp_path: Path) -> None:
+    section = SHORT | {"grace_period": 60, "total_steps": 20}
+    code, output = run(2, tmp_path / "whole", section, "--save-at", 10)
+    assert code == 0, output
+    code, output = run(2, tmp_path / "second", section, "--load", tmp_path / "whole" / "checkpoint")
+    assert code == 0, output
+    assert torch.equal(parameters(tmp_path / "whole"), parameters(tmp_path / "second"))
+    assert len(summary(tmp_path / "second")["losses"]) == 10
+
+
+def test_hybrid_async_steps_in_the_server(run: Run, tmp_path: Path) -> None:
+    """With a barrier, two workers are one with twice the batch."""
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True}}}
+    own = {"method": "hybrid_async", "barrier": True, "total_steps": 12, "updates_per_step": 2}
+    code, output = processes_for_hybrid(run, 2, tmp_path / "two", own, adam)
+    assert code == 0, output
+    assert len(events(tmp_path / "two")) == 24
+    losses = summary(tmp_path / "two")["losses"]
+    assert sum(losses[-4:]) < sum(losses[:4])
+    assert torch.equal(parameters(tmp_path / "two"), parameters(tmp_path / "two", "worker-1-0"))
+
+
+def processes_for_hybrid(
+    run: Run, ranks: int, out: Path, section: dict[str, Any], changes: dict[str, Any]
+) -> tuple[int, str]:
+    return run(ranks, out, section, "--deepspeed_config", ROOT / "deepspeed_config" / "hybrid_async.json", **changes)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_every_file_is_loaded_and_runs_a_few_steps(processes: Processes, tmp_path: Path, path: Path) -> None:
+    """Alone, without a launcher."""
+    local = {} if path.stem == "hybrid_async" else {"local_steps": 2}
+    change = json.dumps({"async_training": {"total_steps": 4} | local})
+    job = [command("python"), JOB, "--out", tmp_path, "--deepspeed_config", path, "--change", change]
+    code, output = processes.run(job, seconds=250, DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT))
+    assert code == 0, output
+    assert len(summary(tmp_path)["losses"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"outr": 1}, '"async_training": unknown key "outr"; known are .*outer.*, island_size, run_dir, server'),
+        ({"method": "local"}, "\"method\": 'local' is none of hybrid_async, local_sgd"),
+        ({"c": 0.5, "delay": 4}, r"c is 0.5: with delay 4 it must be in \[0, 1/4\]"),
+        ({"delay": 0}, '"delay": Input should be greater than or equal to 1'),
+        ({"island_size": 0}, '"island_size"'),
+        ({"outer": "sgd", "outer_momentum": 0.9}, "outer_momentum is of no use with outer sgd"),
+    ],
+)
+def test_a_mistake_in_the_section_names_its_key(change: dict[str, Any], message: str) -> None:
+    config = json.loads(CONFIGS[0].read_text())
+    config["async_training"] = {"method": "local_sgd", "outer": "delayed_nesterov"} | change
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        _, _, options = configuration.split(config, "file.json")
+        assert isinstance(options, LocalSGDOptions)
+        options.describe(2, [])
+    assert "\n" not in str(caught.value) and str(caught.value).startswith(("file.json", "c is"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero_optimization": {"stage": 3}}, '"stage" 3 is not supported; 0, 1 and 2 are'),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, '"offload_optimizer"'),
+    ],
+)
+def test_what_deepspeed_has_and_islands_have_not_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        configuration.check(config, "file.json")
+
+
+def test_a_file_that_is_missing_or_no_json_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="No such file"):
+        configuration.read(None, str(tmp_path / "none.json"))
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ConfigurationError, match="not JSON"):
+        configuration.read(None, str(tmp_path / "bad.json"))
+    with pytest.raises(ConfigurationError, match='there is no section "async_training"'):
+        configuration.split({}, "file.json")
+
+
+def test_an_island_that_does_not_divide_the_ranks_is_one_line(run: Run, tmp_path: Path) -> None:
+    code, output = run(2, tmp_path / "out", {"island_size": 3})
+    assert code != 0 and "island_size is 3: it does not divide the 2 ranks" in output, output
+    assert "Traceback" not in output
