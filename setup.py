@@ -4,15 +4,17 @@ from setuptools import find_packages, setup
 
 # fairseq-fixed is fairseq 0.12 made to import on Python 3.11 and later; its import name is fairseq. Pinned, because the
 # plugin builds on the order of calls inside its Trainer.train_step.
-INSTALL = ["torch>=2.6", "fairseq-fixed==0.12.3.1", "typer>=0.12", "rich>=13"]
-RECIPES = ["sentencepiece>=0.2", "sacrebleu>=2.4", "matplotlib>=3.8", "tensorboard>=2.16"]
+INSTALL = ["torch>=2.6", "fairseq-fixed==0.12.3.1", "typer>=0.12", "rich>=13", "pydantic>=2.5"]
+# Pinned, because the plugin overrides the engine's step and reads where each optimizer keeps its fp32 masters.
+DEEPSPEED = ["deepspeed==0.19.8"]
+RECIPES = [*DEEPSPEED, "sentencepiece>=0.2", "sacrebleu>=2.4", "matplotlib>=3.8", "tensorboard>=2.16"]
 RECIPES += ["transformers>=5", "datasets>=4"]  # the language-model recipe
 DEV = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff==0.17.5", "mypy==2.4.1"]
 
 setup(
     name="fairseq-async",
     version="0.1.0",
-    description="Asynchronous training of Transformers for fairseq",
+    description="Asynchronous training of Transformers for fairseq and DeepSpeed",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
@@ -20,6 +22,6 @@ setup(
     package_data={"fairseq_async": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=INSTALL,
-    extras_require={"recipes": RECIPES, "dev": RECIPES + DEV},
+    extras_require={"deepspeed": DEEPSPEED, "recipes": RECIPES, "dev": RECIPES + DEV},
     entry_points={"console_scripts": ["fairseq-async=fairseq_async.cli:main"]},
 )

@@ -75,20 +75,36 @@ def test_delayed_nesterov_with_a_grace_period_is_diloco(run: Run, tmp_path: Path
     assert both[0]["rates"][:4] == pytest.approx([0.0, 0.0, 4e-7, 8e-7])  # as DeepSpeed counts: one step late
 
 
+ISLAND = SHORT | {"outer": "nesterov", "c": 0.0, "grace_period": None, "total_steps": 10}
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    """The parameters of one process with the batch of an island of two."""
+    out, processes = tmp_path_factory.mktemp("single"), Processes()
+    change = json.dumps({"gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 16, "async_training": ISLAND})
+    base = ROOT / "deepspeed_config" / "delayed_nesterov.json"
+    job = [command("python"), JOB, "--out", out, "--deepspeed_config", base, "--change", change]
+    try:
+        code, output = processes.run(job, seconds=250, DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT))
+    finally:
+        processes.end()
+    assert code == 0, output
+    return parameters(out)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_island_is_one_worker_whatever_its_ranks_hold(run: Run, tmp_path: Path, stage: int) -> None:
+def test_an_island_is_one_worker_whatever_its_ranks_hold(
+    run: Run, single: torch.Tensor, tmp_path: Path, stage: int
+) -> None:
     """Two ranks that are synchronous are one process with twice the batch: here its masters are in fp32 on each rank,
     or in two partitions."""
-    section = SHORT | {"outer": "nesterov", "c": 0.0, "grace_period": None, "total_steps": 10}
     zero = {"zero_optimization": {"stage": stage}} if stage else {}
     bf16 = {"bf16": {"enabled": True}} if stage == 1 else {}
-    code, output = run(2, tmp_path / "island", section | {"island_size": 2}, **zero, **bf16)
-    assert code == 0, output
-    code, output = run(1, tmp_path / "single", section, train_micro_batch_size_per_gpu=16)
+    code, output = run(2, tmp_path / "island", ISLAND | {"island_size": 2}, **zero, **bf16)
     assert code == 0, output
     island = parameters(tmp_path / "island")
     assert torch.equal(island, parameters(tmp_path / "island", "worker-0-1"))
-    single = parameters(tmp_path / "single")
     tolerance = 1e-2 if bf16 else 1e-6
     assert torch.linalg.vector_norm(island - single) <= tolerance * torch.linalg.vector_norm(single)
     assert [event["worker"] for event in events(tmp_path / "island")] == [0, 0]
@@ -105,21 +121,19 @@ def test_a_restart_goes_on_with_the_servers_momentum_and_the_inner_optimizer(run
 
 
 def test_hybrid_async_steps_in_the_server(run: Run, tmp_path: Path) -> None:
-    """With a barrier, two workers are one with twice the batch."""
-    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True}}}
-    own = {"method": "hybrid_async", "barrier": True, "total_steps": 12, "updates_per_step": 2}
-    code, output = processes_for_hybrid(run, 2, tmp_path / "two", own, adam)
+    """And follows DeepSpeed's schedule there, whose rate the engines show."""
+    inner = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 4}},
+    }
+    method = {"method": "hybrid_async", "total_steps": 32, "updates_per_step": 2}
+    config = ROOT / "deepspeed_config" / "hybrid_async.json"
+    code, output = run(2, tmp_path, method, "--deepspeed_config", config, **inner)
     assert code == 0, output
-    assert len(events(tmp_path / "two")) == 24
-    losses = summary(tmp_path / "two")["losses"]
-    assert sum(losses[-4:]) < sum(losses[:4])
-    assert torch.equal(parameters(tmp_path / "two"), parameters(tmp_path / "two", "worker-1-0"))
-
-
-def processes_for_hybrid(
-    run: Run, ranks: int, out: Path, section: dict[str, Any], changes: dict[str, Any]
-) -> tuple[int, str]:
-    return run(ranks, out, section, "--deepspeed_config", ROOT / "deepspeed_config" / "hybrid_async.json", **changes)
+    assert len(events(tmp_path)) == 64 and events(tmp_path)[-1]["version_after"] == 32
+    seen = summary(tmp_path)
+    assert sum(seen["losses"][-8:]) < sum(seen["losses"][:8])
+    assert max(seen["rates"]) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])

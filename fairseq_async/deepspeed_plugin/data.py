@@ -26,6 +26,7 @@ class ShardedLoader:
         micro_batches: of a local step.
         rank: which of the ``ranks`` of an island draws.
         seed: of the orders.
+        enter: joins the run, if that has not happened yet: only then there is a shard to draw from.
     """
 
     def __init__(
@@ -38,11 +39,12 @@ class ShardedLoader:
         ranks: int,
         seed: int,
         collate: Callable[[list[Any]], Any] | None,
+        enter: Callable[[], LocalSGD | GradientWorker],
     ) -> None:
         self.dataset, self.sizes, self.batch_size, self.seed = dataset, sizes, batch_size, seed
         self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
         self.collate = collate or default_collate
-        self.local: LocalSGD | GradientWorker | None = None
+        self.enter = enter
         self._orders: dict[tuple[int, int], torch.Tensor] = {}
 
     def __len__(self) -> int:
@@ -51,8 +53,7 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Follows the worker: a step's batches are those of its shard, whatever was drawn ahead."""
-        assert self.local is not None
-        local, at, micro = self.local, (-1, -1), 0
+        local, at, micro = self.enter(), (-1, -1), 0
         while not local.finished:
             step = (local.sequence, local.done)
             at, micro = step, micro + 1 if step == at else 0

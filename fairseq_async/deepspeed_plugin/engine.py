@@ -21,8 +21,8 @@ _STATE = "async_server.pt"
 class AsyncEngine(DeepSpeedEngine):
     """An engine that was made by ``deepspeed.initialize`` and then entered a run.
 
-    It joins at its first forward pass or at ``load_checkpoint``, whichever comes first, and exchanges in ``step``.
-    ``pull()`` takes the server's current parameters into the model, for validation.
+    It joins when its first batch is drawn or computed, or at ``load_checkpoint``, whichever comes first, and exchanges
+    in ``step``. ``pull()`` takes the server's current parameters into the model, for validation.
 
     Attributes:
         local: this worker's half of the method.
@@ -49,9 +49,14 @@ class AsyncEngine(DeepSpeedEngine):
         """Of the run so far: mean local steps of a worker, or applied updates."""
         return self.local.total_progress
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def join_run(self) -> LocalSGD | GradientWorker:
+        """Enters the run, if that has not happened yet."""
         if not self.local.joined:
             self._join(None)
+        return self.local
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self.join_run()
         self._step_ended = self._step_ended or time.perf_counter()
         return super().forward(*inputs, **kwargs)
 
@@ -75,7 +80,7 @@ class AsyncEngine(DeepSpeedEngine):
         A worker without a checkpoint of its own begins with a new inner optimizer.
         """
         if self.local.joined:
-            self._calling(_refuse, "load_checkpoint must come before the first forward pass of an asynchronous run")
+            self._calling(_refuse, "load_checkpoint must come before the first batch of an asynchronous run")
         own = Path(self._own(load_dir))
         if self.worker > 0 and not own.is_dir():
             logger.warning("worker %d: no checkpoint in %s, its inner optimizer begins anew", self.worker, own)

@@ -82,7 +82,7 @@ def _initialize(
     engine, optimizer, _, scheduler = deepspeed.initialize(
         args=configuration.without_file(args), model=model, collate_fn=collate, config=own, **theirs
     )
-    local = _half(client, engine, options)
+    local = _half(client, engine, options, place)
     engine.__class__ = HybridEngine if hybrid else LocalEngine
     engine.enter(local, method, place)
     atexit.register(_leave, client, server)
@@ -111,9 +111,9 @@ def _describe(options: Options, config: dict[str, Any], place: Place, sizes: lis
     return options.describe(place.workers, inner)
 
 
-def _half(client: Any, engine: Any, options: Options) -> LocalSGD | GradientWorker:
+def _half(client: Any, engine: Any, options: Options, place: Place) -> LocalSGD | GradientWorker:
     if isinstance(options, LocalSGDOptions):
-        return LocalSGD(client, replica_of(engine), options.max_refused)
+        return LocalSGD(client, replica_of(engine, place.rank), options.max_refused)
     named = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
     return GradientWorker(client, named, options.max_refused)
 
@@ -135,9 +135,7 @@ def _connect(place: Place, section: Section, module: str) -> tuple[Any, ServerPr
 def _loader(engine: Any, data: Any, sizes: list[int], options: Options, place: Place, collate: Any) -> ShardedLoader:
     micro_batches, size = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()
     ranks = place.rank, place.island_size
-    loader = ShardedLoader(data, sizes, size, micro_batches, *ranks, options.seed, collate)
-    loader.local = engine.local
-    return loader
+    return ShardedLoader(data, sizes, size, micro_batches, *ranks, options.seed, collate, engine.join_run)
 
 
 def _leave(client: Any, server: ServerProcess | None) -> None:

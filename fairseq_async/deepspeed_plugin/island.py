@@ -37,6 +37,7 @@ def become_a_world(place: Place) -> None:
             if machine != socket.gethostname():
                 raise ConfigurationError(f"island_size is {place.island_size}: an island must be on one machine")
     world = {"RANK": place.rank, "WORLD_SIZE": place.island_size, "MASTER_ADDR": host, "MASTER_PORT": port}
+    os.environ.setdefault("LOCAL_RANK", "0")  # a worker that no launcher has started
     for name, value in (world | {"LOCAL_SIZE": place.island_size, "LOCAL_WORLD_SIZE": place.island_size}).items():
         os.environ[name] = str(value)
 

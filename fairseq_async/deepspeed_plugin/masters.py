@@ -10,8 +10,10 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.worker.replica import MasterReplica, Replica, TensorReplica
 
 
-def replica_of(engine: DeepSpeedEngine) -> Replica:
+def replica_of(engine: DeepSpeedEngine, rank: int) -> Replica:
     """The engine's trainable parameters: as they are in fp32 without ZeRO, else their fp32 masters on this rank.
+
+    Every rank of an island hands over its own partition; where all hold everything, the first does.
 
     Raises:
         ConfigurationError: the optimizer keeps its masters in a way that is not known.
@@ -21,9 +23,9 @@ def replica_of(engine: DeepSpeedEngine) -> Replica:
         return MasterReplica(named, [_fragment(parameter) for _, parameter in named])
     masters = _fp16_masters(engine.optimizer)
     if masters:
-        return MasterReplica(named, [(0, masters[id(parameter)]) for _, parameter in named])
+        return MasterReplica(named, [(0, masters[id(parameter)]) for _, parameter in named], rank == 0)
     if all(parameter.dtype is torch.float32 for _, parameter in named):
-        return TensorReplica(named)
+        return TensorReplica(named, rank == 0)
     raise ConfigurationError(f"no fp32 masters are known in {type(engine.optimizer).__name__}: use ZeRO stage 1")
 
 

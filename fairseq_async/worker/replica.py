@@ -30,19 +30,26 @@ class Replica(Protocol):
 
 
 class TensorReplica:
-    """Parameters that the optimizer steps as they are: fp32, on any device."""
+    """Parameters that the optimizer steps as they are: fp32, on any device.
 
-    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+    Args:
+        speaks: whether this rank hands them over; of several that hold the same, one does.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]], speaks: bool = True) -> None:
         self.layout = Layout.of(named)
         self._tensors = [tensor for _, tensor in named]
+        self._speaks = speaks
 
     def read(self, flat: Tensor) -> None:
         for view, tensor in zip(self.layout.views(flat), self._tensors, strict=True):
-            copy(view, tensor)
+            if self._speaks:
+                copy(view, tensor)
 
     def subtract(self, flat: Tensor) -> None:
         for view, tensor in zip(self.layout.views(flat), self._tensors, strict=True):
-            view.sub_(tensor.detach().to(view))
+            if self._speaks:
+                view.sub_(tensor.detach().to(view))
 
     def write(self, flat: Tensor) -> None:
         for view, tensor in zip(self.layout.views(flat), self._tensors, strict=True):
@@ -55,19 +62,23 @@ class MasterReplica:
     Args:
         named: the low-precision parameters, whole.
         masters: for each parameter the place of this rank's part in it and that part's fp32 master, flat; or None.
+        speaks: whether this rank hands its part over; of several that hold the same, one does.
     """
 
-    def __init__(self, named: Sequence[tuple[str, Tensor]], masters: Sequence[tuple[int, Tensor] | None]) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, Tensor]], masters: Sequence[tuple[int, Tensor] | None], speaks: bool = True
+    ) -> None:
+        self._speaks = speaks
         self.layout = Layout.of(named)
         self._parameters = [tensor for _, tensor in named]
         self._masters = masters
 
     def read(self, flat: Tensor) -> None:
-        for part, master in self._parts(flat):
+        for part, master in self._parts(flat) if self._speaks else []:
             part.copy_(master)
 
     def subtract(self, flat: Tensor) -> None:
-        for part, master in self._parts(flat):
+        for part, master in self._parts(flat) if self._speaks else []:
             part.sub_(master.to(part))
 
     def write(self, flat: Tensor) -> None:
