@@ -114,7 +114,8 @@ def prepare(corpus: Corpus, vocab: int, out: Path) -> Prepared:
         }
         write_whole(directory / "meta.json", json.dumps(meta, indent=2) + "\n")
 
-    prepared = open_prepared(once(out / "tokens", make))
+    once(out / "tokens", make)
+    prepared = open_prepared(out)
     if prepared.meta["request"] != request:
         raise RecipeError(
             f"{prepared.directory} holds tokens of other text or of another --vocab: delete it or change --out"
@@ -122,8 +123,14 @@ def prepare(corpus: Corpus, vocab: int, out: Path) -> Prepared:
     return prepared
 
 
-def open_prepared(directory: Path) -> Prepared:
-    """What `prepare` has left."""
+def there(out: Path) -> bool:
+    """Whether `prepare` has left tokens under `out`."""
+    return (out / "tokens" / "meta.json").exists()
+
+
+def open_prepared(out: Path) -> Prepared:
+    """What `prepare` has left, whatever text it is of."""
+    directory = out / "tokens"
     try:
         return Prepared(directory, json.loads((directory / "meta.json").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
