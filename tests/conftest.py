@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from argparse import Namespace
@@ -58,6 +59,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=120,
     )
     return folder / "bin"
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        return int(listener.getsockname()[1])
 
 
 class Processes:

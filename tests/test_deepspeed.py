@@ -1,7 +1,6 @@
 """DeepSpeed scripts under the ``deepspeed`` launcher, on CPUs, and the configuration section."""
 
 import json
-import socket
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,19 +12,13 @@ import torch
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.worker.config import LocalSGDOptions
-from tests.conftest import Processes, command
+from tests.conftest import Processes, command, free_port
 
 ROOT = Path(__file__).parents[1]
 JOB = ROOT / "tests" / "deepspeed_job.py"
 CONFIGS = sorted((ROOT / "deepspeed_config").glob("*.json"))
 SHORT = {"local_steps": 5, "total_steps": 40, "outer_lr": 0.7}
 Run = Callable[..., tuple[int, str]]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture

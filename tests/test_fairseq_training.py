@@ -14,6 +14,7 @@ from tests.conftest import (
     PACKAGE,
     Processes,
     command,
+    free_port,
     load,
     plain_command,
     relative_differences,
@@ -115,15 +116,20 @@ def check_generation(processes: Processes, data: Path, run_dir: Path) -> None:
     assert code == 0 and "Translated 40 sentences" in output, output[-2000:]
 
 
-def test_torchrun_starts_it_without_our_launcher(processes: Processes, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("remote", [False, True], ids=["shared memory", "TCP"])
+def test_torchrun_starts_it_without_our_launcher(
+    processes: Processes, data: Path, tmp_path: Path, remote: bool
+) -> None:
+    """An address that is not 127.0.0.1 is taken for another machine's."""
     torchrun = [command("torchrun"), "--standalone", "--nproc-per-node", 2, command("fairseq-train"), data, *MODEL]
     ours = ["--user-dir", PACKAGE, "--distributed-world-size", 1, *HYBRID, "--updates-per-step", 1]
+    ours += ["--server", f"127.0.0.2:{free_port('127.0.0.2')}"] if remote else []
     code, output = processes.run(
-        [*torchrun, *ours, "--max-update", 300, "--save-dir", tmp_path / "run"], MASTER_PORT="0"
+        [*torchrun, *ours, "--max-update", 200, "--save-dir", tmp_path / "run"], MASTER_PORT="0"
     )
     assert code == 0, output[-3000:]
     applied = events(tmp_path / "run")
-    assert {event["worker"] for event in applied} == {0, 1} and applied[-1]["version_after"] == 300
+    assert {event["worker"] for event in applied} == {0, 1} and applied[-1]["version_after"] == 200
 
 
 def test_stopping_and_restoring_behind_the_barrier_changes_no_bit(launch: Launch, tmp_path: Path) -> None:

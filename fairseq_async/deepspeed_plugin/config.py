@@ -25,7 +25,7 @@ def read(args: Any, config: str | dict[str, Any] | None) -> tuple[dict[str, Any]
     if given is None:
         raise ConfigurationError("no DeepSpeed configuration: give --deepspeed_config FILE or config=")
     if isinstance(given, dict):
-        return dict(given), "config"
+        return dict(given), str(getattr(args, "deepspeed_config", None) or "config")
     try:
         return json.loads(Path(given).read_text(encoding="utf-8")), str(given)
     except OSError as error:
