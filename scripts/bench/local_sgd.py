@@ -1,0 +1,152 @@
+"""The paper's claim at a small size: perplexity and time of local SGD with a slow worker, by outer method.
+
+Real processes on the C4 sample: workers of which one is slower train `tiny` from common pretrained parameters, by every
+method for as many local steps, all workers together. Liu et al. 2024 (arXiv 2401.09135), tables 1 and 2.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from recipes.steps import RecipeError, console_script, run_step  # noqa: E402
+from recipes.training import free_port  # noqa: E402
+from scripts.bench import jobs  # noqa: E402
+from scripts.bench.report import Report  # noqa: E402
+
+TRAIN = jobs.ROOT / "recipes" / "c4_lm" / "train.py"
+METHODS: dict[str, dict[str, Any]] = {
+    "DiLoCo": {"outer": "diloco"},
+    "async Nesterov": {"outer": "nesterov"},
+    "DN": {"outer": "delayed_nesterov"},
+    "DN + DyLU": {"outer": "delayed_nesterov", "dynamic_local_steps": True},
+}
+PRETRAINING = {"outer": "sgd", "outer_lr": 1.0}  # one worker whose steps are taken as they are
+OF_DILOCO, OF_ITS_TIME = 1.02, 2 / 3
+
+
+def configuration(section: dict[str, Any], lr: float, batch: int) -> dict[str, Any]:
+    """DeepSpeed's, the same for all methods."""
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 2_000_000_000,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
+        },
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {
+                "warmup_num_steps": 20,
+                "total_num_steps": 1,  # --steps sets it
+                "warmup_type": "linear",
+                "cos_min_ratio": 0.05,
+            },
+        },
+        "async_training": {"method": "local_sgd"} | section,
+    }
+
+
+def train(name: str, out: Path, config: dict[str, Any], workers: int, slowdown: str, flags: list[str]) -> float:
+    """One run; returns the validation perplexity per token of the server's last parameters."""
+    out.mkdir(parents=True, exist_ok=True)
+    for left in ("model", "checkpoints", "async"):
+        shutil.rmtree(out / left, ignore_errors=True)
+    (out / "config.json").write_text(jsonlib.dumps(config, indent=2))
+    os.environ["FAIRSEQ_ASYNC_SLOWDOWN"] = slowdown
+    launcher = [console_script("deepspeed"), "--num_accelerators", str(workers), "--master_port", str(free_port())]
+    script = [str(TRAIN), "--deepspeed", "--deepspeed_config", str(out / "config.json"), "--model", "tiny"]
+    log = out / "log.txt"
+    run_step(name, [*launcher, *script, "--out", str(out), *flags], log)
+    found = re.findall(r"perplexity ([\d.,]+)", log.read_text())
+    if not found:
+        raise RecipeError(f"no perplexity in {log}")
+    return float(found[-1].replace(",", ""))
+
+
+def prepared(source: Path, out: Path) -> None:
+    """The tokens of another run, in place of preparing them again."""
+    if not out.exists():
+        shutil.copytree(source, out, ignore=shutil.ignore_patterns("model", "checkpoints", "async", "log.txt"))
+
+
+def measure(out: Path) -> dict[str, float]:
+    """From the server's events: seconds of training, local steps in all, staleness, share of the time in exchanges."""
+    events = [jsonlib.loads(line) for line in (out / "async" / "events.jsonl").open()]
+    applied = [event for event in events if event["status"] == "applied"]
+    first = min(event["time"] - event["computing_seconds"] for event in applied)
+    waiting = sum(event["waiting_seconds"] for event in applied)
+    return {
+        "seconds": applied[-1]["time"] - first,
+        "local steps": sum(event["local_steps"] for event in applied),
+        "staleness": mean(event["staleness"] for event in applied),
+        "share waiting": waiting / (waiting + sum(event["computing_seconds"] for event in applied)),
+    }
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Directory with C4 shards.", exists=True)],
+    out: Annotated[Path, typer.Option(help="For tokens, models and logs.")] = Path("runs/bench/local_sgd"),
+    slowdown: Annotated[str, typer.Option(help="A factor for each worker.")] = "1,4",
+    steps: Annotated[int, typer.Option(min=1, help="Mean local steps of a worker.")] = 300,
+    pretraining: Annotated[int, typer.Option(min=1, help="Steps before, by one worker.")] = 300,
+    local_steps: Annotated[int, typer.Option(min=1, help="H.")] = 20,
+    outer_lr: Annotated[float, typer.Option(help="The same for all methods.")] = 0.7,
+    outer_momentum: Annotated[float, typer.Option(help="The same for all methods.")] = 0.9,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a local step.")] = 4,
+    vocab: Annotated[int, typer.Option(min=300, help="Pieces of the vocabulary.")] = 4000,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds 1 to this number.")] = 2,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
+) -> None:
+    """Compare outer methods with a slow worker; exit code 1 if a bound is broken."""
+    report = Report(f"Local SGD: tiny on {data.name}, slowdown {slowdown}, H = {local_steps}, {steps} steps a worker")
+    workers = len(slowdown.split(","))
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    rows: list[dict[str, Any]] = []
+    for seed in range(1, seeds + 1):
+        common = ["--data", str(data), "--vocab", str(vocab), "--seed", str(seed)]
+        start = out / f"pretrained-{seed}"
+        before = configuration(PRETRAINING | {"local_steps": local_steps}, 3e-3, batch)
+        at_start = train(f"pretraining, seed {seed}", start, before, 1, "1", [*common, "--steps", str(pretraining)])
+        rows.append({"method": "pretrained", "seed": seed, "perplexity": at_start} | dict.fromkeys(KEYS))
+        for name, method in METHODS.items():
+            directory = out / f"{name.lower().replace(' ', '')}-{seed}"
+            prepared(start, directory)
+            section = {"local_steps": local_steps, "outer_lr": outer_lr, "outer_momentum": outer_momentum} | method
+            flags = [*common, "--steps", str(steps), "--init", str(start / "model")]
+            score = train(
+                f"{name}, seed {seed}", directory, configuration(section, 1e-3, batch), workers, slowdown, flags
+            )
+            rows.append({"method": name, "seed": seed, "perplexity": score} | measure(directory))
+    report.table("runs", rows)
+    bounds(report, rows)
+    report.end(json)
+
+
+KEYS = ("seconds", "local steps", "staleness", "share waiting")
+
+
+def bounds(report: Report, rows: list[dict[str, Any]]) -> None:
+    """Means over the seeds beside those of DiLoCo."""
+    perplexity = {name: mean(row["perplexity"] for row in rows if row["method"] == name) for name in METHODS}
+    seconds = {name: mean(row["seconds"] for row in rows if row["method"] == name) for name in METHODS}
+    ours = "DN + DyLU"
+    report.bound(f"perplexity of {ours} over DiLoCo", perplexity[ours] / perplexity["DiLoCo"], OF_DILOCO)
+    report.bound(f"seconds of {ours} over DiLoCo", seconds[ours] / seconds["DiLoCo"], OF_ITS_TIME)
+    worse = perplexity["async Nesterov"] / max(perplexity[ours], perplexity["DiLoCo"])
+    report.bound("perplexity of async Nesterov over the larger of both", worse, 1.0, at_least=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
