@@ -8,6 +8,7 @@ from torch import Tensor
 NEGLIGIBLE = 2.0**-511  # √(smallest normal double) = 1.49e-154: a vector of a smaller squared norm counts as zero
 _IN_CACHE = 1 << 15  # elements that are converted to float64 at a time on a CPU; 512 KiB for both vectors
 _AT_ONCE = 1 << 24  # the same elsewhere
+_FITS = 1e30  # a larger coefficient, of a tiny vector beside a huge one, is not for float32
 
 
 def adasum(vectors: Sequence[Tensor]) -> Tensor:
@@ -50,18 +51,23 @@ def adasum(vectors: Sequence[Tensor]) -> Tensor:
                 f"got {tuple(first.shape)} {first.dtype} and {tuple(vector.shape)} {vector.dtype}"
             )
     tree = [vector.detach().to(torch.float64).flatten() for vector in vectors]
-    power = largest_power(len(tree))
-    for surplus in range(power, len(tree)):
-        tree[surplus - power] = _pair(tree[surplus - power], tree[surplus])
-    del tree[power:]
-    while len(tree) > 1:
-        tree = [_pair(a, b) for a, b in zip(tree[::2], tree[1::2], strict=True)]
+    for pairs in rounds(len(tree)):
+        for a, b in pairs:
+            tree[a] = _pair(tree[a], tree[b])
     return tree[0].view(first.shape).to(first.dtype, copy=True)
 
 
 def largest_power(count: int) -> int:
     """The largest power of two that is not above ``count``."""
     return 1 << (count.bit_length() - 1)
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Which two of ``count`` vectors are combined, round by round; the result takes the place of the first of them."""
+    power = largest_power(count)
+    surplus = [(vector - power, vector) for vector in range(power, count)]
+    levels = [[(a, a + (1 << x)) for a in range(0, power, 2 << x)] for x in range(power.bit_length() - 1)]
+    return [surplus, *levels] if surplus else levels
 
 
 def pair_products(a: Tensor, b: Tensor, workspace: Tensor | None = None) -> Tensor:
@@ -100,6 +106,20 @@ def pair_coefficients(products: Tensor) -> Tensor:
     aa, ab, bb = products.unbind(-1)
     norms = torch.stack((aa, bb), dim=-1)
     return torch.where(norms < NEGLIGIBLE, 1.0, 1.0 - ab.unsqueeze(-1) / (2.0 * norms))
+
+
+def combine(mine: Tensor, theirs: Tensor, factors: Sequence[float] | Tensor) -> None:
+    """mine ← c₀·mine + c₁·theirs, of flat tensors, in place.
+
+    Args:
+        factors: c₀ and c₁. Tensors on a device stay there, since reading them would wait for it.
+    """
+    if not isinstance(factors, Tensor) and mine.dtype == torch.float32 and all(abs(each) <= _FITS for each in factors):
+        mine.view(1, -1).addr_(torch.ones(1), theirs, beta=factors[0], alpha=factors[1])  # one pass over the memory
+        return
+    chunk = _IN_CACHE if mine.device.type == "cpu" else _AT_ONCE
+    for a, b in zip(mine.split(chunk), theirs.split(chunk), strict=True):
+        a.copy_(a.double() * factors[0] + b.double() * factors[1])
 
 
 def _pair(a: Tensor, b: Tensor) -> Tensor:
