@@ -1,0 +1,288 @@
+"""AdaScale round a torch optimizer."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fairseq_async.algorithms.adascale import AdaScaleGain
+from fairseq_async.collective.square_norms import AdamNorm, LocalSquareNorms, plain_norm, sum_of_squares
+from fairseq_async.errors import ConfigurationError
+
+
+class AdaScale:
+    """Steps r times as far as the schedule says, r being what S batches in a step are worth: see
+    :class:`fairseq_async.algorithms.AdaScaleGain`.
+
+    Schedule, momentum and the number of steps stay those of the run with one batch in a step: index the schedule with
+    ⌊:attr:`scale_invariant_steps`⌋ and stop when they reach that number. Each parameter group steps with a gain of its
+    own; scale-invariant steps advance by the gain of the whole model.
+
+    With SGD, with or without momentum, the learning rate is multiplied by r. With Adam, for which there is no proof, by
+    √r, and norms are of g/(√v̂ + eps) (Qiao et al. 2021, Pollux, arXiv 2008.12260); moments are never reset.
+
+    The gradients g_i come from ranks, from accumulation, or both; their norms are taken by hooks during backward, and
+    go round in one small all-reduce in a step. Call backward once for each batch, on its mean loss divided by
+    ``accumulation``: a sum of losses has only one gradient, in which the noise of its batches cannot be seen. A step
+    with NaN or Inf leaves the averages as they are.
+
+    Args:
+        optimizer: its gradients at ``step`` are the mean over ranks, as DistributedDataParallel leaves them.
+        scale: S; by default ranks times ``accumulation``. Give it when a gradient is of more than one single batch.
+        accumulation: backward passes in a step.
+        process_group: the ranks; all by default, and this process alone where torch.distributed is not initialised.
+        estimator: "batches", or "differences" for one worker without accumulation: the gradients of two consecutive
+            steps stand in for two of one step. They are of different parameters, so the gain is too high where a step
+            changes the gradient, and the first step after a resumption adds no estimate.
+        adaptive: whether Adam's rule holds; by default for torch.optim's Adam and AdamW.
+        smoothing: θ of the averages, in place of the paper's.
+        interval: norms are taken in every ``interval``-th step, and the gain stays between; the averages then reach
+            over that many times more steps. Norms cost most with Adam.
+
+    Raises:
+        ConfigurationError: S, ``accumulation`` or ``interval`` is out of its range, or a step has one gradient, S is
+            not 1 and the estimator is "batches".
+
+    Example::
+
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + step / 100) ** -0.5)
+        >>> adascale = AdaScale(optimizer, accumulation=4)
+        >>> while adascale.scale_invariant_steps < 1000:
+        ...     for batch in next_batches(4):
+        ...         (loss(model(batch)) / 4).backward()
+        ...     adascale.step()
+        ...     adascale.zero_grad()
+        ...     while schedule.last_epoch < int(adascale.scale_invariant_steps):
+        ...         schedule.step()
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scale: float | None = None,
+        accumulation: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        estimator: Literal["batches", "differences"] = "batches",
+        adaptive: bool | None = None,
+        smoothing: float | None = None,
+        interval: int = 1,
+    ) -> None:
+        if interval < 1 or (interval > 1 and estimator == "differences"):
+            raise ConfigurationError(f"interval is {interval}; it must be at least 1, and 1 for differences")
+        self.optimizer = optimizer
+        self.estimator = estimator
+        self.adaptive = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) if adaptive is None else adaptive
+        self._group = process_group
+        self._ranks = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
+        self.whole = AdaScaleGain(1.0, smoothing)
+        self.groups = [AdaScaleGain(1.0, smoothing) for _ in optimizer.param_groups]
+        self.set_scale(scale, accumulation)
+        self.interval = interval
+        self.steps = 0
+        self._norm = AdamNorm(optimizer) if self.adaptive else plain_norm
+        self._local = LocalSquareNorms([group["params"] for group in optimizer.param_groups], self._norm)
+        self._before: dict[Tensor, Tensor] = {}
+        self._warned = False
+        self._forget()
+
+    def set_scale(self, scale: float | None = None, accumulation: int = 1) -> None:
+        """Changes S, between two steps.
+
+        Raises:
+            ConfigurationError: as for the constructor.
+        """
+        if accumulation < 1:
+            raise ConfigurationError(f"accumulation is {accumulation}; it must be at least 1")
+        gradients = self._ranks * accumulation
+        if scale is not None and not 1 <= scale < math.inf:
+            raise ConfigurationError(f"scale is {scale}; it must be at least 1")
+        if gradients == 1 and scale != 1 and self.estimator == "batches":
+            raise ConfigurationError(
+                "AdaScale compares the gradients of a step's batches, and this step has one: use several ranks or "
+                'accumulation, or give scale and estimator="differences", or scale=1 for plain training'
+            )
+        self.scale = float(gradients if scale is None else scale)
+        self.accumulation = accumulation
+        self._set_scales(self.scale)
+
+    # What a training loop uses
+
+    @property
+    def gain(self) -> float:
+        """r of the whole model."""
+        return self.whole.gain
+
+    @property
+    def scale_invariant_steps(self) -> float:
+        """τ."""
+        return self.whole.scale_invariant_steps
+
+    @property
+    def noise_scale(self) -> float:
+        """φ of the whole model, in single batches."""
+        return self.whole.noise_scale
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def step(self, closure: Callable[[], Any] | None = None, loss_scale: float = 1.0) -> Any:
+        """Takes the norms, unless :meth:`measure` has, and lets the optimizer step with the learning rates that follow.
+
+        Args:
+            closure: computes gradients and returns the loss; it is called once, before the norms are taken.
+            loss_scale: see :meth:`measure`.
+        """
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._measured:
+            self.measure(loss_scale)
+        with self.stretched():
+            self.optimizer.step()
+        self.whole.advance()
+        self.steps += 1
+        self._forget()
+        return loss if closure is not None else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also forgets the norms of a step that was not taken, as after an overflow in fp16."""
+        self._forget()
+        self.optimizer.zero_grad(set_to_none)
+
+    def measure(self, loss_scale: float = 1.0) -> None:
+        """Takes the norms now. For a loop that clips gradients: between backward and clipping.
+
+        Args:
+            loss_scale: factor of the loss in backward that is no longer in ``.grad``; for a GradScaler that has
+                unscaled the gradients, its ``get_scale()``.
+        """
+        self._measured = True
+        self._set_scales(self.scale)
+        if self.steps % self.interval:
+            return
+        if self.estimator == "differences":
+            self._measure_differences()
+            return
+        device = next(parameter.device for group in self.param_groups for parameter in group["params"])
+        local = self._local.sums(device) * (self.accumulation / loss_scale) ** 2
+        numbers = torch.cat([local, self._square_norms(device), local.new_tensor([self._local.passes])])
+        if self._ranks > 1:  # all ranks get the same bits of everything that the gain is made of
+            dist.all_reduce(numbers, group=self._group)
+        *norms, passes = numbers.tolist()
+        share = passes / (self._ranks * self.accumulation)  # below 1 where an epoch ends
+        self._check(share)
+        if passes >= 2:
+            means = [square / self._ranks / share**2 for square in norms[len(self.groups) :]]
+            self._set_scales(max(1.0, self.scale * share))
+            self.observe(norms[: len(self.groups)], int(passes), means)
+
+    # What a driver uses that gathers the norms itself
+
+    def observe(
+        self,
+        square_norms: Sequence[float],
+        gradients: int,
+        mean_square_norms: Sequence[float],
+        batches: float | None = None,
+    ) -> None:
+        """Takes a step's norms into the averages; NaN, Inf and a step without gradients stay out.
+
+        Args:
+            square_norms: Σ|g_i|² of each parameter group.
+            gradients: how many g_i there are, on all ranks together.
+            mean_square_norms: |ḡ|² of each parameter group.
+            batches: single batches in ḡ; by default S.
+        """
+        if not all(map(math.isfinite, (*square_norms, *mean_square_norms))):
+            return
+        rows = zip((self.whole, *self.groups), (sum(square_norms), *square_norms), strict=True)
+        means = (sum(mean_square_norms), *mean_square_norms)
+        for (gain, square), mean in zip(rows, means, strict=True):
+            if square > 0:
+                gain.observe(square, gradients, mean, batches)
+
+    @contextmanager
+    def stretched(self) -> Iterator[None]:
+        """Learning rates of the parameter groups are multiplied by what their gains say."""
+        rates = [group["lr"] for group in self.param_groups]
+        for group, gain in zip(self.param_groups, self.groups, strict=True):
+            group["lr"] = group["lr"] * (math.sqrt(gain.gain) if self.adaptive else gain.gain)
+        try:
+            yield
+        finally:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, the averages and τ. S is not in it: that is for the run that goes on to say."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "whole": self.whole.state_dict(),
+            "groups": [gain.state_dict() for gain in self.groups],
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.whole.load_state_dict(state["whole"])
+        for gain, saved in zip(self.groups, state["groups"], strict=True):
+            gain.load_state_dict(saved)
+        self.steps = state["steps"]
+        self._forget()
+
+    def _set_scales(self, scale: float) -> None:
+        for gain in (self.whole, *self.groups):
+            gain.scale = scale
+
+    def _forget(self) -> None:
+        self._measured = False
+        self._local.clear()
+        self._local.active = self.estimator == "batches" and self.steps % self.interval == 0
+
+    def _square_norms(self, device: torch.device) -> Tensor:
+        """|.grad|² of each parameter group: float64, shape [groups]."""
+        return torch.stack([sum_of_squares(list(self._norms_of(group)), device) for group in self.param_groups])
+
+    def _norms_of(self, group: dict[str, Any]) -> Iterator[Tensor]:
+        for parameter in group["params"]:
+            norm = None if parameter.grad is None else self._norm(parameter, parameter.grad)
+            if norm is not None:
+                yield norm
+
+    def _check(self, share: float) -> None:
+        if share != 1 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"AdaScale saw {share * self.accumulation:g} backward passes before a step, and accumulation is "
+                f"{self.accumulation}. That may be at the end of an epoch; but a loss that is summed over batches "
+                "before backward hides their noise, and the gain stays near 1: call backward for each batch",
+                stacklevel=4,
+            )
+
+    def _measure_differences(self) -> None:
+        squares, means = [], []
+        for group in self.param_groups:
+            both, mean = [], []
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                before = self._before.get(parameter)
+                self._before[parameter] = parameter.grad.detach().clone()
+                if before is not None:
+                    both += [self._norm(parameter, before), self._norm(parameter, parameter.grad)]
+                    mean += [self._norm(parameter, (before + parameter.grad) / 2)]
+            squares.append(_total(both))
+            means.append(_total(mean))
+        self.observe(squares, 2, means, batches=2 * self.scale)
+
+
+def _total(norms: Sequence[Tensor | None]) -> float:
+    return float(sum_of_squares([norm for norm in norms if norm is not None], torch.device("cpu")))
