@@ -27,6 +27,9 @@ class LocalTrainer(AsyncTrainer):
     def _build_optimizer(self) -> None:
         flags = self.session.arguments  # fairseq builds what is called --optimizer there
         flags.optimizer = flags.inner_optimizer
+        for name, value in vars(flags).items():
+            if name.endswith("_betas") and not isinstance(value, str):
+                setattr(flags, name, repr(tuple(value)))  # as on a command line: fairseq takes no tuple here
         try:
             Trainer._build_optimizer(self)
         finally:

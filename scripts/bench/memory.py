@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
@@ -93,7 +94,7 @@ def watch(process: Popen[Any]) -> Memory:
 # The server
 
 
-def server(parameters: int, out: Path) -> dict[str, Memory]:
+def hybrid_server(parameters: int, out: Path) -> dict[str, Memory]:
     """A server's memory after some updates, and after it has also written its state for a checkpoint."""
     process = ServerProcess("fairseq_async.fairseq_plugin.server", WORKERS, out, out / "server.log")
     try:
@@ -104,7 +105,7 @@ def server(parameters: int, out: Path) -> dict[str, Memory]:
                 each.multiply_grads(1.0)
                 each.step()
         updated = Memory.of(process.process.pid)
-        workers[0].fetch(out)
+        clients[0].ask({"kind": "snapshot", "path": str(out.resolve() / "state.pt")})
         saved = Memory.of(process.process.pid)
         for each in workers:
             each.client.leave(finished=True)
@@ -113,7 +114,7 @@ def server(parameters: int, out: Path) -> dict[str, Memory]:
     return {"after updates": updated, "after a checkpoint": saved}
 
 
-def server_rows(parameters: int, out: Path) -> list[dict[str, Any]]:
+def server_rows(parameters: int, out: Path, server: Callable[[int, Path], dict[str, Memory]]) -> list[dict[str, Any]]:
     """What a server needs for the parameters that another has not, in copies of these."""
     small, large = (Layout.of(exchange_times.model(count)).size for count in (parameters // 4, parameters))
     less, more = server(small, out / "quarter"), server(large, out / "whole")
@@ -195,7 +196,7 @@ def main(
     """Measure the memory of server and worker; exit code 1 if a bound is broken."""
     report = Report(f"Memory: {WORKERS} workers, Adam, in copies of the fp32 parameters")
     jobs.claim(out)
-    servers = server_rows(parameters, out / "memory")
+    servers = server_rows(parameters, out / "memory", hybrid_server)
     report.table(f"server, {parameters:,} parameters", servers)
     workers = worker_rows(jobs.corpus(None, out), out / "memory")
     report.table("worker, peak of the process", workers)

@@ -1,0 +1,64 @@
+"""What the server of local SGD holds: parameters, momentum and buffer of delayed Nesterov, and a slot a worker."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from fairseq_async.server import ServerClient  # noqa: E402
+from fairseq_async.server.process import ServerProcess  # noqa: E402
+from fairseq_async.worker.config import LocalSGDOptions  # noqa: E402
+from fairseq_async.worker.local_sgd import LocalSGD  # noqa: E402
+from fairseq_async.worker.replica import TensorReplica  # noqa: E402
+from scripts.bench import exchange_times, jobs  # noqa: E402
+from scripts.bench.memory import UPDATES, WORKERS, Memory, server_rows  # noqa: E402
+from scripts.bench.report import Report  # noqa: E402
+
+COPIES_IN_SERVER = 3.0
+
+
+def local_server(parameters: int, out: Path) -> dict[str, Memory]:
+    """A server's memory after some exchanges, and after it has also written its state for a checkpoint."""
+    process = ServerProcess("fairseq_async.worker.outer", WORKERS, out, out / "server.log")
+    options = LocalSGDOptions(local_steps=1)
+    try:
+        workers = []
+        for number in range(WORKERS):
+            client = ServerClient(process.address, process.token, number)
+            workers.append(LocalSGD(client, TensorReplica(exchange_times.model(parameters)), options.max_refused))
+            welcome = workers[-1].join(options.describe(WORKERS, []))
+            workers[-1].begin(welcome if welcome["initialised"] else workers[-1].bring_parameters(None))
+        for _ in range(UPDATES):
+            for worker in workers:
+                worker.step(seconds=0.1)
+        updated = Memory.of(process.process.pid)
+        workers[0].client.ask({"kind": "snapshot", "path": str(out.resolve() / "state.pt")})
+        return {"after updates": updated, "after a checkpoint": Memory.of(process.process.pid)}
+    finally:
+        process.stop()
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="For logs.")] = Path("runs/bench"),
+    parameters: Annotated[int, typer.Option(min=1, help="Size of the server's model.")] = 25_000_000,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
+) -> None:
+    """Measure the server's memory; exit code 1 if the bound is broken."""
+    torch.set_num_threads(1)
+    report = Report(f"Memory: local SGD, delayed Nesterov, {WORKERS} workers, in copies of the fp32 parameters")
+    jobs.claim(out)
+    rows = server_rows(parameters, out / "local-memory", local_server)
+    report.table(f"server, {parameters:,} parameters", rows)
+    most = max(round(row["own copies"] + row["shared copies"], 2) for row in rows)
+    report.bound(f"server, with {WORKERS} slots", most, COPIES_IN_SERVER + WORKERS)
+    report.end(json)
+
+
+if __name__ == "__main__":
+    typer.run(main)
