@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from fairseq import checkpoint_utils
 
 from fairseq_async.errors import AsyncError, fail
 from fairseq_async.fairseq_plugin import local_options, options
@@ -120,12 +121,18 @@ class Session:
         if cfg.common.bf16:
             cfg.common.tpu = self.arguments.tpu = False  # fairseq takes --bf16 for a TPU; CPUs and GPUs have it too
         if worker > 0:
+            # each worker is its own master to fairseq, which tries the directory out by a file of one name
+            checkpoint_utils.verify_checkpoint_directory = _trust_worker_0
             cfg.dataset.disable_validation = True
             cfg.common.wandb_project = cfg.common.aim_repo = None
             if cfg.common.log_file:
                 cfg.common.log_file += f".worker{worker}"
             if cfg.common.tensorboard_logdir:
                 cfg.common.tensorboard_logdir += f"/worker{worker}"
+
+
+def _trust_worker_0(directory: str) -> None:
+    """Worker 0 finds out whether checkpoints can be written."""
 
 
 def _die(reason: str) -> None:
