@@ -16,6 +16,7 @@ from fairseq_async.server import ServerClient
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.worker.config import LocalSGDOptions, checked
 from fairseq_async.worker.local_sgd import LocalSGD
+from fairseq_async.worker.overlap import OverlappedLocalSGD
 from fairseq_async.worker.replica import TensorReplica
 
 MODULE = "fairseq_async.worker.outer"
@@ -45,7 +46,8 @@ class Worker:
         self.theta = torch.zeros(3)
         self.target = TARGETS[worker]
         client = ServerClient(server.address, server.token, worker)
-        self.local = LocalSGD(client, TensorReplica([("theta", self.theta)]), options.max_refused)
+        kind = OverlappedLocalSGD if options.overlap else LocalSGD
+        self.local = kind(client, TensorReplica([("theta", self.theta)]), options.max_refused)
         self.method = options.describe(workers, [])
 
     def enter(self, state: str | None = None) -> None:
@@ -223,6 +225,25 @@ def test_a_checkpoint_of_another_method_is_refused(start: Start, tmp_path: Path)
         other.enter(state)
 
 
+def test_steps_go_on_while_an_answer_is_on_its_way_and_none_is_lost(start: Start) -> None:
+    """Alone, with a server that takes its steps as they are, the worker ends where plain training ends."""
+    options = LocalSGDOptions(outer="sgd", outer_lr=1.0, local_steps=10, total_steps=100, overlap=True)
+    worker = Worker(start(1), 0, options, 1)
+    push = worker.local.client.push
+    worker.local.client.push = lambda *a, **k: (time.sleep(0.05), push(*a, **k))[1]  # type: ignore[method-assign]
+    worker.enter()
+    in_flight: list[float] = []
+    while not worker.local.finished:
+        time.sleep(0.01)
+        if worker.step():
+            in_flight.append(worker.local.last["steps_in_flight"])
+    assert max(in_flight) >= 2
+    expected = torch.zeros(3)
+    for _ in range(round(worker.local.total_progress)):
+        expected -= INNER_LR * (expected - worker.target)
+    assert worker.local.total_progress >= 100 and torch.allclose(worker.theta, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -232,6 +253,7 @@ def test_a_checkpoint_of_another_method_is_refused(start: Start, tmp_path: Path)
         ({"outer": "diloco", "delay": 4}, "delay is of no use with outer diloco"),
         ({"outer": "nesterov", "c": 0.1}, "c is of no use with outer nesterov"),
         ({"delay": 0}, '"delay"'),
+        ({"overlap": True, "grace_period": 1.0}, "overlap and grace_period do not go together"),
     ],
 )
 def test_a_mistake_in_the_options_names_its_key(values: dict[str, Any], message: str) -> None:

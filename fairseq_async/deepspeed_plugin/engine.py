@@ -68,6 +68,7 @@ class AsyncEngine(DeepSpeedEngine):
         """DeepSpeed's, of this worker (workers but 0 in a directory of their own); and from worker 0 the server's whole
         state beside it."""
         tag = f"global_step{self.global_steps}" if tag is None else tag
+        self._calling(self.local.settle)
         saved = super().save_checkpoint(self._own(save_dir), tag, *args, **kwargs)
         if self.worker == 0 and self.local.joined:
             path = Path(save_dir).resolve() / str(tag) / _STATE
@@ -145,6 +146,7 @@ class LocalEngine(AsyncEngine):
 
         Local steps that are done are sent first; the rest of the round is given up.
         """
+        self._calling(self.local.settle)
         if self.finished:
             return
         if self.local.done:

@@ -20,6 +20,7 @@ from fairseq_async.server.process import ServerProcess
 from fairseq_async.worker.config import HybridOptions, LocalSGDOptions, Section
 from fairseq_async.worker.gradients import GradientWorker
 from fairseq_async.worker.local_sgd import LocalSGD
+from fairseq_async.worker.overlap import OverlappedLocalSGD
 from fairseq_async.worker.place import SERVERS, Place
 
 Options = LocalSGDOptions | HybridOptions
@@ -71,6 +72,8 @@ def _initialize(
     hybrid = isinstance(options, HybridOptions)
     if hybrid:
         configuration.check_hybrid(plain, section, name)
+    if getattr(options, "overlap", False) and section.island_size > 1:
+        raise ConfigurationError(f'{name}: "overlap" is not supported with "island_size" above 1')
     place = Place.find(section.island_size)
     sizes = _shards(data, options, place, name)
     method = _describe(options, plain, place, sizes)
@@ -85,7 +88,7 @@ def _initialize(
     local = _half(client, engine, options, place)
     engine.__class__ = HybridEngine if hybrid else LocalEngine
     engine.enter(local, method, place)
-    atexit.register(_leave, client, server)
+    atexit.register(_leave, client, local, server)
     loader = None if data is None else _loader(engine, data, sizes, options, place, collate)
     return engine, optimizer, loader, scheduler
 
@@ -113,7 +116,8 @@ def _describe(options: Options, config: dict[str, Any], place: Place, sizes: lis
 
 def _half(client: Any, engine: Any, options: Options, place: Place) -> LocalSGD | GradientWorker:
     if isinstance(options, LocalSGDOptions):
-        return LocalSGD(client, replica_of(engine, place.rank), options.max_refused)
+        kind = OverlappedLocalSGD if options.overlap else LocalSGD
+        return kind(client, replica_of(engine, place.rank), options.max_refused)
     named = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
     return GradientWorker(client, named, options.max_refused)
 
@@ -138,8 +142,12 @@ def _loader(engine: Any, data: Any, sizes: list[int], options: Options, place: P
     return ShardedLoader(data, sizes, size, micro_batches, *ranks, options.seed, collate, engine.join_run)
 
 
-def _leave(client: Any, server: ServerProcess | None) -> None:
+def _leave(client: Any, local: LocalSGD | GradientWorker, server: ServerProcess | None) -> None:
     """At the end of the process, however it comes; the server stays for the last words of the others."""
+    try:
+        local.settle()
+    except AsyncError:
+        pass  # it had ended before us
     client.leave(finished=False)
     if server is not None:
         server.wait(_GOODBYE)

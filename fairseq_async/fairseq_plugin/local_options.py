@@ -21,9 +21,11 @@ _HELP = {
     "staleness_power": "weight (1 + staleness)^power of a late update, as -0.5 (0)",
     "staleness_limit": "drop updates of a higher staleness",
     "delay_compensation": "lambda of delay compensation (0)",
+    "overlap": "go on computing while the server's answer is on its way",
     "max_refused": "end a worker when this many of its updates in a row had NaN or Inf (3)",
 }
 _TYPES = {"outer": str, "outer_lr": float, "outer_momentum": float, "c": float, "grace_period": float}
+_SWITCHES = ("dynamic_local_steps", "overlap")
 _TYPES |= {"staleness_power": float, "delay_compensation": float}
 
 
@@ -34,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     for name, text in _HELP.items():
         flag = _flag(name)
-        if name == "dynamic_local_steps":
+        if name in _SWITCHES:
             parser.add_argument(flag, dest=_dest(name), action="store_true", default=None, help=text)
         else:
             kind, unit = _TYPES.get(name, int), name.split("_")[-1].upper()

@@ -12,6 +12,7 @@ from fairseq.utils import set_torch_seed
 from fairseq_async.fairseq_plugin.local_sgd import replica_of, zeros_like_layout
 from fairseq_async.fairseq_plugin.trainer import SEEDS, AppliedUpdates, AsyncTrainer
 from fairseq_async.worker.local_sgd import LocalSGD
+from fairseq_async.worker.overlap import OverlappedLocalSGD
 
 
 class LocalTrainer(AsyncTrainer):
@@ -36,7 +37,8 @@ class LocalTrainer(AsyncTrainer):
             flags.optimizer = "local_sgd"
         if self._local is None:
             replica = replica_of(self._named(), self._optimizer)
-            self._local = LocalSGD(self.session.client, replica, self.session.arguments.local_sgd_max_refused or 3)
+            kind = OverlappedLocalSGD if flags.local_sgd_overlap else LocalSGD
+            self._local = kind(self.session.client, replica, flags.local_sgd_max_refused or 3)
         self._in_step = False
         self._own: Any = None
         self._last: tuple[float, float] | None = None
@@ -128,6 +130,7 @@ class LocalTrainer(AsyncTrainer):
 
     def _fetch(self) -> dict[str, Any]:
         if self._state is None:
+            self.local.settle()
             self._own = zeros_like_layout(self.local.replica)
             self.local.replica.read(self._own)
             self._state = self.session.snapshot()

@@ -30,6 +30,7 @@ class LocalSGDOptions(_Options):
         staleness_power: weight (1 + staleness)^power; the paper's polynomial weight is −0.5.
         staleness_limit: staler updates are dropped; the paper drops above 10.
         delay_compensation: λ of g + λ·g⊙g⊙(θ_now − θ_then).
+        overlap: go on computing while the server's answer is on its way.
         total_steps: mean local steps of a worker in the whole run; 0 for no end.
         shards: parts of the training set that workers choose from by need, 0 for one a worker.
         max_refused: a worker ends after so many updates with NaN or Inf in a row.
@@ -49,6 +50,7 @@ class LocalSGDOptions(_Options):
     staleness_power: float = Field(0.0, le=0)
     staleness_limit: int | None = Field(None, ge=0)
     delay_compensation: float = Field(0.0, ge=0)
+    overlap: bool = False
     total_steps: int = Field(0, ge=0)
     shards: int = Field(0, ge=0)
     max_refused: int = Field(3, ge=1)
@@ -68,7 +70,10 @@ class LocalSGDOptions(_Options):
             "staleness_power": self.outer == "diloco" and self.staleness_power < 0,
             "staleness_limit": self.outer == "diloco" and self.staleness_limit is not None,
             "delay_compensation": self.outer == "diloco" and self.delay_compensation > 0,
+            "overlap": self.outer == "diloco" and self.overlap,
         }
+        if self.overlap and self.grace_period is not None:
+            raise ValueError("overlap and grace_period do not go together: a worker that waits for others cannot go on")
         for name, given in foreign.items():
             if given:
                 raise ValueError(f"{name} is of no use with outer {self.outer}: leave it out")

@@ -92,6 +92,9 @@ class GradientWorker:
         }
         self._count_refused(answer["refused"])
 
+    def settle(self) -> None:
+        """Nothing is on its way between two calls."""
+
     def _write(self, slot: Tensor) -> None:
         for view, parameter in zip(self.replica.layout.views(slot), self._parameters, strict=True):
             if parameter.grad is None:

@@ -78,7 +78,7 @@ class LocalSGD:
         """Takes the server's parameters and the first assignment."""
         self.joined = True
         self.sequence = welcome["sequence"]
-        self._take(welcome)
+        self._take(self.wait_for_work(welcome))
         self.version = self.client.pull(self.replica.write)
 
     def step(self, seconds: float, loss: float | Tensor | None = None, position: dict[str, Any] | None = None) -> bool:
@@ -93,32 +93,43 @@ class LocalSGD:
             RefusedError: the last ``max_refused`` updates had NaN or Inf.
             ExchangeError: the server is gone.
         """
-        self.done += 1
-        self._step_seconds.append(seconds)
-        if loss is not None:
-            self._losses.append(loss)
+        self.count(seconds, loss)
         if self.done < self.local_steps:
             return False
         self.exchange(position)
         return True
 
+    def count(self, seconds: float, loss: float | Tensor | None) -> None:
+        """One local step more."""
+        self.done += 1
+        self._step_seconds.append(seconds)
+        if loss is not None:
+            self._losses.append(loss)
+
+    def settle(self) -> None:
+        """Nothing is on its way between two calls."""
+
     def exchange(self, position: dict[str, Any] | None = None) -> None:
         """Sends the local steps that are done, and starts again from the server's parameters."""
         started = self.clock()
-        answer = self.client.push(
-            self.replica.subtract,
-            sequence=self.sequence,
-            base_version=self.version,
-            weight=float(self.done),
-            report=self._report(position),
-            wait=True,
-        )
+        answer = self.wait_for_work(self.client.push(self.replica.subtract, **self.message(position)))
         self.sequence += 1
         self._take(answer)
         self.version = answer["version"]
         self.replica.write(self.client.slot)
         self._waited = self.clock() - started
         self._note(answer)
+
+    def message(self, position: dict[str, Any] | None) -> dict[str, Any]:
+        """What goes with the pseudo-gradient."""
+        start = {"sequence": self.sequence, "base_version": self.version, "weight": float(self.done)}
+        return start | {"report": self._report(position), "wait": True}
+
+    def wait_for_work(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """The same answer; where there is nothing to do, with that to the question for more, as late as it may come."""
+        while answer.get("idle") and not answer["finished"]:
+            answer |= self.client.ask({"kind": "wait"})
+        return answer
 
     def _report(self, position: dict[str, Any] | None) -> dict[str, Any]:
         return {
@@ -134,12 +145,14 @@ class LocalSGD:
         }
 
     def _take(self, answer: dict[str, Any]) -> None:
-        """The next assignment; one that has nothing to do waits for the others here."""
-        while answer.get("idle") and not answer["finished"]:
-            answer |= self.client.ask({"kind": "wait"})
+        """The next assignment."""
         self.finished = answer["finished"]
         self.local_steps, self.shard, self.offset = answer["local_steps"], answer["shard"], answer["offset"]
         self._place = {name: answer[name] for name in self._place}
+        self.restart_counts()
+
+    def restart_counts(self) -> None:
+        """A round begins."""
         self.epochs = self.tokens = 0.0
         self.done, self._losses, self._step_seconds = 0, [], []
 
