@@ -100,6 +100,13 @@ def test_shards_are_used_by_their_size_and_drawn_without_overlap() -> None:
     assert plan.used[1] / sum(plan.used) == pytest.approx(0.75, abs=0.01)
 
 
+def test_the_first_shards_do_not_depend_on_who_comes_first() -> None:
+    orders = [[0, 1, 2], [2, 0, 1]]
+    plans = [Rounds(workers=3, maximum=5, total_steps=0, dynamic=False, shards=[9, 9, 9], seed=1) for _ in orders]
+    given_ = [{w: plan.assign(w)["shard"] for w in order} for plan, order in zip(plans, orders, strict=True)]
+    assert given_[0] == given_[1] == {0: 0, 1: 1, 2: 2}
+
+
 def test_the_schedule_of_a_shard_is_where_the_run_is() -> None:
     """Two equal shards and two workers: a shard's steps are a worker's mean steps, whoever took them."""
     plan = Rounds(workers=2, maximum=10, total_steps=100, dynamic=False, shards=[64, 64], seed=1)

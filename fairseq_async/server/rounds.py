@@ -58,7 +58,7 @@ class Rounds:
         """
         self.forget(worker)
         steps = self._steps_for(worker)
-        shard = self._choose_shard() if self.shards and steps else None
+        shard = self._choose_shard(worker) if self.shards and steps else None
         offset = 0 if shard is None else self._counted()[shard]
         self._assigned[worker] = shard, steps
         place = {"shard": shard, "offset": offset, "progress": self._progress(shard), "pace": self._pace(worker, shard)}
@@ -112,7 +112,10 @@ class Rounds:
                 counted[shard] += steps
         return counted
 
-    def _choose_shard(self) -> int:
+    def _choose_shard(self, worker: int) -> int:
+        """By need; at the very beginning, where all are in the same need, each worker its own, whoever comes first."""
+        if not any(self.used):
+            return worker % len(self.shards)
         probabilities = shard_probabilities(self.shards, self._counted())
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
