@@ -117,10 +117,19 @@ def test_equal_workers_take_dilocos_steps(start: Start, options: dict[str, Any])
 
 
 def test_asynchronous_workers_meet_between_their_targets(start: Start, tmp_path: Path) -> None:
-    workers = train(start(2), 2, [0.001, 0.004], local_steps=5, total_steps=150, outer_lr=0.4, dynamic_local_steps=True)
+    workers = train(
+        start(2),
+        2,
+        [0.001, 0.004],
+        local_steps=5,
+        total_steps=150,
+        outer_lr=0.4,
+        outer_momentum=0.3,
+        dynamic_local_steps=True,
+    )
     assert torch.equal(workers[0].theta, workers[1].theta)
-    between = TARGETS[:2].mean(0)
-    assert torch.allclose(workers[0].theta, between, atol=0.8)
+    low, high = TARGETS[:2].min(0).values - 0.3, TARGETS[:2].max(0).values + 0.3
+    assert ((workers[0].theta > low) & (workers[0].theta < high)).all()  # where in between, their speeds decide
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
     assert sum(event["local_steps"] for event in events) == 300
     assert {event["worker"] for event in events} == {0, 1}
