@@ -99,25 +99,32 @@ def test_the_whole_state_comes_back_from_a_snapshot(server: ServerProcess, tmp_p
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"token": "wrong"}, "another run"),
-        ({"worker": 2}, "there is no worker 2"),
-        (
-            {"layout": [["weight", [2, 3], "float32"]]},
-            "its tensor 0 is weight 2x3 float32, theirs is weight 2x2 float32",
-        ),
+        ({"layout": [["weight", [2, 3], "float32"]]}, "its tensor 0 is weight 2x3 float32, theirs is weight 2x2"),
         ({"method": METHOD | {"updates_per_step": 3}}, "updates_per_step"),
-        ({"kind": "push"}, "introduce yourself"),
-        ({"worker": 0}, "worker 0 is here already"),
+        ({"kind": "push"}, "say hello first"),
+        ({"kind": "dance"}, "there is no message 'dance'"),
         ({"layout": "nonsense"}, "malformed"),
+        ({"method": None}, "malformed"),
     ],
 )
-def test_strangers_are_told_why_and_the_server_stays(
+def test_who_does_not_fit_is_told_why_and_the_server_stays(
     server: ServerProcess, change: dict[str, Any], message: str
 ) -> None:
     first = join(server, 0)
-    hello = {"kind": "hello", "token": server.token, "worker": 1, "method": METHOD, "layout": LAYOUT.to_json()}
+    hello = {"kind": "hello", "method": METHOD, "layout": LAYOUT.to_json()}
     with pytest.raises(RefusedError, match=message):
         ServerClient(server.address, server.token, 1).ask(hello | change)
+    assert push(first, 0, 0.5)["version"] == 1
+
+
+@pytest.mark.parametrize(
+    ("token", "worker", "message"),
+    [("wrong", 1, "another run"), (None, 2, "there is no worker 2"), (None, 0, "worker 0 is here already")],
+)
+def test_strangers_do_not_come_in(server: ServerProcess, token: str | None, worker: int, message: str) -> None:
+    first = join(server, 0)
+    with pytest.raises(RefusedError, match=message):
+        ServerClient(server.address, token or server.token, worker)
     assert push(first, 0, 0.5)["version"] == 1
 
 
@@ -126,6 +133,8 @@ def test_bytes_that_are_no_message_close_that_connection_only(server: ServerProc
     host, port = server.address.split(":")
     for garbage in (struct.pack("!I", 2**31), struct.pack("!I", 4) + b"\xff\xfe{}", struct.pack("!I", 2) + b"[]"):
         with socket.create_connection((host, int(port))) as stranger:
+            challenged = Channel(stranger).receive()
+            assert list(challenged) == ["challenge"]
             stranger.sendall(garbage)
             stranger.settimeout(5)
             assert stranger.recv(1) == b""

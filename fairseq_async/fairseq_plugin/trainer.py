@@ -51,7 +51,7 @@ class RemoteSchedule(FairseqLRScheduler):
 
     def _tell(self, event: str, **details: Any) -> None:
         if self.optimizer.joined and self.optimizer.client.worker == 0:
-            answer = self.optimizer.client.ask({"kind": "plan", "event": event, **details})
+            answer = self.optimizer.client.plan(event=event, **details)
             self.optimizer.set_lr(answer["learning_rate"])
 
     def step_begin_epoch(self, epoch: int) -> None:

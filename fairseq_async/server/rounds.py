@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fairseq_async.algorithms import local_steps, shard_probabilities
-from fairseq_async.server.plan import Message
+from fairseq_async.server.plan import Message, checked_number
 
 _NEWEST = 0.5  # weight of a worker's last round in its running speed
 
@@ -63,6 +63,11 @@ class Rounds:
         self._assigned[worker] = shard, steps
         place = {"shard": shard, "offset": offset, "progress": self._progress(shard), "pace": self._pace(worker, shard)}
         return {"local_steps": steps, "total_progress": self.steps / self.workers, "idle": steps == 0, **place}
+
+    def check(self, report: Message) -> None:
+        for name in ("local_steps", "step_seconds"):
+            checked_number(report[name], name)
+        checked_number(report.get("epochs", 0.0), "epochs")
 
     def record(self, worker: int, weight: float, report: Message) -> None:
         """Takes the worker's median seconds per step, which one slow step does not move."""

@@ -18,8 +18,6 @@ class LocalSGD:
     The inner optimizer's state is not touched by an exchange. The slot holds θ_start between two exchanges, and the
     pseudo-gradient θ_start − θ is computed in place there, so that a worker keeps no further copy of the model.
 
-    If the server dies, the local steps since the last exchange are lost with this worker.
-
     Args:
         client: the connection; joins with ``method``.
         replica: the parameters that the inner optimizer steps.
@@ -115,8 +113,7 @@ class LocalSGD:
         answer = self.wait_for_work(self.client.push(self.replica.subtract, **self.message(position)))
         self.sequence += 1
         self._take(answer)
-        self.version = answer["version"]
-        self.replica.write(self.client.slot)
+        self.version = self.client.pull(self.replica.write)
         self._waited = self.clock() - started
         self._note(answer)
 

@@ -19,8 +19,6 @@ class OverlappedLocalSGD(LocalSGD):
     What was computed meanwhile counts for the next round: these steps did not see the other workers' last updates,
     which is the price. A round is at most one answer ahead. Keeps two copies of the parameters more. The batches of
     these steps follow on those of the round before, in its shard.
-
-    If the server dies, the round that was sent and the steps since then are lost with this worker.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +76,8 @@ class OverlappedLocalSGD(LocalSGD):
 
     def _converse(self, message: dict[str, Any]) -> dict[str, Any]:
         """In the other thread, which has the connection and the slot to itself."""
-        return self.wait_for_work(self.client.push(self._subtract_sent, **message))
+        answer = self.wait_for_work(self.client.push(self._subtract_sent, **message))
+        return answer | {"version": self.client.pull(lambda flat: None)}
 
     def _subtract_sent(self, slot: Tensor) -> None:
         slot.sub_(self._sent)
