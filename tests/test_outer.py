@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairseq_async.algorithms import BufferedNesterov, DelayedNesterov, Lateness, NesterovMomentum, Update
+from tests.references import DelayedNesterov64
 
 LR, BETA = 0.7, 0.9
 CASES = st.tuples(st.integers(1, 5), st.integers(0, 2**31), st.floats(0, 1))  # N, seed, share of the largest c
@@ -29,27 +30,16 @@ def drawn(seed: int, arrivals: int) -> tuple[Tensor, Tensor]:
     return torch.randn(3, generator=generator), torch.randn(arrivals, 3, generator=generator)
 
 
-def delayed_reference(theta: Tensor, deltas: Tensor, n: int, c: float) -> Tensor:
-    """Algorithm 3 of the paper, line by line, in float64."""
-    theta, m, total = theta.double(), torch.zeros(3).double(), torch.zeros(3).double()
-    for t, g in enumerate(deltas.double()):
-        total = total + g
-        if (t + 1) % n == 0:
-            m = BETA * m + total / n
-            theta = theta - LR * ((1 - c * n + c) * BETA * m + g / n)
-            total = torch.zeros(3).double()
-        else:
-            theta = theta - LR * (c * BETA * m + g / n)
-    return theta
-
-
 @given(CASES)
 def test_delayed_nesterov_is_the_papers_algorithm(case: tuple[int, int, float]) -> None:
     n, seed, share = case
     theta, deltas = drawn(seed, 3 * n + 1)
     rule = DelayedNesterov(LR, BETA, n, c=share / n)
     after, stepped = apply_all(rule, theta, deltas)
-    assert torch.allclose(after.double(), delayed_reference(theta, deltas, n, share / n), rtol=1e-5, atol=1e-5)
+    reference = DelayedNesterov64(theta, LR, BETA, n, share / n)
+    for delta in deltas:
+        reference.arrive(delta)
+    assert torch.allclose(after.double(), reference.theta, rtol=1e-5, atol=1e-5)
     assert stepped == [(t + 1) % n == 0 for t in range(3 * n + 1)]
 
 
