@@ -98,6 +98,16 @@ def test_a_restart_in_the_middle_of_a_buffer_changes_no_bit(make: Callable[[], A
     assert torch.equal(apply_all(second, halfway, deltas[cut:])[0], whole)
 
 
+@pytest.mark.parametrize("rule", [DelayedNesterov, BufferedNesterov])
+def test_a_buffer_of_more_workers_is_emptied_by_fewer(rule: Callable[..., Any]) -> None:
+    """Three of four updates are in the buffer; two workers go on, and the fourth update makes the step."""
+    four, two, theta = rule(1.0, 0.5, 4), rule(1.0, 0.5, 2), torch.zeros(3)
+    apply_all(four, theta, torch.ones(3, 3))
+    two.load_state_dict(four.state_dict())
+    assert [two.apply(theta, update(torch.ones(3))) for _ in range(3)] == [True, False, True]
+    assert two.momentum_buffer.tolist() == [1.5] * 3
+
+
 @pytest.mark.parametrize("make", RULES)
 def test_changes_next_says_whether_the_parameters_will_move(make: Callable[[], Any]) -> None:
     rule, theta = make(), torch.zeros(3)
