@@ -5,14 +5,16 @@ import time
 from itertools import chain
 from typing import Any
 
+import torch
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from fairseq.utils import set_torch_seed
 
-from fairseq_async.fairseq_plugin.local_sgd import replica_of, zeros_like_layout
+from fairseq_async.fairseq_plugin import local_options
+from fairseq_async.fairseq_plugin.local_sgd import replica_of
 from fairseq_async.fairseq_plugin.trainer import SEEDS, AppliedUpdates, AsyncTrainer
 from fairseq_async.worker.local_sgd import LocalSGD
-from fairseq_async.worker.overlap import OverlappedLocalSGD
+from fairseq_async.worker.overlap import local_sgd
 
 
 class LocalTrainer(AsyncTrainer):
@@ -37,8 +39,7 @@ class LocalTrainer(AsyncTrainer):
             flags.optimizer = "local_sgd"
         if self._local is None:
             replica = replica_of(self._named(), self._optimizer)
-            kind = OverlappedLocalSGD if flags.local_sgd_overlap else LocalSGD
-            self._local = kind(self.session.client, replica, flags.local_sgd_max_refused or 3)
+            self._local = local_sgd(self.session.client, replica, local_options.options_of(flags, self.cfg))
         self._in_step = False
         self._own: Any = None
         self._last: tuple[float, float] | None = None
@@ -131,7 +132,7 @@ class LocalTrainer(AsyncTrainer):
     def _fetch(self) -> dict[str, Any]:
         if self._state is None:
             self.local.settle()
-            self._own = zeros_like_layout(self.local.replica)
+            self._own = torch.zeros(self.local.replica.layout.size)
             self.local.replica.read(self._own)
             self._state = self.session.snapshot()
             self.local.replica.write(self._state["server"]["parameters"])
