@@ -51,13 +51,19 @@ class LocalTrainer(AsyncTrainer):
         assert self._local is not None
         return self._local
 
-    def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Any:
-        """Joins the run and loads what fairseq loads, of which worker 0 brings a new server its state."""
+    def load_checkpoint(self, filename: str, reset_optimizer: bool = False, *args: Any, **kwargs: Any) -> Any:
+        """Joins the run and loads what fairseq loads, of which worker 0 brings a new server its state.
+
+        With ``--reset-optimizer``, or for ``--finetune-from-model``, it brings the parameters alone: a new run.
+        """
         welcome = self.local.join(self.session.method)
-        extra_state = self._load(welcome["initialised"], filename, *args, **kwargs)
-        self.local.replica = replica_of(self._named(), self.optimizer)  # fairseq may have built the optimizer anew
+        before = self.optimizer
+        extra_state = self._load(welcome["initialised"], filename, reset_optimizer, *args, **kwargs)
+        if self.optimizer is before:
+            self._build_optimizer()  # the masters of a half-precision model are still those of before
+        self.local.replica = replica_of(self._named(), self.optimizer)
         if not welcome["initialised"]:
-            welcome = self._bring((extra_state or {}).get("async_server"))
+            welcome = self._bring(None if reset_optimizer else (extra_state or {}).get("async_server"))
         self.local.begin(welcome)
         self.set_num_updates(int(self.local.progress))
         return self._place_in_data(extra_state, welcome["position"])
@@ -69,6 +75,7 @@ class LocalTrainer(AsyncTrainer):
     def _bring(self, state: Any) -> dict[str, Any]:
         if state is not None and self.cfg.checkpoint.reset_dataloader:
             state["positions"] = {}
+            state["plan"]["epochs"] = 0.0
         return self.session.with_file(state, self.local.bring_parameters)
 
     # One local step
