@@ -16,6 +16,7 @@ from fairseq_async.server import ServerClient
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.worker.config import LocalSGDOptions, checked
 from fairseq_async.worker.overlap import local_sgd
+from fairseq_async.worker.place import Place
 from fairseq_async.worker.replica import TensorReplica
 from tests.references import DelayedNesterov64
 
@@ -263,3 +264,11 @@ def test_a_mistake_in_the_options_names_its_key(values: dict[str, Any], message:
 def test_c_must_fit_the_number_of_workers() -> None:
     with pytest.raises(AsyncError, match=r"c is 0.3: with delay 4 it must be in \[0, 1/4\]"):
         LocalSGDOptions(c=0.3).describe(4, [])
+
+
+def test_a_server_address_that_is_none_names_its_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for given in ("10.0.0.1", ":29400", "10.0.0.1:port", "10.0.0.1:70000"):
+        with pytest.raises(ConfigurationError, match=f"^--server {given}: an address is written HOST:PORT"):
+            Place.find().find_server(MODULE, given, tmp_path)
