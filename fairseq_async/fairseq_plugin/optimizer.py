@@ -55,6 +55,7 @@ class HybridAsync(FairseqOptimizer):
         # Steps are taken in the server: this one holds the learning rate for fairseq's logs, and the parameters.
         self._optimizer = torch.optim.SGD([p for _, p in named], lr=cfg.lr[0])
         self.report: dict[str, Any] = {}
+        self._norm: float | None = None
         self.idle = False  # the batch is a dummy that fills up an epoch
         self.restored: dict[str, Any] | None = None  # a checkpoint's server state
         self._begin_batch()
@@ -96,8 +97,8 @@ class HybridAsync(FairseqOptimizer):
         """
         norm = self._factor * super().clip_grad_norm(0.0)
         self._skip = self.scaler is not None and _overflows(self.scaler, norm)
-        self._finite = bool(torch.isfinite(norm))
-        return norm if self._finite else norm.new_zeros(())
+        self._norm = float(norm)
+        return norm if math.isfinite(self._norm) else norm.new_zeros(())
 
     def step(self, closure: Any = None, scale: float = 1.0, groups: Any = None) -> None:
         """Pushes the mean gradient, waits for the receipt and pulls the parameters if they have changed.
@@ -108,8 +109,9 @@ class HybridAsync(FairseqOptimizer):
         """
         if self._skip or (self.idle and not self.barrier):
             return
-        # one that is not finite will be refused, which is to be known before the next
-        self.worker.exchange(self._write, self._weight, self.report | {"loss": self._bits()}, wait=not self._finite)
+        refused = self._norm is not None and not math.isfinite(self._norm)  # which is to be known before the next
+        report = self.report | {"loss": self._bits()}
+        self.worker.exchange(self._write, self._weight, report, wait=refused, norm=self._norm)
         self.set_lr(self.worker.learning_rate)
         if self.scaler is not None:
             self.scaler.update()
@@ -160,7 +162,7 @@ class HybridAsync(FairseqOptimizer):
 
     def _begin_batch(self) -> None:
         self._factor = 1.0 if self.scaler is None else 1.0 / float(self.scaler.loss_scale)
-        self._weight, self._loss, self._skip, self._finite = 0.0, 0.0, False, True
+        self._weight, self._loss, self._skip, self._norm = 0.0, 0.0, False, None
 
     def _write(self, slot: Tensor) -> None:
         for view, parameter in zip(self.worker.replica.layout.views(slot), self.params, strict=True):

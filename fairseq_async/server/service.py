@@ -229,7 +229,7 @@ class Service:
         version = self.server.version
         if self._publishes and not message["wait"] and not self.server.changes_next:
             self._answer(peer, self._accepted(update))
-        receipt = self.server.push(update)
+        receipt = self.server.push(update, message.get("norm"))
         if receipt.status is Status.HELD:
             self._begin_grace()
             self._settle(version, self.server.released())

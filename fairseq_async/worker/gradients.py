@@ -52,15 +52,23 @@ class GradientWorker(Half):
 
     def step(self, samples: int, loss: float | None) -> None:
         """Pushes the parameters' ``grad``, the mean over ``samples``; otherwise as :meth:`exchange`."""
-        self.exchange(self._write, float(samples), {"loss": loss}, wait=False)
+        self.exchange(self._write, float(samples), {"loss": loss})
 
-    def exchange(self, write: Callable[[Tensor], None], weight: float, report: dict[str, Any], wait: bool) -> None:
+    def exchange(
+        self,
+        write: Callable[[Tensor], None],
+        weight: float,
+        report: dict[str, Any],
+        wait: bool = False,
+        norm: float | None = None,
+    ) -> None:
         """Pushes what ``write`` puts into the slot, and pulls the parameters if they have changed.
 
         Args:
             weight: of this gradient among those that are added up.
             report: for ``events.jsonl``; how long the exchange before this one took is added.
             wait: for the receipt, also of a gradient that will not be followed by a step.
+            norm: the gradient's L2 norm where it is known, which saves the server from finding it.
 
         Raises:
             RefusedError: the last ``max_refused`` gradients had NaN or Inf.
@@ -69,7 +77,7 @@ class GradientWorker(Half):
         started = time.perf_counter()
         took = {name: seconds for name, seconds in self.last.items() if name.endswith("seconds")}
         numbers = {"sequence": self.sequence, "base_version": self.version, "weight": weight}
-        answer = self.client.push(write, **numbers, report=report | took, wait=wait)
+        answer = self.client.push(write, **numbers, report=report | took, wait=wait, norm=norm)
         pushed = time.perf_counter()
         self.sequence += 1
         self.finished, self.learning_rate = answer["finished"], answer["learning_rate"]
