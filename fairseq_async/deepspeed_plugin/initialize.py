@@ -20,7 +20,7 @@ from fairseq_async.server.process import ServerProcess
 from fairseq_async.worker.config import HybridOptions, LocalSGDOptions, Section
 from fairseq_async.worker.gradients import GradientWorker
 from fairseq_async.worker.local_sgd import LocalSGD
-from fairseq_async.worker.overlap import OverlappedLocalSGD
+from fairseq_async.worker.overlap import local_sgd
 from fairseq_async.worker.place import SERVERS, Place
 
 Options = LocalSGDOptions | HybridOptions
@@ -116,8 +116,7 @@ def _describe(options: Options, config: dict[str, Any], place: Place, sizes: lis
 
 def _half(client: Any, engine: Any, options: Options, place: Place) -> LocalSGD | GradientWorker:
     if isinstance(options, LocalSGDOptions):
-        kind = OverlappedLocalSGD if options.overlap else LocalSGD
-        return kind(client, replica_of(engine, place.rank), options.max_refused)
+        return local_sgd(client, replica_of(engine, place.rank), options)
     named = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
     return GradientWorker(client, named, options.max_refused)
 

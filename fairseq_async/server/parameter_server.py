@@ -117,8 +117,11 @@ class ParameterServer:
         """How many updates wait for their round."""
         return len(self._held)
 
-    def push(self, update: Update) -> Receipt:
+    def push(self, update: Update, norm: float | None = None) -> Receipt:
         """Settles the update, or holds it behind the barrier (then :meth:`released` gives its receipt later).
+
+        Args:
+            norm: the update's, where its sender has computed it; finding it is one more pass over the memory.
 
         Raises:
             RefusedError: see :meth:`check`.
@@ -133,7 +136,8 @@ class ParameterServer:
         if self.lateness.drops(self.version - update.base_version):
             self.sequences[update.worker] = update.sequence
             return self._receipt(update, Status.STALE)
-        receipt = self._receipt(update, Status.APPLIED, float(torch.linalg.vector_norm(update.delta)))
+        norm = float(torch.linalg.vector_norm(update.delta)) if norm is None else norm
+        receipt = self._receipt(update, Status.APPLIED, norm)
         if not math.isfinite(receipt.norm):
             return self._refuse(update, receipt, Status.REFUSED)
         if self.gate.refuses(receipt.norm):

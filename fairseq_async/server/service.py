@@ -238,7 +238,9 @@ class Service:
         version = self.server.version
         if self._publishes and not message["wait"] and not self.server.changes_next:
             self._answer(peer, self._accepted(update))
-        receipt = self.server.push(update)
+        # what came over a network may not be what was sent
+        norm = None if peer.remote or message.get("norm") is None else float(message["norm"])
+        receipt = self.server.push(update, norm)
         if receipt.status is Status.HELD:
             self._begin_grace()
             self._settle(version, self.server.released())

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.worker.place import split_address
 
 OUTER = ("diloco", "nesterov", "buffered_nesterov", "delayed_nesterov", "sgd")
 
@@ -153,6 +154,13 @@ class Section(_Options):
     island_size: int = Field(1, ge=1)
     server: str | None = None
     run_dir: str = "async_training"
+
+    @field_validator("server")
+    @classmethod
+    def _is_address(cls, server: str | None) -> str | None:
+        if server is not None:
+            split_address(server)
+        return server
 
 
 Method = Annotated[LocalSGDOptions | HybridOptions, Field(discriminator="method")]

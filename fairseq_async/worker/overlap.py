@@ -6,7 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_async.server import ServerClient
+from fairseq_async.worker.config import LocalSGDOptions
 from fairseq_async.worker.local_sgd import LocalSGD
+from fairseq_async.worker.replica import Replica
+
+
+def local_sgd(client: ServerClient, replica: Replica, options: LocalSGDOptions) -> LocalSGD:
+    """A worker's half, as the options say."""
+    return (OverlappedLocalSGD if options.overlap else LocalSGD)(client, replica, options.max_refused)
 
 
 class OverlappedLocalSGD(LocalSGD):

@@ -91,7 +91,10 @@ class Place:
                 "worker 0's machine the others reach the server"
             )
         if self.worker == 0:
-            host, port = split_address(given) if given else (LOOPBACK, 0)
+            try:
+                host, port = split_address(given) if given else (LOOPBACK, 0)
+            except ValueError as error:
+                raise ConfigurationError(f"--server {given}: {error}") from error
             process = ServerProcess(module, self.workers, run_dir, run_dir / "logs" / "server.log", port, host)
             if _under_torchrun():
                 self.tell("server", [process.address, process.token])
@@ -119,11 +122,11 @@ def split_address(address: str) -> tuple[str, int]:
     """HOST:PORT in its parts.
 
     Raises:
-        ConfigurationError: it is not written so.
+        ValueError: it is not written so.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigurationError(f"{address}: an address is written HOST:PORT, as in 10.0.0.1:29400")
+        raise ValueError("an address is written HOST:PORT, as in 10.0.0.1:29400")
     return host, int(port)
 
 
