@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange import environment
-from fairseq_async.exchange.authentication import new_token
+from fairseq_async.exchange.authentication import new_token, write_token
 from fairseq_async.server.client import LOOPBACK
 from fairseq_async.server.loop import Loop
 from fairseq_async.server.run import Build
@@ -80,6 +80,9 @@ class ServerProcess:
         token: what its workers must know; a new one by default.
         restarts: how often it is started again.
 
+    Attributes:
+        token_file: where the owner's other processes on this machine find the token.
+
     Raises:
         ConfigurationError: the port is taken, or the server could not start.
     """
@@ -101,12 +104,14 @@ class ServerProcess:
         except OSError as error:
             raise ConfigurationError(f"{run_dir} (--save-dir or --run-dir) cannot be made: {error.strerror}") from error
         self.token, self.log, self.restarts = token or new_token(), log, restarts
+        self.token_file = run_dir / ".token"
         self._command = [sys.executable, "-m", module, "--workers", str(workers), "--run-dir", str(run_dir)]
         self._environment = os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers)}
         self._code: int | None = None
         self._stopping = threading.Event()
         self._starting = threading.Lock()
         self.address, _ = self._start(["--host", host, "--port", str(port)])
+        write_token(self.token_file, self.token)
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
         self._supervisor.start()
 
@@ -124,6 +129,7 @@ class ServerProcess:
             self._stopping.set()
             self.process.kill()
         self.process.wait()
+        self.token_file.unlink(missing_ok=True)
 
     def _start(self, arguments: list[str]) -> tuple[str, str]:
         """The server's address, and the snapshot that it goes on from."""

@@ -142,18 +142,28 @@ class HybridOptions(_Options):
         return {"method": self.method, "barrier": updates if self.barrier else 0} | limits | inner
 
 
-class Section(_Options):
-    """``"async_training"`` of a DeepSpeed configuration, beside the options of its method.
+class RunOptions(_Options):
+    """What every method with a server has besides its own options: where the server is, and what faults mean.
 
     Attributes:
-        island_size: ranks that train synchronously among themselves and are one worker to the server.
         server: HOST:PORT at which worker 0 starts the server for workers on other machines.
-        run_dir: for ``events.jsonl`` and logs.
+        run_dir: for ``events.jsonl``, logs and snapshots.
+        token_file: what all workers know and nobody else; needed where other machines can reach the server.
+        worker_timeout: seconds without a word after which nobody waits for a worker.
+        server_timeout: seconds for which a worker waits for a server that is gone.
+        snapshot_seconds: between two snapshots, from which a server that dies goes on.
+        snapshot_updates: take one also after this many applied updates; 0 for no such limit.
+        max_update_norm_ratio: refuse an update whose norm is more than this many times the running median.
     """
 
-    island_size: int = Field(1, ge=1)
     server: str | None = None
     run_dir: str = "async_training"
+    token_file: str | None = None
+    worker_timeout: float = Field(60.0, gt=0)
+    server_timeout: float = Field(600.0, ge=0)
+    snapshot_seconds: float = Field(60.0, gt=0)
+    snapshot_updates: int = Field(0, ge=0)
+    max_update_norm_ratio: float | None = Field(None, gt=1)
 
     @field_validator("server")
     @classmethod
@@ -161,6 +171,21 @@ class Section(_Options):
         if server is not None:
             split_address(server)
         return server
+
+    def describe(self) -> dict[str, Any]:
+        """The server's part, in JSON's types."""
+        own = {"worker_timeout", "snapshot_seconds", "snapshot_updates", "max_update_norm_ratio"}
+        return self.model_dump(include=own)
+
+
+class Section(RunOptions):
+    """``"async_training"`` of a DeepSpeed configuration, beside the options of its method.
+
+    Attributes:
+        island_size: ranks that train synchronously among themselves and are one worker to the server.
+    """
+
+    island_size: int = Field(1, ge=1)
 
 
 Method = Annotated[LocalSGDOptions | HybridOptions, Field(discriminator="method")]
