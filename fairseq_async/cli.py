@@ -28,10 +28,13 @@ def launch(
         int, typer.Option(min=0, max=65535, help="The server's port on the loopback address; 0 takes a free one.")
     ] = 0,
 ) -> None:
-    """Train one job with several asynchronous workers on this machine."""
+    """Train one job with several workers on this machine."""
     from fairseq_async.launch.launcher import Launcher
+    from fairseq_async.launch.synchronous import GroupLauncher
 
-    Launcher(command.WorkerCommand(worker_command), workers, _factors(slowdown), max_restarts, port).run()
+    given = command.WorkerCommand(worker_command)
+    launcher = GroupLauncher if given.synchronous else Launcher
+    launcher(given, workers, _factors(slowdown), max_restarts, port).run()
 
 
 @app.command("user-dir")

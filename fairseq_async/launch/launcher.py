@@ -78,17 +78,18 @@ class Launcher:
         try:
             with Display(self.progress) as self.display:
                 for worker in self.workers:
-                    self._start(worker)
+                    self._start(worker, self.server.address)
                 self._watch()
             self.display.say(f"finished: {self.progress.summary()}")
         finally:
             self._end_all()
+            self.server.stop()
 
-    def _start(self, worker: Worker) -> None:
+    def _start(self, worker: Worker, address: str) -> None:
         worker.updates_at_start = self.progress.updates[worker.id]
         with worker.log.open("ab") as log:
             worker.process = subprocess.Popen(
-                self.command.line(self.server.address),
+                self.command.line(address),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -100,15 +101,15 @@ class Launcher:
             os.sched_setaffinity(worker.process.pid, {cores[worker.id % len(cores)]})
 
     def _environment(self, worker: Worker) -> dict[str, str]:
-        variables = {
+        return self._common_environment(worker) | {
             TOKEN: self.server.token,
             "FAIRSEQ_ASYNC_WORKER": str(worker.id),
             "FAIRSEQ_ASYNC_WORKERS": str(len(self.workers)),
             "FAIRSEQ_ASYNC_SLOWDOWN": str(worker.slowdown),
-            "OMP_NUM_THREADS": "1",
-            "OMP_WAIT_POLICY": "PASSIVE",
-            **environment(),
         }
+
+    def _common_environment(self, worker: Worker) -> dict[str, str]:
+        variables = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **environment()}
         if self._on_gpu():
             given = os.environ.get("CUDA_VISIBLE_DEVICES")
             devices = given.split(",") if given else [str(d) for d in range(torch.cuda.device_count())]
@@ -138,7 +139,7 @@ class Launcher:
             raise RunFailedError(self._epitaph(worker))
         worker.restarts += 1
         self.display.say(f"worker {worker.id} {_manner(code)}; start {worker.restarts} of {self.max_restarts} again")
-        self._start(worker)
+        self._start(worker, self.server.address)
 
     def _after_server(self, code: int) -> None:
         """The server ends first in a finished run too: workers have said goodbye by then."""
@@ -165,7 +166,6 @@ class Launcher:
         for worker in started:
             _signal(worker, signal.SIGKILL)  # also to what it may have left in its group
             worker.process.wait()
-        self.server.stop()
 
 
 def _wait(workers: Sequence[Worker], seconds: float) -> None:
