@@ -13,7 +13,7 @@ from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.worker.config import RunOptions, checked
 
 # composite takes a nested configuration that the command line cannot give; the others need a CUDA device.
-_NOT_INNER = {"hybrid_async", "local_sgd", "composite", "lamb", "cpu_adam"}
+_NOT_INNER = {"hybrid_async", "local_sgd", "adasum", "adascale", "composite", "lamb", "cpu_adam"}
 _WAITING_BACKENDS = {"fully_sharded", "slowmo"}
 
 

@@ -142,6 +142,82 @@ class HybridOptions(_Options):
         return {"method": self.method, "barrier": updates if self.barrier else 0} | limits | inner
 
 
+class AdasumOptions(_Options):
+    """Adasum (Maleki et al. 2021, arXiv 2006.02924).
+
+    Attributes:
+        form: what is combined: every rank's ``gradient``, or the ``delta`` that its own optimizer's step has made of
+            it; ``auto`` is the gradient for SGD and the delta for adaptive optimizers, as in the paper.
+        hierarchy: ``node`` averages inside a node and combines across nodes; ``none`` combines all ranks.
+        sync_state: in the delta form, steps between two averages of the ranks' optimizer states; 0 for never.
+        clip_delta: in the delta form, the largest L2 norm of a step of all parameters together; 0 for any.
+        total_steps: of the run; 0 for no end.
+        seed: of the order of the data.
+    """
+
+    method: Literal["adasum"] = "adasum"
+    form: Literal["gradient", "delta", "auto"] = "auto"
+    hierarchy: Literal["none", "node"] = "none"
+    sync_state: int = Field(0, ge=0)
+    clip_delta: float = Field(0.0, ge=0)
+    total_steps: int = Field(0, ge=0)
+    seed: int = Field(1, ge=0)
+
+    def form_for(self, optimizer: str, adaptive: bool) -> Literal["gradient", "delta"]:
+        """The form that an optimizer gets.
+
+        Raises:
+            ConfigurationError: an option that this form does not use.
+        """
+        form = ("delta" if adaptive else "gradient") if self.form == "auto" else self.form
+        for name in ("sync_state", "clip_delta"):
+            if form == "gradient" and getattr(self, name):
+                raise ConfigurationError(
+                    f"adasum: {name} is of the delta form, and {optimizer} has the gradient form here: "
+                    f"leave {name} out, or choose the delta form"
+                )
+        return form
+
+
+class AdaScaleOptions(_Options):
+    """AdaScale (Johnson et al. 2020, arXiv 2007.05105).
+
+    Attributes:
+        scale: S, single batches in a step; by default one for each gradient of a step.
+        estimator: ``batches``, or ``differences`` of consecutive gradients, for a step with one gradient.
+        smoothing: θ of the averages, in place of the paper's.
+        total_steps: scale-invariant steps of the run: the number of steps of the run with one batch; 0 for no end.
+        seed: of the order of the data.
+    """
+
+    method: Literal["adascale"] = "adascale"
+    scale: float | None = Field(None, ge=1, allow_inf_nan=False)
+    estimator: Literal["batches", "differences"] = "batches"
+    smoothing: float | None = Field(None, ge=0, lt=1)
+    total_steps: int = Field(0, ge=0)
+    seed: int = Field(1, ge=0)
+
+    def scale_of(self, gradients: int) -> float:
+        """S of a step with so many gradients.
+
+        Raises:
+            ConfigurationError: there is one gradient, in which no noise can be seen, and no other estimator.
+        """
+        if gradients == 1 and self.estimator == "batches" and self.scale != 1:
+            raise ConfigurationError(
+                "adascale compares the gradients of a step's batches, and this step has one: use several ranks or "
+                "gradient accumulation, or give the scale and the estimator differences, or scale 1 for plain training"
+            )
+        if gradients > 1 and self.estimator == "differences":
+            raise ConfigurationError(
+                f"adascale: the estimator differences is for a step with one gradient, and this step has {gradients}: "
+                "leave it out"
+            )
+        if self.estimator == "differences" and self.scale is None:
+            raise ConfigurationError("adascale: the estimator differences needs the scale, how many batches a step has")
+        return float(gradients) if self.scale is None else self.scale
+
+
 class RunOptions(_Options):
     """What every method with a server has besides its own options: where the server is, and what faults mean.
 
