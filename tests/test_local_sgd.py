@@ -271,4 +271,4 @@ def test_a_server_address_that_is_none_names_its_flag(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, value)
     for given in ("10.0.0.1", ":29400", "10.0.0.1:port", "10.0.0.1:70000"):
         with pytest.raises(ConfigurationError, match=f"^--server {given}: an address is written HOST:PORT"):
-            Place.find().find_server(MODULE, given, tmp_path)
+            Place.find().connect(MODULE, given, None, tmp_path, 0.0, print)

@@ -90,7 +90,7 @@ class AsyncTrainer(Trainer):
 
     @property
     def data_parallel_rank(self) -> int:
-        return self.session.place.worker if self._sharding else 0
+        return self.session.place.worker % self.session.place.workers if self._sharding else 0
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:

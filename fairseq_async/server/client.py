@@ -182,7 +182,7 @@ class ServerClient:
         if not proves(answer.get("proof"), self._token, "server", theirs, ours):
             raise RefusedError(f"the server at {self.address} does not know this run's token: it is another's")
         self._channel.connection.settimeout(None)
-        self._timeout = float(answer["timeout"])
+        self._timeout, self._server = float(answer["timeout"]), str(answer["server"])
         return int(answer["worker"]), int(answer["workers"])
 
     def _hello(self) -> dict[str, Any]:
@@ -230,9 +230,12 @@ class ServerClient:
         raise ExchangeError(self._lost()) from error
 
     def _try_again(self) -> None:
+        before = self._server
         self._channel.close()
         self._connect(self.worker)
-        self._back_at = int(self._hello().get("version", 0))
+        welcome = self._hello()
+        if self._server != before:
+            self._back_at = int(welcome.get("version", 0))
 
     def _wait_until_taken(self) -> None:
         if self.memory is None or self.remote:

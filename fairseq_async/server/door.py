@@ -18,6 +18,7 @@ class Door:
 
     def __init__(self, token: str) -> None:
         self._token = token
+        self._server = challenge()  # another after each restart
 
     def greet(self, peer: Peer) -> Message:
         """The first message on a connection."""
@@ -39,4 +40,5 @@ class Door:
         peer.worker, peer.instance = members.number(asked, message["joins"] is True, instance), instance
         peer.channel.largest = LARGEST
         own = proof(self._token, "server", peer.challenge, theirs)
-        return {"proof": own, "worker": peer.worker, "workers": members.announced, "timeout": members.timeout}
+        here = {"server": self._server, "workers": members.announced, "timeout": members.timeout}
+        return {"proof": own, "worker": peer.worker} | here

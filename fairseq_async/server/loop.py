@@ -2,8 +2,8 @@
 
 import selectors
 import socket
-import sys
 import time
+from typing import Protocol
 
 from fairseq_async.errors import ExchangeError, ProtocolError
 from fairseq_async.exchange import Channel
@@ -16,22 +16,30 @@ _HANDSHAKE = 10.0  # seconds that a stranger has to prove itself
 _STRANGERS = 64  # at one time
 
 
-class Loop:
-    """Brings the service what its peers send, until the run is finished or whoever started the server is gone."""
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
 
-    def __init__(self, listener: socket.socket, service: Service) -> None:
-        self.listener, self.service = listener, service
+
+class Loop:
+    """Brings the service what its peers send.
+
+    Args:
+        lifeline: a file whose other end whoever started the server holds open.
+    """
+
+    def __init__(self, listener: socket.socket, service: Service, lifeline: HasFileno) -> None:
+        self.listener, self.service, self.lifeline = listener, service, lifeline
         self.peers: list[Peer] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(sys.stdin, selectors.EVENT_READ)  # closes when the process that started us ends
+        self._selector.register(lifeline, selectors.EVENT_READ)
         self._finished_at: float | None = None
 
     def run(self) -> bool:
-        """Whether the run was finished."""
+        """Returns when the run is finished: True; or when whoever started the server is gone: False."""
         while not self._over():
             for key, ready in self._selector.select(timeout=self.service.tick()):
-                if key.fileobj is sys.stdin:
+                if key.fileobj is self.lifeline:
                     return False
                 if key.fileobj is self.listener:
                     self._accept()

@@ -42,7 +42,7 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
             report.write(f"error: {error}\n")
             raise SystemExit(2) from error
         report.write(f"{options.host}:{listener.getsockname()[1]} {said}\n")
-    if Loop(listener, service).run():
+    if Loop(listener, service, sys.stdin).run():
         service.snapshots.wait()
         service.snapshots.clear()  # a finished run goes on from its checkpoint, if at all
 

@@ -59,6 +59,7 @@ class Service:
         """Handles one message. A mistake is answered; the peer stays, and so does the server."""
         self.members.hear(peer)
         try:
+            self._recount()  # who was silent counts again
             answer = self._handle(peer, message)
         except AsyncError as error:
             self.refusals.count(type(error).__name__, peer.name, error)
@@ -314,8 +315,7 @@ class Service:
         """
         if self._run is None:
             return 1.0
-        if self.members.awaited != self._awaited:
-            self._count_barrier()
+        self._recount()
         self._save()
         if self.deadline is None:
             return 1.0
@@ -325,6 +325,10 @@ class Service:
             self._settle(version, self.server.released())
             return 1.0
         return min(1.0, self.deadline - self.clock())
+
+    def _recount(self) -> None:
+        if self._run is not None and self.method["barrier"] and self.members.awaited != self._awaited:
+            self._count_barrier()
 
     def _count_barrier(self) -> None:
         """A round waits for those who are at work, or are still to come."""
