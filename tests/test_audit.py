@@ -97,6 +97,15 @@ def test_what_a_rollback_took_back_is_named_and_anything_else_is_lost(tmp_path: 
         audit(tmp_path)
 
 
+def test_a_workers_first_update_may_be_lost_with_a_server_that_has_not_written_its_line(tmp_path: Path) -> None:
+    write(tmp_path, [event(0, 1, 0, 0), event(1, 0, 0, 1)])
+    write(tmp_path, [rollback({}, 0)], events.ROLLBACKS)
+    assert [update for update, _ in audit(tmp_path).covered] == [(0, 0)]
+    write(tmp_path, [event(0, 2, 0, 0), event(1, 0, 0, 1)])
+    with pytest.raises(AuditError, match="update 1 was acknowledged and is lost"):
+        audit(tmp_path)
+
+
 def test_a_run_that_goes_on_in_another_directory_begins_where_it_begins(tmp_path: Path) -> None:
     write(tmp_path, [event(0, 70, 50, 51), event(1, 8, 49, 52, staleness=2), event(0, 71, 52, 53)])
     assert audit(tmp_path).first_version == 50

@@ -16,6 +16,7 @@ from fairseq_async.server.events import EVENTS, ROLLBACKS, ROLLED_BACK
 from fairseq_async.server.parameter_server import Status
 
 _SETTLED = (Status.APPLIED, Status.REFUSED, Status.STALE, Status.OUTLIER)  # these use their sequence number up
+_UNSEEN = -1  # in the place of a worker of which no line tells yet
 _COLUMNS = (*_SETTLED, Status.DUPLICATE, Status.FINISHED)
 
 
@@ -121,9 +122,10 @@ def _check_sequence(
         raise AuditError(f"{where} comes after its update {last}: it counts twice")
     for missing in range(last + 1, event.sequence):
         update = event.worker, missing
-        if update not in covering:
+        rollback = covering.get(update) or (covering.get((_UNSEEN, missing)) if last == -1 else None)
+        if rollback is None:
             raise AuditError(f"{where} comes after its update {last}: update {missing} was acknowledged and is lost")
-        found.covered.append((update, covering[update]))
+        found.covered.append((update, rollback))
 
 
 def _covering(run_dir: Path, found: Audit) -> dict[_Update, Rollback]:
@@ -136,7 +138,8 @@ def _covering(run_dir: Path, found: Audit) -> dict[_Update, Rollback]:
     lines = _read(run_dir / ROLLED_BACK, Event, found)
     covering: dict[_Update, Rollback] = {}
     latest: dict[int, int] = defaultdict(lambda: -1)
-    for rollback in found.rollbacks:
+    for index, rollback in enumerate(found.rollbacks):
+        covering[_UNSEEN, index] = rollback
         for worker, sequence in rollback.sequences.items():
             latest[worker] = max(latest[worker], sequence)
         for number, event in islice(lines, rollback.events):
