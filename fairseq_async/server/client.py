@@ -183,6 +183,7 @@ class ServerClient:
             raise RefusedError(f"the server at {self.address} does not know this run's token: it is another's")
         self._channel.connection.settimeout(None)
         self._timeout, self._server = float(answer["timeout"]), str(answer["server"])
+        self._channel.notice_death(self._timeout)  # of a machine that goes before it answers the next words
         return int(answer["worker"]), int(answer["workers"])
 
     def _hello(self) -> dict[str, Any]:

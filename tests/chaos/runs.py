@@ -85,6 +85,10 @@ class Adder:
         self.sequence = client.join(LAYOUT, ADDER | method)["sequence"]
         self.version = client.pull(self.parameters.copy_)
 
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
     def step(self, wait: bool = False) -> dict[str, Any]:
         message = {"sequence": self.sequence, "base_version": self.version, "weight": 1.0, "report": {}, "wait": wait}
         answer = self.client.push(lambda slot: slot.fill_(-1.0), **message)
