@@ -1,13 +1,28 @@
 """Batches from the shards that the server chooses."""
 
 from collections.abc import Callable, Iterator, Sized
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from fairseq_async.worker.gradients import GradientWorker
-from fairseq_async.worker.local_sgd import LocalSGD
+
+class Drawing(Protocol):
+    """Where a worker is in the data: step ``offset + done`` of a shard.
+
+    Attributes:
+        sequence: changes with the shard.
+    """
+
+    sequence: int
+    shard: int | None
+    offset: int
+
+    @property
+    def done(self) -> int: ...
+
+    @property
+    def finished(self) -> bool: ...
 
 
 def shard_sizes(samples: int, shards: int) -> list[int]:
@@ -39,7 +54,7 @@ class ShardedLoader:
         ranks: int,
         seed: int,
         collate: Callable[[list[Any]], Any] | None,
-        enter: Callable[[], LocalSGD | GradientWorker],
+        enter: Callable[[], Drawing],
     ) -> None:
         self.dataset, self.sizes, self.batch_size, self.seed = dataset, sizes, batch_size, seed
         self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
