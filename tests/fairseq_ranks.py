@@ -25,6 +25,7 @@ from fairseq_cli import train
 from fairseq_async.fairseq_plugin import group_session
 
 FORWARD, BUILD = Criterion.forward, TransformerModel.build_model
+MAIN, CONVERT = train.main, train.convert_namespace_to_omegaconf
 
 
 def nan_in_the_third_batch() -> None:
@@ -90,6 +91,7 @@ def run(job: dict[str, Any], rank: int, folder: Path) -> None:
         handler = logging.StreamHandler(log)
         logging.getLogger().addHandler(handler)
         sys.argv, code = ["fairseq-train", *flags], 0
+        train.main, train.convert_namespace_to_omegaconf = MAIN, CONVERT
         with contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
             try:
                 train.cli_main()
