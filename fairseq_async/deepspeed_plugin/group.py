@@ -266,6 +266,7 @@ class AdaScaleEngine(GroupEngine):
             estimator=options.estimator,
             adaptive="adam" in name,
             smoothing=options.smoothing,
+            interval=options.interval,
             masters=masters,
             preconditioned="adam" in name and masters is None,
             reduced=None if masters is None else lambda: gradients.reduced(self),
