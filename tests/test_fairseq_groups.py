@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 import torch
 from fairseq import options as fairseq_options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq_cli import train
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -24,6 +26,7 @@ import fairseq_async.fairseq_plugin  # noqa: F401
 from fairseq_async.algorithms import adasum
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import adasum as plugin
+from fairseq_async.fairseq_plugin import group_session
 from fairseq_async.fairseq_plugin.adascale import AdaScaleTrainer
 from fairseq_async.fairseq_plugin.adasum import AdasumOptimizer, AdasumTrainer
 from tests.conftest import MODEL, PACKAGE, Processes, command, load, relative_differences
@@ -310,6 +313,11 @@ def test_an_inner_optimizer_that_the_method_does_not_have_is_refused_while_fairs
     with pytest.raises(SystemExit):
         parsed(monkeypatch, *ADASCALE, "--inner-optimizer", "adafactor")
     assert "--inner-optimizer adafactor: adascale has adam, nag, sgd" in capsys.readouterr().err
+
+
+def test_fairseqs_spawn_can_send_our_main_to_the_processes_that_it_starts() -> None:
+    ours = group_session.Main(train, train.main)
+    assert pickle.loads(pickle.dumps(ours)).module is train
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "launch"])

@@ -1,7 +1,7 @@
 """What the synchronous methods add to a training step of the Multi30k model, which fairseq builds.
 
 AdaScale: one process with four micro-batches in a step, with and without the statistics, by SGD and by Adam. Adasum:
-two processes under DistributedDataParallel, with its own all-reduce and with the hook. Steps of both sides come in turn.
+two processes under DistributedDataParallel, with its own all-reduce and with the hook. Steps of both come in turn.
 """
 
 from __future__ import annotations
