@@ -499,6 +499,7 @@ def test_between_processes(name: str, results: dict[str, list[str]]) -> None:
 def test_the_example_of_the_document_runs(processes: Processes, tmp_path: Path) -> None:
     text = (Path(__file__).parents[1] / "docs" / "adasum.md").read_text(encoding="utf-8")
     script = tmp_path / "train.py"
-    script.write_text(text.split("```python\n")[1].split("```")[0])
+    blocks = [block.split("```")[0] for block in text.split("```python\n")]
+    script.write_text(next(block for block in blocks if "init_process_group" in block))
     code, output = processes.run([command("torchrun"), "--standalone", "--nproc-per-node", 2, script])
     assert code == 0, output
