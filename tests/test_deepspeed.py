@@ -101,10 +101,11 @@ def test_an_island_is_one_worker_whatever_its_ranks_hold(
     run: Run, single: torch.Tensor, tmp_path: Path, stage: int
 ) -> None:
     """Two ranks that are synchronous are one process with twice the batch: here its masters are in fp32 on each rank,
-    or in two partitions."""
+    or in two partitions; the last of them exchanges them with a server at another address."""
     zero = {"zero_optimization": {"stage": stage}} if stage else {}
     bf16 = {"bf16": {"enabled": True}} if stage == 1 else {}
-    code, output = run(2, tmp_path / "island", ISLAND | {"island_size": 2}, **zero, **bf16)
+    remote = {"server": f"127.0.0.2:{free_port('127.0.0.2')}"} if stage == 2 else {}
+    code, output = run(2, tmp_path / "island", ISLAND | {"island_size": 2} | remote, **zero, **bf16)
     assert code == 0, output
     island = parameters(tmp_path / "island")
     assert torch.equal(island, parameters(tmp_path / "island", "worker-0-1"))
