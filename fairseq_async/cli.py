@@ -1,6 +1,7 @@
 """``fairseq-async``: the command line."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -38,6 +39,29 @@ def launch(
 def user_dir() -> None:
     """Print the directory for fairseq's --user-dir."""
     print(command.user_dir())
+
+
+@app.command()
+def simulate(
+    experiment: Annotated[Path, typer.Argument(help="YAML file; docs/simulator.md has its keys.")],
+    out: Annotated[Path | None, typer.Option(help="For all files (default: runs/simulate/NAME).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the simulation in --out.")] = False,
+) -> None:
+    """Train by several methods on simulated machines: real gradients, a virtual clock, one process."""
+    from rich.console import Console
+
+    from fairseq_async.simulation import experiment as experiments
+    from fairseq_async.simulation.simulate import Interrupted, Simulator, table
+
+    directory = out or Path("runs/simulate") / experiment.stem
+    simulator = Simulator(experiments.read(experiment), directory, resume)
+    try:
+        rows = simulator.run()
+    except Interrupted:
+        print(f"stopped and saved; go on with: fairseq-async simulate {experiment} --out {directory} --resume")
+        raise typer.Exit(130) from None
+    Console().print(table(rows))
+    print(f"files       {directory}")
 
 
 def _factors(text: str) -> list[float]:

@@ -175,10 +175,10 @@ def checked(
         return model(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = spell(str(first["loc"][0])) + ": " if first["loc"] else ""
+        key = spell(".".join(map(str, first["loc"]))) + ": " if first["loc"] else ""
         if first["type"] == "extra_forbidden":
-            known = ", ".join(sorted(model.model_fields))
-            raise ConfigurationError(f"{where}: unknown key {key.removesuffix(': ')}; known are {known}") from error
+            known = f"; known are {', '.join(sorted(model.model_fields))}" if len(first["loc"]) == 1 else ""
+            raise ConfigurationError(f"{where}: unknown key {key.removesuffix(': ')}{known}") from error
         said = first["msg"].removeprefix("Value error, ")
         value = "" if not first["loc"] else f" (it is {first['input']!r})"
         raise ConfigurationError(f"{where}: {key}{said}{value}") from error
