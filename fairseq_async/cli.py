@@ -60,7 +60,7 @@ def simulate(
     except Interrupted:
         print(f"stopped and saved; go on with: fairseq-async simulate {experiment} --out {directory} --resume")
         raise typer.Exit(130) from None
-    Console().print(table(rows))
+    Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
     print(f"files       {directory}")
 
 

@@ -65,8 +65,8 @@ class Target(_Strict):
 
 
 class AdasumOptions(_Strict):
-    """Synchronous ranks whose local steps are combined by Adasum (Maleki et al. 2021, arXiv 2006.02924): the delta form,
-    which is the other one too where the inner optimizer is SGD without momentum.
+    """Synchronous ranks whose local steps are combined by Adasum (Maleki et al. 2021, arXiv 2006.02924): the delta
+    form, which is the other one too where the inner optimizer is SGD without momentum.
 
     Attributes:
         local_steps: of each rank before they are combined.
@@ -176,6 +176,7 @@ def read(path: Path) -> Experiment:
     optimizer = checked(OptimizerOptions, head.optimizer, f"{path}, optimizer")
     methods = tuple(_method(path, name, values, head.optimizer) for name, values in head.methods.items())
     target = None if head.target is None else _target(path, head.target, list(head.methods))
+    before = None if head.pretraining is None else checked(Pretraining, head.pretraining, f"{path}, pretraining")
     return Experiment(
         path=path,
         head=head,
@@ -183,9 +184,7 @@ def read(path: Path) -> Experiment:
         clusters=clusters,
         schedule=checked(ScheduleOptions, head.schedule, f"{path}, schedule"),
         optimizer=optimizer,
-        pretraining=None
-        if head.pretraining is None
-        else checked(Pretraining, head.pretraining, f"{path}, pretraining"),
+        pretraining=before,
         target=target,
         raw=raw,
     )

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -112,6 +112,6 @@ def write_whole(path: Path, content: Any) -> None:
     os.replace(partial, path)
 
 
-def first_time(curve: Sequence[dict[str, float]], reached: Callable[[float], bool]) -> float | None:
-    """The time of the first evaluation with such a loss; None where there is none."""
-    return next((row["time"] for row in curve if row["loss"] is not None and reached(row["loss"])), None)
+def first_time(curve: Sequence[dict[str, float]], loss: float) -> float | None:
+    """The time of the first evaluation with at most this loss; None where there is none."""
+    return next((row["time"] for row in curve if row["loss"] is not None and row["loss"] <= loss), None)

@@ -49,7 +49,7 @@ class ScheduledSteps(HybridAccumulation):
 
 
 class AdaScaleSteps(ScheduledSteps):
-    """AdaScale SGD: each step is r times as large, r from the gradients that are summed, and the schedule is indexed by τ.
+    """AdaScale SGD: each step is r times as large, r from the gradients that are summed; the schedule follows τ.
 
     Args:
         smoothing: θ in place of the paper's.

@@ -31,13 +31,11 @@ class LearningRate:
 
 def make_optimizer(options: OptimizerOptions, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """torch's, with its learning rate to be set before each step."""
-    common = {"lr": options.lr, "weight_decay": options.weight_decay}
-    match options.type:
-        case "sgd":
-            return torch.optim.SGD(parameters, momentum=options.momentum, **common)
-        case "adam":
-            return torch.optim.Adam(parameters, betas=options.betas, **common)
-    return torch.optim.AdamW(parameters, betas=options.betas, **common)
+    lr, decay = options.lr, options.weight_decay
+    if options.type == "sgd":
+        return torch.optim.SGD(parameters, lr, options.momentum, weight_decay=decay)
+    kind = torch.optim.Adam if options.type == "adam" else torch.optim.AdamW
+    return kind(parameters, lr, options.betas, weight_decay=decay)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

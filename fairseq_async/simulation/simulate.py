@@ -1,4 +1,4 @@
-"""``fairseq-async simulate``: every method of an experiment on every cluster of it, from one state, on the same data."""
+"""``fairseq-async simulate``: each method of an experiment on each cluster, from one state, on the same data."""
 
 import json
 import math
@@ -172,7 +172,7 @@ class Simulator:
                 aim = next(r["loss"] for r in rows if r["method"] == target.of and r["cluster"] == row["cluster"])
             row["target"] = None if aim is None else aim * (1 + target.within)
             curve = read_lines(pair.directory(self.out) / "curve.jsonl")
-            row["time_to_target"] = None if aim is None else first_time(curve, lambda x, most=row["target"]: x <= most)
+            row["time_to_target"] = None if aim is None else first_time(curve, row["target"])
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
