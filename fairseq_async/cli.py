@@ -1,6 +1,8 @@
 """``fairseq-async``: the command line."""
 
+import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -62,6 +64,31 @@ def simulate(
         raise typer.Exit(130) from None
     Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
     print(f"files       {directory}")
+
+
+@app.command()
+def replay(
+    run_dir: Annotated[Path, typer.Argument(help="Of a run of fairseq-train that was started with --record.")],
+    until: Annotated[int | None, typer.Option(min=1, help="Stop at this update.")] = None,
+) -> None:
+    """Repeat a recorded run in one process, bit for bit, and name the first update that differs."""
+    from rich.progress import track
+
+    from fairseq_async.simulation.replay import Recording, Replay
+
+    recording = Recording.read(run_dir.resolve())
+    if recording.cut:
+        print("events.jsonl ends in the middle of a line: the replay goes to the last whole one")
+    warnings.simplefilter("ignore")  # what fairseq has to say was said by the run
+    logging.disable(logging.WARNING)
+    from fairseq_async.fairseq_plugin.replayed import FairseqRun
+
+    repeated = Replay(recording, FairseqRun(recording.run_dir, recording.description, recording.events))
+    last = recording.events[-1]["version_after"]
+    for _ in track(repeated.steps(until), "replaying", total=min(last, until or last)):
+        pass
+    here = repeated.server.version
+    print(f"replayed to update {here} of {last}: {repeated.compared} checksums, all equal to the recorded ones")
 
 
 def _factors(text: str) -> list[float]:

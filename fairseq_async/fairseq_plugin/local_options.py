@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from fairseq_async.fairseq_plugin.options import check_common, check_processes, inner_class
+from fairseq_async.fairseq_plugin.options import add_record, check_common, check_processes, inner_class
 from fairseq_async.worker.config import OUTER, LocalSGDOptions, checked
 
 _HELP = {
@@ -45,6 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--server", metavar="HOST:PORT", help="server to join (default: the launcher's, or one started here)"
     )
     parser.add_argument("--run-dir", metavar="DIR", help="for events.jsonl and logs (default: --save-dir)")
+    add_record(parser)
     inner_class(check_processes()).add_args(parser)
 
 
@@ -73,6 +74,7 @@ def describe(args: Namespace, cfg: DictConfig, workers: int) -> dict[str, Any]:
         "inner_optimizer": args.inner_optimizer,
         "update_freq": list(cfg.optimization.update_freq),
         "synchronous": False,
+        "record": args.record,
     }
 
 

@@ -32,7 +32,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--server", metavar="HOST:PORT", help="server to join (default: the launcher's, or one started here)"
     )
     parser.add_argument("--run-dir", metavar="DIR", help="for events.jsonl and logs (default: --save-dir)")
+    add_record(parser)
     inner_class(check_processes()).add_args(parser)
+
+
+def add_record(parser: ArgumentParser) -> None:
+    parser.add_argument("--record", action="store_true", help="keep in the run's directory what replay needs")
 
 
 def check_processes() -> str:
@@ -81,6 +86,7 @@ def describe(args: Namespace, cfg: DictConfig, workers: int) -> dict[str, Any]:
         "seed": cfg.common.seed,
         "update_freq": list(cfg.optimization.update_freq),
         "synchronous": synchronous,
+        "record": args.record,
     }
 
 

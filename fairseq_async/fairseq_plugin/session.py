@@ -15,6 +15,7 @@ from fairseq import checkpoint_utils
 
 from fairseq_async.errors import AsyncError, fail
 from fairseq_async.fairseq_plugin import local_options, options
+from fairseq_async.fairseq_plugin.command_line import write_command
 from fairseq_async.fairseq_plugin.local_trainer import LocalTrainer
 from fairseq_async.fairseq_plugin.trainer import AsyncTrainer, plain
 from fairseq_async.server import ServerClient
@@ -78,6 +79,8 @@ class Session:
         self.method = self.door.describe(self.arguments, cfg, self.place.workers)
         self.run_dir = Path(self.arguments.run_dir or cfg.checkpoint.save_dir)
         self._adjust(cfg)
+        if self.method["record"] and self.place.worker == 0:
+            write_command(self.run_dir)
         address, token, self._server = self.place.find_server(self.door.server, self.arguments.server, self.run_dir)
         self.client = ServerClient(address, token, self.place.worker, on_loss=_die)
 

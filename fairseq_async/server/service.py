@@ -17,6 +17,7 @@ from fairseq_async.server.events import EventLog
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.parameter_server import ParameterServer, Receipt, Status
 from fairseq_async.server.plan import Message, Plan
+from fairseq_async.server.recording import Recorder
 
 Build = Callable[[Message, Layout, torch.Tensor], tuple[Rule, Plan]]
 """Makes rule and plan from a method's description, the layout and the flat parameters."""
@@ -56,6 +57,7 @@ class Service:
         self.idle: set[int] = set()  # nothing is left for them to do
         self.deadline: float | None = None  # of the grace period, by the clock
         self._server: ParameterServer | None = None
+        self.recorder: Recorder | None = None
 
     # What a message leads to
 
@@ -173,6 +175,8 @@ class Service:
         if message["state"] is not None:
             self._restore(server, message["state"])
         self._server = server
+        if self.method.get("record"):
+            self.recorder = Recorder(self.run_dir, server, resumed=message["state"] is not None)
         self.events = EventLog(self.run_dir / "events.jsonl", server.sequences)
         self._write_description()
         self._publish()
@@ -284,6 +288,8 @@ class Service:
         active = max(1, self.workers - len(self.departed | self.idle))
         if self.method.get("grace") is None:
             self.rule.limit_round(active)
+            if self.recorder is not None:
+                self.recorder.note(event="limit_round", updates=active)
         version = self.server.version
         self.server.limit_barrier(active)
         self._settle(version, self.server.released())
@@ -311,7 +317,7 @@ class Service:
         if not self.server.held:
             self.deadline = None
         for each in settled:
-            self._record(each)
+            self._record(each, last=each is settled[-1])
         self.finished = self.finished or self.server.finished or self.plan.finished
         for each in settled:
             peer = self.peers.get(each.worker)
@@ -320,14 +326,15 @@ class Service:
         if self.finished:
             self._release()
 
-    def _record(self, receipt: Receipt) -> None:
+    def _record(self, receipt: Receipt, last: bool) -> None:
         """Notes where in its data the worker was, for its restart, and writes the event."""
         peer = self.peers.get(receipt.worker)
         report = peer.report if peer is not None else {}
         if receipt.status in (Status.APPLIED, Status.REFUSED, Status.STALE):
             self.positions[receipt.worker] = report.get("position", {})
             self.plan.record(receipt.worker, receipt.weight, report)
-        self.events.write(self.clock(), receipt, report)
+        recorded = {} if self.recorder is None else self.recorder.of(receipt, last)
+        self.events.write(self.clock(), receipt, report | recorded)
 
     def _reply(self, peer: Peer, receipt: Receipt) -> None:
         # behind a barrier the round may have gone on after this update: the worker is to pull what is there now
@@ -352,6 +359,8 @@ class Service:
         assert peer.worker is not None
         if self._server is None:
             raise RefusedError("the server has no plan yet")
+        if self.recorder is not None:
+            self.recorder.note(**{key: value for key, value in message.items() if key != "kind"})
         return self.plan.hear(peer.worker, message)
 
     def _snapshot(self, peer: Peer, message: Message) -> Message:

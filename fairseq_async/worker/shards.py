@@ -21,7 +21,7 @@ class ShardOrder:
         self._orders: dict[tuple[int, int], torch.Tensor] = {}
 
     def indices(self, shard: int, first: int, count: int) -> list[int]:
-        """The ``first``-th and following samples of a shard, however many passes on, by their numbers in the whole set."""
+        """The ``first``-th and following samples of a shard, passes on end, by their numbers in the whole set."""
         return [self._index(shard, sample) for sample in range(first, first + count)]
 
     def _index(self, shard: int, sample: int) -> int:
