@@ -63,7 +63,20 @@ def simulate(
         print(f"stopped and saved; go on with: fairseq-async simulate {experiment} --out {directory} --resume")
         raise typer.Exit(130) from None
     Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
-    print(f"files       {directory}")
+    report([directory], None)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs, or of simulations, to lay over each other.")],
+    out: Annotated[Path | None, typer.Option(help="For report.html and PNGs (default: report/ in the first).")] = None,
+) -> None:
+    """Draw runs and simulations: one HTML page that needs no network, and PNGs."""
+    from fairseq_async.reporting import page
+    from fairseq_async.reporting.runs import load
+
+    title = ", ".join(path.resolve().name for path in runs)
+    print(page.write(load(runs), title, out or runs[0] / "report"))
 
 
 @app.command()

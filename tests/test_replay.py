@@ -152,4 +152,4 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(hybrid: Path, tmp_path: 
         with pytest.raises(AsyncError) as caught:
             replay(run_dir)
         assert isinstance(caught.value, ConfigurationError)
-        assert message in str(caught.value) and "\n" not in str(caught.value)
+        assert message in str(caught.value) and "\n" not in str(caught.value), str(caught.value)

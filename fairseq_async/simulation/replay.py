@@ -85,7 +85,9 @@ class Recording:
         try:
             start = torch.load(run_dir / START, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
-            raise ConfigurationError(f"{run_dir / START}, the run's first state, cannot be read: {error}") from error
+            raise ConfigurationError(
+                f"{run_dir / START}, the run's first state, cannot be read: {_first_line(error)}"
+            ) from error
         if start["resumed"]:
             raise ConfigurationError(f"{run_dir}: the run went on from a checkpoint; a replay begins at the beginning")
         computed = [event for event in events if event["status"] in ("applied", "refused", "stale")]
