@@ -3,12 +3,13 @@
 import base64
 import html
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from matplotlib import pyplot
+from matplotlib.figure import Figure
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.plots import figures
@@ -33,7 +34,7 @@ def write(runs: Sequence[Run], title: str, out: Path) -> Path:
     parts = [f"<h1>{html.escape(title)}</h1>", table(runs)]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for name, (caption, figure) in figures(runs).items():
+        for name, (caption, figure) in _figures(runs):
             buffer = io.BytesIO()
             figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
             pyplot.close(figure)
@@ -47,6 +48,13 @@ def write(runs: Sequence[Run], title: str, out: Path) -> Path:
     except OSError as error:
         raise ConfigurationError(f"--out {out} cannot be written to: {error.strerror}") from error
     return page
+
+
+def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, tuple[str, Figure]]]:
+    """Those of each group of runs, by file name."""
+    for group in dict.fromkeys(run.group for run in runs):
+        for name, (caption, figure) in figures([run for run in runs if run.group == group]).items():
+            yield (f"{group}-{name}", (f"{caption}: {group}", figure)) if group else (name, (caption, figure))
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -63,7 +71,7 @@ def row(run: Run) -> dict[str, Any]:
     seconds, tokens = run.events[-1]["time"], sum(map(tokens_of, run.applied))
     refused = sum(event["status"] == "refused" for event in run.events)
     return {
-        "run": run.name,
+        "run": f"{run.name}, {run.group}" if run.group else run.name,
         "workers": run.workers,
         "last loss": f"{losses[-1]:.4f}" if losses else "-",
         "updates": f"{max(event['version_after'] for event in run.events):,}",

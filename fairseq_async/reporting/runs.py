@@ -1,6 +1,7 @@
 """Runs as their directories tell of them: real ones and simulated ones in the same terms."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import Any
 from fairseq_async.errors import ConfigurationError
 
 Event = dict[str, Any]
-COMPUTING, WAITING, AWAY = "computing", "waiting", "away"
+COMPUTING, WAITING, AWAY = "computing", "waiting", "not training"
 _GONE = 3.0  # times its usual round: a worker of which nothing was heard for longer was not there
 
 
@@ -32,12 +33,14 @@ class Run:
 
     Attributes:
         name: to call it by, in a legend.
+        group: the cluster of a simulated one; runs of one group are drawn together.
         events: in the order of their settlement; ``time`` in seconds since the beginning.
         curve: evaluations (``time``, ``updates``, ``tokens``, ``loss``) of a simulation; else empty.
         description: ``run.json``.
     """
 
     name: str
+    group: str
     path: Path
     events: list[Event]
     curve: list[dict[str, float]]
@@ -71,7 +74,9 @@ class Run:
     @cached_property
     def stretches(self) -> list[Stretch]:
         """Every worker's time."""
-        return [s for w in range(self.workers) for s in _stretches([e for e in self.events if e["worker"] == w])]
+        barrier = bool(self.description["method"]["barrier"])
+        own = [[event for event in self.events if event["worker"] == w] for w in range(self.workers)]
+        return [stretch for events in own for stretch in _stretches(events, barrier)]
 
     def shares(self, worker: int) -> dict[str, float]:
         """What part of its time the worker did what."""
@@ -88,12 +93,13 @@ def tokens_of(event: Event) -> float:
     return float(event.get("tokens") or event["weight"])
 
 
-def _stretches(events: Sequence[Event]) -> Iterator[Stretch]:
-    """Between two settlements a worker computes, then waits for its answer; for what both do not explain it was away.
+def _stretches(events: Sequence[Event], barrier: bool) -> Iterator[Stretch]:
+    """Between two settlements a worker computes, then waits for its answer; for what both do not explain it was dead,
+    or validated.
 
-    How long it waited after one update it says with the next.
+    How long it waited after one update it says with the next; after the last one, for as long as the barrier did.
     """
-    waits = [_waited(event) for event in events[1:]] + [0.0]
+    waits = [_waited(event) for event in events[1:]] + [math.inf if barrier else 0.0]
     gaps = [b["time"] - a["time"] for a, b in zip(events, events[1:], strict=False)]
     usual = median(gaps) if gaps else 0.0
     before = 0.0
@@ -125,10 +131,11 @@ def load(paths: Sequence[Path]) -> list[Run]:
     """
     runs = []
     for path in paths:
-        found = [path] if (path / "run.json").exists() else sorted(p.parent for p in path.glob("**/run.json"))
+        found = [path] if (path / "run.json").exists() else [each.parent for each in path.glob("**/run.json")]
         if not found:
             raise ConfigurationError(f"{path}: no run and no simulation there (no run.json)")
-        runs += [run for directory in found if (run := _read(directory, path)) is not None]
+        read = [run for directory in sorted(found) if (run := _read(directory, path)) is not None]
+        runs += sorted(read, key=lambda run: run.description.get("simulated", {}).get("number", 0))
     if not runs:
         raise ConfigurationError(f"{', '.join(map(str, paths))}: no update was settled there yet")
     return runs
@@ -140,11 +147,13 @@ def _read(directory: Path, given: Path) -> Run | None:
         events, curve = _lines(directory / "events.jsonl"), _lines(directory / "curve.jsonl")
         if not events:
             return None
-        first = 0.0 if "simulated" in description else min(e["time"] - e.get("computing_seconds", 0.0) for e in events)
+        names = description.get("simulated", {})
+        first = 0.0 if names else min(e["time"] - e.get("computing_seconds", 0.0) for e in events)
         shifted = [event | {"time": event["time"] - first} for event in events]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"{directory}: the run there cannot be read: {error!r}") from error
-    return Run(description.get("simulated") or given.name or str(directory), directory, shifted, curve, description)
+    name = names.get("name") or given.resolve().name
+    return Run(name, names.get("cluster", ""), directory, shifted, curve, description)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -35,8 +35,8 @@ class Records:
         path = self.directory / "summary.json"
         return json.loads(path.read_text()) if path.exists() else None
 
-    def open(self, trial: Trial, name: str) -> None:
-        """Begins, or goes on where the state on disk was written."""
+    def open(self, trial: Trial, **names: Any) -> None:
+        """Begins, or goes on where the state on disk was written; ``names`` say in ``run.json`` which trial it is."""
         state = self.directory / "state.pt"
         if state.exists():
             trial.load_state_dict(torch.load(state, map_location=trial.parameters.device, weights_only=True))
@@ -44,7 +44,7 @@ class Records:
         else:
             (self.directory / "events.jsonl").unlink(missing_ok=True)  # of a trial that was killed before it was saved
         self._events = EventLog(self.directory / "events.jsonl", trial.server.sequences)
-        described = {"workers": len(trial.workers), "method": trial.deal.description, "simulated": name}
+        described = {"workers": len(trial.workers), "method": trial.deal.description, "simulated": names}
         write_whole(self.directory / "run.json", described | {"layout": trial.model.layout.to_json()})
         self._write_curve()
 

@@ -85,9 +85,8 @@ class Recording:
         try:
             start = torch.load(run_dir / START, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
-            raise ConfigurationError(
-                f"{run_dir / START}, the run's first state, cannot be read: {_first_line(error)}"
-            ) from error
+            why = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:100]}"
+            raise ConfigurationError(f"{run_dir / START}, the run's first state, cannot be read: {why}") from error
         if start["resumed"]:
             raise ConfigurationError(f"{run_dir}: the run went on from a checkpoint; a replay begins at the beginning")
         computed = [event for event in events if event["status"] in ("applied", "refused", "stale")]

@@ -142,7 +142,7 @@ class Simulator:
         workers = pair.cluster.workers
         self.model.order = ShardOrder(shard_sizes(self.model.problem.samples, workers), self.experiment.seed)
         trial = Trial(self.experiment, pair.method, pair.cluster, self.model, start, records.write)
-        records.open(trial, pair.name)
+        records.open(trial, name=pair.method.name, cluster=pair.cluster_name, number=self.pairs.index(pair))
         if not records.curve:
             records.evaluate(trial)
         every, began = self.experiment.evaluate_every * workers, time.monotonic()
