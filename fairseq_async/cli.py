@@ -27,14 +27,35 @@ def launch(
         str, typer.Option(help="Make workers slower, for experiments: 1,4 makes worker 1 four times slower.")
     ] = "",
     max_restarts: Annotated[int, typer.Option(min=0, help="How often each worker that dies is started again.")] = 3,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="The server's port on the loopback address; 0 takes a free one.")
-    ] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The server's port; 0 takes a free one.")] = 0,
+    host: Annotated[
+        str, typer.Option(help="The server's address, for workers that join from other machines; 0.0.0.0 is all.")
+    ] = "127.0.0.1",
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The run's secret, which --host needs; only you may read it.")
+    ] = None,
 ) -> None:
-    """Train one job with several asynchronous workers on this machine."""
+    """Train one job with several workers on this machine."""
     from fairseq_async.launch.launcher import Launcher
+    from fairseq_async.launch.synchronous import GroupLauncher
 
-    Launcher(command.WorkerCommand(worker_command), workers, _factors(slowdown), max_restarts, port).run()
+    given = command.WorkerCommand(worker_command)
+    launcher = GroupLauncher if given.synchronous else Launcher
+    launcher(given, workers, _factors(slowdown), max_restarts, port, host, token_file).run()
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def join(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", show_default=False)],
+    worker_command: Annotated[list[str], typer.Argument(metavar="-- fairseq-train ...", show_default=False)],
+    token_file: Annotated[
+        Path, typer.Option(metavar="FILE", help="The run's secret: on the server's machine .token in its --save-dir.")
+    ],
+) -> None:
+    """Become one more worker of a run that is going on, with the same command as its other workers."""
+    from fairseq_async.launch.join import join as begin
+
+    begin(address, worker_command, token_file)
 
 
 @app.command("user-dir")

@@ -158,6 +158,7 @@ def test_every_file_is_loaded_and_runs_a_few_steps(processes: Processes, tmp_pat
         ({"c": 0.5, "delay": 4}, r"c is 0.5: with delay 4 it must be in \[0, 1/4\]"),
         ({"delay": 0}, '"delay": Input should be greater than or equal to 1'),
         ({"island_size": 0}, '"island_size"'),
+        ({"server": "10.0.0.1"}, r'"async_training": "server": an address is written HOST:PORT.*it is \'10.0.0.1\''),
         ({"outer": "sgd", "outer_momentum": 0.9}, "outer_momentum is of no use with outer sgd"),
     ],
 )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_async.algorithms.adascale import AdaScaleGain
-from fairseq_async.collective.square_norms import AdamNorm, LocalSquareNorms, plain_norm, sum_of_squares
+from fairseq_async.collective.square_norms import AdamNorm, LocalSquareNorms, Masters, plain_norm, sum_of_squares
 from fairseq_async.errors import ConfigurationError
 
 
@@ -43,6 +43,8 @@ class AdaScale:
         smoothing: θ of the averages, in place of the paper's.
         interval: norms are taken in every ``interval``-th step, and the gain stays between; the averages then reach
             over that many times more steps. Norms cost most with Adam.
+        masters: for a model whose parameters are not the tensors that the optimizer steps: for each parameter that
+            tensor, and where the parameter's elements begin in it. Gradients are those of the parameters.
 
     Raises:
         ConfigurationError: S, ``accumulation`` or ``interval`` is out of its range, or a step has one gradient, S is
@@ -73,6 +75,7 @@ class AdaScale:
         adaptive: bool | None = None,
         smoothing: float | None = None,
         interval: int = 1,
+        masters: Masters | None = None,
     ) -> None:
         if interval < 1 or (interval > 1 and estimator == "differences"):
             raise ConfigurationError(f"interval is {interval}; it must be at least 1, and 1 for differences")
@@ -86,11 +89,12 @@ class AdaScale:
         self.set_scale(scale, accumulation)
         self.interval = interval
         self.steps = 0
-        self._norm = AdamNorm(optimizer) if self.adaptive else plain_norm
-        self._local = LocalSquareNorms([group["params"] for group in optimizer.param_groups], self._norm)
+        self._parameters = [_parameters(group["params"], masters) for group in optimizer.param_groups]
+        self._norm = AdamNorm(optimizer, masters) if self.adaptive else plain_norm
+        self._local = LocalSquareNorms(self._parameters, self._norm)
         self._before: dict[Tensor, Tensor] = {}
         self._warned = False
-        self._forget()
+        self.forget()
 
     def set_scale(self, scale: float | None = None, accumulation: int = 1) -> None:
         """Changes S, between two steps.
@@ -147,14 +151,12 @@ class AdaScale:
             self.measure(loss_scale)
         with self.stretched():
             self.optimizer.step()
-        self.whole.advance()
-        self.steps += 1
-        self._forget()
+        self.advance()
         return loss if closure is not None else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also forgets the norms of a step that was not taken, as after an overflow in fp16."""
-        self._forget()
+        self.forget()
         self.optimizer.zero_grad(set_to_none)
 
     def measure(self, loss_scale: float = 1.0) -> None:
@@ -164,27 +166,60 @@ class AdaScale:
             loss_scale: factor of the loss in backward that is no longer in ``.grad``; for a GradScaler that has
                 unscaled the gradients, its ``get_scale()``.
         """
-        self._measured = True
-        self._set_scales(self.scale)
-        if self.steps % self.interval:
-            return
         if self.estimator == "differences":
-            self._measure_differences()
+            self._measure_differences(1.0)
             return
-        device = next(parameter.device for group in self.param_groups for parameter in group["params"])
-        local = self._local.sums(device) * (self.accumulation / loss_scale) ** 2
-        numbers = torch.cat([local, self._square_norms(device), local.new_tensor([self._local.passes])])
-        if self._ranks > 1:  # all ranks get the same bits of everything that the gain is made of
-            dist.all_reduce(numbers, group=self._group)
-        *norms, passes = numbers.tolist()
-        share = passes / (self._ranks * self.accumulation)  # below 1 where an epoch ends
-        self._check(share)
-        if passes >= 2:
-            means = [square / self._ranks / share**2 for square in norms[len(self.groups) :]]
-            self._set_scales(max(1.0, self.scale * share))
-            self.observe(norms[: len(self.groups)], int(passes), means)
+        self._local_scale = self.accumulation / loss_scale
+        self._check(self._measure(self._local.passes, lambda passes: self._ranks * self.accumulation / passes))
 
-    # What a driver uses that gathers the norms itself
+    # What a driver uses that knows the loop
+
+    def begin_pass(self, tokens: float) -> None:
+        """Before each backward pass of a loop whose losses are sums: how many tokens this one is over.
+
+        Args:
+            tokens: 0 for a batch that does not count.
+        """
+        self._local.active = self._due() and tokens > 0
+        self._local.weight = 1.0 / tokens if tokens else 0.0
+
+    def measure_sums(self, tokens: float, factor: float = 1.0, loss_scale: float = 1.0) -> None:
+        """:meth:`measure` for a loop whose losses are sums over tokens, and whose gradient is their mean per token.
+
+        The variance is that of a batch of the mean number of tokens, n̄: with n_i tokens in g_i and N in all,
+        Σ|g_i|² in the estimate is (G/N)·Σ n_i|g_i|², which is free of bias where the noise of g_i falls as 1/n_i.
+
+        Args:
+            tokens: of this rank's passes.
+            factor: what makes ``.grad`` that mean gradient.
+            loss_scale: factor of the losses in backward.
+        """
+        if self.estimator == "differences":
+            self._measure_differences(factor)
+            return
+        self._local_scale = 1.0 / loss_scale
+        self._measure(tokens, lambda total: factor)
+
+    def advance(self) -> None:
+        """After the optimizer's step: scale-invariant steps."""
+        self.whole.advance()
+        self.steps += 1
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets the norms of a step that was not taken."""
+        self._measured = False
+        self._local.clear()
+        self._local.active = self._due()
+
+    def close(self) -> None:
+        """Takes the hooks away."""
+        self._local.close()
+
+    @property
+    def passes(self) -> int:
+        """Backward passes of this rank since the last step."""
+        return self._local.passes
 
     def observe(
         self,
@@ -223,36 +258,68 @@ class AdaScale:
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, the averages and τ. S is not in it: that is for the run that goes on to say."""
+        return {"optimizer": self.optimizer.state_dict(), **self.statistics()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.load_statistics(state)
+
+    def statistics(self) -> dict[str, Any]:
+        """The state without the optimizer's."""
         return {
-            "optimizer": self.optimizer.state_dict(),
             "whole": self.whole.state_dict(),
             "groups": [gain.state_dict() for gain in self.groups],
             "steps": self.steps,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+    def load_statistics(self, state: dict[str, Any]) -> None:
         self.whole.load_state_dict(state["whole"])
         for gain, saved in zip(self.groups, state["groups"], strict=True):
             gain.load_state_dict(saved)
         self.steps = state["steps"]
-        self._forget()
+        self.forget()
 
     def _set_scales(self, scale: float) -> None:
         for gain in (self.whole, *self.groups):
             gain.scale = scale
 
-    def _forget(self) -> None:
-        self._measured = False
-        self._local.clear()
-        self._local.active = self.estimator == "batches" and self.steps % self.interval == 0
+    def _due(self) -> bool:
+        return self.estimator == "batches" and self.steps % self.interval == 0
+
+    def _measure(self, weight: float, factor: Callable[[float], float]) -> float:
+        """Takes the norms of a step whose passes have ``weight`` together on this rank.
+
+        Args:
+            factor: from the weight of all ranks, what makes ``.grad`` the mean gradient.
+
+        Returns:
+            passes, as a part of what a whole step has.
+        """
+        self._measured = True
+        self._set_scales(self.scale)
+        if not self._due():
+            return 1.0
+        device = next(parameter.device for group in self._parameters for parameter in group)
+        local = self._local.sums(device) * self._local_scale**2
+        own = local.new_tensor([self._local.passes, weight])
+        numbers = torch.cat([local, self._square_norms(device), own])
+        if self._ranks > 1:  # all ranks get the same bits of everything that the gain is made of
+            dist.all_reduce(numbers, group=self._group)
+        *norms, passes, total = numbers.tolist()
+        share = passes / (self._ranks * self.accumulation)  # below 1 where an epoch ends
+        self._set_scales(max(1.0, self.scale * share))
+        if passes >= 2:
+            squares = [square * passes / total for square in norms[: len(self.groups)]]
+            means = [square / self._ranks * factor(total) ** 2 for square in norms[len(self.groups) :]]
+            self.observe(squares, int(passes), means)
+        return float(share)
 
     def _square_norms(self, device: torch.device) -> Tensor:
         """|.grad|² of each parameter group: float64, shape [groups]."""
-        return torch.stack([sum_of_squares(list(self._norms_of(group)), device) for group in self.param_groups])
+        return torch.stack([sum_of_squares(list(self._norms_of(group)), device) for group in self._parameters])
 
-    def _norms_of(self, group: dict[str, Any]) -> Iterator[Tensor]:
-        for parameter in group["params"]:
+    def _norms_of(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+        for parameter in parameters:
             norm = None if parameter.grad is None else self._norm(parameter, parameter.grad)
             if norm is not None:
                 yield norm
@@ -267,21 +334,30 @@ class AdaScale:
                 stacklevel=4,
             )
 
-    def _measure_differences(self) -> None:
+    def _measure_differences(self, factor: float) -> None:
+        self._measured = True
+        self._set_scales(self.scale)
         squares, means = [], []
-        for group in self.param_groups:
+        for group in self._parameters:
             both, mean = [], []
-            for parameter in group["params"]:
+            for parameter in group:
                 if parameter.grad is None:
                     continue
                 before = self._before.get(parameter)
-                self._before[parameter] = parameter.grad.detach().clone()
+                now = self._before[parameter] = parameter.grad.detach() * factor
                 if before is not None:
-                    both += [self._norm(parameter, before), self._norm(parameter, parameter.grad)]
-                    mean += [self._norm(parameter, (before + parameter.grad) / 2)]
+                    both += [self._norm(parameter, before), self._norm(parameter, now)]
+                    mean += [self._norm(parameter, (before + now) / 2)]
             squares.append(_total(both))
             means.append(_total(mean))
         self.observe(squares, 2, means, batches=2 * self.scale)
+
+
+def _parameters(stepped: Sequence[Tensor], masters: Masters | None) -> list[Tensor]:
+    """The model's parameters behind the tensors that an optimizer steps."""
+    if masters is None:
+        return list(stepped)
+    return [parameter for parameter, (master, _) in masters.items() if any(master is each for each in stepped)]
 
 
 def _total(norms: Sequence[Tensor | None]) -> float:

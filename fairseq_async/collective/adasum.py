@@ -79,12 +79,7 @@ class DistributedAdasum:
             ConfigurationError: a tensor is sparse or not floating-point.
             RuntimeError: a rank is gone; the tensors are then neither the old nor the new ones.
         """
-        for tensor in tensors:
-            if tensor.layout != torch.strided or not tensor.is_floating_point():
-                raise ConfigurationError(
-                    f"Adasum needs dense floating-point gradients, and one is {tensor.layout}, {tensor.dtype}: "
-                    "build embeddings with sparse=False"
-                )
+        check_dense(tensors)
         kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors)
         with torch.no_grad():
             for kind in kinds:
@@ -169,3 +164,16 @@ class DistributedAdasum:
                 sum(sizes), dtype=like.dtype, device=like.device
             )
         return list(room[: sum(sizes)].split(sizes))
+
+
+def check_dense(tensors: Sequence[Tensor]) -> None:
+    """
+    Raises:
+        ConfigurationError: a tensor is sparse or not floating-point.
+    """
+    for tensor in tensors:
+        if tensor.layout != torch.strided or not tensor.is_floating_point():
+            raise ConfigurationError(
+                f"Adasum needs dense floating-point gradients, and one is {tensor.layout}, {tensor.dtype}: "
+                "build embeddings with sparse=False"
+            )

@@ -1,7 +1,7 @@
 """Square norms of the gradients of single backward passes, taken while they are at hand."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 from fairseq_async.errors import ConfigurationError
 
 Norm = Callable[[Tensor, Tensor], Tensor | None]
+# the tensor that an optimizer steps for a parameter, and where the parameter's elements begin in it
+Masters = Mapping[Tensor, tuple[Tensor, int]]
 
 
 class LocalSquareNorms:
@@ -25,19 +27,23 @@ class LocalSquareNorms:
 
     Attributes:
         active: whether the hooks do anything.
+        weight: w of the passes to come, where the sum is to be Σ w|g_i|².
     """
 
     def __init__(self, groups: Sequence[Sequence[Tensor]], norm: Norm) -> None:
         self.active = True
+        self.weight = 1.0
         self._norm = norm
         self._norms: list[list[Tensor]] = [[] for _ in groups]
+        self._weights: list[list[float]] = [[] for _ in groups]
         self._calls: dict[Tensor, int] = {}
         self._nodes = []  # torch keeps only a weak reference to them
+        self._handles = []
         for index, group in enumerate(groups):
             for parameter in group:
                 if parameter.requires_grad:
                     self._nodes.append(accumulation_node(parameter))
-                    self._nodes[-1].register_prehook(partial(self._see, index, parameter))
+                    self._handles.append(self._nodes[-1].register_prehook(partial(self._see, index, parameter)))
 
     @property
     def passes(self) -> int:
@@ -46,12 +52,19 @@ class LocalSquareNorms:
 
     def sums(self, device: torch.device) -> Tensor:
         """float64, shape [groups]."""
-        return torch.stack([sum_of_squares(norms, device) for norms in self._norms])
+        both = zip(self._norms, self._weights, strict=True)
+        return torch.stack([sum_of_squares(norms, device, weights) for norms, weights in both])
 
     def clear(self) -> None:
         self._calls.clear()
-        for norms in self._norms:
+        for norms, weights in zip(self._norms, self._weights, strict=True):
             norms.clear()
+            weights.clear()
+
+    def close(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
 
     def _see(self, group: int, parameter: Tensor, gradients: tuple[Tensor, ...]) -> None:
         if not self.active:
@@ -60,6 +73,7 @@ class LocalSquareNorms:
         norm = self._norm(parameter, gradients[0])
         if norm is not None:
             self._norms[group].append(norm)
+            self._weights[group].append(self.weight)
 
 
 def accumulation_node(parameter: Tensor) -> torch.autograd.graph.Node:
@@ -72,11 +86,14 @@ def accumulation_node(parameter: Tensor) -> torch.autograd.graph.Node:
     return node
 
 
-def sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+def sum_of_squares(norms: Sequence[Tensor], device: torch.device, weights: Sequence[float] | None = None) -> Tensor:
     """float64, without dimensions."""
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([norm.to(device) for norm in norms]).double().square().sum()
+    squares = torch.stack([norm.to(device) for norm in norms]).double().square()
+    if weights is not None:
+        squares = squares * torch.tensor(weights, dtype=torch.float64, device=device)
+    return squares.sum()
 
 
 def plain_norm(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -91,6 +108,7 @@ class AdamNorm:
         optimizer: Adam, or one that keeps ``exp_avg_sq`` and ``step`` for a parameter as it does. A parameter counts
             after :attr:`STEPS` of its steps, because v̂ is no scale before; so does an element after its first gradient,
             because 1/eps would make it count alone.
+        masters: where the parameters are that the optimizer steps; see :class:`AdaScale`.
 
     Raises:
         ConfigurationError: on a call, if the optimizer does not keep ``exp_avg_sq``.
@@ -98,13 +116,15 @@ class AdamNorm:
 
     STEPS = 5
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: Masters | None = None) -> None:
         self.optimizer = optimizer
+        self._masters = masters or {}
         self._groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def __call__(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
-        group, state = self._groups[parameter], self.optimizer.state.get(parameter, {})
+        master, start = self._masters.get(parameter, (parameter, 0))
+        group, state = self._groups[master], self.optimizer.state.get(master, {})
         steps = float(state.get("step", 0))
         if steps < self.STEPS:
             return None
@@ -112,7 +132,8 @@ class AdamNorm:
             name = type(self.optimizer).__name__
             raise ConfigurationError(f"AdaScale: adaptive=True is for Adam and its kin, and {name} keeps no exp_avg_sq")
         correction = math.sqrt(1 / (1 - group["betas"][1] ** steps))
-        root = torch.sqrt(state["exp_avg_sq"], out=self._room(state["exp_avg_sq"])).mul_(correction)
+        second = state["exp_avg_sq"].view(-1)[start : start + gradient.numel()].view(gradient.shape)
+        root = torch.sqrt(second, out=self._room(second)).mul_(correction)
         root = torch.nn.functional.threshold(root, 0.0, math.inf, inplace=True).add_(group["eps"])  # 0 to ∞
         return _norm(torch.div(gradient.detach(), root, out=root))
 

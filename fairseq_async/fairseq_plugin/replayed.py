@@ -19,6 +19,7 @@ from fairseq_async.fairseq_plugin.local_trainer import LocalTrainer
 from fairseq_async.fairseq_plugin.session import DOORS
 from fairseq_async.server import Layout
 from fairseq_async.worker import outer
+from fairseq_async.worker.half import Half
 from fairseq_async.worker.place import Place
 
 Event = dict[str, Any]
@@ -54,7 +55,7 @@ class RecordedClient:
         nothing = {"staleness": 0, "refused": 0, "norm": 0.0, "cosine": 0.0, "status": "applied"}
         return nothing | {"version": message["base_version"], **self._answer(self.events[0] if self.events else {})}
 
-    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def plan(self, **message: Any) -> dict[str, Any]:
         """Of its epochs worker 0 tells a rule that has heard of them from the record."""
         return {"learning_rate": 0.0}
 
@@ -91,25 +92,22 @@ class ReplayedWorker:
         model, criterion = self.task.build_model(cfg.model), self.task.build_criterion(cfg.criterion)
         trainer: Any = DOORS[cfg.optimizer.optimizer].trainer
         self.trainer: Any = trainer(session, cfg, self.task, model, criterion)
-        self.cfg, self._local = cfg, isinstance(self.trainer, LocalTrainer)
+        self.cfg = cfg
         optimizer = self.trainer.optimizer
-        self._half = self.trainer.local if self._local else optimizer
+        self._half: Half = self.trainer.local if isinstance(self.trainer, LocalTrainer) else optimizer.worker
         self._batches = self._draw()
 
     @property
     def layout(self) -> Layout:
-        layout: Layout = self._half.replica.layout if self._local else self._half.layout
-        return layout
+        return self._half.replica.layout
 
     def take(self, parameters: Tensor, version: int) -> None:
         """Starts from these parameters."""
         self.client.parameters, self.client.version = parameters, version
-        if not self._half.joined:
-            self._half.begin(self._half.join({}))
-        elif self._local:
-            self._half.version = self.client.pull(self._half.replica.write)
-        else:
+        if self._half.joined:
             self._half.pull()
+        else:
+            self._half.begin(self._half.join({}))
         self.trainer.set_num_updates(0)
 
     def compute(self) -> tuple[dict[str, Any], Tensor]:
@@ -149,10 +147,8 @@ class FairseqRun:
         self.threads: int = command["threads"]
         self.method, workers = description["method"], description["workers"]
         _check(run_dir, self.cfg, self.method)
-        own = [[event for event in events if event["worker"] == w] for w in range(workers)]
-        self.workers = {
-            w: ReplayedWorker(self.cfg, self.method, Place(w, workers), own[w]) for w in range(workers) if own[w]
-        }
+        own = {w: [event for event in events if event["worker"] == w] for w in {event["worker"] for event in events}}
+        self.workers = {w: ReplayedWorker(self.cfg, self.method, Place(w, workers), own[w]) for w in sorted(own)}
 
     def build(self, layout: Layout, parameters: Tensor) -> tuple[Any, Any]:
         """Rule and plan, as the server of the run had them."""

@@ -9,6 +9,8 @@ from pathlib import Path
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.worker.place import SERVERS
 
+SYNCHRONOUS = ("adasum", "adascale")
+
 
 def user_dir() -> str:
     """What ``fairseq-train --user-dir`` is to be given."""
@@ -18,6 +20,10 @@ def user_dir() -> str:
 class WorkerCommand:
     """One ``fairseq-train`` command, the same for every worker.
 
+    Attributes:
+        synchronous: the workers are the ranks of one data-parallel group, and there is no server.
+        server: the module that is the server of the others.
+
     Raises:
         ConfigurationError: no such program, another optimizer, or a flag that the launcher gives itself.
     """
@@ -25,31 +31,34 @@ class WorkerCommand:
     def __init__(self, arguments: list[str]) -> None:
         if not arguments:
             raise ConfigurationError("nothing to launch; give the command after --, as in: -- fairseq-train DATA ...")
-        self.program = _find(arguments[0])
+        self.program = find_program(arguments[0])
         self.arguments = arguments[1:]
         given = _parser().parse_known_args(self.arguments)[0]
-        if given.optimizer not in SERVERS:
+        if given.optimizer not in (*SERVERS, *SYNCHRONOUS):
             raise ConfigurationError(
-                f"--optimizer {given.optimizer or '(missing)'}: launch runs --optimizer {' or '.join(SERVERS)}; "
-                "name yours with --inner-optimizer"
+                f"--optimizer {given.optimizer or '(missing)'}: launch runs --optimizer "
+                f"{' or '.join((*SERVERS, *SYNCHRONOUS))}; name yours with --inner-optimizer"
             )
         if given.server:
             raise ConfigurationError("--server: launch starts its own server; leave the flag out")
-        self.server = SERVERS[given.optimizer]
+        self.synchronous = given.optimizer in SYNCHRONOUS
+        self.server = SERVERS.get(given.optimizer, "")
         self.run_dir = Path(given.run_dir or given.save_dir)
         self.on_cpu = given.cpu
         self._has_user_dir = given.user_dir is not None
         self._has_world_size = given.distributed_world_size is not None
 
-    def line(self, address: str) -> list[str]:
-        """The whole command of a worker of the server at ``address``."""
+    def line(self, address: str | None) -> list[str]:
+        """The whole command of a worker of the server at ``address``; None for a rank, or a worker that knows it."""
         added = [] if self._has_user_dir else ["--user-dir", user_dir()]
+        if self.synchronous:
+            return [self.program, *self.arguments, *added]
         if not self._has_world_size:
             added += ["--distributed-world-size", "1"]
-        return [self.program, *self.arguments, *added, "--server", address]
+        return [self.program, *self.arguments, *added, *(["--server", address] if address else [])]
 
 
-def _find(program: str) -> str:
+def find_program(program: str) -> str:
     beside = os.path.dirname(sys.executable)
     found = shutil.which(program) or shutil.which(program, path=beside)
     if found is None:

@@ -45,7 +45,7 @@ class Progress:
         if event["time"] < self._began:
             return
         self._recent.append(event)
-        self.updates[event["worker"]] += 1
+        self.updates[event["worker"]] = self.updates.get(event["worker"], 0) + 1
         self.version = max(self.version, event["version_after"])
         self.refused += event["status"] == "refused"
 

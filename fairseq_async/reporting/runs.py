@@ -52,7 +52,7 @@ class Run:
 
     @property
     def workers(self) -> int:
-        return int(self.description["workers"])
+        return max(int(self.description["workers"] or 0), 1 + max(event["worker"] for event in self.events))
 
     @property
     def measured(self) -> str:

@@ -1,11 +1,12 @@
 """The plan of local SGD: how many steps each worker takes, on which shard, and where the run stands."""
 
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from fairseq_async.algorithms import local_steps, shard_probabilities
-from fairseq_async.server.plan import Message
+from fairseq_async.server.plan import Message, checked_number
 
 _NEWEST = 0.5  # weight of a worker's last round in its running speed
 
@@ -64,6 +65,11 @@ class Rounds:
         place = {"shard": shard, "offset": offset, "progress": self._progress(shard), "pace": self._pace(worker, shard)}
         return {"local_steps": steps, "total_progress": self.steps / self.workers, "idle": steps == 0, **place}
 
+    def check(self, report: Message) -> None:
+        for name in ("local_steps", "step_seconds"):
+            checked_number(report[name], name)
+        checked_number(report.get("epochs", 0.0), "epochs")
+
     def record(self, worker: int, weight: float, report: Message) -> None:
         """Takes the worker's median seconds per step, which one slow step does not move."""
         steps = int(report["local_steps"])
@@ -90,8 +96,12 @@ class Rounds:
         return state | {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There may be other workers and other shards than before: then what was used counts for each by its size."""
         self.steps, self.epochs = state["steps"], state["epochs"]
-        self.used, self.speeds = list(state["used"]), dict(state["speeds"])
+        self.used = list(state["used"])
+        if len(self.used) != len(self.shards):
+            self.used = _by_share(self.steps, self.shards)
+        self.speeds = {worker: speed for worker, speed in state["speeds"].items() if worker < self.workers}
         self._generator.set_state(state["generator"])
         self.assigned = {}
 
@@ -132,3 +142,9 @@ class Rounds:
         if worker not in self.speeds:
             return 1.0
         return sum(self.speeds.values()) / len(self.speeds) / self.speeds[worker]
+
+
+def _by_share(total: int, sizes: list[int]) -> list[int]:
+    """Whole numbers that add up to the total, each within 1 of its share."""
+    ends = [total * end // sum(sizes) for end in accumulate(sizes)]
+    return [end - start for start, end in pairwise([0, *ends])]

@@ -43,7 +43,7 @@ class Records:
             self.curve = [row for row in read_lines(self.directory / "curve.jsonl") if row["steps"] <= trial.steps]
         else:
             (self.directory / "events.jsonl").unlink(missing_ok=True)  # of a trial that was killed before it was saved
-        self._events = EventLog(self.directory / "events.jsonl", trial.server.sequences)
+        self._events = EventLog(self.directory, trial.server.sequences, "state.pt", trial.clock.now)
         described = {"workers": len(trial.workers), "method": trial.deal.description, "simulated": names}
         write_whole(self.directory / "run.json", described | {"layout": trial.model.layout.to_json()})
         self._write_curve()

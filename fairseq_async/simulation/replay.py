@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Lateness, Rule, Update
+from fairseq_async.algorithms import Lateness, NormGate, Rule, Update
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.server import Layout, ParameterServer, Receipt
 from fairseq_async.server.checksum import checksum
@@ -89,7 +89,7 @@ class Recording:
             raise ConfigurationError(f"{run_dir / START}, the run's first state, cannot be read: {why}") from error
         if start["resumed"]:
             raise ConfigurationError(f"{run_dir}: the run went on from a checkpoint; a replay begins at the beginning")
-        computed = [event for event in events if event["status"] in ("applied", "refused", "stale")]
+        computed = [event for event in events if event["status"] in ("applied", "refused", "stale", "outlier")]
         return cls(run_dir, description, start, computed, cut=len(whole) < len(lines))
 
     def rounds(self) -> Iterator[list[Event]]:
@@ -137,7 +137,8 @@ class Replay:
         # where there is a barrier, the log says when a round is complete
         barrier = recording.description["workers"] + 1 if method["barrier"] else 0
         lateness = Lateness(**method.get("lateness", {}))
-        self.server = ParameterServer(self.parameters, rule, barrier, method.get("last_version"), lateness)
+        gate = NormGate(method.get("max_update_norm_ratio"))
+        self.server = ParameterServer(self.parameters, rule, barrier, method.get("last_version"), lateness, gate)
         self.server.load_state_dict(recording.start["server"])
         self._bases = {w: [e["base_version"] for e in recording.events if e["worker"] == w] for w in run.workers}
         self._begin()
@@ -151,10 +152,10 @@ class Replay:
         for group in self.recording.rounds():
             if until is not None and self.server.version >= until:
                 return
-            updates = [self._computed(event) for event in group]
+            computed = [self._computed(event) for event in group]
             with _threads(self.recording.start["threads"]):
                 self._tell(group)
-                receipts = [self.server.push(update) for update in updates]
+                receipts = [self.server.push(update, norm) for update, norm in computed]
                 if self.server.held:
                     self.server.complete_round()
                     receipts = self.server.released()
@@ -172,7 +173,8 @@ class Replay:
                 self.server.note_pull(worker)
                 self.run.workers[worker].take(self.parameters, self.server.version)
 
-    def _computed(self, event: Event) -> Update:
+    def _computed(self, event: Event) -> tuple[Update, float | None]:
+        """The update, and its norm where its worker knew it."""
         worker = event["worker"]
         with _threads(self.run.threads):
             message, vector = self.run.workers[worker].compute()
@@ -184,7 +186,8 @@ class Replay:
                 f"{_name(event)} is of another place in the data than here: the worker was started again before it, "
                 "and a replay goes no further"
             )
-        return Update(worker=worker, delta=vector, **recorded)
+        norm = message.get("norm")  # to workers on other machines the server has not listened
+        return Update(worker=worker, delta=vector, **recorded), norm if norm == event["norm"] else None
 
     def _tell(self, group: list[Event]) -> None:
         """What the rule heard since the round before."""

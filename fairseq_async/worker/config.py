@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.worker.place import split_address
 
 OUTER = ("diloco", "nesterov", "buffered_nesterov", "delayed_nesterov", "sgd")
 
@@ -138,21 +139,131 @@ class HybridOptions(_Options):
                 f"updates_per_step is {updates}: with barrier there are only {workers}, which would wait for ever"
             )
         limits = {"last_version": self.total_steps or None, "updates_per_step": updates}
-        return {"method": self.method, "barrier": updates if self.barrier else 0} | limits | inner
+        return {"method": self.method, "workers": workers, "barrier": updates if self.barrier else 0} | limits | inner
 
 
-class Section(_Options):
+class AdasumOptions(_Options):
+    """Adasum (Maleki et al. 2021, arXiv 2006.02924).
+
+    Attributes:
+        form: what is combined: every rank's ``gradient``, or the ``delta`` that its own optimizer's step has made of
+            it; ``auto`` is the gradient for SGD and the delta for adaptive optimizers, as in the paper.
+        hierarchy: ``node`` averages inside a node and combines across nodes; ``none`` combines all ranks.
+        sync_state: in the delta form, steps between two averages of the ranks' optimizer states; 0 for never.
+        clip_delta: in the delta form, the largest L2 norm of a step of all parameters together; 0 for any.
+        total_steps: of the run; 0 for no end.
+        seed: of the order of the data.
+    """
+
+    method: Literal["adasum"] = "adasum"
+    form: Literal["gradient", "delta", "auto"] = "auto"
+    hierarchy: Literal["none", "node"] = "none"
+    sync_state: int = Field(0, ge=0)
+    clip_delta: float = Field(0.0, ge=0)
+    total_steps: int = Field(0, ge=0)
+    seed: int = Field(1, ge=0)
+
+    def form_for(self, optimizer: str, adaptive: bool) -> Literal["gradient", "delta"]:
+        """The form that an optimizer gets.
+
+        Raises:
+            ConfigurationError: an option that this form does not use.
+        """
+        form = ("delta" if adaptive else "gradient") if self.form == "auto" else self.form
+        for name in ("sync_state", "clip_delta"):
+            if form == "gradient" and getattr(self, name):
+                raise ConfigurationError(
+                    f"adasum: {name} is of the delta form, and {optimizer} has the gradient form here: "
+                    f"leave {name} out, or choose the delta form"
+                )
+        return form
+
+
+class AdaScaleOptions(_Options):
+    """AdaScale (Johnson et al. 2020, arXiv 2007.05105).
+
+    Attributes:
+        scale: S, single batches in a step; by default one for each gradient of a step.
+        estimator: ``batches``, or ``differences`` of consecutive gradients, for a step with one gradient.
+        smoothing: θ of the averages, in place of the paper's.
+        total_steps: scale-invariant steps of the run: the number of steps of the run with one batch; 0 for no end.
+        seed: of the order of the data.
+    """
+
+    method: Literal["adascale"] = "adascale"
+    scale: float | None = Field(None, ge=1, allow_inf_nan=False)
+    estimator: Literal["batches", "differences"] = "batches"
+    smoothing: float | None = Field(None, ge=0, lt=1)
+    total_steps: int = Field(0, ge=0)
+    seed: int = Field(1, ge=0)
+
+    def scale_of(self, gradients: int) -> float:
+        """S of a step with so many gradients.
+
+        Raises:
+            ConfigurationError: there is one gradient, in which no noise can be seen, and no other estimator.
+        """
+        if gradients == 1 and self.estimator == "batches" and self.scale != 1:
+            raise ConfigurationError(
+                "adascale compares the gradients of a step's batches, and this step has one: use several ranks or "
+                "gradient accumulation, or give the scale and the estimator differences, or scale 1 for plain training"
+            )
+        if gradients > 1 and self.estimator == "differences":
+            raise ConfigurationError(
+                f"adascale: the estimator differences is for a step with one gradient, and this step has {gradients}: "
+                "leave it out"
+            )
+        if self.estimator == "differences" and self.scale is None:
+            raise ConfigurationError("adascale: the estimator differences needs the scale, how many batches a step has")
+        return float(gradients) if self.scale is None else self.scale
+
+
+class RunOptions(_Options):
+    """What every method with a server has besides its own options: where the server is, and what faults mean.
+
+    Attributes:
+        server: HOST:PORT at which worker 0 starts the server for workers on other machines.
+        run_dir: for ``events.jsonl``, logs and snapshots.
+        token_file: what all workers know and nobody else; needed where other machines can reach the server.
+        worker_timeout: seconds without a word after which nobody waits for a worker.
+        server_timeout: seconds for which a worker waits for a server that is gone.
+        snapshot_seconds: between two snapshots, from which a server that dies goes on.
+        snapshot_updates: take one also after this many applied updates; 0 for no such limit.
+        max_update_norm_ratio: refuse an update whose norm is more than this many times the running median.
+        record: keep in the run's directory what a replay needs; a checksum of the parameters for each change.
+    """
+
+    server: str | None = None
+    run_dir: str = "async_training"
+    token_file: str | None = None
+    worker_timeout: float = Field(60.0, gt=0)
+    server_timeout: float = Field(600.0, ge=0)
+    snapshot_seconds: float = Field(60.0, gt=0)
+    snapshot_updates: int = Field(0, ge=0)
+    max_update_norm_ratio: float | None = Field(None, gt=1)
+    record: bool = False
+
+    @field_validator("server")
+    @classmethod
+    def _is_address(cls, server: str | None) -> str | None:
+        if server is not None:
+            split_address(server)
+        return server
+
+    def describe(self) -> dict[str, Any]:
+        """The server's part, in JSON's types."""
+        own = {"worker_timeout", "snapshot_seconds", "snapshot_updates", "max_update_norm_ratio", "record"}
+        return self.model_dump(include=own)
+
+
+class Section(RunOptions):
     """``"async_training"`` of a DeepSpeed configuration, beside the options of its method.
 
     Attributes:
         island_size: ranks that train synchronously among themselves and are one worker to the server.
-        server: HOST:PORT at which worker 0 starts the server for workers on other machines.
-        run_dir: for ``events.jsonl`` and logs.
     """
 
     island_size: int = Field(1, ge=1)
-    server: str | None = None
-    run_dir: str = "async_training"
 
 
 Method = Annotated[LocalSGDOptions | HybridOptions, Field(discriminator="method")]

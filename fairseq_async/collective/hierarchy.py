@@ -1,0 +1,78 @@
+"""Averages inside a node, Adasum across nodes."""
+
+import socket
+import zlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from fairseq_async.collective.adasum import DistributedAdasum
+from fairseq_async.errors import ConfigurationError
+
+
+class NodeAdasum:
+    """The mean of the ranks of each node, combined across nodes as :class:`DistributedAdasum` does.
+
+    For each node its first rank combines; the others get the result from it. The order of the nodes is that of their
+    first ranks. All ranks end with the same bits. The ranks of a process group are taken; the collective calls of all
+    ranks must come in one order.
+
+    Args:
+        group: all ranks by default.
+        node: the name of this rank's node; the machine's by default.
+        device: where numbers that go round are put; a GPU for NCCL.
+
+    Raises:
+        ConfigurationError: all ranks are on one node, where this would be a mean and no Adasum.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, node: str | None = None, device: torch.device | None = None
+    ) -> None:
+        self._device = device
+        name = torch.tensor([zlib.crc32((node or socket.gethostname()).encode())], device=device)
+        names = [torch.empty_like(name) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(names, name, group=group)
+        nodes: dict[int, list[int]] = {}
+        for rank, each in zip(dist.get_process_group_ranks(group), names, strict=True):
+            nodes.setdefault(int(each), []).append(rank)
+        if len(nodes) == 1:
+            raise ConfigurationError(
+                "Adasum with hierarchy node: all ranks are on one node, so they would only be averaged; "
+                "leave the hierarchy out, or leave Adasum out"
+            )
+        own = nodes[int(name)]
+        self.leader, self.size = own[0], len(own)
+        groups = [dist.new_group(ranks) for ranks in nodes.values()]  # all ranks make all groups, in one order
+        self._inside = groups[list(nodes.values()).index(own)]
+        leaders = dist.new_group([ranks[0] for ranks in nodes.values()])
+        self._across = DistributedAdasum(leaders) if dist.get_rank() == self.leader else None
+
+    def share(self, weight: float) -> float:
+        """What a rank multiplies its sum over ``weight`` tokens with, so that the mean of its node is one per token."""
+        total = torch.tensor([weight], dtype=torch.float64, device=self._device)
+        if self.size > 1:
+            dist.all_reduce(total, group=self._inside)
+        return self.size / float(total) if total else 0.0
+
+    def __call__(self, tensors: Sequence[Tensor]) -> None:
+        """As :meth:`DistributedAdasum.__call__`."""
+        kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors)
+        for kind in kinds:
+            self._combine([tensor for tensor in tensors if (tensor.dtype, tensor.device) == kind])
+
+    def _combine(self, tensors: Sequence[Tensor]) -> None:
+        flat = _flatten_dense_tensors([tensor / self.size for tensor in tensors])
+        if self.size > 1:
+            dist.reduce(flat, self.leader, group=self._inside)
+        parts = list(_unflatten_dense_tensors(flat, tensors))
+        if self._across is not None:
+            self._across(parts)
+            flat = _flatten_dense_tensors(parts)
+        if self.size > 1:
+            dist.broadcast(flat, self.leader, group=self._inside)
+        for tensor, part in zip(tensors, _unflatten_dense_tensors(flat, tensors), strict=True):
+            tensor.copy_(part)

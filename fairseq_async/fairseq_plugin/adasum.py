@@ -1,0 +1,188 @@
+"""``--optimizer adasum``: Adasum in place of the all-reduce of fairseq's data-parallel group."""
+
+import logging
+import math
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairseq.optim import OPTIMIZER_REGISTRY, FP16Optimizer, register_optimizer
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from fairseq_async.collective.adasum import DistributedAdasum, check_dense
+from fairseq_async.collective.agreement import check_equal
+from fairseq_async.collective.hierarchy import NodeAdasum
+from fairseq_async.collective.rank_states import RankStates
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.fairseq_plugin import group_options
+from fairseq_async.fairseq_plugin.group_session import attach
+from fairseq_async.fairseq_plugin.group_trainer import GroupTrainer
+from fairseq_async.fairseq_plugin.wrapped import WrappedOptimizer
+from fairseq_async.worker.config import AdasumOptions
+
+logger = logging.getLogger(__name__)
+
+_HELP = {
+    "form": "what is combined: gradient, delta (what each rank's own step has done), or auto: gradient for sgd and nag",
+    "hierarchy": "node: the mean of a node's ranks, Adasum across nodes (none)",
+    "sync_state": "delta form: average the ranks' optimizer states every so many steps (0: never)",
+    "clip_delta": "delta form: largest L2 norm of the combined step (0: any)",
+}
+_NOT_INNER = {"hybrid_async", "local_sgd", "adasum", "adascale", "composite", "cpu_adam"}
+_PLAIN = {"sgd", "nag"}
+
+
+@register_optimizer("adasum")
+class AdasumOptimizer(WrappedOptimizer):
+    """Gradient form: the ranks' mean gradients are combined, then every rank's inner optimizer takes the same step.
+    Delta form: every rank's inner optimizer takes a step by the rank's own mean gradient, these steps are combined,
+    and every rank takes the result. Moments are then each rank's own. Parameters are equal on all ranks in both.
+
+    The trainer sets, before it calls anything:
+
+    Attributes:
+        group: the ranks.
+        combine: Adasum between them.
+        share: factor for the sum of this rank's gradients; 0 for a rank whose batch is only there to fill up an epoch.
+        sizes: of the tensors in the one flat master that fairseq makes of an fp16 model; none otherwise.
+    """
+
+    def __init__(self, args: Namespace, params: Iterable[Parameter]) -> None:
+        super().__init__(args, params)
+        self.options = group_options.options_of(args, AdasumOptions, _HELP, {})
+        inner = args.inner_optimizer
+        self.form = self.options.form_for(f"--inner-optimizer {inner}", adaptive=inner not in _PLAIN)
+        self.group: dist.ProcessGroup | None = None
+        self.combine: Callable[[Sequence[Tensor]], None]
+        self.share = 1.0
+        self.sizes: list[int] = []
+        self.states = RankStates(self.optimizer)
+        self.steps = 0
+
+    @classmethod
+    def add_args(cls, parser: ArgumentParser) -> None:
+        inner = set(OPTIMIZER_REGISTRY) - _NOT_INNER
+        group_options.add_arguments(parser, "adasum", _HELP, inner, legacy=True)
+        attach(sys.modules)
+
+    # What fairseq's trainer does in one step, in its order
+
+    def all_reduce_grads(self, module: nn.Module) -> None:
+        parameters = [each for each in module.parameters() if each.requires_grad and not hasattr(each, "expert")]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        check_dense(gradients)
+        torch._foreach_mul_(gradients, self.share)
+        if self.form == "gradient":
+            self.combine(gradients)
+
+    def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
+        """In the delta form by the root of the mean square of the ranks' norms: all are clipped by one factor, and all
+        learn of a NaN."""
+        together = self._mean_norm if self.form == "delta" else aggregate_norm_fn
+        norm: Tensor = super().clip_grad_norm(max_norm, together)
+        return norm
+
+    def step(self, closure: Any = None, scale: float = 1.0, groups: Any = None) -> None:
+        if self.form == "gradient" or self.skip:
+            return super().step(closure, scale, groups)
+        tensors = self._tensors()
+        before = [tensor.clone() for tensor in tensors]
+        super().step(closure, scale, groups)
+        torch._foreach_sub_(tensors, before)
+        if not self.share:
+            torch._foreach_zero_(tensors)
+        self.combine(tensors)
+        self._clip(tensors)
+        torch._foreach_add_(tensors, before)
+        self.steps += 1
+        if self.options.sync_state and self.steps % self.options.sync_state == 0:
+            self.states.average(self.group)
+
+    # Checkpoints
+
+    def gather(self) -> None:
+        """Collects for rank 0 what only other ranks have; all ranks call it."""
+        if self.form == "delta":
+            self.states.gather(self.group)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"steps": self.steps, "ranks": self.states.gathered}
+        self.states.gathered = []
+        return {**self.inner.state_dict(), "adasum": own}
+
+    def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: dict[str, Any] | None = None) -> None:
+        own = state_dict["adasum"]
+        self.steps = own["steps"]
+        state = self.states.of_this_rank(state_dict["state"], own["ranks"], self.group)
+        super().load_state_dict({**state_dict, "state": state}, optimizer_overrides)
+
+    # Details
+
+    def _tensors(self) -> list[Tensor]:
+        """What Adasum is to take one by one."""
+        parts: list[Tensor] = []
+        for parameter in self.params:
+            parts += parameter.data.view(-1).split(self.sizes) if self.sizes else [parameter.data]
+        return parts
+
+    def _mean_norm(self, norm: Tensor) -> Tensor:
+        numbers = torch.stack(
+            [norm.double().square(), torch.full_like(norm, float(self.share > 0), dtype=torch.float64)]
+        )
+        dist.all_reduce(numbers, group=self.group)
+        return (numbers[0] / numbers[1].clamp_min(1)).sqrt().to(norm.dtype)
+
+    def _clip(self, deltas: list[Tensor]) -> None:
+        if self.options.clip_delta:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(deltas)), dtype=torch.float64)
+            torch._foreach_mul_(deltas, (self.options.clip_delta / norm).clamp(max=1.0).to(deltas[0].dtype))
+
+
+class AdasumTrainer(GroupTrainer):
+    """Gives :class:`AdasumOptimizer` what it needs to know of the ranks and their batches."""
+
+    def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
+        group_options.check(cfg.optimizer, cfg, legacy=True)
+        if cfg.distributed_training.distributed_world_size == 1:
+            raise ConfigurationError(
+                "--optimizer adasum combines the gradients of several ranks, and this run has one: start it with "
+                "fairseq-async launch --workers N or with torchrun, without --distributed-world-size"
+            )
+        super().__init__(cfg, *args, **kwargs)
+        self._combine: DistributedAdasum | NodeAdasum | None = None
+
+    def _build_optimizer(self) -> None:
+        super()._build_optimizer()
+        method, group = self.method, self.data_parallel_process_group
+        if self._combine is None:
+            nodes = method.options.hierarchy == "node"
+            self._combine = NodeAdasum(group, device=self.device) if nodes else DistributedAdasum(group)
+        method.group, method.combine = group, self._combine
+        if isinstance(self.optimizer, FP16Optimizer) and self.optimizer.has_flat_params:
+            method.sizes = [parameter.numel() for _, parameter in self.named()]
+
+    def begin_epoch(self, epoch: int) -> None:
+        check_equal(self.named(), self.data_parallel_process_group)
+        super().begin_epoch(epoch)
+
+    def _aggregate_logging_outputs(self, logging_outputs: Any, sample_size: Any, *more: Any, **kwargs: Any) -> Any:
+        """Here all ranks' tokens are known, by which fairseq will divide the sum of all gradients."""
+        outputs, totals = super()._aggregate_logging_outputs(logging_outputs, sample_size, *more, **kwargs)
+        if self._in_step:
+            own, total = math.fsum(self._weights), float(totals[0]) or 1.0
+            mean = self._combine.share(own) if isinstance(self._combine, NodeAdasum) else 1 / own if own else 0.0
+            self.method.share = mean * total / self.data_parallel_world_size
+        return outputs, totals
+
+    def consolidate_optimizer(self) -> None:
+        """Called on all ranks before a checkpoint is written; after an error in a step, on this one alone."""
+        super().consolidate_optimizer()
+        if not (self._in_step or self.cfg.checkpoint.no_save_optimizer_state):
+            self.method.gather()

@@ -1,0 +1,107 @@
+"""The flags of the synchronous methods, ``--optimizer adasum`` and ``adascale``, and what does not go with them."""
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+import torch
+from fairseq.optim import OPTIMIZER_REGISTRY
+from omegaconf import DictConfig
+from pydantic import BaseModel
+
+from fairseq_async.errors import ConfigurationError, fail
+from fairseq_async.worker.config import checked
+
+LEGACY = ("legacy_ddp", "no_c10d")
+_Options = TypeVar("_Options", bound=BaseModel)
+
+
+def add_arguments(
+    parser: ArgumentParser, method: str, help_of: Mapping[str, str], inner: Collection[str], legacy: bool
+) -> None:
+    """Adds a method's flags, those of its inner optimizer, and the defaults that its processes need.
+
+    Args:
+        help_of: what is said of each of the method's options; ``--METHOD-OPTION`` is its flag.
+        inner: the optimizers that it can be round.
+        legacy: gradients are reduced by the optimizer, which fairseq's ``--ddp-backend legacy_ddp`` asks for that.
+    """
+    parser.add_argument("--inner-optimizer", default=_DEFAULT, metavar="NAME", help=f"fairseq optimizer ({_DEFAULT})")
+    for name, text in help_of.items():
+        parser.add_argument(_flag(method, name), metavar=name.split("_")[-1].upper(), help=text)
+    on_cpu = not torch.cuda.is_available() or "--cpu" in sys.argv
+    if legacy or on_cpu:  # torch's DistributedDataParallel, as fairseq calls it, is for GPUs
+        parser.set_defaults(ddp_backend=LEGACY[0])
+    if on_cpu:
+        parser.set_defaults(**_processes())
+    given = ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument("--inner-optimizer", default=_DEFAULT)
+    name = given.parse_known_args()[0].inner_optimizer
+    if name not in inner:
+        fail(f"--inner-optimizer {name}: {method} has {', '.join(sorted(inner))}")
+    OPTIMIZER_REGISTRY[name].add_args(parser)
+
+
+def options_of(args: Namespace, model: type[_Options], help_of: Collection[str], extra: dict[str, Any]) -> _Options:
+    """What the flags say.
+
+    Raises:
+        ConfigurationError: a value out of its range.
+    """
+    method = args.optimizer
+    values = {name: getattr(args, f"{method}_{name}") for name in help_of}
+    given = {name: value for name, value in values.items() if value is not None}
+    return checked(model, given | extra, f"--optimizer {method}", spell=lambda name: _flag(method, name))
+
+
+def check(args: Namespace, cfg: DictConfig, legacy: bool) -> None:
+    """What of fairseq does not go with a method that changes the reduction or the step.
+
+    Raises:
+        ConfigurationError: names the flag.
+    """
+    distributed, common, optimizer = cfg.distributed_training, cfg.common, cfg.optimization
+    on_cpu = common.cpu or not torch.cuda.is_available()
+    backend = distributed.ddp_backend
+    refused = {
+        f"--ddp-backend {backend}: leave it out; {args.optimizer} reduces the gradients": legacy
+        and backend not in LEGACY,
+        f"--ddp-backend {backend}: not possible with --optimizer {args.optimizer}": backend
+        in ("fully_sharded", "slowmo"),
+        f"--ddp-backend {backend}: fairseq has it for GPUs; leave it out": on_cpu and backend not in LEGACY,
+        f"--zero-sharding {distributed.zero_sharding}": distributed.zero_sharding != "none",
+        "--pipeline-model-parallel": distributed.pipeline_model_parallel,
+        "--model-parallel-size": common.model_parallel_size > 1,
+        "--use-bmuf": optimizer.use_bmuf,
+        "--amp": common.amp,
+        "--memory-efficient-fp16": common.memory_efficient_fp16,
+        "--memory-efficient-bf16": common.memory_efficient_bf16,
+        "--fp16: fairseq needs a GPU for it; use --bf16, or leave it out": common.fp16 and on_cpu,
+    }
+    for what, given in refused.items():
+        if given:
+            said = what if ":" in what else f"{what}: not possible with --optimizer {args.optimizer}"
+            raise ConfigurationError(said)
+
+
+_DEFAULT = "adam"
+
+
+def _processes() -> dict[str, Any]:
+    """Ranks on CPUs as torchrun or ``fairseq-async launch`` has started them: fairseq finds out about GPUs only."""
+    if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        return {"distributed_backend": "gloo"}
+    return {
+        "distributed_backend": "gloo",
+        "distributed_init_method": "env://",
+        "distributed_no_spawn": True,
+        "distributed_rank": int(os.environ["RANK"]),
+        "distributed_world_size": int(os.environ["WORLD_SIZE"]),
+    }
+
+
+def _flag(method: str, name: str) -> str:
+    known = {"total_steps": "--max-update", "seed": "--seed"}
+    return known.get(name) or f"--{method}-{name.replace('_', '-')}"
