@@ -88,6 +88,34 @@ def simulate(
 
 
 @app.command()
+def watch(run_dir: Annotated[Path, typer.Argument(help="--run-dir (or --save-dir) of a run.")]) -> None:
+    """Show a run as it goes on, from any machine that sees its directory; Ctrl-C ends the view, not the run."""
+    from fairseq_async.reporting.watch import follow
+
+    follow(run_dir)
+
+
+@app.command()
+def capacity(
+    run_dir: Annotated[Path, typer.Argument(help="Of a run of one worker or two, without a barrier.")],
+    parameters: Annotated[str, typer.Option(help="Other models than the run's, as 20e6,60e6.")] = "",
+    link: Annotated[str, typer.Option(help="Workers on other machines: Gbit/s, as 1,10,100.")] = "",
+    servers: Annotated[str, typer.Option(help="Shards of the parameters, a server each.")] = "1,2,4,8",
+) -> None:
+    """Say how many workers one server holds before it is the bottleneck, and what sharding would give."""
+    from rich.console import Console
+
+    from fairseq_async.reporting.capacity import tables
+    from fairseq_async.simulation.capacity import measure
+
+    sizes = [round(size) for size in _positive("--parameters", parameters)]
+    counts = [round(count) for count in _positive("--servers", servers)]
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    for table in tables(measure(run_dir), sizes, _positive("--link", link), counts):
+        console.print(table)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Directories of runs, or of simulations, to lay over each other.")],
     out: Annotated[Path | None, typer.Option(help="For report.html and PNGs (default: report/ in the first).")] = None,
@@ -123,6 +151,16 @@ def replay(
         pass
     here = repeated.server.version
     print(f"replayed to update {here} of {last}: {repeated.compared} checksums, all equal to the recorded ones")
+
+
+def _positive(flag: str, text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        numbers = [0.0]
+    if not all(0 < number < float("inf") for number in numbers) or (flag == "--servers" and min(numbers) < 1):
+        raise ConfigurationError(f"{flag} {text}: numbers above 0 with commas between them")
+    return numbers
 
 
 def _factors(text: str) -> list[float]:
