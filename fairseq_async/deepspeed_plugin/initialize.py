@@ -10,7 +10,7 @@ from typing import Any
 import deepspeed
 
 from fairseq_async.deepspeed_plugin import config as configuration
-from fairseq_async.deepspeed_plugin.data import ShardedLoader, shard_sizes
+from fairseq_async.deepspeed_plugin.data import ShardedLoader
 from fairseq_async.deepspeed_plugin.engine import HybridEngine, LocalEngine
 from fairseq_async.deepspeed_plugin.island import IslandClient, become_a_world
 from fairseq_async.deepspeed_plugin.masters import replica_of
@@ -21,6 +21,7 @@ from fairseq_async.worker.gradients import GradientWorker
 from fairseq_async.worker.local_sgd import LocalSGD
 from fairseq_async.worker.overlap import local_sgd
 from fairseq_async.worker.place import SERVERS, Place
+from fairseq_async.worker.shards import shard_sizes
 
 Options = LocalSGDOptions | HybridOptions
 _HYBRID_SERVER = "fairseq_async.deepspeed_plugin.server"  # with torch's optimizers and DeepSpeed's schedules

@@ -139,7 +139,7 @@ class HybridOptions(_Options):
                 f"updates_per_step is {updates}: with barrier there are only {workers}, which would wait for ever"
             )
         limits = {"last_version": self.total_steps or None, "updates_per_step": updates}
-        return {"method": self.method, "barrier": updates if self.barrier else 0} | limits | inner
+        return {"method": self.method, "workers": workers, "barrier": updates if self.barrier else 0} | limits | inner
 
 
 class AdasumOptions(_Options):
@@ -230,6 +230,7 @@ class RunOptions(_Options):
         snapshot_seconds: between two snapshots, from which a server that dies goes on.
         snapshot_updates: take one also after this many applied updates; 0 for no such limit.
         max_update_norm_ratio: refuse an update whose norm is more than this many times the running median.
+        record: keep in the run's directory what a replay needs; a checksum of the parameters for each change.
     """
 
     server: str | None = None
@@ -240,6 +241,7 @@ class RunOptions(_Options):
     snapshot_seconds: float = Field(60.0, gt=0)
     snapshot_updates: int = Field(0, ge=0)
     max_update_norm_ratio: float | None = Field(None, gt=1)
+    record: bool = False
 
     @field_validator("server")
     @classmethod
@@ -250,7 +252,7 @@ class RunOptions(_Options):
 
     def describe(self) -> dict[str, Any]:
         """The server's part, in JSON's types."""
-        own = {"worker_timeout", "snapshot_seconds", "snapshot_updates", "max_update_norm_ratio"}
+        own = {"worker_timeout", "snapshot_seconds", "snapshot_updates", "max_update_norm_ratio", "record"}
         return self.model_dump(include=own)
 
 
@@ -284,10 +286,10 @@ def checked(
         return model(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = spell(str(first["loc"][0])) + ": " if first["loc"] else ""
+        key = spell(".".join(map(str, first["loc"]))) + ": " if first["loc"] else ""
         if first["type"] == "extra_forbidden":
-            known = ", ".join(sorted(model.model_fields))
-            raise ConfigurationError(f"{where}: unknown key {key.removesuffix(': ')}; known are {known}") from error
+            known = f"; known are {', '.join(sorted(model.model_fields))}" if len(first["loc"]) == 1 else ""
+            raise ConfigurationError(f"{where}: unknown key {key.removesuffix(': ')}{known}") from error
         said = first["msg"].removeprefix("Value error, ")
         value = "" if not first["loc"] else f" (it is {first['input']!r})"
         raise ConfigurationError(f"{where}: {key}{said}{value}") from error
