@@ -40,12 +40,15 @@ class RecordedClient:
 
     def join(self, layout: Layout, method: dict[str, Any]) -> dict[str, Any]:
         self.layout, self.slot = layout, torch.zeros(layout.size)
-        return {"initialised": True, "sequence": 0, "refused": 0, **self._answer(self.events[0])}
+        first = self.events[0]
+        return {"initialised": True, "sequence": first["sequence"], "refused": 0, **self._answer(first)}
 
     def pull(self, copy: Callable[[Tensor], None]) -> int:
-        """As where nothing is published: the parameters come in the slot, and stay there."""
-        self.slot.copy_(self.parameters)
-        copy(self.slot)
+        """As where nothing is published: the parameters come in the slot, and stay there. Not while an update is there
+        that has not been taken: then the worker is told later what to start from."""
+        if self.pushed is None:
+            self.slot.copy_(self.parameters)
+            copy(self.slot)
         return self.version
 
     def push(self, write: Callable[[Tensor], None], **message: Any) -> dict[str, Any]:
@@ -103,7 +106,7 @@ class ReplayedWorker:
 
     def take(self, parameters: Tensor, version: int) -> None:
         """Starts from these parameters."""
-        self.client.parameters, self.client.version = parameters, version
+        self.client.parameters, self.client.version, self.client.pushed = parameters, version, None
         if self._half.joined:
             self._half.pull()
         else:
