@@ -16,6 +16,10 @@ class ExchangeError(AsyncError):
     """The server, or the memory shared with it, is not there or does not answer."""
 
 
+class ProtocolError(ExchangeError):
+    """The other side does not speak our protocol, or not correctly."""
+
+
 class RefusedError(AsyncError):
     """The server does not take this worker or its updates."""
 

@@ -102,10 +102,11 @@ def test_an_island_is_one_worker_whatever_its_ranks_hold(
     run: Run, single: torch.Tensor, tmp_path: Path, stage: int
 ) -> None:
     """Two ranks that are synchronous are one process with twice the batch: here its masters are in fp32 on each rank,
-    or in two partitions."""
+    or in two partitions; the last of them exchanges them with a server at another address."""
     zero = {"zero_optimization": {"stage": stage}} if stage else {}
     bf16 = {"bf16": {"enabled": True}} if stage == 1 else {}
-    code, output = run(2, tmp_path / "island", ISLAND | {"island_size": 2}, **zero, **bf16)
+    remote = {"server": f"127.0.0.2:{free_port('127.0.0.2')}"} if stage == 2 else {}
+    code, output = run(2, tmp_path / "island", ISLAND | {"island_size": 2} | remote, **zero, **bf16)
     assert code == 0, output
     island = parameters(tmp_path / "island")
     assert torch.equal(island, parameters(tmp_path / "island", "worker-0-1"))
@@ -162,6 +163,7 @@ def test_every_file_is_loaded_and_runs_a_few_steps(processes: Processes, tmp_pat
         ({"c": 0.5, "delay": 4}, r"c is 0.5: with delay 4 it must be in \[0, 1/4\]"),
         ({"delay": 0}, '"delay": Input should be greater than or equal to 1'),
         ({"island_size": 0}, '"island_size"'),
+        ({"server": "10.0.0.1"}, r'"async_training": "server": an address is written HOST:PORT.*it is \'10.0.0.1\''),
         ({"outer": "sgd", "outer_momentum": 0.9}, "outer_momentum is of no use with outer sgd"),
     ],
 )

@@ -80,6 +80,12 @@ def test_a_resumed_run_goes_on_with_momentum_and_data(processes: Processes, data
     differences = relative_differences(tmp_path / "whole/checkpoint_last.pt", tmp_path / "parts/checkpoint_last.pt")
     assert max(differences.values()) == 0.0
     assert len(events(tmp_path / "parts")) == len(events(tmp_path / "whole")) == 8
+    new = ["--restore-file", tmp_path / "whole/checkpoint_last.pt", "--reset-optimizer", "--bf16", "--max-update", 5]
+    code, output = processes.run(local_command(data, 1, tmp_path / "new", *flags, *new))
+    assert code == 0, output
+    first, begun = events(tmp_path / "whole")[0], events(tmp_path / "new")
+    assert [event["base_version"] for event in begun] == [0]  # a run of its own, on the parameters of the other
+    assert begun[0]["loss"] < first["loss"] - 0.5
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,17 @@ def test_clipping_is_of_the_sum_and_not_of_its_parts() -> None:
     assert torch.allclose(parameters, torch.tensor([-0.8, -0.9]), atol=1e-5)
 
 
+@given(st.lists(st.floats(-1, 1, width=32), min_size=4, max_size=4), st.sampled_from([0.5, 1.0, 2.0]))
+def test_clipping_is_torchs_to_the_bit(gradient: list[float], clip: float) -> None:
+    """Whether it has something to do or not."""
+    parameters, plain = torch.ones(4), torch.nn.Parameter(torch.ones(4))
+    HybridAccumulation(sgd(parameters), 1, clip_norm=clip).apply(parameters, update(gradient))
+    plain.grad = torch.tensor(gradient)
+    torch.nn.utils.clip_grad_norm_(plain, clip)
+    torch.optim.SGD([plain], lr=1.0).step()
+    assert torch.equal(parameters, plain.data)
+
+
 def test_an_update_without_tokens_counts_but_does_not_weigh() -> None:
     parameters = torch.zeros(1)
     rule = HybridAccumulation(sgd(parameters), updates_per_step=3)

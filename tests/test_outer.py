@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairseq_async.algorithms import BufferedNesterov, DelayedNesterov, Lateness, NesterovMomentum, Update
+from tests.references import DelayedNesterov64
 
 LR, BETA = 0.7, 0.9
 CASES = st.tuples(st.integers(1, 5), st.integers(0, 2**31), st.floats(0, 1))  # N, seed, share of the largest c
@@ -29,27 +30,16 @@ def drawn(seed: int, arrivals: int) -> tuple[Tensor, Tensor]:
     return torch.randn(3, generator=generator), torch.randn(arrivals, 3, generator=generator)
 
 
-def delayed_reference(theta: Tensor, deltas: Tensor, n: int, c: float) -> Tensor:
-    """Algorithm 3 of the paper, line by line, in float64."""
-    theta, m, total = theta.double(), torch.zeros(3).double(), torch.zeros(3).double()
-    for t, g in enumerate(deltas.double()):
-        total = total + g
-        if (t + 1) % n == 0:
-            m = BETA * m + total / n
-            theta = theta - LR * ((1 - c * n + c) * BETA * m + g / n)
-            total = torch.zeros(3).double()
-        else:
-            theta = theta - LR * (c * BETA * m + g / n)
-    return theta
-
-
 @given(CASES)
 def test_delayed_nesterov_is_the_papers_algorithm(case: tuple[int, int, float]) -> None:
     n, seed, share = case
     theta, deltas = drawn(seed, 3 * n + 1)
     rule = DelayedNesterov(LR, BETA, n, c=share / n)
     after, stepped = apply_all(rule, theta, deltas)
-    assert torch.allclose(after.double(), delayed_reference(theta, deltas, n, share / n), rtol=1e-5, atol=1e-5)
+    reference = DelayedNesterov64(theta, LR, BETA, n, share / n)
+    for delta in deltas:
+        reference.arrive(delta)
+    assert torch.allclose(after.double(), reference.theta, rtol=1e-5, atol=1e-5)
     assert stepped == [(t + 1) % n == 0 for t in range(3 * n + 1)]
 
 
@@ -106,6 +96,16 @@ def test_a_restart_in_the_middle_of_a_buffer_changes_no_bit(make: Callable[[], A
     halfway, _ = apply_all(first, theta, deltas[:cut])
     second.load_state_dict(first.state_dict())
     assert torch.equal(apply_all(second, halfway, deltas[cut:])[0], whole)
+
+
+@pytest.mark.parametrize("rule", [DelayedNesterov, BufferedNesterov])
+def test_a_buffer_of_more_workers_is_emptied_by_fewer(rule: Callable[..., Any]) -> None:
+    """Three of four updates are in the buffer; two workers go on, and the fourth update makes the step."""
+    four, two, theta = rule(1.0, 0.5, 4), rule(1.0, 0.5, 2), torch.zeros(3)
+    apply_all(four, theta, torch.ones(3, 3))
+    two.load_state_dict(four.state_dict())
+    assert [two.apply(theta, update(torch.ones(3))) for _ in range(3)] == [True, False, True]
+    assert two.momentum_buffer.tolist() == [1.5] * 3
 
 
 @pytest.mark.parametrize("make", RULES)

@@ -137,3 +137,20 @@ def test_the_plan_goes_on_where_it_was() -> None:
     second = Rounds(workers=2, maximum=5, total_steps=0, dynamic=True, shards=[10, 10, 10], seed=1)
     second.load_state_dict(first.state_dict())
     assert first.assign(0) == second.assign(0)
+
+
+@given(st.lists(st.integers(1, 99), max_size=5), st.integers(1, 5))
+def test_a_plan_for_other_workers_goes_on_with_shards_of_its_own(sizes: list[int], steps: int) -> None:
+    """All that was used stays used, by share; the speed of a worker that is no more does not count."""
+    first = Rounds(workers=3, maximum=5, total_steps=0, dynamic=True, shards=[10, 20, 30], seed=1)
+    for worker in (0, 1, 2, 0):
+        first.assign(worker)
+        first.record(worker, steps, report(steps, 0.1 * (3 - worker)))
+    second = Rounds(workers=2, maximum=5, total_steps=0, dynamic=True, shards=sizes, seed=1)
+    second.load_state_dict(first.state_dict())
+    if sizes and len(sizes) != 3:
+        assert sum(second.used) == 4 * steps
+        assert all(abs(u - 4 * steps * s / sum(sizes)) < 1 for u, s in zip(second.used, sizes, strict=True))
+    assert second.steps == 4 * steps and second.speeds.keys() == {0, 1}
+    given_ = second.assign(1)
+    assert given_["local_steps"] == 5 and given_["shard"] in (range(len(sizes)) if sizes else [None])

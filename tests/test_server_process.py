@@ -17,6 +17,7 @@ from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.server import Layout, ServerClient
 from fairseq_async.server.process import ServerProcess
+from tests.servers import ThreadServer
 
 MODULE = "tests.sgd_server"
 LAYOUT = Layout.of([("weight", torch.zeros(2, 2)), ("bias", torch.zeros(2))])
@@ -24,13 +25,20 @@ METHOD: dict[str, Any] = {"updates_per_step": 1, "barrier": 0, "last_version": N
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
+def process(tmp_path: Path) -> Iterator[ServerProcess]:
     process = ServerProcess(MODULE, 2, tmp_path, tmp_path / "server.log")
     yield process
     process.stop()
 
 
-def join(server: ServerProcess, worker: int, **method: Any) -> ServerClient:
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ThreadServer]:
+    server = ThreadServer(2, tmp_path)
+    yield server
+    server.stop()
+
+
+def join(server: ServerProcess | ThreadServer, worker: int, **method: Any) -> ServerClient:
     client = ServerClient(server.address, server.token, worker)
     welcome = client.join(LAYOUT, METHOD | method)
     if not welcome["initialised"]:
@@ -53,7 +61,7 @@ def pull(client: ServerClient) -> tuple[int, float]:
     return version, values[0].item()
 
 
-def test_two_workers_share_the_parameters_that_worker_0_brought(server: ServerProcess, tmp_path: Path) -> None:
+def test_two_workers_share_the_parameters_that_worker_0_brought(server: ThreadServer, tmp_path: Path) -> None:
     first = join(server, 0)
     second = join(server, 1)
     assert pull(second) == (0, 1.0)
@@ -68,7 +76,7 @@ def test_two_workers_share_the_parameters_that_worker_0_brought(server: ServerPr
     assert all(e["norm"] > 0 and e["weight"] == 1.0 and e["time"] > 0 for e in events)
 
 
-def test_a_worker_that_died_in_the_middle_of_a_write_costs_that_update_and_comes_back(server: ServerProcess) -> None:
+def test_a_worker_that_died_in_the_middle_of_a_write_costs_that_update_and_comes_back(server: ThreadServer) -> None:
     first, second = join(server, 0), join(server, 1)
     push(second, 0, 0.5)
     second.slot.fill_(1e9)  # written, never pushed
@@ -79,12 +87,12 @@ def test_a_worker_that_died_in_the_middle_of_a_write_costs_that_update_and_comes
     assert welcome["sequence"] == 1 and welcome["position"] == {"epoch": 1, "seen": 0}
 
 
-def test_the_whole_state_comes_back_from_a_snapshot(server: ServerProcess, tmp_path: Path) -> None:
+def test_the_whole_state_comes_back_from_a_snapshot(server: ThreadServer, tmp_path: Path) -> None:
     first = join(server, 0, updates_per_step=2)
     for sequence in range(3):
         push(first, sequence, 0.5)
     first.ask({"kind": "snapshot", "path": str(tmp_path / "state.pt")})
-    other = ServerProcess(MODULE, 2, tmp_path / "other", tmp_path / "other.log")
+    other = ThreadServer(2, tmp_path / "other")
     try:
         client = ServerClient(other.address, other.token, 0)
         client.join(LAYOUT, METHOD | {"updates_per_step": 2})
@@ -99,40 +107,49 @@ def test_the_whole_state_comes_back_from_a_snapshot(server: ServerProcess, tmp_p
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"token": "wrong"}, "another run"),
-        ({"worker": 2}, "there is no worker 2"),
-        (
-            {"layout": [["weight", [2, 3], "float32"]]},
-            "its tensor 0 is weight 2x3 float32, theirs is weight 2x2 float32",
-        ),
+        ({"layout": [["weight", [2, 3], "float32"]]}, "its tensor 0 is weight 2x3 float32, theirs is weight 2x2"),
         ({"method": METHOD | {"updates_per_step": 3}}, "updates_per_step"),
-        ({"kind": "push"}, "introduce yourself"),
-        ({"worker": 0}, "worker 0 is here already"),
+        ({"kind": "push"}, "say hello first"),
+        ({"kind": "dance"}, "there is no message 'dance'"),
         ({"layout": "nonsense"}, "malformed"),
+        ({"method": None}, "malformed"),
     ],
 )
-def test_strangers_are_told_why_and_the_server_stays(
-    server: ServerProcess, change: dict[str, Any], message: str
+def test_who_does_not_fit_is_told_why_and_the_server_stays(
+    server: ThreadServer, change: dict[str, Any], message: str
 ) -> None:
     first = join(server, 0)
-    hello = {"kind": "hello", "token": server.token, "worker": 1, "method": METHOD, "layout": LAYOUT.to_json()}
+    hello = {"kind": "hello", "method": METHOD, "layout": LAYOUT.to_json()}
     with pytest.raises(RefusedError, match=message):
         ServerClient(server.address, server.token, 1).ask(hello | change)
     assert push(first, 0, 0.5)["version"] == 1
 
 
-def test_bytes_that_are_no_message_close_that_connection_only(server: ServerProcess) -> None:
+@pytest.mark.parametrize(
+    ("token", "worker", "message"),
+    [("wrong", 1, "another run"), (None, 2, "there is no worker 2"), (None, 0, "worker 0 is here already")],
+)
+def test_strangers_do_not_come_in(server: ThreadServer, token: str | None, worker: int, message: str) -> None:
+    first = join(server, 0)
+    with pytest.raises(RefusedError, match=message):
+        ServerClient(server.address, token or server.token, worker)
+    assert push(first, 0, 0.5)["version"] == 1
+
+
+def test_bytes_that_are_no_message_close_that_connection_only(server: ThreadServer) -> None:
     first = join(server, 0)
     host, port = server.address.split(":")
     for garbage in (struct.pack("!I", 2**31), struct.pack("!I", 4) + b"\xff\xfe{}", struct.pack("!I", 2) + b"[]"):
         with socket.create_connection((host, int(port))) as stranger:
+            challenged = Channel(stranger).receive()
+            assert list(challenged) == ["challenge"]
             stranger.sendall(garbage)
             stranger.settimeout(5)
             assert stranger.recv(1) == b""
     assert push(first, 0, 0.5)["version"] == 1
 
 
-def test_the_barrier_answers_both_workers_when_the_round_is_complete(server: ServerProcess) -> None:
+def test_the_barrier_answers_both_workers_when_the_round_is_complete(server: ThreadServer) -> None:
     method = {"updates_per_step": 2, "barrier": 2}
     first, second = join(server, 0, **method), join(server, 1, **method)
     first.slot.fill_(1.0)
@@ -143,7 +160,7 @@ def test_the_barrier_answers_both_workers_when_the_round_is_complete(server: Ser
     assert pull(first) == (1, 0.5)
 
 
-def test_a_worker_that_leaves_a_barrier_run_early_does_not_hold_up_the_others(server: ServerProcess) -> None:
+def test_a_worker_that_leaves_a_barrier_run_early_does_not_hold_up_the_others(server: ThreadServer) -> None:
     method = {"updates_per_step": 2, "barrier": 2}
     first, second = join(server, 0, **method), join(server, 1, **method)
     first._channel.send({"kind": "push", "sequence": 0, "base_version": 0, "weight": 1.0, "report": {}, "wait": False})
@@ -151,19 +168,19 @@ def test_a_worker_that_leaves_a_barrier_run_early_does_not_hold_up_the_others(se
     assert first._channel.receive()["status"] == "applied"
 
 
-def test_two_runs_do_not_share_a_directory(server: ServerProcess, tmp_path: Path) -> None:
+def test_two_runs_do_not_share_a_directory(process: ServerProcess, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="is in use by another run"):
         ServerProcess(MODULE, 1, tmp_path, tmp_path / "log")
 
 
-def test_an_update_that_steps_nothing_is_answered_at_once_and_not_overwritten(server: ServerProcess) -> None:
+def test_an_update_that_steps_nothing_is_answered_at_once_and_not_overwritten(server: ThreadServer) -> None:
     first = join(server, 0, updates_per_step=50)
     answers = [push(first, sequence, float(sequence)) for sequence in range(50)]
     assert [answer["status"] for answer in answers] == ["accepted"] * 49 + ["applied"]
     assert pull(first)[1] == pytest.approx(1.0 - sum(range(50)) / 50)
 
 
-def test_a_refused_update_is_told_with_the_next_answer_or_at_once_to_whom_waits(server: ServerProcess) -> None:
+def test_a_refused_update_is_told_with_the_next_answer_or_at_once_to_whom_waits(server: ThreadServer) -> None:
     first = join(server, 0, updates_per_step=50)
     assert push(first, 0, float("nan"))["refused"] == 0
     assert push(first, 1, 1.0)["refused"] == 1
@@ -172,45 +189,46 @@ def test_a_refused_update_is_told_with_the_next_answer_or_at_once_to_whom_waits(
     assert answer["status"] == "refused" and answer["refused"] == 2
 
 
-def test_the_run_ends_for_all_at_the_last_version_and_the_server_with_the_last_worker(server: ServerProcess) -> None:
-    first, second = join(server, 0, last_version=1), join(server, 1, last_version=1)
+def test_the_run_ends_for_all_at_the_last_version_and_the_server_with_the_last_worker(process: ServerProcess) -> None:
+    first, second = join(process, 0, last_version=1), join(process, 1, last_version=1)
     assert push(first, 0, 0.5)["finished"]
     answer = push(second, 0, 0.5)
     assert answer["status"] == "finished" and answer["version"] == 1
     first.leave(finished=True)
-    assert server.process.poll() is None
+    assert process.process.poll() is None
     second.leave(finished=False)
-    assert server.process.wait(timeout=10) == 0
+    assert process.process.wait(timeout=10) == 0
 
 
-def test_worker_0_may_end_the_run_before_its_limits(server: ServerProcess) -> None:
+def test_worker_0_may_end_the_run_before_its_limits(server: ThreadServer) -> None:
     """As with --patience: the others learn of it at their next push, and the server ends after them."""
     first, second = join(server, 0), join(server, 1)
     push(first, 0, 0.5)
     first.leave(finished=True)
     assert push(second, 0, 0.5)["status"] == "finished"
     second.leave(finished=False)
-    assert server.process.wait(timeout=10) == 0
+    server.thread.join(10)
+    assert not server.thread.is_alive()
 
 
-def test_the_passes_of_all_workers_together_end_the_run(server: ServerProcess) -> None:
+def test_the_passes_of_all_workers_together_end_the_run(server: ThreadServer) -> None:
     first, second = join(server, 0, max_epoch=1), join(server, 1, max_epoch=1)
     message = {"kind": "push", "sequence": 0, "base_version": 0, "weight": 1.0, "report": {"epochs": 0.5}}
     assert not first.ask(message | {"wait": False})["finished"]
     assert second.ask(message | {"wait": False})["finished"]
 
 
-def test_a_server_that_dies_is_an_error_at_once(server: ServerProcess) -> None:
-    client = join(server, 0)
-    os.kill(server.process.pid, signal.SIGKILL)
+def test_a_server_that_dies_is_an_error_at_once(process: ServerProcess) -> None:
+    client = join(process, 0)
+    os.kill(process.process.pid, signal.SIGKILL)
     with pytest.raises(ExchangeError, match="is gone"):
         push(client, 0, 0.5)
 
 
-def test_a_server_ends_with_the_process_that_started_it(server: ServerProcess) -> None:
-    assert server.process.stdin is not None
-    server.process.stdin.close()
-    assert server.process.wait(timeout=10) == 0
+def test_a_server_ends_with_the_process_that_started_it(process: ServerProcess) -> None:
+    assert process.process.stdin is not None
+    process.process.stdin.close()
+    assert process.process.wait(timeout=10) == 0
 
 
 def test_no_server_and_a_port_in_use_are_clear(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from fairseq_async.algorithms.adascale import AdaScaleGain
 from fairseq_async.algorithms.adasum import adasum
 from fairseq_async.algorithms.hybrid import HybridAccumulation
 from fairseq_async.algorithms.outer import BufferedNesterov, DelayedNesterov, NesterovMomentum
+from fairseq_async.algorithms.outliers import NormGate
 from fairseq_async.algorithms.rounds import local_steps, shard_probabilities
 from fairseq_async.algorithms.rule import Rule
 from fairseq_async.algorithms.staleness import Lateness
@@ -16,6 +17,7 @@ __all__ = [
     "HybridAccumulation",
     "Lateness",
     "NesterovMomentum",
+    "NormGate",
     "Rule",
     "Update",
     "adasum",

@@ -54,7 +54,7 @@ class HybridAccumulation:
         if self.count < self.updates_per_step:
             return False
         if self.clip_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self._optimized(), self.clip_norm)
+            self._clip()
         self.optimizer.step()
         self.weight, self.count = 0.0, 0
         return True
@@ -92,6 +92,13 @@ class HybridAccumulation:
             for tensor in self._optimized():  # each gradient lies where its parameter lies
                 tensor.grad = self.mean.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return self.mean
+
+    def _clip(self) -> None:
+        """As ``torch.nn.utils.clip_grad_norm_``, but for the pass over memory that multiplies by 1."""
+        tensors = self._optimized()
+        norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in tensors if tensor.grad is not None])
+        if norm + 1e-6 > self.clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(tensors, self.clip_norm, norm)
 
     def _optimized(self) -> list[Tensor]:
         return [tensor for group in self.optimizer.param_groups for tensor in group["params"]]

@@ -78,7 +78,30 @@ class NesterovMomentum(_Outer):
         return True
 
 
-class BufferedNesterov(_Outer):
+class _Buffered(_Outer):
+    """Adds updates up: the momentum takes Δ/N at every N-th."""
+
+    def __init__(self, lr: float, momentum: float) -> None:
+        super().__init__(lr, momentum)
+        self.buffer: Tensor | None = None
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"buffer": self.buffer if self.count else None, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.buffer, self.count = _copied(state["buffer"]), state["count"]
+
+    def _add(self, delta: Tensor) -> Tensor:
+        """Δ ← Δ + δ"""
+        if self.buffer is None:
+            self.buffer = torch.zeros_like(delta)
+        self.count += 1
+        return self.buffer.add_(delta)
+
+
+class BufferedNesterov(_Buffered):
     """One Nesterov step on the mean of N updates.
 
     ::
@@ -101,21 +124,16 @@ class BufferedNesterov(_Outer):
         super().__init__(lr, momentum)
         self.buffer_size = _at_least_one("buffer_size", buffer_size)
         self._wanted = buffer_size
-        self.buffer: Tensor | None = None
-        self.count = 0
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
         """One arrival; True on every N-th, which steps."""
-        if self.buffer is None:
-            self.buffer = torch.zeros_like(update.delta)
-        self.buffer.add_(update.delta)
-        self.count += 1
+        total = self._add(update.delta)
         if self.count < self.buffer_size:
             return False
-        momentum = self._momentum_after(self.buffer, 1 / self.count)
+        momentum = self._momentum_after(total, 1 / self.count)
         parameters.add_(momentum, alpha=-self.lr * self.momentum)
-        parameters.add_(self.buffer, alpha=-self.lr / self.count)
-        self.buffer.zero_()
+        parameters.add_(total, alpha=-self.lr / self.count)
+        total.zero_()
         self.count = 0
         return True
 
@@ -127,15 +145,8 @@ class BufferedNesterov(_Outer):
         """A step waits for no more updates than a round has."""
         self.buffer_size = min(self._wanted, updates)
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"buffer": self.buffer if self.count else None, "count": self.count}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.buffer, self.count = _copied(state["buffer"]), state["count"]
-
-
-class DelayedNesterov(_Outer):
+class DelayedNesterov(_Buffered):
     """Delayed Nesterov (Liu et al. 2024, algorithm 3): a gradient step per arrival, a momentum step every N-th.
 
     ::
@@ -162,19 +173,14 @@ class DelayedNesterov(_Outer):
         if not 0 <= c <= 1 / delay:
             raise ValueError(f"c is {c}; it must be in [0, 1/delay] = [0, {1 / delay:g}]")
         self.c = c
-        self.buffer: Tensor | None = None
-        self.count = 0
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
         """One arrival; True on every N-th, when the momentum is updated."""
-        if self.buffer is None:
-            self.buffer = torch.zeros_like(update.delta)
-        self.buffer.add_(update.delta)
-        self.count += 1
-        stepped = self.count == self.delay
+        total = self._add(update.delta)
+        stepped = self.count >= self.delay  # more than N may be in a checkpoint of a larger N
         if stepped:
-            self._momentum_after(self.buffer, 1 / self.delay)
-            self.buffer.zero_()
+            self._momentum_after(total, 1 / self.count)
+            total.zero_()
             self.count = 0
         share = 1 - self.c * self.delay + self.c if stepped else self.c
         if self.momentum_buffer is not None and share > 0:
@@ -185,13 +191,6 @@ class DelayedNesterov(_Outer):
     @property
     def changes_next(self) -> bool:
         return True
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"buffer": self.buffer if self.count else None, "count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.buffer, self.count = _copied(state["buffer"]), state["count"]
 
 
 def _at_least_one(name: str, value: int) -> int:

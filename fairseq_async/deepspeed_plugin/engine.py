@@ -152,7 +152,7 @@ class LocalEngine(AsyncEngine):
         if self.local.done:
             self._calling(self.local.exchange)
         else:
-            self.local.version = self._calling(self.local.client.pull, self.local.replica.write)
+            self._calling(self.local.pull)
 
 
 class HybridEngine(AsyncEngine):
@@ -175,7 +175,7 @@ class HybridEngine(AsyncEngine):
 
     def pull(self) -> None:
         """Takes the server's current parameters into the model, for validation."""
-        self.local.version = self._calling(self.local.client.pull, self.local.replica.write)
+        self._calling(self.local.pull)
 
 
 def _refuse(message: str) -> None:

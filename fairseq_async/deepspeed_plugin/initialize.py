@@ -10,19 +10,19 @@ from typing import Any
 import deepspeed
 
 from fairseq_async.deepspeed_plugin import config as configuration
-from fairseq_async.deepspeed_plugin.data import ShardedLoader, shard_sizes
+from fairseq_async.deepspeed_plugin.data import ShardedLoader
 from fairseq_async.deepspeed_plugin.engine import HybridEngine, LocalEngine
 from fairseq_async.deepspeed_plugin.group import initialize_group
 from fairseq_async.deepspeed_plugin.island import IslandClient, become_a_world
 from fairseq_async.deepspeed_plugin.masters import replica_of
 from fairseq_async.errors import AsyncError, ConfigurationError, fail
-from fairseq_async.server import ServerClient
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.worker.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, Section
 from fairseq_async.worker.gradients import GradientWorker
 from fairseq_async.worker.local_sgd import LocalSGD
-from fairseq_async.worker.overlap import OverlappedLocalSGD
+from fairseq_async.worker.overlap import local_sgd
 from fairseq_async.worker.place import SERVERS, Place
+from fairseq_async.worker.shards import shard_sizes
 
 Options = LocalSGDOptions | HybridOptions
 _HYBRID_SERVER = "fairseq_async.deepspeed_plugin.server"  # with torch's optimizers and DeepSpeed's schedules
@@ -82,9 +82,11 @@ def _initialize(
     if getattr(options, "overlap", False) and section.island_size > 1:
         raise ConfigurationError(f'{name}: "overlap" is not supported with "island_size" above 1')
     place = Place.find(section.island_size)
+    if not place.joins:  # a mistake is to show before anything starts
+        _describe(options, plain, place, _shards(data, options, place, name))
+    place, client, server = _connect(place, section, _HYBRID_SERVER if hybrid else SERVERS["local_sgd"])
     sizes = _shards(data, options, place, name)
-    method = _describe(options, plain, place, sizes)
-    client, server = _connect(place, section, _HYBRID_SERVER if hybrid else SERVERS["local_sgd"])
+    method = _describe(options, plain, place, sizes) | section.describe()
     become_a_world(place)
     own = configuration.own_monitor(plain, place.worker)
     if hybrid:
@@ -123,8 +125,7 @@ def _describe(options: Options, config: dict[str, Any], place: Place, sizes: lis
 
 def _half(client: Any, engine: Any, options: Options, place: Place) -> LocalSGD | GradientWorker:
     if isinstance(options, LocalSGDOptions):
-        kind = OverlappedLocalSGD if options.overlap else LocalSGD
-        return kind(client, replica_of(engine, place.rank), options.max_refused)
+        return local_sgd(client, replica_of(engine, place.rank), options)
     named = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
     return GradientWorker(client, named, options.max_refused)
 
@@ -135,12 +136,12 @@ def _length(data: Any) -> int:
     return len(data)
 
 
-def _connect(place: Place, section: Section, module: str) -> tuple[Any, ServerProcess | None]:
+def _connect(place: Place, section: Section, module: str) -> tuple[Place, Any, ServerProcess | None]:
     if place.rank > 0:
-        return IslandClient(None, place), None
-    address, token, server = place.find_server(module, section.server, Path(section.run_dir))
-    client = ServerClient(address, token, place.worker, on_loss=_die)
-    return (client if place.island_size == 1 else IslandClient(client, place)), server
+        return place, IslandClient(None, place), None
+    run_dir, patience = Path(section.run_dir), section.server_timeout
+    place, client, server = place.connect(module, section.server, section.token_file, run_dir, patience, on_loss=_die)
+    return place, (client if place.island_size == 1 else IslandClient(client, place)), server
 
 
 def _loader(engine: Any, data: Any, sizes: list[int], options: Options, place: Place, collate: Any) -> ShardedLoader:

@@ -57,17 +57,13 @@ class IslandClient:
 
     def __init__(self, client: ServerClient | None, place: Place) -> None:
         self.client, self.place, self.worker = client, place, place.worker
+        self._size = 0
         self._slot: Tensor | None = None
+        self._where: list[Any] = []
 
     def join(self, layout: Layout, method: dict[str, Any]) -> dict[str, Any]:
-        welcome = self._told(lambda client: client.join(layout, method) | {"slot": _shared_slot(client, layout)})
-        if self.client is not None:
-            self._slot = self.client.slot
-        else:
-            path, workers, publishes, index = welcome["slot"]
-            self._memory = SharedMemory.attach(path, layout.size, workers, publishes)
-            self._slot = self._memory.slot(index)
-        return welcome
+        self._size = layout.size
+        return self._told(lambda client: client.join(layout, method))
 
     def initialise(self, state: str | None) -> dict[str, Any]:
         self._barrier()
@@ -93,9 +89,20 @@ class IslandClient:
 
     @property
     def slot(self) -> Tensor:
+        if self.client is not None:
+            return self.client.slot
         if self._slot is None:
             raise ExchangeError("this worker has not joined the run")
         return self._slot
+
+    def _find_slot(self, where: list[Any]) -> None:
+        """It moves with a server that comes back."""
+        if self.client is None and where != self._where:
+            self._where = where
+            path, _, workers, publishes, index = where
+            memory = SharedMemory.attach(path, self._size, workers, publishes)
+            self._slot = memory.slot(index)
+            memory.close()
 
     def _barrier(self) -> None:
         deepspeed.comm.barrier()
@@ -106,7 +113,8 @@ class IslandClient:
         body = b""
         if self.client is not None:
             try:
-                body = json.dumps(speak(self.client)).encode()
+                answer = speak(self.client)
+                body = json.dumps([answer, _shared_slot(self.client, self._size)]).encode()
             except BaseException:
                 deepspeed.comm.broadcast(torch.tensor([-1], device=device), 0)
                 raise
@@ -116,14 +124,17 @@ class IslandClient:
             raise ExchangeError("rank 0 of this island could not exchange with the server; its own line says why")
         content = torch.frombuffer(bytearray(body or bytes(int(length))), dtype=torch.uint8).to(device)
         deepspeed.comm.broadcast(content, 0)
-        answer: dict[str, Any] = json.loads(bytes(content.cpu().tolist()))
-        return answer
+        told: dict[str, Any]
+        told, where = json.loads(bytes(content.cpu().tolist()))
+        self._find_slot(where)
+        return told
 
 
-def _shared_slot(client: ServerClient, layout: Layout) -> list[Any]:
+def _shared_slot(client: ServerClient, size: int) -> list[Any]:
     """Where the other ranks find the slot; one that came over the network is moved to shared memory first."""
     if client.memory is None:
-        client.use(SharedMemory.create(layout.size, 1, publishes=False))
+        client.use(SharedMemory.create(size, 1, publishes=False))
         assert client.memory is not None
-        return [client.memory.path, 1, False, 0]
-    return [client.memory.path, client.memory.workers, client.memory.publishes, client.worker]
+        client.memory.open(0)
+    memory, index = client.memory, 0 if client.remote else client.worker
+    return [memory.path, memory.inode, memory.workers, memory.publishes, index]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_async.errors import ExchangeError
+from fairseq_async.errors import ExchangeError, ProtocolError
 
 _LENGTH = struct.Struct("!I")
 LARGEST = 1 << 24  # bytes; a model's layout is the largest message and needs about 100 bytes a tensor
@@ -25,16 +25,30 @@ class Channel:
 
     Attributes:
         room: where the tensor behind a message is received; None takes none. It is overwritten as the bytes arrive.
+        largest: bytes of a message that the peer may send.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, largest: int = LARGEST) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
+        self.largest = largest
         self.room: Tensor | None = None
         self._received = bytearray()
         self._announcing: dict[str, Any] | None = None  # a message whose tensor is on its way
         self._missing = memoryview(b"")
         self._outgoing: deque[memoryview] = deque()
+
+    def notice_death(self, seconds: float) -> None:
+        """Lets the kernel close the connection when a peer's machine has not been heard of for this long.
+
+        A peer that ends closes it by itself; one whose machine or network is gone closes nothing.
+        """
+        third = max(1, round(seconds / 3))
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, third)
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, third)
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
 
     def send(self, message: dict[str, Any], tensor: Tensor | None = None) -> None:
         """Returns when all of it is on its way."""
@@ -79,7 +93,7 @@ class Channel:
         """Blocks for the next message.
 
         Raises:
-            ExchangeError: the peer closed the connection, or sent something that is no message.
+            ExchangeError: the peer closed the connection, or, a ProtocolError, sent something that is no message.
         """
         while (message := self._next()) is None:
             self._read()
@@ -93,11 +107,15 @@ class Channel:
             complete.append(message)
         return complete
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Both sides will find the connection closed; what was sent before still arrives."""
         try:
-            self.connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that watches the connection
+            self.connection.shutdown(socket.SHUT_RDWR)  # wakes also a thread that watches the connection
         except OSError:
             pass  # the peer was faster
+
+    def close(self) -> None:
+        self.end()
         self.connection.close()
 
     def _read(self) -> None:
@@ -129,8 +147,8 @@ class Channel:
         if len(self._received) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._received)
-        if length > LARGEST:
-            raise ExchangeError(f"a message of {length} bytes was announced; {LARGEST} are allowed")
+        if length > self.largest:
+            raise ProtocolError(f"a message of {length} bytes was announced; {self.largest} are allowed")
         end = _LENGTH.size + length
         if len(self._received) < end:
             return None
@@ -141,7 +159,7 @@ class Channel:
     def _begin_tensor(self, message: dict[str, Any]) -> None:
         room = memoryview(b"") if self.room is None else _bytes(self.room)
         if message.pop(_PAYLOAD) != room.nbytes:
-            raise ExchangeError("a tensor was announced that is not of the model's size")
+            raise ProtocolError("a tensor was announced that is not of the model's size")
         here = min(len(self._received), room.nbytes)
         room[:here] = self._received[:here]
         del self._received[:here]
@@ -159,8 +177,8 @@ def _closed(error: OSError) -> ExchangeError:
 def _decode(body: bytes) -> dict[str, Any]:
     try:
         message = json.loads(body)
-    except ValueError as error:
-        raise ExchangeError("the peer sent something that is not JSON") from error
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError("the peer sent something that is not JSON") from error
     if not isinstance(message, dict):
-        raise ExchangeError("the peer sent something that is not a message")
+        raise ProtocolError("the peer sent something that is not a message")
     return message

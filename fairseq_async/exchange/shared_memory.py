@@ -44,17 +44,19 @@ class SharedMemory:
 
     @classmethod
     def create(cls, parameters: int, workers: int, publishes: bool = True) -> "SharedMemory":
-        """The server's side.
+        """The server's side, for up to ``workers``; a slot takes no memory before :meth:`open`.
 
         Raises:
             ExchangeError: there is no room in /dev/shm.
         """
         size = cls.nbytes(parameters, workers, publishes)
+        shared = cls.nbytes(parameters, workers, publishes) - 4 * parameters * workers
         try:
             descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
-            os.posix_fallocate(descriptor, 0, size)
+            os.ftruncate(descriptor, size)
+            os.posix_fallocate(descriptor, 0, shared)
         except OSError as error:
-            raise ExchangeError(_no_room(size, error)) from error
+            raise ExchangeError(_no_room(shared, error)) from error
         memory = cls(descriptor, parameters, workers, publishes)
         memory._header[2:] = -1  # nothing is taken yet; 0 is the first sequence number
         return memory
@@ -81,16 +83,36 @@ class SharedMemory:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @property
+    def inode(self) -> int:
+        """Which file it is: paths are used again."""
+        return os.fstat(self._descriptor).st_ino
+
+    @property
     def published(self) -> Tensor:
         assert self.publishes
         return self._vector(0)
+
+    def open(self, worker: int) -> None:
+        """Takes the memory of a worker's slot, so that no write to it can fail.
+
+        Raises:
+            ExchangeError: there is no room in /dev/shm.
+        """
+        size = 4 * self.parameters
+        try:
+            os.posix_fallocate(self._descriptor, self._offset(self.publishes + worker), max(1, size))
+        except OSError as error:
+            raise ExchangeError(_no_room(size, error)) from error
 
     def slot(self, worker: int) -> Tensor:
         return self._vector(self.publishes + worker)
 
     def _vector(self, index: int) -> Tensor:
-        offset = _header_bytes(self.workers) + 4 * self.parameters * index
-        return torch.frombuffer(self._map, dtype=torch.float32, count=self.parameters, offset=offset)
+        count, offset = self.parameters, self._offset(index)
+        return torch.frombuffer(self._map, dtype=torch.float32, count=count, offset=offset)
+
+    def _offset(self, index: int) -> int:
+        return _header_bytes(self.workers) + 4 * self.parameters * index
 
     def publish(self, parameters: Tensor, version: int) -> None:
         self._count()

@@ -5,7 +5,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from fairseq_async.fairseq_plugin.options import check_common, check_processes, inner_class
+from fairseq_async.fairseq_plugin.options import (
+    add_run_arguments,
+    check_common,
+    check_processes,
+    inner_class,
+    run_options,
+)
 from fairseq_async.worker.config import OUTER, LocalSGDOptions, checked
 
 _HELP = {
@@ -41,10 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         else:
             kind, unit = _TYPES.get(name, int), name.split("_")[-1].upper()
             parser.add_argument(flag, dest=_dest(name), type=kind, metavar=unit, help=text)
-    parser.add_argument(
-        "--server", metavar="HOST:PORT", help="server to join (default: the launcher's, or one started here)"
-    )
-    parser.add_argument("--run-dir", metavar="DIR", help="for events.jsonl and logs (default: --save-dir)")
+    add_run_arguments(parser)
     inner_class(check_processes()).add_args(parser)
 
 
@@ -68,12 +71,16 @@ def describe(args: Namespace, cfg: DictConfig, workers: int) -> dict[str, Any]:
     """
     check_common(args, cfg)
     described = options_of(args, cfg).describe(workers, shards=[])
-    return described | {
-        "max_epoch": cfg.optimization.max_epoch,
-        "inner_optimizer": args.inner_optimizer,
-        "update_freq": list(cfg.optimization.update_freq),
-        "synchronous": False,
-    }
+    return (
+        described
+        | run_options(args).describe()
+        | {
+            "max_epoch": cfg.optimization.max_epoch,
+            "inner_optimizer": args.inner_optimizer,
+            "update_freq": list(cfg.optimization.update_freq),
+            "synchronous": False,
+        }
+    )
 
 
 def _dest(name: str) -> str:

@@ -4,7 +4,6 @@ import sys
 from argparse import ArgumentParser
 from typing import Any
 
-import torch
 from fairseq.optim import FairseqOptimizer, FP16Optimizer, register_optimizer
 from torch import Tensor
 from torch.nn import Parameter
@@ -36,8 +35,3 @@ def replica_of(named: list[tuple[str, Parameter]], optimizer: FairseqOptimizer) 
     else:
         parts = [master.data.view(-1) for master in masters]
     return MasterReplica(named, [(0, part) for part in parts])
-
-
-def zeros_like_layout(replica: Replica) -> Tensor:
-    """Room for one copy of the parameters."""
-    return torch.zeros(replica.layout.size)

@@ -5,14 +5,16 @@ import time
 from itertools import chain
 from typing import Any
 
+import torch
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from fairseq.utils import set_torch_seed
 
-from fairseq_async.fairseq_plugin.local_sgd import replica_of, zeros_like_layout
+from fairseq_async.fairseq_plugin import local_options
+from fairseq_async.fairseq_plugin.local_sgd import replica_of
 from fairseq_async.fairseq_plugin.trainer import SEEDS, AppliedUpdates, AsyncTrainer
 from fairseq_async.worker.local_sgd import LocalSGD
-from fairseq_async.worker.overlap import OverlappedLocalSGD
+from fairseq_async.worker.overlap import local_sgd
 
 
 class LocalTrainer(AsyncTrainer):
@@ -37,8 +39,7 @@ class LocalTrainer(AsyncTrainer):
             flags.optimizer = "local_sgd"
         if self._local is None:
             replica = replica_of(self._named(), self._optimizer)
-            kind = OverlappedLocalSGD if flags.local_sgd_overlap else LocalSGD
-            self._local = kind(self.session.client, replica, flags.local_sgd_max_refused or 3)
+            self._local = local_sgd(self.session.client, replica, local_options.options_of(flags, self.cfg))
         self._in_step = False
         self._own: Any = None
         self._last: tuple[float, float] | None = None
@@ -50,13 +51,19 @@ class LocalTrainer(AsyncTrainer):
         assert self._local is not None
         return self._local
 
-    def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Any:
-        """Joins the run and loads what fairseq loads, of which worker 0 brings a new server its state."""
+    def load_checkpoint(self, filename: str, reset_optimizer: bool = False, *args: Any, **kwargs: Any) -> Any:
+        """Joins the run and loads what fairseq loads, of which worker 0 brings a new server its state.
+
+        With ``--reset-optimizer``, or for ``--finetune-from-model``, it brings the parameters alone: a new run.
+        """
         welcome = self.local.join(self.session.method)
-        extra_state = self._load(welcome["initialised"], filename, *args, **kwargs)
-        self.local.replica = replica_of(self._named(), self.optimizer)  # fairseq may have built the optimizer anew
+        before = self.optimizer
+        extra_state = self._load(welcome["initialised"], filename, reset_optimizer, *args, **kwargs)
+        if self.optimizer is before:
+            self._build_optimizer()  # the masters of a half-precision model are still those of before
+        self.local.replica = replica_of(self._named(), self.optimizer)
         if not welcome["initialised"]:
-            welcome = self._bring((extra_state or {}).get("async_server"))
+            welcome = self._bring(None if reset_optimizer else (extra_state or {}).get("async_server"))
         self.local.begin(welcome)
         self.set_num_updates(int(self.local.progress))
         return self._place_in_data(extra_state, welcome["position"])
@@ -68,6 +75,7 @@ class LocalTrainer(AsyncTrainer):
     def _bring(self, state: Any) -> dict[str, Any]:
         if state is not None and self.cfg.checkpoint.reset_dataloader:
             state["positions"] = {}
+            state["plan"]["epochs"] = 0.0
         return self.session.with_file(state, self.local.bring_parameters)
 
     # One local step
@@ -131,7 +139,7 @@ class LocalTrainer(AsyncTrainer):
     def _fetch(self) -> dict[str, Any]:
         if self._state is None:
             self.local.settle()
-            self._own = zeros_like_layout(self.local.replica)
+            self._own = torch.zeros(self.local.replica.layout.size)
             self.local.replica.read(self._own)
             self._state = self.session.snapshot()
             self.local.replica.write(self._state["server"]["parameters"])

@@ -3,7 +3,6 @@
 import logging
 import math
 import sys
-import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +13,11 @@ from fairseq.optim.dynamic_loss_scaler import DynamicLossScaler
 from torch import Tensor
 from torch.nn import Parameter
 
-from fairseq_async.errors import AsyncError, ConfigurationError, RefusedError
+from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.exchange import copy
 from fairseq_async.fairseq_plugin import options
-from fairseq_async.server import Layout, ServerClient
+from fairseq_async.server import ServerClient
+from fairseq_async.worker.gradients import GradientWorker
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,9 @@ class HybridAsync(FairseqOptimizer):
         scaler: the dynamic loss scale of an fp16 model.
         max_refused: updates with NaN or Inf, in a row, after which the worker stops.
         barrier: whether the server answers only when the step is taken.
+
+    Attributes:
+        worker: this worker's half of the method, which has the parameters and exchanges them.
     """
 
     def __init__(
@@ -46,16 +49,13 @@ class HybridAsync(FairseqOptimizer):
         barrier: bool,
     ) -> None:
         super().__init__(cfg)
-        self.client, self.scaler, self.max_refused, self.barrier = client, scaler, max_refused, barrier
-        self.layout = Layout.of(named)
+        self.scaler, self.barrier = scaler, barrier
+        self.worker = GradientWorker(client, named, max_refused)
         self._half = any(parameter.dtype is not torch.float32 for _, parameter in named)
         # Steps are taken in the server: this one holds the learning rate for fairseq's logs, and the parameters.
         self._optimizer = torch.optim.SGD([p for _, p in named], lr=cfg.lr[0])
-        self.joined = self.finished = False
-        self.version = self.sequence = self.staleness = 0
-        self.refused = self.refused_in_a_row = 0
         self.report: dict[str, Any] = {}
-        self.seconds = {"push": 0.0, "pull": 0.0}
+        self._norm: float | None = None
         self.idle = False  # the batch is a dummy that fills up an epoch
         self.restored: dict[str, Any] | None = None  # a checkpoint's server state
         self._begin_batch()
@@ -97,8 +97,8 @@ class HybridAsync(FairseqOptimizer):
         """
         norm = self._factor * super().clip_grad_norm(0.0)
         self._skip = self.scaler is not None and _overflows(self.scaler, norm)
-        self._finite = bool(torch.isfinite(norm))
-        return norm if self._finite else norm.new_zeros(())
+        self._norm = float(norm)
+        return norm if math.isfinite(self._norm) else norm.new_zeros(())
 
     def step(self, closure: Any = None, scale: float = 1.0, groups: Any = None) -> None:
         """Pushes the mean gradient, waits for the receipt and pulls the parameters if they have changed.
@@ -109,52 +109,25 @@ class HybridAsync(FairseqOptimizer):
         """
         if self._skip or (self.idle and not self.barrier):
             return
-        started = time.perf_counter()
-        answer = self.client.push(
-            self._write,
-            sequence=self.sequence,
-            base_version=self.version,
-            weight=self._weight,
-            report=self.report | self._measured(),
-            wait=not self._finite,  # it will be refused, which is to be known before the next
-        )
-        self.sequence += 1
-        self.seconds["push"] = time.perf_counter() - started
-        self._settle(answer)
-        if answer["version"] != self.version:
-            self.pull()
+        refused = self._norm is not None and not math.isfinite(self._norm)  # which is to be known before the next
+        report = self.report | {"loss": self._bits()}
+        self.worker.exchange(self._write, self._weight, report, wait=refused, norm=self._norm)
+        self.set_lr(self.worker.learning_rate)
         if self.scaler is not None:
             self.scaler.update()
 
-    def pull(self) -> None:
-        """Takes the server's current parameters into the model."""
-        started = time.perf_counter()
-        self.version = self.client.pull(self._copy_in)
-        self.seconds["pull"] = time.perf_counter() - started
-
     # The server's state
-
-    def join(self, method: dict[str, Any]) -> dict[str, Any]:
-        """Enters the run; returns the server's welcome, at once to worker 0, to others when there are parameters."""
-        return self.client.join(self.layout, method)
-
-    def bring_parameters(self, state: str | None) -> dict[str, Any]:
-        """To a new server: this model's, or the state in a file."""
-        for view, parameter in zip(self.layout.views(self.client.slot), self.params, strict=True):
-            copy(view, parameter)
-        return self.client.initialise(state)
 
     def begin(self, welcome: dict[str, Any]) -> None:
         """Takes the server's parameters, and its word on what this worker has sent before."""
-        self.restored, self.joined = None, True
-        self.sequence, self.refused = welcome["sequence"], welcome["refused"]
-        self.set_lr(welcome["learning_rate"])
-        self.pull()
+        self.restored = None
+        self.worker.begin(welcome)
+        self.set_lr(self.worker.learning_rate)
 
     def take(self, state: dict[str, Any]) -> None:
         """The parameters of a snapshot."""
-        self._copy_in(state["server"]["parameters"])
-        self.version = state["server"]["version"]
+        self.worker.replica.write(state["server"]["parameters"])
+        self.worker.version = state["server"]["version"]
 
     def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: dict[str, Any] | None = None) -> None:
         """Keeps a checkpoint's server state until this worker joins.
@@ -189,10 +162,10 @@ class HybridAsync(FairseqOptimizer):
 
     def _begin_batch(self) -> None:
         self._factor = 1.0 if self.scaler is None else 1.0 / float(self.scaler.loss_scale)
-        self._weight, self._loss, self._skip, self._finite = 0.0, 0.0, False, True
+        self._weight, self._loss, self._skip, self._norm = 0.0, 0.0, False, None
 
     def _write(self, slot: Tensor) -> None:
-        for view, parameter in zip(self.layout.views(slot), self.params, strict=True):
+        for view, parameter in zip(self.worker.replica.layout.views(slot), self.params, strict=True):
             if parameter.grad is None:
                 view.zero_()
             elif self._half:
@@ -200,27 +173,9 @@ class HybridAsync(FairseqOptimizer):
             else:
                 copy(view, parameter.grad)
 
-    def _copy_in(self, flat: Tensor) -> None:
-        for view, parameter in zip(self.layout.views(flat), self.params, strict=True):
-            copy(parameter, view)
-
-    def _measured(self) -> dict[str, float]:
-        """Loss per token in bits, and how long the exchanges before this one took."""
-        loss = self._loss / self._weight / math.log(2) if self._weight else 0.0
-        return {"loss": loss, **{f"{name}_seconds": value for name, value in self.seconds.items()}}
-
-    def _settle(self, answer: dict[str, Any]) -> None:
-        self.finished, self.staleness = answer["finished"], answer["staleness"]
-        self.set_lr(answer["learning_rate"])
-        more, self.refused = answer["refused"] - self.refused, answer["refused"]
-        self.refused_in_a_row = self.refused_in_a_row + more if more else 0
-        if more:
-            logger.warning("an update was refused: its gradient had NaN or Inf (%d in all)", self.refused)
-        if self.refused_in_a_row >= self.max_refused:
-            raise RefusedError(
-                f"the last {self.refused_in_a_row} updates of worker {self.client.worker} had NaN or Inf and were "
-                "refused (--max-refused); try a lower --lr or --clip-norm"
-            )
+    def _bits(self) -> float:
+        """Loss per token."""
+        return self._loss / self._weight / math.log(2) if self._weight else 0.0
 
 
 def _overflows(scaler: DynamicLossScaler, norm: Tensor) -> bool:

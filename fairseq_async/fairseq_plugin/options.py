@@ -10,6 +10,7 @@ from fairseq.optim.lr_scheduler import LR_SCHEDULER_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
 from fairseq_async.errors import ConfigurationError, fail
+from fairseq_async.worker.config import RunOptions, checked
 
 # composite takes a nested configuration that the command line cannot give; the others need a CUDA device.
 _NOT_INNER = {"hybrid_async", "local_sgd", "adasum", "adascale", "composite", "lamb", "cpu_adam"}
@@ -28,11 +29,39 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--max-refused", type=int, default=10, metavar="N",
         help="end a worker when this many of its updates in a row had NaN or Inf (10)",
     )  # fmt: skip
-    parser.add_argument(
-        "--server", metavar="HOST:PORT", help="server to join (default: the launcher's, or one started here)"
-    )
-    parser.add_argument("--run-dir", metavar="DIR", help="for events.jsonl and logs (default: --save-dir)")
+    add_run_arguments(parser)
     inner_class(check_processes()).add_args(parser)
+
+
+_RUN: dict[str, tuple[type, str, str]] = {
+    "server": (str, "HOST:PORT", "server to join (default: the launcher's, or one started here)"),
+    "run_dir": (str, "DIR", "for events.jsonl, logs and snapshots (default: --save-dir)"),
+    "token_file": (str, "FILE", "the run's secret, where other machines can reach the server; only you may read it"),
+    "worker_timeout": (float, "S", "seconds without a word after which nobody waits for a worker (60)"),
+    "server_timeout": (float, "S", "seconds for which a worker waits for a server that is gone (600)"),
+    "snapshot_seconds": (float, "S", "between two snapshots, from which a server that dies goes on (60)"),
+    "snapshot_updates": (int, "N", "a snapshot also after N applied updates"),
+    "max_update_norm_ratio": (float, "R", "refuse an update whose norm is above R times the running median (off)"),
+}
+
+
+def add_run_arguments(parser: ArgumentParser) -> None:
+    """The flags of :class:`~fairseq_async.worker.config.RunOptions`."""
+    for name, (kind, metavar, text) in _RUN.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=text)
+    parser.add_argument(
+        "--record", action="store_true", default=None, help="keep in the run's directory what replay needs (off)"
+    )
+
+
+def run_options(args: Namespace) -> RunOptions:
+    """What these flags say.
+
+    Raises:
+        ConfigurationError: a value out of its range.
+    """
+    given = {name: getattr(args, name) for name in (*_RUN, "record") if getattr(args, name) is not None}
+    return checked(RunOptions, given, f"--optimizer {args.optimizer}", lambda name: "--" + name.replace("_", "-"))
 
 
 def check_processes() -> str:
@@ -68,8 +97,9 @@ def describe(args: Namespace, cfg: DictConfig, workers: int) -> dict[str, Any]:
     updates_per_step = workers if args.updates_per_step is None else args.updates_per_step
     _check(args, cfg, workers, updates_per_step)
     synchronous = args.barrier and updates_per_step == workers
-    return {
+    return run_options(args).describe() | {
         "method": "hybrid_async",
+        "workers": workers,
         "updates_per_step": updates_per_step,
         "barrier": updates_per_step if args.barrier else 0,
         "inner_optimizer": _describe_optimizer(args),

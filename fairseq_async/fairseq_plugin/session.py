@@ -15,9 +15,9 @@ from fairseq import checkpoint_utils
 
 from fairseq_async.errors import AsyncError, fail
 from fairseq_async.fairseq_plugin import local_options, options
+from fairseq_async.fairseq_plugin.command_line import write_command
 from fairseq_async.fairseq_plugin.local_trainer import LocalTrainer
 from fairseq_async.fairseq_plugin.trainer import AsyncTrainer, plain
-from fairseq_async.server import ServerClient
 from fairseq_async.worker.place import SERVERS, Place
 
 
@@ -44,6 +44,9 @@ def _main(module: ModuleType, main: Callable[..., None], cfg: Any, **kwargs: Any
             session.close()
     except AsyncError as error:
         fail(error)
+    except KeyboardInterrupt:
+        sys.stderr.write("fairseq-async: interrupted\n")
+        raise SystemExit(130) from None
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,19 @@ class Session:
     def __init__(self, cfg: Any) -> None:
         self.arguments: Namespace = cfg.optimizer
         self.given = plain(cfg)
-        self.place = Place.find()
         self.door = DOORS[self.arguments.optimizer]
-        self.method = self.door.describe(self.arguments, cfg, self.place.workers)
         self.run_dir = Path(self.arguments.run_dir or cfg.checkpoint.save_dir)
+        place = Place.find()
+        if not place.joins:  # it does not know the number of workers yet
+            self.door.describe(self.arguments, cfg, place.workers)  # a mistake is to show before anything starts
+        given = options.run_options(self.arguments)
+        self.place, self.client, self._server = place.connect(
+            self.door.server, given.server, given.token_file, self.run_dir, given.server_timeout, on_loss=_die
+        )
+        self.method = self.door.describe(self.arguments, cfg, self.place.workers)
         self._adjust(cfg)
-        address, token, self._server = self.place.find_server(self.door.server, self.arguments.server, self.run_dir)
-        self.client = ServerClient(address, token, self.place.worker, on_loss=_die)
+        if self.method["record"] and self.place.worker == 0:
+            write_command(self.run_dir)
 
     def snapshot(self) -> dict[str, Any]:
         """The server's whole state."""

@@ -50,8 +50,9 @@ class RemoteSchedule(FairseqLRScheduler):
     """
 
     def _tell(self, event: str, **details: Any) -> None:
-        if self.optimizer.joined and self.optimizer.client.worker == 0:
-            answer = self.optimizer.client.ask({"kind": "plan", "event": event, **details})
+        worker = self.optimizer.worker
+        if worker.joined and worker.client.worker == 0:
+            answer = worker.client.plan(event=event, **details)
             self.optimizer.set_lr(answer["learning_rate"])
 
     def step_begin_epoch(self, epoch: int) -> None:
@@ -89,7 +90,7 @@ class AsyncTrainer(Trainer):
 
     @property
     def data_parallel_rank(self) -> int:
-        return self.session.place.worker if self._sharding else 0
+        return self.session.place.worker % self.session.place.workers if self._sharding else 0
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:
@@ -148,13 +149,13 @@ class AsyncTrainer(Trainer):
         A worker that comes back goes on where it was in its data.
         """
         checkpoint = self.cfg.checkpoint
-        welcome = self.optimizer.join(self.session.method)
+        welcome = self.optimizer.worker.join(self.session.method)
         extra_state = self._load(welcome["initialised"], filename, *args, **kwargs)
         if not welcome["initialised"]:
             self.optimizer.forget(schedule=checkpoint.reset_lr_scheduler, positions=checkpoint.reset_dataloader)
-            welcome = self.session.with_file(self.optimizer.restored, self.optimizer.bring_parameters)
+            welcome = self.session.with_file(self.optimizer.restored, self.optimizer.worker.bring_parameters)
         self.optimizer.begin(welcome)
-        self.set_num_updates(self.optimizer.version)
+        self.set_num_updates(self.optimizer.worker.version)
         return self._place_in_data(extra_state, welcome["position"])
 
     def _place_in_data(self, extra_state: Any, position: dict[str, Any] | None) -> Any:
@@ -183,7 +184,7 @@ class AsyncTrainer(Trainer):
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         if self._state is not None:  # others went on while this worker validated and saved
             self._state = None
-            self.optimizer.pull()
+            self.optimizer.worker.pull()
         self.optimizer.report = {"position": self._iterator.state_dict(), "epochs": self._part_of_epoch(len(samples))}
         self._started = time.perf_counter()
         return super().train_step(samples, raise_oom)
@@ -207,19 +208,19 @@ class AsyncTrainer(Trainer):
         """By this worker's own updates, since the version may stay the same for several batches; the workers of a
         synchronous run take the same dropout masks, as fairseq's do."""
         own = 0 if self.session.method["synchronous"] else SEEDS * self.session.place.worker
-        set_torch_seed(self.cfg.common.seed + own + self.optimizer.sequence)
+        set_torch_seed(self.cfg.common.seed + own + self.optimizer.worker.sequence)
 
     def set_num_updates(self, num_updates: int) -> None:
         """Whatever fairseq has counted, after joining it is the server's version that counts."""
-        if not self.optimizer.joined:
+        if not self.optimizer.worker.joined:
             return super().set_num_updates(num_updates)
         applied = self._applied_updates()
         super().set_num_updates(int(applied))
         self._num_updates = applied
 
     def _applied_updates(self) -> AppliedUpdates:
-        version, previous = self.optimizer.version, int(self._num_updates)
-        if self.optimizer.finished:
+        version, previous = self.optimizer.worker.version, int(self._num_updates)
+        if self.optimizer.worker.finished:
             self.cfg.optimization.max_update = version  # fairseq's loop ends at this number
             return AppliedUpdates(version, previous)
         interval = self.cfg.checkpoint.save_interval_updates
@@ -228,9 +229,10 @@ class AsyncTrainer(Trainer):
 
     def _reduce_and_log_stats(self, logging_outputs: Any, sample_size: Any, grad_norm: Any = None) -> Any:
         if grad_norm is not None:
-            metrics.log_scalar("staleness", self.optimizer.staleness, priority=600, round=2)
-            for name, seconds in self.optimizer.seconds.items():
-                metrics.log_scalar(f"{name}_ms", 1000 * seconds, priority=610, round=2)
+            last = self.optimizer.worker.last
+            metrics.log_scalar("staleness", last["staleness"], priority=600, round=2)
+            for name in ("push", "pull"):
+                metrics.log_scalar(f"{name}_ms", 1000 * last[f"{name}_seconds"], priority=610, round=2)
         return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
 
     # Worker 0 validates and saves the server's parameters
@@ -242,7 +244,7 @@ class AsyncTrainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """fairseq's, with the server's whole state as the optimizer's, in types that torch loads without trust."""
         state = self._fetch()
-        self._num_updates = self.optimizer.version
+        self._num_updates = self.optimizer.worker.version
         checkpoint: dict[str, Any] = super().state_dict()
         checkpoint["cfg"] = self.session.given
         if "last_optimizer_state" in checkpoint:

@@ -31,7 +31,7 @@ class WorkerCommand:
     def __init__(self, arguments: list[str]) -> None:
         if not arguments:
             raise ConfigurationError("nothing to launch; give the command after --, as in: -- fairseq-train DATA ...")
-        self.program = _find(arguments[0])
+        self.program = find_program(arguments[0])
         self.arguments = arguments[1:]
         given = _parser().parse_known_args(self.arguments)[0]
         if given.optimizer not in (*SERVERS, *SYNCHRONOUS):
@@ -48,17 +48,17 @@ class WorkerCommand:
         self._has_user_dir = given.user_dir is not None
         self._has_world_size = given.distributed_world_size is not None
 
-    def line(self, address: str) -> list[str]:
-        """The whole command of a worker of the server at ``address``; of a rank, where there is none."""
+    def line(self, address: str | None) -> list[str]:
+        """The whole command of a worker of the server at ``address``; None for a rank, or a worker that knows it."""
         added = [] if self._has_user_dir else ["--user-dir", user_dir()]
         if self.synchronous:
             return [self.program, *self.arguments, *added]
         if not self._has_world_size:
             added += ["--distributed-world-size", "1"]
-        return [self.program, *self.arguments, *added, "--server", address]
+        return [self.program, *self.arguments, *added, *(["--server", address] if address else [])]
 
 
-def _find(program: str) -> str:
+def find_program(program: str) -> str:
     beside = os.path.dirname(sys.executable)
     found = shutil.which(program) or shutil.which(program, path=beside)
     if found is None:

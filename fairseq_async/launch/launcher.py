@@ -14,9 +14,12 @@ import torch
 
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.exchange import environment
+from fairseq_async.exchange.authentication import read_token
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.progress import Display, Progress
-from fairseq_async.server.process import TOKEN, ServerProcess
+from fairseq_async.server.client import LOOPBACK, is_loopback
+from fairseq_async.server.process import TOKEN, ServerProcess, manner
+from fairseq_async.worker.place import SLOWDOWN, WORKER, WORKERS
 
 _FINISHING = 60.0  # seconds for the workers to end after the server; worker 0 may still write its checkpoint
 _DYING = 10.0  # seconds for the workers to end by themselves after the server died
@@ -45,14 +48,29 @@ class Launcher:
         slowdown: a factor for each worker, for experiments; empty for none.
         max_restarts: how often each worker may be started again.
         port: of the server; 0 takes a free one.
+        host: the address on which the server listens.
+        token_file: where the run's token is, for workers that join from other machines; None makes a new token.
 
     Raises:
         ConfigurationError: options that do not fit together.
     """
 
     def __init__(
-        self, command: WorkerCommand, workers: int, slowdown: Sequence[float], max_restarts: int, port: int
+        self,
+        command: WorkerCommand,
+        workers: int,
+        slowdown: Sequence[float],
+        max_restarts: int,
+        port: int,
+        host: str = LOOPBACK,
+        token_file: Path | None = None,
     ) -> None:
+        if not (is_loopback(host) or token_file):
+            raise ConfigurationError(
+                f"--host {host}: other machines can reach this address; give a secret with --token-file FILE, made "
+                "with: (umask 077; openssl rand -hex 16 > FILE)"
+            )
+        self.host, self.token = host, read_token(token_file) if token_file else None
         if slowdown and len(slowdown) != workers:
             raise ConfigurationError(f"--slowdown has {len(slowdown)} factors for {workers} workers; give one for each")
         if any(factor < 1 for factor in slowdown):
@@ -73,17 +91,31 @@ class Launcher:
         signal.signal(signal.SIGTERM, _interrupt)
         logs = self.command.run_dir / "logs"
         self.server = ServerProcess(
-            self.command.server, len(self.workers), self.command.run_dir, logs / "server.log", self.port
+            self.command.server,
+            len(self.workers),
+            self.command.run_dir,
+            logs / "server.log",
+            self.port,
+            self.host,
+            self.token,
+            self.max_restarts,
         )
         try:
             with Display(self.progress) as self.display:
+                if not is_loopback(self.host):
+                    self.display.say(f"others join at {self.server.address}: fairseq-async join --help")
                 for worker in self.workers:
-                    self._start(worker, self.server.address)
+                    self._start(worker, self._address)
                 self._watch()
             self.display.say(f"finished: {self.progress.summary()}")
         finally:
             self._end_all()
             self.server.stop()
+
+    @property
+    def _address(self) -> str:
+        """Where the workers on this machine find the server: in shared memory, if it listens there too."""
+        return self.server.address.replace("0.0.0.0:", f"{LOOPBACK}:")
 
     def _start(self, worker: Worker, address: str) -> None:
         worker.updates_at_start = self.progress.updates[worker.id]
@@ -103,9 +135,9 @@ class Launcher:
     def _environment(self, worker: Worker) -> dict[str, str]:
         return self._common_environment(worker) | {
             TOKEN: self.server.token,
-            "FAIRSEQ_ASYNC_WORKER": str(worker.id),
-            "FAIRSEQ_ASYNC_WORKERS": str(len(self.workers)),
-            "FAIRSEQ_ASYNC_SLOWDOWN": str(worker.slowdown),
+            WORKER: str(worker.id),
+            WORKERS: str(len(self.workers)),
+            SLOWDOWN: str(worker.slowdown),
         }
 
     def _common_environment(self, worker: Worker) -> dict[str, str]:
@@ -123,7 +155,7 @@ class Launcher:
         while any(worker.process.poll() is None for worker in self.workers):
             time.sleep(0.2)
             self.display.refresh()
-            ended = self.server.process.poll()
+            ended = self.server.poll()
             if ended is not None:
                 return self._after_server(ended)
             for worker in self.workers:
@@ -138,15 +170,16 @@ class Launcher:
         if code == _USER_ERROR or hopeless or worker.restarts >= self.max_restarts:
             raise RunFailedError(self._epitaph(worker))
         worker.restarts += 1
-        self.display.say(f"worker {worker.id} {_manner(code)}; start {worker.restarts} of {self.max_restarts} again")
-        self._start(worker, self.server.address)
+        self.display.say(f"worker {worker.id} {manner(code)}; start {worker.restarts} of {self.max_restarts} again")
+        self._start(worker, self._address)
 
     def _after_server(self, code: int) -> None:
         """The server ends first in a finished run too: workers have said goodbye by then."""
-        _wait(self.workers, _FINISHING if code == 0 else _DYING)
         self.display.refresh()
-        if code != 0:
-            raise RunFailedError(f"the server {_manner(code)}; log: {self.command.run_dir / 'logs' / 'server.log'}")
+        if code == 0:
+            _wait(self.workers, _FINISHING)
+        else:
+            raise RunFailedError(f"the server {manner(code)}; log: {self.command.run_dir / 'logs' / 'server.log'}")
         for worker in self.workers:
             if worker.process.poll() != 0 and (worker.id == 0 or worker.process.returncode == _USER_ERROR):
                 raise RunFailedError(self._epitaph(worker))
@@ -155,7 +188,7 @@ class Launcher:
         """The worker's own last line, without our prefix, says more than its exit code."""
         lines = [line for line in worker.log.read_text(errors="replace").splitlines() if line.strip()]
         last = lines[-1].removeprefix("fairseq-async: error: ") if lines else "no output"
-        return f"worker {worker.id} {_manner(worker.process.returncode)}: {last} (log: {worker.log})"
+        return f"worker {worker.id} {manner(worker.process.returncode)}: {last} (log: {worker.log})"
 
     def _end_all(self) -> None:
         started = [worker for worker in self.workers if hasattr(worker, "process")]
@@ -172,12 +205,6 @@ def _wait(workers: Sequence[Worker], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(worker.process.poll() is None for worker in workers):
         time.sleep(0.05)
-
-
-def _manner(code: int | None) -> str:
-    if code is None:
-        return "did not end"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 def _signal(worker: Worker, number: signal.Signals) -> None:

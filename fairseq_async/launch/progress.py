@@ -38,6 +38,9 @@ class Progress:
                         break
                     self._offset += len(line)
                     self._take(json.loads(line))
+        self._forget()
+
+    def _forget(self) -> None:
         while self._recent and self._recent[0]["time"] < self.clock() - _WINDOW:
             self._recent.popleft()
 
@@ -45,7 +48,7 @@ class Progress:
         if event["time"] < self._began:
             return
         self._recent.append(event)
-        self.updates[event["worker"]] += 1
+        self.updates[event["worker"]] = self.updates.get(event["worker"], 0) + 1
         self.version = max(self.version, event["version_after"])
         self.refused += event["status"] == "refused"
 

@@ -25,8 +25,17 @@ class GroupLauncher(Launcher):
     """
 
     def __init__(
-        self, command: WorkerCommand, workers: int, slowdown: Sequence[float], max_restarts: int, port: int
+        self,
+        command: WorkerCommand,
+        workers: int,
+        slowdown: Sequence[float],
+        max_restarts: int,
+        port: int,
+        host: str = LOOPBACK,
+        token_file: Path | None = None,
     ) -> None:
+        if host != LOOPBACK or token_file:
+            raise ConfigurationError("--host and --token-file: a synchronous method has no server; leave them out")
         if slowdown:
             raise ConfigurationError("--slowdown: ranks of a synchronous method wait for each other; leave it out")
         super().__init__(command, workers, slowdown, max_restarts, port)

@@ -1,59 +1,81 @@
 """A worker's side of the server."""
 
+import ipaddress
+import logging
 import select
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fairseq_async.errors import ExchangeError, RefusedError
+from fairseq_async.errors import ExchangeError, ProtocolError, RefusedError
 from fairseq_async.exchange import Channel, SharedMemory
+from fairseq_async.exchange.authentication import challenge, proof, proves
 from fairseq_async.server.layout import Layout
 
+logger = logging.getLogger(__name__)
+
 LOOPBACK = "127.0.0.1"  # this machine
-_CONNECT_SECONDS = 10.0
-_REPORT_SECONDS = 5.0  # for the main thread to find out by itself
+_CONNECT_SECONDS = 10.0  # for a connection, and for each word of the handshake
+_SILENCE = 60.0  # seconds after which a worker says that it still waits for an answer
+_FIRST_PAUSE, _PAUSE, _LONGEST_PAUSE = 0.1, 0.5, 5.0  # seconds between two attempts to connect
+_BEATS = 4  # signs of life in the time after which the server gives a worker up
 
 
 class ServerClient:
-    """Connects one worker to the server of its run.
+    """Connects one worker to the server of its run, and again when the connection breaks or the server dies.
 
     On the same machine, which is what the address 127.0.0.1 says, tensors go through shared memory; to any other
     address they go behind the messages.
 
-    Every method raises :class:`ExchangeError` when the server is gone and :class:`RefusedError` when it says no.
+    Every method raises :class:`ExchangeError` when the server stays away and :class:`RefusedError` when it says no.
 
     Args:
-        on_loss: called, with what happened, some seconds after the server's death if this worker has not left by
-            then: it may be computing, and not ask the server for long.
+        worker: its id; None asks for one that was not announced, see ``worker`` then.
+        patience: seconds for which a server that has gone is waited for. A question that was not answered is asked
+            again; the server knows what it has heard before.
+        on_loss: called in a thread, with what happened, when the server stays away while this worker computes.
+
+    Attributes:
+        worker: this worker's id.
+        workers: how many were announced.
     """
 
-    def __init__(self, address: str, token: str, worker: int, on_loss: Callable[[str], None] | None = None) -> None:
-        self.address, self.token, self.worker = address, token, worker
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        worker: int | None,
+        patience: float = 0.0,
+        on_loss: Callable[[str], None] | None = None,
+    ) -> None:
+        self.address, self.patience = address, patience
         self.remote = address.rpartition(":")[0] != LOOPBACK
-        self._channel = Channel(_connect(address))
         self.memory: SharedMemory | None = None
+        self._token, self._instance, self._joins = token, uuid.uuid4().hex, worker is None
         self._slot: Tensor | None = None
-        self._leaving = False
+        self._introduction: tuple[Layout, dict[str, Any]] | None = None  # with which this worker has joined
+        self._left = threading.Event()
         self._in_slot = -1  # an update that was accepted, and may not have been taken yet
+        self._plans = 0
+        self._back_at: int | None = None  # the version of a server that came back, until this worker has pulled
+        self._lock = threading.Lock()  # of the connection: a question with its answer, or a sign of life
+        self.worker, self.workers = self._connect(worker)
         if on_loss is not None:
-            threading.Thread(target=self._watch, args=(on_loss,), daemon=True).start()
+            threading.Thread(target=self._stay_alive, args=(on_loss,), daemon=True).start()
+
+    # What a worker says
 
     def join(self, layout: Layout, method: dict[str, Any]) -> dict[str, Any]:
         """Introduces the worker; waits until the server has parameters, unless this is worker 0, who brings them."""
-        hello = {"kind": "hello", "token": self.token, "worker": self.worker, "method": method, "remote": self.remote}
-        welcome = self.ask(hello | {"layout": layout.to_json()})
-        if self.remote:
-            self._slot = self._channel.room = torch.zeros(layout.size)
-        else:
-            shape = layout.size, welcome["workers"], welcome["publishes"]
-            self.memory = SharedMemory.attach(welcome["memory"], *shape)
-            self._slot = self.memory.slot(self.worker)
-        return welcome
+        self._introduction = layout, method
+        with self._lock:
+            return self._hello()
 
     def use(self, memory: SharedMemory) -> None:
         """Keeps the slot of a remote server in memory that other processes of this machine can open."""
@@ -70,8 +92,7 @@ class ServerClient:
         The answer comes when the update is applied; or at once, if it will be added to others without a step, and
         ``wait`` is not set. Then the slot is the server's for a moment longer, for which the next push waits.
         """
-        if self.memory is not None and not self.remote:
-            self.memory.wait_until_taken(self.worker, self._in_slot)
+        self._wait_until_taken()
         write(self.slot)
         answer = self.ask({"kind": "push", **message}, self._sent)
         self._in_slot = message["sequence"] if answer["status"] == "accepted" else -1
@@ -79,8 +100,8 @@ class ServerClient:
 
     @property
     def slot(self) -> Tensor:
-        """What this worker and the server hand each other, flat. Where nothing is published, the parameters are in it
-        after each answer."""
+        """What this worker and the server hand each other, flat: an update before a push, and where nothing is
+        published the parameters after a pull."""
         if self._slot is None:
             raise ExchangeError("this worker has not joined the run")
         return self._slot
@@ -91,50 +112,213 @@ class ServerClient:
 
     def pull(self, copy: Callable[[Tensor], None]) -> int:
         """Calls ``copy(flat parameters)`` on one version and returns it; other workers may do so at the same time."""
-        if self.memory is not None and self.memory.publishes:
-            return self.memory.read(copy)
-        version = int(self.ask({"kind": "pull"})["version"])
+        while self.memory is not None and self.memory.publishes:
+            try:
+                version, self._back_at = self.memory.read(copy), None
+                return version
+            except ExchangeError as error:  # the server died while it published
+                with self._lock:
+                    self._come_back(error)
+        version, self._back_at = int(self.ask({"kind": "pull"})["version"]), None
         copy(self.slot)
         return version
 
+    def plan(self, **message: Any) -> dict[str, Any]:
+        """A message of the method's own, which counts once however often it has to be sent."""
+        self._plans += 1
+        return self.ask({"kind": "plan", "number": f"{self._instance}-{self._plans}", **message})
+
     def ask(self, message: dict[str, Any], tensor: Tensor | None = None) -> dict[str, Any]:
         """One question, one answer."""
-        try:
-            self._channel.send(message, tensor)
-            answer = self._channel.receive()
-        except ExchangeError as error:
-            raise ExchangeError(self._lost()) from error
-        if "error" in answer:
-            raise RefusedError(answer["error"])
-        return answer
+        with self._lock:
+            while True:
+                try:
+                    self._channel.send(self._dated(message), tensor)
+                    return self._undated(message, self._answer())
+                except ExchangeError as error:
+                    self._come_back(error)
+                tensor = None if tensor is None else self._slot
+
+    def _dated(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A server that came back may be at a version before the one that an update started from."""
+        if self._back_at is None or "base_version" not in message:
+            return message
+        return message | {"base_version": min(message["base_version"], self._back_at)}
+
+    def _undated(self, message: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        """Version n of a server that came back is not the version n that this worker has: it must pull."""
+        if self._back_at is None or message["kind"] != "push":
+            return answer
+        return answer | {"version": -1}
 
     def leave(self, finished: bool) -> None:
         """Ends the connection; ``finished`` ends the run for every worker."""
-        self._leaving = True
+        self._left.set()
+        with self._lock:
+            try:
+                self._channel.send({"kind": "leave", "finished": finished})
+                self._answer()
+            except (ExchangeError, RefusedError):
+                pass  # it had ended before us
+            finally:
+                self._channel.close()
+
+    # The connection
+
+    def _answer(self) -> dict[str, Any]:
+        asked_at = time.monotonic()
+        while not _is_readable(self._channel.connection, _SILENCE):
+            logger.warning("no answer from the server since %.0f s; still waiting", time.monotonic() - asked_at)
+        return _accepted(self._channel.receive())
+
+    def _connect(self, worker: int | None) -> tuple[int, int]:
+        """A new connection, in which both sides have proved that they know the token."""
+        self._channel = Channel(_open(self.address))
+        theirs = str(self._channel.receive().get("challenge", ""))
+        ours = challenge()
+        words = {"worker": worker, "joins": self._joins, "instance": self._instance, "challenge": ours}
+        self._channel.send({"kind": "introduce", "proof": proof(self._token, "worker", theirs, ours), **words})
+        answer = _accepted(self._channel.receive())
+        if not proves(answer.get("proof"), self._token, "server", theirs, ours):
+            raise RefusedError(f"the server at {self.address} does not know this run's token: it is another's")
+        self._channel.connection.settimeout(None)
+        self._timeout, self._server = float(answer["timeout"]), str(answer["server"])
+        return int(answer["worker"]), int(answer["workers"])
+
+    def _hello(self) -> dict[str, Any]:
+        assert self._introduction is not None
+        layout, method = self._introduction
+        self._channel.send({"kind": "hello", "method": method, "remote": self.remote, "layout": layout.to_json()})
+        welcome = self._answer()
+        self._timeout = float(method.get("worker_timeout", self._timeout))
+        self._channel.notice_death(self._timeout)
+        before = self._slot
+        if self.remote:
+            if before is None:
+                self._slot = torch.zeros(layout.size)
+            self._channel.room = self._slot
+        else:
+            if self.memory is not None:
+                self.memory.close()
+            shape = layout.size, welcome["slots"], welcome["publishes"]
+            self.memory = SharedMemory.attach(welcome["memory"], *shape)
+            self._slot = self.memory.slot(self.worker)
+            if before is not None and before.data_ptr() != self._slot.data_ptr():
+                self._slot.copy_(before)  # of a server that is no more: an update, or where local steps started
+            self._in_slot = -1
+        return welcome
+
+    def _come_back(self, error: ExchangeError) -> None:
+        """Connects again, for as long as patience allows.
+
+        Raises:
+            ExchangeError: it stays away.
+            RefusedError: it does not take this worker any more.
+        """
+        if isinstance(error, ProtocolError) or self._introduction is None or self._left.is_set():
+            raise error
+        deadline, pause, said = time.monotonic() + self.patience, _FIRST_PAUSE, False
+        while time.monotonic() < deadline:
+            try:
+                return self._try_again()
+            except ExchangeError:
+                if not said and pause > 1:
+                    logger.warning("%s; trying again for %.0f s", self._lost(), self.patience)
+                    said = True
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        raise ExchangeError(self._lost()) from error
+
+    def _try_again(self) -> None:
+        before = self._server
+        self._channel.close()
+        self._connect(self.worker)
+        welcome = self._hello()
+        if self._server != before:
+            self._back_at = int(welcome.get("version", 0))
+
+    def _wait_until_taken(self) -> None:
+        if self.memory is None or self.remote:
+            return
         try:
-            self.ask({"kind": "leave", "finished": finished})
-        except ExchangeError:
-            pass  # it had ended before us
-        finally:
-            self._channel.close()
+            self.memory.wait_until_taken(self.worker, self._in_slot)
+        except ExchangeError as error:
+            with self._lock:
+                self._come_back(error)
 
     def _lost(self) -> str:
         return f"the server at {self.address} is gone; the run continues from its last checkpoint when started again"
 
-    def _watch(self, on_loss: Callable[[str], None]) -> None:
-        poll = select.poll()
-        poll.register(self._channel.connection, select.POLLRDHUP)
-        poll.poll()
-        time.sleep(_REPORT_SECONDS)
-        if not self._leaving:
-            on_loss(self._lost())
+    def _stay_alive(self, on_loss: Callable[[str], None]) -> None:
+        """In a thread: signs of life while this worker computes, and a new connection when it has lost the old one."""
+        lost_at: float | None = None
+        while not self._left.is_set():
+            if lost_at is None:
+                _is_closed(self._channel.connection, self._timeout / _BEATS)
+            if self._left.wait(_PAUSE) or not self._lock.acquire(blocking=False):
+                lost_at = None  # a question is being asked, which is a sign of life, or looks for the server itself
+                continue
+            try:
+                lost_at = self._beat(lost_at)
+            except RefusedError as error:
+                return on_loss(str(error))
+            finally:
+                self._lock.release()
+            if lost_at is not None and time.monotonic() - lost_at > self.patience and not self._left.is_set():
+                return on_loss(self._lost())
+
+    def _beat(self, lost_at: float | None) -> float | None:
+        """Since when the server has been away; None when it is there."""
+        if self._introduction is None:
+            return None
+        try:
+            if lost_at is None:
+                if _is_closed(self._channel.connection, 0.0):
+                    raise ExchangeError(self._lost())
+                self._channel.send({"kind": "alive"})
+            else:
+                self._try_again()
+            return None
+        except ExchangeError:
+            return lost_at or time.monotonic()
 
 
-def _connect(address: str) -> socket.socket:
+def _accepted(answer: dict[str, Any]) -> dict[str, Any]:
+    if "error" in answer:
+        raise RefusedError(answer["error"])
+    return answer
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody on another machine can reach this address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_closed(connection: socket.socket, seconds: float) -> bool:
+    """Whether the connection ends within this time."""
+    return _happens(connection, select.POLLRDHUP, seconds)
+
+
+def _is_readable(connection: socket.socket, seconds: float) -> bool:
+    """Whether something arrives within this time, or the connection ends."""
+    return _happens(connection, select.POLLIN, seconds)
+
+
+def _happens(connection: socket.socket, event: int, seconds: float) -> bool:
+    poll = select.poll()
+    if connection.fileno() < 0:
+        return True
+    poll.register(connection, event)
+    return bool(poll.poll(1000 * seconds))
+
+
+def _open(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     try:
         connection = socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise ExchangeError(f"no server at {address} (--server): {error}") from error
-    connection.settimeout(None)
     return connection

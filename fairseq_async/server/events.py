@@ -2,29 +2,44 @@
 
 import json
 import math
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fairseq_async.server.parameter_server import Receipt
 
+EVENTS, ROLLED_BACK, ROLLBACKS = "events.jsonl", "events.rolled-back.jsonl", "rollbacks.jsonl"
+
 
 class EventLog:
-    """Appends to the file, whole lines only, so that a reader may follow it while the run goes on.
+    """Appends whole lines, so that a reader may follow the file while the run goes on.
 
     Args:
-        sequences: the last settled update of each worker. Events after these belong to what a restart takes back, or
-            to another run: they are left in ``events.jsonl.old``, and this log goes on as if they had not been.
+        run_dir: where the file is.
+        sequences: the last settled update of each worker. Events after these are taken back by a restart, or belong to
+            another run: they go to ``events.rolled-back.jsonl``, and ``rollbacks.jsonl`` says how many, when and why.
+        source: the state from which the run goes on.
+        time: seconds since 1970.
     """
 
-    def __init__(self, path: Path, sequences: Mapping[int, int]) -> None:
+    def __init__(self, run_dir: Path, sequences: Mapping[int, int], source: str, time: float) -> None:
+        self._full = False
+        path = run_dir / EVENTS
         if path.exists():
-            _take_back(path, sequences)
-        self._file = path.open("a", buffering=1)
+            taken_back = _take_back(path, run_dir / ROLLED_BACK, sequences)
+            if taken_back:
+                rollback = {"time": time, "source": source, "sequences": dict(sequences), "events": taken_back}
+                _append(run_dir / ROLLBACKS, [json.dumps(rollback) + "\n"])
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, time: float, receipt: Receipt, report: dict[str, Any]) -> None:
-        """``time`` in seconds since 1970; ``report`` is what the worker says of itself."""
-        event = {
+        """``time`` in seconds since 1970; ``report`` is what the worker says of itself.
+
+        On a full disk the run goes on without the line.
+        """
+        own = {
             "time": time,
             "worker": receipt.worker,
             "sequence": receipt.sequence,
@@ -35,17 +50,37 @@ class EventLog:
             "cosine": receipt.cosine,
             "version_after": receipt.version,
             "status": receipt.status.value,
-            **report,
         }
-        self._file.write(json.dumps({key: _finite(value) for key, value in event.items()}) + "\n")
+        event = own | report | own  # a report does not change what the server knows
+        line = json.dumps({key: _finite(value) for key, value in event.items()}).encode() + b"\n"
+        try:
+            size = os.fstat(self._file).st_size
+            if os.write(self._file, line) < len(line):
+                os.ftruncate(self._file, size)  # readers see whole lines only
+                raise OSError("the disk is full")
+            self._full = False
+        except OSError as error:
+            if not self._full:
+                print(f"events are not recorded: {error}; the run goes on", file=sys.stderr, flush=True)
+            self._full = True
 
 
-def _take_back(path: Path, sequences: Mapping[int, int]) -> None:
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    kept = [line for line in lines if _covered(json.loads(line), sequences)]
-    if len(kept) < len(lines):
-        path.replace(path.with_name(path.name + ".old"))
-        path.write_text("".join(kept))
+def _take_back(path: Path, rolled_back: Path, sequences: Mapping[int, int]) -> int:
+    every = path.read_text().splitlines(keepends=True)
+    lines = [line for line in every if line.endswith("\n")]
+    covered = [_covered(json.loads(line), sequences) for line in lines]
+    if all(covered) and len(lines) == len(every):
+        return 0
+    _append(rolled_back, [line for line, kept in zip(lines, covered, strict=True) if not kept])
+    part = path.with_name(path.name + ".part")
+    part.write_text("".join(line for line, kept in zip(lines, covered, strict=True) if kept))
+    part.replace(path)
+    return len(lines) - sum(covered)
+
+
+def _append(path: Path, lines: list[str]) -> None:
+    with path.open("a") as file:
+        file.writelines(lines)
 
 
 def _covered(event: dict[str, Any], sequences: Mapping[int, int]) -> bool:

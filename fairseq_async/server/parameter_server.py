@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Lateness, Rule, Update
+from fairseq_async.algorithms import Lateness, NormGate, Rule, Update
+from fairseq_async.errors import RefusedError
 
 
 class Status(str, Enum):
@@ -18,6 +19,7 @@ class Status(str, Enum):
     HELD = "held"  # behind the barrier, until its round is complete
     REFUSED = "refused"  # NaN or Inf
     STALE = "stale"  # its staleness is above the limit
+    OUTLIER = "outlier"  # its norm is too far above those before it
     DUPLICATE = "duplicate"  # its sequence number was settled before
     FINISHED = "finished"  # the run had taken its last step
 
@@ -66,6 +68,7 @@ class ParameterServer:
             :meth:`complete_round`.
         last_version: the run is finished when this version is reached; None for no end.
         lateness: what a stale update is worth.
+        gate: which norms are taken.
     """
 
     def __init__(
@@ -75,16 +78,18 @@ class ParameterServer:
         barrier: int = 0,
         last_version: int | None = None,
         lateness: Lateness | None = None,
+        gate: NormGate | None = None,
     ) -> None:
         self.parameters = parameters
         self.rule = rule
         self.barrier = self._round = barrier
         self.last_version = last_version
         self.lateness = lateness or Lateness()
+        self.gate = gate or NormGate()
         self.version = 0
         self.sequences: dict[int, int] = {}
         self.refused: dict[int, int] = {}
-        self._started_from: dict[int, Tensor] = {}
+        self.started_from: dict[int, Tensor] = {}
         self._held: dict[int, tuple[Update, Receipt]] = {}
         self._released: list[Receipt] = []
 
@@ -105,15 +110,23 @@ class ParameterServer:
     def note_pull(self, worker: int) -> None:
         """The worker starts from the current parameters, which delay compensation compares with later ones."""
         if self.lateness.compensation:
-            self._started_from[worker] = self.parameters.clone()
+            self.started_from[worker] = self.parameters.clone()
 
     @property
     def held(self) -> int:
         """How many updates wait for their round."""
         return len(self._held)
 
-    def push(self, update: Update) -> Receipt:
-        """Settles the update, or holds it behind the barrier (then :meth:`released` gives its receipt later)."""
+    def push(self, update: Update, norm: float | None = None) -> Receipt:
+        """Settles the update, or holds it behind the barrier (then :meth:`released` gives its receipt later).
+
+        Args:
+            norm: the update's, where its sender has computed it; finding it is one more pass over the memory.
+
+        Raises:
+            RefusedError: see :meth:`check`.
+        """
+        self.check(update)
         if update.sequence <= self.sequences.get(update.worker, -1):
             return self._receipt(update, Status.DUPLICATE)
         if update.worker in self._held:
@@ -123,17 +136,33 @@ class ParameterServer:
         if self.lateness.drops(self.version - update.base_version):
             self.sequences[update.worker] = update.sequence
             return self._receipt(update, Status.STALE)
-        receipt = self._receipt(update, Status.APPLIED, float(torch.linalg.vector_norm(update.delta)))
+        norm = float(torch.linalg.vector_norm(update.delta)) if norm is None else norm
+        receipt = self._receipt(update, Status.APPLIED, norm)
         if not math.isfinite(receipt.norm):
-            self.sequences[update.worker] = update.sequence
-            self.refused[update.worker] = self.refused.get(update.worker, 0) + 1
-            return replace(receipt, status=Status.REFUSED)
+            return self._refuse(update, receipt, Status.REFUSED)
+        if self.gate.refuses(receipt.norm):
+            return self._refuse(update, receipt, Status.OUTLIER)
+        self.gate.note(receipt.norm)
         if not self.barrier:
             return self._apply(update, receipt)
         self._held[update.worker] = update, receipt
         if len(self._held) >= self.barrier:
             self.complete_round()
         return replace(receipt, status=Status.HELD)
+
+    def check(self, update: Update) -> None:
+        """Raises a RefusedError for an update that no worker can have sent, in the state that this server is in."""
+        if not 0 <= update.base_version <= self.version:
+            raise RefusedError(f"base version {update.base_version}: the server is at {self.version}")
+        if not (math.isfinite(update.weight) and update.weight >= 0):
+            raise RefusedError(f"weight {update.weight}: it must be a finite number, not below 0")
+        if update.sequence < 0:
+            raise RefusedError(f"sequence number {update.sequence}: the first is 0")
+
+    def _refuse(self, update: Update, receipt: Receipt, status: Status) -> Receipt:
+        self.sequences[update.worker] = update.sequence
+        self.refused[update.worker] = self.refused.get(update.worker, 0) + 1
+        return replace(receipt, status=status)
 
     def withdraw(self, worker: int) -> None:
         """The worker is gone, and with it the memory of an update that is held: whoever takes its place sends anew."""
@@ -159,6 +188,7 @@ class ParameterServer:
             "rule": self.rule.state_dict(),
             "sequences": self.sequences,
             "refused": self.refused,
+            "norms": self.gate.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -167,6 +197,7 @@ class ParameterServer:
         self.rule.load_state_dict(state["rule"])
         self.sequences = dict(state["sequences"])
         self.refused = dict(state["refused"])
+        self.gate.load_state_dict(state["norms"])
 
     def complete_round(self) -> None:
         """Applies the updates that are held, in the order of the workers' ids, and waits for no other."""
@@ -175,7 +206,7 @@ class ParameterServer:
 
     def _apply(self, update: Update, receipt: Receipt) -> Receipt:
         cosine = _cosine(update.delta, receipt.norm, self.rule.direction)
-        then = self._started_from.get(update.worker)
+        then = self.started_from.get(update.worker)
         worth = self.lateness.adjusted(update, receipt.staleness, self.parameters, then)
         changes = self.rule.changes_next
         self.rule.apply(self.parameters, worth)

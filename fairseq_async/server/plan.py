@@ -1,8 +1,16 @@
 """What the server tells its workers of their work, and when the work is done."""
 
+import math
 from typing import Any, Protocol
 
 Message = dict[str, Any]
+
+
+def checked_number(value: object, name: str) -> float:
+    """A finite number that is not below 0; a ValueError for another."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}: not a finite number of at least 0")
+    return float(value)
 
 
 class Plan(Protocol):
@@ -13,6 +21,10 @@ class Plan(Protocol):
 
     def assign(self, worker: int) -> Message:
         """What an answer says of the worker's next work; ``idle`` in it: nothing, as long as others do theirs."""
+        ...
+
+    def check(self, report: Message) -> None:
+        """Raises a KeyError, TypeError or ValueError for a report that :meth:`record` could not take."""
         ...
 
     def record(self, worker: int, weight: float, report: Message) -> None:
@@ -60,6 +72,9 @@ class Passes:
 
     def assign(self, worker: int) -> Message:
         return {"learning_rate": self.schedule.learning_rate}
+
+    def check(self, report: Message) -> None:
+        checked_number(report.get("epochs", 0.0), "epochs")
 
     def record(self, worker: int, weight: float, report: Message) -> None:
         self.epochs += report.get("epochs", 0.0)

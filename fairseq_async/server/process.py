@@ -1,24 +1,25 @@
-"""The server as a process: its loop, and how a launcher or worker 0 starts it and follows it to its end."""
+"""The server as a process: how a launcher or worker 0 starts it, starts it again, and follows it to its end."""
 
 import argparse
 import fcntl
 import os
-import secrets
-import selectors
+import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from fairseq_async.errors import ConfigurationError, ExchangeError
-from fairseq_async.exchange import Channel, environment
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.exchange import environment
+from fairseq_async.exchange.authentication import new_token, write_token
 from fairseq_async.server.client import LOOPBACK
-from fairseq_async.server.service import Build, Peer, Service
+from fairseq_async.server.loop import Loop
+from fairseq_async.server.run import Build
+from fairseq_async.server.service import Service
 
 TOKEN = "FAIRSEQ_ASYNC_TOKEN"  # the environment, unlike a command line, is not for other users to read
-_LATE = 20.0  # seconds that a finished server stays for workers that have not come yet
 
 
 def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
@@ -29,17 +30,28 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--host", default=LOOPBACK)
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--recover", action="store_true", help="go on from the last snapshot in --run-dir")
     options = parser.parse_args(arguments)
     with open(options.report, "w") as report:  # not stdout, where an imported library may write too
         try:
             _claim(options.run_dir)
+            service = Service(os.environ[TOKEN], options.workers, options.run_dir, build)
+            said = _recover(service) if options.recover else ""
             listener = _listen(options.host, options.port)
         except ConfigurationError as error:
             report.write(f"error: {error}\n")
             raise SystemExit(2) from error
-        service = Service(os.environ[TOKEN], options.workers, options.run_dir, build)
-        report.write(f"{options.host}:{listener.getsockname()[1]}\n")
-    _loop(listener, service)
+        report.write(f"{options.host}:{listener.getsockname()[1]} {said}\n")
+    if Loop(listener, service, sys.stdin).run():
+        service.snapshots.wait()
+        service.snapshots.clear()  # a finished run goes on from its checkpoint, if at all
+
+
+def _recover(service: Service) -> str:
+    snapshot = service.recover()
+    if snapshot is None:
+        raise ConfigurationError(f"there is no snapshot in {service.snapshots.directory} to go on from")
+    return snapshot
 
 
 def _claim(run_dir: Path) -> None:
@@ -58,99 +70,115 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ConfigurationError(f"{where} cannot be used: {error}") from error
 
 
-def _loop(listener: socket.socket, service: Service) -> None:
-    selector = selectors.DefaultSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    selector.register(sys.stdin, selectors.EVENT_READ)  # closes when the process that started us ends
-    peers: list[Peer] = []
-    finished_at = None
-    while True:
-        for key, ready in selector.select(timeout=service.tick()):
-            if key.fileobj is sys.stdin:
-                return
-            if key.fileobj is listener:
-                peer = Peer(Channel(listener.accept()[0]))
-                selector.register(peer.channel.connection, selectors.EVENT_READ, peer)
-                peers.append(peer)
-            elif not _serve_peer(service, key.data, ready):
-                selector.unregister(key.fileobj)
-                peers.remove(key.data)
-        for peer in peers:  # who does not take an answer at once is asked again when he can
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.channel.busy else 0)
-            if events != selector.get_key(peer.channel.connection).events:
-                selector.modify(peer.channel.connection, events, peer)
-        if service.finished:
-            finished_at = finished_at or time.monotonic()
-            late = len(service.joined) < service.workers and time.monotonic() < finished_at + _LATE
-            if not peers and not late:
-                return
-
-
-def _serve_peer(service: Service, peer: Peer, ready: int) -> bool:
-    """False when the connection is closed."""
-    try:
-        if ready & selectors.EVENT_WRITE:
-            peer.channel.flush()
-        for message in peer.channel.messages() if ready & selectors.EVENT_READ else []:
-            service.receive(peer, message)
-    except ExchangeError:
-        service.forget(peer)
-        peer.channel.close()
-        return False
-    return True
-
-
 class ServerProcess:
-    """A server started by this process, which it does not outlive.
+    """A server started by this process, which it does not outlive; started again from its last snapshot if it dies.
 
     Args:
         module: the module whose ``__main__`` calls :func:`serve` with its own ``build``.
         log: the file for what the server prints.
         host: the address to listen on, for workers on other machines than this.
+        token: what its workers must know; a new one by default.
+        restarts: how often it is started again.
+
+    Attributes:
+        token_file: where the owner's other processes on this machine find the token.
 
     Raises:
         ConfigurationError: the port is taken, or the server could not start.
     """
 
     def __init__(
-        self, module: str, workers: int, run_dir: Path, log: Path, port: int = 0, host: str = LOOPBACK
+        self,
+        module: str,
+        workers: int,
+        run_dir: Path,
+        log: Path,
+        port: int = 0,
+        host: str = LOOPBACK,
+        token: str | None = None,
+        restarts: int = 0,
     ) -> None:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             log.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(f"{run_dir} (--save-dir or --run-dir) cannot be made: {error.strerror}") from error
-        self.token = secrets.token_hex(16)
-        command = [sys.executable, "-m", module, "--workers", str(workers), "--run-dir", str(run_dir)]
+        self.token, self.log, self.restarts = token or new_token(), log, restarts
+        self.token_file = run_dir / ".token"
+        self._command = [sys.executable, "-m", module, "--workers", str(workers), "--run-dir", str(run_dir)]
+        self._environment = os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers)}
+        self._code: int | None = None
+        self._stopping = threading.Event()
+        self._starting = threading.Lock()
+        self.address, _ = self._start(["--host", host, "--port", str(port)])
+        write_token(self.token_file, self.token)
+        self._supervisor = threading.Thread(target=self._supervise, daemon=True)
+        self._supervisor.start()
+
+    def poll(self) -> int | None:
+        """The exit code of a server that has ended and is not started again; else None."""
+        return self._code
+
+    def wait(self, seconds: float) -> None:
+        """Waits for the end of a finished run's server."""
+        self._supervisor.join(seconds)
+        self.stop()
+
+    def stop(self) -> None:
+        with self._starting:
+            self._stopping.set()
+            self.process.kill()
+        self.process.wait()
+        self.token_file.unlink(missing_ok=True)
+
+    def _start(self, arguments: list[str]) -> tuple[str, str]:
+        """The server's address, and the snapshot that it goes on from."""
         reader, writer = os.pipe()
-        with log.open("a") as output:
+        with self.log.open("a") as output, self._starting:
+            if self._stopping.is_set():
+                raise ConfigurationError("the server was stopped")
             self.process = subprocess.Popen(
-                [*command, "--host", host, "--port", str(port), "--report", str(writer)],
+                [*self._command, *arguments, "--report", str(writer)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[writer],
                 start_new_session=True,
-                env=os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers), **environment()},
+                env=self._environment | environment(),
             )
         os.close(writer)
         with open(reader) as report:
             first = report.read().strip()
         if first.startswith("error: ") or not first:
-            self.stop()
-            raise ConfigurationError(first.removeprefix("error: ") or f"the server did not start; see {log}")
-        self.address = first
+            self.process.kill()
+            self.process.wait()
+            raise ConfigurationError(first.removeprefix("error: ") or f"the server did not start; see {self.log}")
+        address, _, snapshot = first.partition(" ")
+        return address, snapshot
 
-    def wait(self, seconds: float) -> None:
-        """Waits for the end of a finished run's server."""
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.stop()
+    def _supervise(self) -> None:
+        """In a thread: starts the server again when it dies, at the same address, for workers that wait for it."""
+        while (code := self.process.wait()) != 0 and not self._stopping.is_set() and self.restarts > 0:
+            self.restarts -= 1
+            host, _, port = self.address.rpartition(":")
+            try:
+                _, snapshot = self._start(["--host", host, "--port", port, "--recover"])
+            except ConfigurationError as error:
+                _say(f"the server {manner(code)}, and cannot be started again: {error}")
+                break
+            _say(f"the server {manner(code)}, and was started again from {snapshot}")
+        self._code = code
 
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
+
+def manner(code: int | None) -> str:
+    """How a process ended, in words."""
+    if code is None:
+        return "did not end"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def _say(what: str) -> None:
+    print(f"fairseq-async: {what}", file=sys.stderr, flush=True)
 
 
 def _threads(workers: int) -> dict[str, str]:

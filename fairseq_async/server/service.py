@@ -1,45 +1,35 @@
-"""The server behind its door: who may come in, and what the answer to each message is."""
+"""The server behind its door: what the answer to each message is."""
 
-import hmac
-import json
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from fairseq_async.algorithms import Lateness, Rule, Update
+from fairseq_async.algorithms import Update
 from fairseq_async.errors import AsyncError, RefusedError
-from fairseq_async.exchange import Channel, SharedMemory, copy
+from fairseq_async.exchange import SharedMemory, copy
 from fairseq_async.server import heap
-from fairseq_async.server.events import EventLog
+from fairseq_async.server import run as runs
+from fairseq_async.server.door import Door
 from fairseq_async.server.layout import Layout
+from fairseq_async.server.members import Members, Peer
 from fairseq_async.server.parameter_server import ParameterServer, Receipt, Status
-from fairseq_async.server.plan import Message, Plan
-
-Build = Callable[[Message, Layout, torch.Tensor], tuple[Rule, Plan]]
-"""Makes rule and plan from a method's description, the layout and the flat parameters."""
-
-
-@dataclass
-class Peer:
-    """One connection; ``worker`` is None until it has introduced itself."""
-
-    channel: Channel
-    worker: int | None = None
-    remote: bool = False  # tensors come and go behind the messages, not in shared memory
-    waiting: str | None = None  # the kind of a message that is not answered yet
-    report: Message = field(default_factory=dict)  # what the worker said of itself with its last update
+from fairseq_async.server.plan import Message
+from fairseq_async.server.refusals import Refusals
+from fairseq_async.server.run import Build, Run, State
+from fairseq_async.server.snapshots import Snapshots
 
 
 class Service:
-    """Answers the workers of one run from one :class:`ParameterServer`, in the order in which they ask.
+    """Answers the workers of one run, in the order in which they ask.
 
     Args:
         token: what a worker must know to come in.
-        workers: how many workers there are; their ids are 0 to ``workers - 1``.
-        run_dir: where ``events.jsonl`` and ``run.json`` go.
+        workers: how many workers are expected; their ids are 0 to ``workers - 1``.
+        run_dir: where ``events.jsonl``, ``run.json`` and snapshots go.
         build: makes the rule once the first worker has described model and method.
         clock: seconds since 1970.
     """
@@ -47,43 +37,59 @@ class Service:
     def __init__(
         self, token: str, workers: int, run_dir: Path, build: Build, clock: Callable[[], float] = time.time
     ) -> None:
-        self.token, self.workers, self.run_dir, self.build, self.clock = token, workers, run_dir, build, clock
-        self.peers: dict[int, Peer] = {}
-        self.joined: set[int] = set()
+        self.run_dir, self.build, self.clock = run_dir, build, clock
+        self.door = Door(token)
+        self.members = Members(workers, clock)
+        self.refusals = Refusals()
+        self.snapshots = Snapshots(run_dir)
         self.finished = False
-        self.positions: dict[int, Message] = {}
-        self.departed: set[int] = set()  # they were here
-        self.idle: set[int] = set()  # nothing is left for them to do
         self.deadline: float | None = None  # of the grace period, by the clock
-        self._server: ParameterServer | None = None
+        self._layout: Layout | None = None
+        self._run: Run | None = None
+        self._awaited = 0
+        self._saved_at, self._saved_version = clock(), -1
 
     # What a message leads to
 
+    def greet(self, peer: Peer) -> None:
+        """A connection was made."""
+        self._answer(peer, self.door.greet(peer))
+
     def receive(self, peer: Peer, message: Message) -> None:
-        """Handles one message. A user's error is the answer; the peer stays, and so does the server."""
+        """Handles one message. A mistake is answered; the peer stays, and so does the server."""
+        self.members.hear(peer)
         try:
-            handler = self._handlers().get(str(message.get("kind")))
-            if handler is None or (peer.worker is None and message["kind"] != "hello"):
-                raise RefusedError("introduce yourself first")
-            answer = handler(peer, message)
+            self._recount()  # who was silent counts again
+            answer = self._handle(peer, message)
         except AsyncError as error:
+            self.refusals.count(type(error).__name__, peer.name, error)
             answer = {"error": str(error)}
-        except (KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # whatever a message leads to, it must not end the others' run
+            if not isinstance(error, KeyError | TypeError | ValueError):
+                traceback.print_exc()
+            self.refusals.count("malformed message", peer.name, repr(error))
             answer = {"error": f"malformed message: {error!r}"}
         if answer is not None:
             self._answer(peer, answer)
+        if peer.worker is None:
+            peer.channel.end()  # a stranger has one attempt
 
     def forget(self, peer: Peer) -> None:
         """The connection is closed."""
-        if peer.worker is not None and self.peers.get(peer.worker) is peer:
-            del self.peers[peer.worker]
-            self.idle.discard(peer.worker)
-            if self._server is not None:
-                self._server.withdraw(peer.worker)
-                self.plan.forget(peer.worker)
-                if not self.method.get("waits_for_dead", True):
-                    self._depart(peer.worker)
-                self._wake()
+        self._part(peer, for_good=False)
+
+    def _handle(self, peer: Peer, message: Message) -> Message | None:
+        if peer.worker is None:
+            return self._introduce(peer, message)
+        kind = str(message.get("kind"))
+        if kind == "alive":
+            return None
+        handler = self._handlers().get(kind)
+        if handler is None:
+            raise RefusedError(f"there is no message {kind!r}")
+        if not peer.admitted and kind not in ("hello", "leave"):
+            raise RefusedError("say hello first")
+        return handler(peer, message)
 
     def _handlers(self) -> dict[str, Callable[[Peer, Message], Message | None]]:
         return {
@@ -92,116 +98,113 @@ class Service:
             "push": self._push,
             "pull": self._pull,
             "wait": self._wait,
-            "plan": self._hear,
+            "plan": lambda peer, message: self.run.hear(peer.id, message),
             "snapshot": self._snapshot,
             "leave": self._leave,
         }
 
     def _answer(self, peer: Peer, answer: Message, tensor: torch.Tensor | None = None) -> None:
         peer.waiting = None
+        self.members.hear(peer)  # from now on it is its turn
         peer.channel.queue(answer, tensor)
         try:
             peer.channel.flush()
         except AsyncError:
             self.forget(peer)  # it died; its connection will be closed by the loop
 
-    def _answer_with_parameters(self, peer: Peer, answer: Message) -> None:
-        """The answer, with the current parameters in the worker's slot or behind the message."""
-        assert peer.worker is not None
-        slot = self.memory.slot(peer.worker)
-        copy(slot, self.server.parameters)
-        self.server.note_pull(peer.worker)
-        self._answer(peer, answer, slot if peer.remote else None)
-
     # Coming in
 
+    def _introduce(self, peer: Peer, message: Message) -> Message:
+        answer = self.door.introduce(peer, message, self.members)
+        before = self.members.peers.get(peer.id)
+        if before is not None:  # its connection broke, or it is another in the place of one that is silent
+            self.forget(before)
+            before.channel.end()
+        self.members.enter(peer)
+        return answer
+
     def _hello(self, peer: Peer, message: Message) -> Message | None:
-        if not hmac.compare_digest(str(message["token"]), self.token):
-            raise RefusedError("this server belongs to another run (wrong token)")
-        worker = int(message["worker"])
-        if not 0 <= worker < self.workers:
-            raise RefusedError(f"this run has {self.workers} workers; there is no worker {worker}")
-        if worker in self.peers:
-            raise RefusedError(f"worker {worker} is here already")
-        self._admit(worker, Layout.from_json(message["layout"]), message["method"])
-        peer.worker, self.peers[worker] = worker, peer
-        peer.remote = bool(message.get("remote"))
-        peer.channel.room = self.memory.slot(worker) if peer.remote else None
-        self.joined.add(worker)
-        self.departed.discard(worker)
+        self._admit(peer.id, Layout.from_json(message["layout"]), message["method"])
+        self.memory.open(peer.id)
+        peer.admitted, peer.remote = True, bool(message.get("remote"))
+        peer.channel.room = self.memory.slot(peer.id) if peer.remote else None
+        peer.channel.notice_death(self.members.timeout)
         self._count_barrier()
-        if self._server is None and worker != 0:
+        if self._run is None and peer.worker != 0:
             peer.waiting = "hello"
             return None
-        return self._welcome(worker)
+        return self._welcome(peer.id)
 
     def _admit(self, worker: int, layout: Layout, method: Message) -> None:
-        if not self.joined:
-            self.layout, self.method = layout, method
-            self.memory = SharedMemory.create(layout.size, self.workers, self._publishes)
-        elif difference := layout.difference(self.layout):
+        if self._layout is None:
+            self._describe(layout, dict(method))
+        elif difference := layout.difference(self._layout):
             raise RefusedError(f"worker {worker} has another model than the others: {difference}")
         elif different := [key for key in self.method if self.method[key] != method.get(key)]:
             raise RefusedError(f"worker {worker} was started with another {different[0]} than the others")
 
+    def _describe(self, layout: Layout, method: Message) -> None:
+        """What the first worker trains, and how."""
+        self.method = method
+        self.members.timeout = float(method.get("worker_timeout", self.members.timeout))
+        self.members.waits_for_dead = bool(method.get("waits_for_dead", True))
+        self.memory = SharedMemory.create(layout.size, self.members.capacity, self._publishes)
+        self._layout = layout
+
     @property
     def _publishes(self) -> bool:
-        """Whether there is a copy of the parameters that workers read when they like; else they come with answers."""
+        """Whether there is a copy of the parameters that workers read when they like; else they ask for them."""
         return bool(self.method.get("publishes", True))
 
     def _welcome(self, worker: int) -> Message:
-        here = {"memory": self.memory.path, "publishes": self._publishes, "workers": self.workers}
-        server = self._server
-        if server is None:
+        here = {"memory": self.memory.path, "publishes": self._publishes, "slots": self.members.capacity}
+        if self._run is None:
             return here | {"initialised": False}
         return here | {
             "initialised": True,
-            "sequence": 1 + server.sequences.get(worker, -1),
-            "position": self.positions.get(worker),
+            "sequence": 1 + self.server.sequences.get(worker, -1),
+            "position": self.run.positions.get(worker),
             **self._state_for(worker),
         }
 
     def _initialise(self, peer: Peer, message: Message) -> Message:
         """Worker 0 brings the parameters, in its slot or, with all the rest of the state, in a file."""
-        if self._server is not None or peer.worker != 0:
+        if self._run is not None or peer.worker != 0:
             raise RefusedError("the parameters are there already")
-        parameters = self.memory.slot(0).clone()
-        self.rule, self.plan = self.build(self.method, self.layout, parameters)
-        lateness = Lateness(**self.method.get("lateness", {}))
-        barrier, last_version = int(self.method["barrier"]), self.method.get("last_version")
-        server = ParameterServer(parameters, self.rule, barrier, last_version, lateness)
-        if message["state"] is not None:
-            self._restore(server, message["state"])
-        self._server = server
-        self.events = EventLog(self.run_dir / "events.jsonl", server.sequences)
-        self._write_description()
-        self._publish()
-        for other in list(self.peers.values()):
-            if other.waiting is not None and other.worker is not None:
-                self._answer(other, self._welcome(other.worker))
+        state = None if message["state"] is None else runs.read(Path(message["state"]))
+        self.snapshots.clear()
+        self._begin(self.memory.slot(0).clone(), state, "the beginning" if state is None else "a checkpoint")
         return self._welcome(0)
 
-    def _restore(self, server: ParameterServer, path: str) -> None:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["method"] != self._name(self.method):
-            raise RefusedError(f"the checkpoint is of {state['method']}, this run is of {self._name(self.method)}")
-        server.load_state_dict(state["server"])
-        self.positions = state["positions"]
-        self.plan.load_state_dict(state["plan"])
+    def recover(self) -> str | None:
+        """Goes on from the newest snapshot in the run's directory, whose name is returned; None without one."""
+        found = self.snapshots.latest(lambda state: Layout.from_json(state["layout"]))
+        if found is None:
+            return None
+        path, state = found
+        layout = Layout.from_json(state["layout"])
+        self._describe(layout, state["description"])
+        self._begin(torch.zeros(layout.size), state, f"snapshot {path.name}")
+        self.finished = self.run.finished
+        return path.name
 
-    @staticmethod
-    def _name(method: Message) -> str:
-        return " with outer ".join(str(method[key]) for key in ("method", "outer") if key in method)
+    def _begin(self, parameters: torch.Tensor, state: State | None, source: str) -> None:
+        assert self._layout is not None
+        self._run = Run(self.run_dir, self.build, self.method, self._layout, parameters, state, source, self.clock())
+        self._publish()
+        for other in list(self.members.peers.values()):
+            if other.waiting == "hello":
+                self._answer(other, self._welcome(other.id))
 
-    def _write_description(self) -> None:
-        description = {"workers": self.workers, "method": self.method, "layout": self.layout.to_json()}
-        (self.run_dir / "run.json").write_text(json.dumps(description, indent=1) + "\n")
+    @property
+    def run(self) -> Run:
+        if self._run is None:
+            raise RefusedError("the server has no parameters yet")
+        return self._run
 
     @property
     def server(self) -> ParameterServer:
-        if self._server is None:
-            raise RefusedError("the server has no parameters yet")
-        return self._server
+        return self.run.server
 
     def _publish(self) -> None:
         if self._publishes:
@@ -210,83 +213,43 @@ class Service:
     # Training
 
     def _pull(self, peer: Peer, message: Message) -> None:
-        """For workers that do not read the published copy."""
-        self._answer_with_parameters(peer, {"version": self.server.version})
+        """For workers that do not read the published copy: the current parameters, in their slot or behind this answer.
+
+        Not in the answer to an update: until that is heard, the slot must keep the update for a second attempt.
+        """
+        slot = self.memory.slot(peer.id)
+        copy(slot, self.server.parameters)
+        self.server.note_pull(peer.id)
+        self._answer(peer, {"version": self.server.version}, slot if peer.remote else None)
 
     def _push(self, peer: Peer, message: Message) -> None:
-        assert peer.worker is not None
         if self.finished:
             self._farewell(peer)
             return
         update = Update(
-            worker=peer.worker,
+            worker=peer.id,
             sequence=int(message["sequence"]),
             base_version=int(message["base_version"]),
             weight=float(message["weight"]),
-            delta=self.memory.slot(peer.worker),
+            delta=self.memory.slot(peer.id),
         )
-        peer.waiting, peer.report = "push", message["report"]
+        self.server.check(update)
+        self.run.plan.check(message["report"])
+        began = time.perf_counter()
+        peer.waiting, peer.report = "push", message["report"] | {"server_seconds": peer.served}
         version = self.server.version
         if self._publishes and not message["wait"] and not self.server.changes_next:
             self._answer(peer, self._accepted(update))
-        receipt = self.server.push(update)
+        # what came over a network may not be what was sent
+        norm = None if peer.remote or message.get("norm") is None else float(message["norm"])
+        receipt = self.server.push(update, norm)
         if receipt.status is Status.HELD:
             self._begin_grace()
             self._settle(version, self.server.released())
         else:
-            self.memory.mark_taken(peer.worker, update.sequence)
+            self.memory.mark_taken(peer.id, update.sequence)
             self._settle(version, [receipt])
-        return None
-
-    def _wait(self, peer: Peer, message: Message) -> None:
-        """A worker for which there is nothing to do."""
-        assert peer.worker is not None
-        peer.waiting = "work"
-        self.idle.add(peer.worker)
-        self._count_barrier()
-        self._wake()
-
-    def _wake(self) -> None:
-        """Answers idle workers for whom there is work again, or the end."""
-        for worker in sorted(self.idle):
-            state = self._state_for(worker)
-            if self.finished or not state.get("idle"):
-                self.idle.discard(worker)
-                self._count_barrier()
-                self._answer_with_parameters(self.peers[worker], state)
-
-    # Rounds
-
-    def _begin_grace(self) -> None:
-        grace = self.method.get("grace")
-        if grace is not None and self.deadline is None:
-            self.deadline = self.clock() + grace
-
-    def tick(self) -> float:
-        """Ends a grace period that is over; returns the seconds until there is something to do again."""
-        if self.deadline is None:
-            return 1.0
-        if self.clock() >= self.deadline:
-            version = self.server.version
-            self.server.complete_round()
-            self._settle(version, self.server.released())
-            return 1.0
-        return min(1.0, self.deadline - self.clock())
-
-    def _depart(self, worker: int) -> None:
-        self.departed.add(worker)
-        self._count_barrier()
-
-    def _count_barrier(self) -> None:
-        """A round waits for those who are at work, or are still to come for the first time."""
-        if self._server is None or not self.method["barrier"]:
-            return
-        active = max(1, self.workers - len(self.departed | self.idle))
-        if self.method.get("grace") is None:
-            self.rule.limit_round(active)
-        version = self.server.version
-        self.server.limit_barrier(active)
-        self._settle(version, self.server.released())
+        peer.served = time.perf_counter() - began
 
     def _accepted(self, update: Update) -> Message:
         """The answer to an update that will only be added to others: its sender need not wait for that."""
@@ -295,12 +258,7 @@ class Service:
 
     def _state_for(self, worker: int) -> Message:
         """What an answer says besides the receipt."""
-        return {
-            "version": self.server.version,
-            "refused": self.server.refused.get(worker, 0),
-            "finished": self.finished,
-            **self.plan.assign(worker),
-        }
+        return {"finished": self.finished, **self.run.assignment(worker)}
 
     def _settle(self, version: int, settled: list[Receipt]) -> None:
         """Publishes what has changed since ``version``, then answers whoever waits for these receipts."""
@@ -310,75 +268,123 @@ class Service:
                 heap.trim()
         if not self.server.held:
             self.deadline = None
+        peers = self.members.peers
         for each in settled:
-            self._record(each)
-        self.finished = self.finished or self.server.finished or self.plan.finished
+            report = peers[each.worker].report if each.worker in peers else {}
+            self.run.record(each, report, self.clock())
+        self.finished = self.finished or self.run.finished
         for each in settled:
-            peer = self.peers.get(each.worker)
+            peer = peers.get(each.worker)
             if peer is not None and peer.waiting == "push":
                 self._reply(peer, each)
         if self.finished:
             self._release()
 
-    def _record(self, receipt: Receipt) -> None:
-        """Notes where in its data the worker was, for its restart, and writes the event."""
-        peer = self.peers.get(receipt.worker)
-        report = peer.report if peer is not None else {}
-        if receipt.status in (Status.APPLIED, Status.REFUSED, Status.STALE):
-            self.positions[receipt.worker] = report.get("position", {})
-            self.plan.record(receipt.worker, receipt.weight, report)
-        self.events.write(self.clock(), receipt, report)
-
     def _reply(self, peer: Peer, receipt: Receipt) -> None:
         # behind a barrier the round may have gone on after this update: the worker is to pull what is there now
-        answer = asdict(receipt) | {"status": receipt.status.value} | self._state_for(receipt.worker)
-        if self._publishes:
-            self._answer(peer, answer)
-        else:
-            self._answer_with_parameters(peer, answer)
+        self._answer(peer, asdict(receipt) | {"status": receipt.status.value} | self._state_for(receipt.worker))
 
-    def _farewell(self, peer: Peer) -> None:
-        """The answer to an update that comes after the run's last step."""
-        assert peer.worker is not None
-        self._reply(peer, _late(peer.worker, self.server.version))
+    # Waiting for others
 
-    def _release(self) -> None:
-        for peer in list(self.peers.values()):
-            if peer.waiting == "push":
-                self._farewell(peer)
+    def _wait(self, peer: Peer, message: Message) -> None:
+        """A worker for which there is nothing to do."""
+        peer.waiting = "work"
+        self.members.idle.add(peer.id)
+        self._count_barrier()
         self._wake()
 
-    def _hear(self, peer: Peer, message: Message) -> Message:
-        assert peer.worker is not None
-        if self._server is None:
-            raise RefusedError("the server has no plan yet")
-        return self.plan.hear(peer.worker, message)
+    def _wake(self) -> None:
+        """Answers idle workers for whom there is work again, or the end."""
+        for worker in sorted(self.members.idle):
+            if worker not in self.members.idle:  # to count the barrier may have ended the run, and woken it
+                continue
+            state = self._state_for(worker)
+            if self.finished or not state.get("idle"):
+                self.members.idle.discard(worker)
+                self._answer(self.members.peers[worker], state)
+                self._count_barrier()
+
+    def _begin_grace(self) -> None:
+        grace = self.method.get("grace")
+        if grace is not None and self.deadline is None:
+            self.deadline = self.clock() + grace
+
+    def tick(self) -> float:
+        """What time brings: the end of a grace period, a worker that is not heard of, a snapshot.
+
+        Returns:
+            Seconds until there is something to do again.
+        """
+        if self._run is None:
+            return 1.0
+        self._recount()
+        self._save()
+        if self.deadline is None:
+            return 1.0
+        if self.clock() >= self.deadline:
+            version = self.server.version
+            self.server.complete_round()
+            self._settle(version, self.server.released())
+            return 1.0
+        return min(1.0, self.deadline - self.clock())
+
+    def _recount(self) -> None:
+        if self._run is not None and self.method["barrier"] and self.members.awaited != self._awaited:
+            self._count_barrier()
+
+    def _count_barrier(self) -> None:
+        """A round waits for those who are at work, or are still to come."""
+        self._awaited = self.members.awaited
+        if self._run is None or not self.method["barrier"]:
+            return
+        active = max(1, self._awaited)
+        if self.method.get("grace") is None:
+            self.run.limit_round(active)
+        version = self.server.version
+        self.server.limit_barrier(active)
+        self._settle(version, self.server.released())
+
+    # Saving and leaving
+
+    def _save(self) -> None:
+        """A snapshot at the beginning, and then when so many seconds or updates have passed."""
+        version, every = self.server.version, self.method.get("snapshot_updates")
+        due = self._saved_version < 0 or self.clock() - self._saved_at >= self.method.get("snapshot_seconds", 60.0)
+        due = due or bool(every and version - self._saved_version >= every)
+        if due and version != self._saved_version and not self.finished and not self.snapshots.busy:
+            self.snapshots.take(self.run.snapshot(), version)
+            self._saved_at, self._saved_version = self.clock(), version
 
     def _snapshot(self, peer: Peer, message: Message) -> Message:
-        state = {
-            "method": self._name(self.method),
-            "server": self.server.state_dict(),
-            "positions": self.positions,
-            "plan": self.plan.state_dict(),
-        }
+        """For a checkpoint that a worker writes."""
         try:
-            torch.save(state, message["path"])
+            torch.save(self.run.state_dict(), message["path"])
         except (OSError, RuntimeError) as error:
             raise RefusedError(f"the server's state cannot be written to {message['path']}: {error}") from error
         return {"version": self.server.version}
 
     def _leave(self, peer: Peer, message: Message) -> Message:
-        self.forget(peer)
-        if self._server is None:
-            return {}
-        if message["finished"]:
+        self._part(peer, for_good=True)
+        if self._run is not None and message["finished"]:
             self.finished = True
             self._release()
-        else:
-            assert peer.worker is not None
-            self._depart(peer.worker)
         return {}
 
+    def _part(self, peer: Peer, for_good: bool) -> None:
+        if not self.members.leave(peer, for_good) or self._run is None:
+            return
+        self.server.withdraw(peer.id)
+        self.run.plan.forget(peer.id)
+        self._count_barrier()
+        self._wake()
 
-def _late(worker: int, version: int) -> Receipt:
-    return Receipt(worker, -1, version, 0.0, Status.FINISHED, 0, 0.0, version)
+    def _release(self) -> None:
+        for peer in list(self.members.peers.values()):
+            if peer.waiting == "push":
+                self._farewell(peer)
+        self._wake()
+
+    def _farewell(self, peer: Peer) -> None:
+        """The answer to an update that comes after the run's last step."""
+        version = self.server.version
+        self._reply(peer, Receipt(peer.id, -1, version, 0.0, Status.FINISHED, 0, 0.0, version))

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.worker.place import split_address
 
 OUTER = ("diloco", "nesterov", "buffered_nesterov", "delayed_nesterov", "sgd")
 
@@ -138,7 +139,7 @@ class HybridOptions(_Options):
                 f"updates_per_step is {updates}: with barrier there are only {workers}, which would wait for ever"
             )
         limits = {"last_version": self.total_steps or None, "updates_per_step": updates}
-        return {"method": self.method, "barrier": updates if self.barrier else 0} | limits | inner
+        return {"method": self.method, "workers": workers, "barrier": updates if self.barrier else 0} | limits | inner
 
 
 class AdasumOptions(_Options):
@@ -221,18 +222,52 @@ class AdaScaleOptions(_Options):
         return float(gradients) if self.scale is None else self.scale
 
 
-class Section(_Options):
+class RunOptions(_Options):
+    """What every method with a server has besides its own options: where the server is, and what faults mean.
+
+    Attributes:
+        server: HOST:PORT at which worker 0 starts the server for workers on other machines.
+        run_dir: for ``events.jsonl``, logs and snapshots.
+        token_file: what all workers know and nobody else; needed where other machines can reach the server.
+        worker_timeout: seconds without a word after which nobody waits for a worker.
+        server_timeout: seconds for which a worker waits for a server that is gone.
+        snapshot_seconds: between two snapshots, from which a server that dies goes on.
+        snapshot_updates: take one also after this many applied updates; 0 for no such limit.
+        max_update_norm_ratio: refuse an update whose norm is more than this many times the running median.
+        record: keep in the run's directory what a replay needs; a checksum of the parameters for each change.
+    """
+
+    server: str | None = None
+    run_dir: str = "async_training"
+    token_file: str | None = None
+    worker_timeout: float = Field(60.0, gt=0)
+    server_timeout: float = Field(600.0, ge=0)
+    snapshot_seconds: float = Field(60.0, gt=0)
+    snapshot_updates: int = Field(0, ge=0)
+    max_update_norm_ratio: float | None = Field(None, gt=1)
+    record: bool = False
+
+    @field_validator("server")
+    @classmethod
+    def _is_address(cls, server: str | None) -> str | None:
+        if server is not None:
+            split_address(server)
+        return server
+
+    def describe(self) -> dict[str, Any]:
+        """The server's part, in JSON's types."""
+        own = {"worker_timeout", "snapshot_seconds", "snapshot_updates", "max_update_norm_ratio", "record"}
+        return self.model_dump(include=own)
+
+
+class Section(RunOptions):
     """``"async_training"`` of a DeepSpeed configuration, beside the options of its method.
 
     Attributes:
         island_size: ranks that train synchronously among themselves and are one worker to the server.
-        server: HOST:PORT at which worker 0 starts the server for workers on other machines.
-        run_dir: for ``events.jsonl`` and logs.
     """
 
     island_size: int = Field(1, ge=1)
-    server: str | None = None
-    run_dir: str = "async_training"
 
 
 Method = Annotated[LocalSGDOptions | HybridOptions, Field(discriminator="method")]
@@ -255,10 +290,10 @@ def checked(
         return model(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = spell(str(first["loc"][0])) + ": " if first["loc"] else ""
+        key = spell(".".join(map(str, first["loc"]))) + ": " if first["loc"] else ""
         if first["type"] == "extra_forbidden":
-            known = ", ".join(sorted(model.model_fields))
-            raise ConfigurationError(f"{where}: unknown key {key.removesuffix(': ')}; known are {known}") from error
+            known = f"; known are {', '.join(sorted(model.model_fields))}" if len(first["loc"]) == 1 else ""
+            raise ConfigurationError(f"{where}: unknown key {key.removesuffix(': ')}{known}") from error
         said = first["msg"].removeprefix("Value error, ")
         value = "" if not first["loc"] else f" (it is {first['input']!r})"
         raise ConfigurationError(f"{where}: {key}{said}{value}") from error

@@ -7,18 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from fairseq_async.errors import RefusedError
 from fairseq_async.server import ServerClient
+from fairseq_async.worker.half import Half
 from fairseq_async.worker.replica import Replica
 
 
-class LocalSGD:
+class LocalSGD(Half):
     """Counts local steps, and exchanges when as many are done as the server has asked for.
 
     The inner optimizer's state is not touched by an exchange. The slot holds θ_start between two exchanges, and the
     pseudo-gradient θ_start − θ is computed in place there, so that a worker keeps no further copy of the model.
-
-    If the server dies, the local steps since the last exchange are lost with this worker.
 
     Args:
         client: the connection; joins with ``method``.
@@ -30,8 +28,6 @@ class LocalSGD:
         local_steps: what the server has asked for, and ``done`` of them.
         shard: the part of the training set to draw from; None where the server chooses none.
         offset: how many batches of the shard others have drawn, or are drawing, before this worker's.
-        finished: the run is over, and the replica holds the server's last parameters.
-        last: what is to be logged of the last exchange.
     """
 
     def __init__(
@@ -41,13 +37,10 @@ class LocalSGD:
         max_refused: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.client, self.replica, self.max_refused, self.clock = client, replica, max_refused, clock
-        self.finished = self.joined = False
-        self.version = self.sequence = self.done = self.local_steps = 0
+        super().__init__(client, replica, max_refused)
+        self.clock = clock
         self.shard: int | None = None
-        self.offset = 0
-        self.last: dict[str, float] = {}
-        self.refused_in_a_row = 0
+        self.offset = self.local_steps = 0
         self.epochs = self.tokens = 0.0  # of the data since the last exchange, where somebody counts them
         self._place = {"progress": 0.0, "pace": 1.0, "total_progress": 0.0}
         self._losses: list[float | Tensor] = []
@@ -65,21 +58,11 @@ class LocalSGD:
         """Mean local steps per worker that the server had when this one last heard of it."""
         return self._place["total_progress"]
 
-    def join(self, method: dict[str, Any]) -> dict[str, Any]:
-        """Enters the run; the welcome says whether the server has parameters."""
-        return self.client.join(self.replica.layout, method)
-
-    def bring_parameters(self, state: str | None) -> dict[str, Any]:
-        """Worker 0's parameters, or the server state in a file, to a new server."""
-        self.replica.read(self.client.slot)
-        return self.client.initialise(state)
-
     def begin(self, welcome: dict[str, Any]) -> None:
         """Takes the server's parameters and the first assignment."""
-        self.joined = True
-        self.sequence = welcome["sequence"]
-        self._take(self.wait_for_work(welcome))
-        self.version = self.client.pull(self.replica.write)
+        welcome = self.wait_for_work(welcome)
+        super().begin(welcome)
+        self._take(welcome)
 
     def step(self, seconds: float, loss: float | Tensor | None = None, position: dict[str, Any] | None = None) -> bool:
         """After each step of the inner optimizer; True when it was followed by an exchange.
@@ -106,17 +89,13 @@ class LocalSGD:
         if loss is not None:
             self._losses.append(loss)
 
-    def settle(self) -> None:
-        """Nothing is on its way between two calls."""
-
     def exchange(self, position: dict[str, Any] | None = None) -> None:
         """Sends the local steps that are done, and starts again from the server's parameters."""
         started = self.clock()
         answer = self.wait_for_work(self.client.push(self.replica.subtract, **self.message(position)))
         self.sequence += 1
         self._take(answer)
-        self.version = answer["version"]
-        self.replica.write(self.client.slot)
+        self.version = self.client.pull(self.replica.write)
         self._waited = self.clock() - started
         self._note(answer)
 
@@ -139,6 +118,9 @@ class LocalSGD:
             "waiting_seconds": self._waited,
             "loss": statistics.fmean(map(float, self._losses)) if self._losses else None,
             "shard": self.shard,
+            "offset": self.offset,
+            "progress": self._place["progress"],
+            "pace": self._place["pace"],
             "epochs": self.epochs,
             "tokens": self.tokens,
             "position": position,
@@ -159,9 +141,4 @@ class LocalSGD:
     def _note(self, answer: dict[str, Any]) -> None:
         self.last = {name: answer[name] for name in ("staleness", "norm", "cosine")}
         self.last |= {"local_steps": float(self.local_steps), "waiting_seconds": self._waited}
-        self.refused_in_a_row = self.refused_in_a_row + 1 if answer["status"] == "refused" else 0
-        if self.refused_in_a_row >= self.max_refused:
-            raise RefusedError(
-                f"the last {self.refused_in_a_row} updates of worker {self.client.worker} had NaN or Inf and were "
-                "refused (max_refused); try a lower learning rate"
-            )
+        self.refusals.count(answer["refused"])

@@ -6,7 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_async.server import ServerClient
+from fairseq_async.worker.config import LocalSGDOptions
 from fairseq_async.worker.local_sgd import LocalSGD
+from fairseq_async.worker.replica import Replica
+
+
+def local_sgd(client: ServerClient, replica: Replica, options: LocalSGDOptions) -> LocalSGD:
+    """A worker's half, as the options say."""
+    return (OverlappedLocalSGD if options.overlap else LocalSGD)(client, replica, options.max_refused)
 
 
 class OverlappedLocalSGD(LocalSGD):
@@ -19,8 +27,6 @@ class OverlappedLocalSGD(LocalSGD):
     What was computed meanwhile counts for the next round: these steps did not see the other workers' last updates,
     which is the price. A round is at most one answer ahead. Keeps two copies of the parameters more. The batches of
     these steps follow on those of the round before, in its shard.
-
-    If the server dies, the round that was sent and the steps since then are lost with this worker.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +84,8 @@ class OverlappedLocalSGD(LocalSGD):
 
     def _converse(self, message: dict[str, Any]) -> dict[str, Any]:
         """In the other thread, which has the connection and the slot to itself."""
-        return self.wait_for_work(self.client.push(self._subtract_sent, **message))
+        answer = self.wait_for_work(self.client.push(self._subtract_sent, **message))
+        return answer | {"version": self.client.pull(lambda flat: None)}
 
     def _subtract_sent(self, slot: Tensor) -> None:
         slot.sub_(self._sent)

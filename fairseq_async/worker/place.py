@@ -1,8 +1,11 @@
 """Which worker this process is, and where its server is found."""
 
+import ctypes
 import json
 import os
-from dataclasses import dataclass
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,15 +13,18 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from fairseq_async.errors import ConfigurationError, ExchangeError
-from fairseq_async.server.client import LOOPBACK
+from fairseq_async.exchange.authentication import read_token
+from fairseq_async.server.client import LOOPBACK, ServerClient, is_loopback
 from fairseq_async.server.process import TOKEN, ServerProcess
 
 WORKER, WORKERS, SLOWDOWN = "FAIRSEQ_ASYNC_WORKER", "FAIRSEQ_ASYNC_WORKERS", "FAIRSEQ_ASYNC_SLOWDOWN"
+JOINS, SERVER = "joins", "FAIRSEQ_ASYNC_SERVER"  # what fairseq-async join gives for a worker, and where to
 # the module that is the server of each fairseq --optimizer
 SERVERS = {
     "hybrid_async": "fairseq_async.fairseq_plugin.server",
     "local_sgd": "fairseq_async.worker.outer",
 }
+_RESTARTS = 3  # of a server without a launcher
 _RENDEZVOUS = timedelta(seconds=120)  # worker 0 has to import its framework and to start the server
 
 
@@ -29,6 +35,7 @@ class Place:
     Attributes:
         rank: among the ``island_size`` ranks that are this worker together; rank 0 speaks for them.
         several_machines: not all workers are on this one.
+        joins: it was not announced; the server says which worker it is.
     """
 
     worker: int = 0
@@ -38,6 +45,7 @@ class Place:
     rank: int = 0
     island_size: int = 1
     several_machines: bool = False
+    joins: bool = False
 
     @classmethod
     def find(cls, island_size: int = 1) -> "Place":
@@ -47,7 +55,10 @@ class Place:
             ConfigurationError: the ranks do not divide into islands, or were started in a way that is not supported.
         """
         get = os.environ.get
+        if get(WORKER) == JOINS:
+            return cls(joins=True)
         if WORKER in os.environ:
+            _end_with_launcher()
             worker = int(os.environ[WORKER])
             return cls(worker, int(os.environ[WORKERS]), worker, float(get(SLOWDOWN, "1")))
         if _under_torchrun():
@@ -70,34 +81,69 @@ class Place:
             )
         return cls()
 
-    def find_server(self, module: str, given: str | None, run_dir: Path) -> tuple[str, str, ServerProcess | None]:
-        """Address, token, and the server's process if it is this worker's own.
+    def connect(
+        self,
+        module: str,
+        server: str | None,
+        token_file: str | None,
+        run_dir: Path,
+        patience: float,
+        on_loss: Callable[[str], None],
+    ) -> tuple["Place", ServerClient, ServerProcess | None]:
+        """This place with its worker's id, the connection, and the server's process if it is this worker's own.
 
-        Where a launcher has started the server, ``given`` is its address. Elsewhere worker 0 starts ``module`` as the
-        server, for workers on other machines at the address that is given, and the store of torchrun or deepspeed
-        tells the others where it is.
+        Args:
+            module: the server, if it is to be started here.
+            server: its address, if there is one already, or is to be one for other machines.
+            token_file: see :class:`~fairseq_async.worker.config.RunOptions`; likewise ``patience``, its timeout.
+            on_loss: see :class:`~fairseq_async.server.ServerClient`.
 
         Raises:
             ConfigurationError: there is no token, or no address that other machines could reach.
-            ExchangeError: worker 0 did not start a server.
+            ExchangeError: there is no server.
         """
-        if given and TOKEN in os.environ:
-            return given, os.environ[TOKEN], None
+        address, token, process = self._find_server(module, server, token_file, run_dir)
+        client = ServerClient(address, token, None if self.joins else self.worker, patience, on_loss)
+        return replace(self, worker=client.worker, workers=client.workers), client, process
+
+    def _find_server(
+        self, module: str, given: str | None, token_file: str | None, run_dir: Path
+    ) -> tuple[str, str, ServerProcess | None]:
+        """Where a launcher has started the server, it is known. Elsewhere worker 0 starts it, and the store of torchrun
+        or deepspeed tells the others where it is."""
+        token = read_token(Path(token_file)) if token_file else os.environ.get(TOKEN)
+        address = os.environ.get(SERVER) or given
+        if address and token and not (token_file and _under_torchrun()):
+            return address, token, None
         if given and not _under_torchrun():
-            raise ConfigurationError(f"--server {given}: the run's token is missing from the variable {TOKEN}")
+            raise ConfigurationError(f"--server {given}: the run's token is missing; give it with --token-file")
         if self.several_machines and not given:
             raise ConfigurationError(
                 'workers on several machines: say with --server HOST:PORT (deepspeed: "server") at which address of '
                 "worker 0's machine the others reach the server"
             )
         if self.worker == 0:
+            return self._start_server(module, given, token, run_dir)
+        address, path = self.ask("server", f"worker 0 did not start a server within {_RENDEZVOUS.seconds} s")
+        return address, token or read_token(Path(path)), None
+
+    def _start_server(
+        self, module: str, given: str | None, token: str | None, run_dir: Path
+    ) -> tuple[str, str, ServerProcess]:
+        try:
             host, port = split_address(given) if given else (LOOPBACK, 0)
-            process = ServerProcess(module, self.workers, run_dir, run_dir / "logs" / "server.log", port, host)
-            if _under_torchrun():
-                self.tell("server", [process.address, process.token])
-            return process.address, process.token, process
-        address, token = self.ask("server", f"worker 0 did not start a server within {_RENDEZVOUS.seconds} s")
-        return address, token, None
+        except ValueError as error:
+            raise ConfigurationError(f"--server {given}: {error}") from error
+        if not (is_loopback(host) or token):
+            raise ConfigurationError(
+                f"--server {given}: other machines can reach this address; give every worker the same secret with "
+                '--token-file FILE (deepspeed: "token_file"), made with: (umask 077; openssl rand -hex 16 > FILE)'
+            )
+        log = run_dir / "logs" / "server.log"
+        process = ServerProcess(module, self.workers, run_dir, log, port, host, token, restarts=_RESTARTS)
+        if _under_torchrun():
+            self.tell("server", [process.address, str(process.token_file.resolve())])
+        return process.address, process.token, process
 
     def tell(self, name: str, value: Any) -> None:
         """Leaves a value of JSON's types for the other ranks."""
@@ -119,12 +165,19 @@ def split_address(address: str) -> tuple[str, int]:
     """HOST:PORT in its parts.
 
     Raises:
-        ConfigurationError: it is not written so.
+        ValueError: it is not written so.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigurationError(f"{address}: an address is written HOST:PORT, as in 10.0.0.1:29400")
+        raise ValueError("an address is written HOST:PORT, as in 10.0.0.1:29400")
     return host, int(port)
+
+
+def _end_with_launcher() -> None:
+    """A worker waits long for its server, but nobody starts a server again whose launcher was killed."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):  # Linux
+        libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _slowdown(worker: int, workers: int) -> float:

@@ -30,7 +30,7 @@ class Replica(Protocol):
 
 
 class TensorReplica:
-    """Parameters that the optimizer steps as they are: fp32, on any device.
+    """Parameters as the model has them, on any device: those that an optimizer steps are in fp32.
 
     Args:
         speaks: whether this rank hands them over; of several that hold the same, one does.

@@ -48,12 +48,12 @@ def model(parameters: int) -> list[tuple[str, Parameter]]:
 
 def join(client: ServerClient, parameters: int, method: dict[str, Any]) -> HybridAsync:
     """A hybrid_async worker with these parameters, without a model or data to go with them."""
-    worker = HybridAsync(Namespace(lr=[1e-4]), model(parameters), client, None, 1, False)
-    welcome = worker.join(method)
+    optimizer = HybridAsync(Namespace(lr=[1e-4]), model(parameters), client, None, 1, False)
+    welcome = optimizer.worker.join(method)
     if not welcome["initialised"]:
-        welcome = worker.bring_parameters(None)
-    worker.begin(welcome)
-    return worker
+        welcome = optimizer.worker.bring_parameters(None)
+    optimizer.begin(welcome)
+    return optimizer
 
 
 def clocked(work: Callable[[], Any]) -> float:
@@ -123,14 +123,15 @@ def exchange(connection: Connection, parameters: int, address: str, token: str, 
     """A worker; says how long each push and pull took, and whether the server stepped."""
     torch.set_num_threads(1)
     method = METHOD | {"updates_per_step": UPDATES_PER_STEP}
-    worker = join(ServerClient(address, token, 0), parameters, method)
+    optimizer = join(ServerClient(address, token, 0), parameters, method)
+    worker = optimizer.worker
     while connection.recv():
         version = worker.version
-        worker.multiply_grads(1.0)
-        worker.step()
-        if worker.version == version:
-            worker.pull()
-        connection.send((worker.seconds["push"], worker.seconds["pull"], worker.version > version))
+        optimizer.multiply_grads(1.0)
+        optimizer.step()
+        stepped = worker.version > version
+        pull = worker.last["pull_seconds"] if stepped else clocked(worker.pull)
+        connection.send((worker.last["push_seconds"], pull, stepped))
 
 
 def whole(parameters: int, rounds: int, out: Path) -> Seconds:
@@ -174,7 +175,7 @@ def one_by_one(parameters: int, rounds: int) -> Seconds:
     layout = Layout.of(named)
     memory = SharedMemory.create(layout.size, 1)
     server = torch.cat([parameter.detach().flatten() for _, parameter in named])
-    rule, _ = build({"updates_per_step": 3}, layout, server)
+    rule, _ = build(METHOD | {"updates_per_step": 3}, layout, server)
     slot = memory.slot(0)
 
     def write() -> None:

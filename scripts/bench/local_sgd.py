@@ -19,9 +19,10 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from recipes.c4_lm.models import SEQUENCE  # noqa: E402
 from recipes.steps import RecipeError, console_script, run_step  # noqa: E402
 from recipes.training import free_port  # noqa: E402
-from scripts.bench import jobs  # noqa: E402
+from scripts.bench import bytes_moved, jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 TRAIN = jobs.ROOT / "recipes" / "c4_lm" / "train.py"
@@ -81,8 +82,9 @@ def prepared(source: Path, out: Path) -> None:
         shutil.copytree(source, out, ignore=shutil.ignore_patterns("model", "checkpoints", "async", "log.txt"))
 
 
-def measure(out: Path) -> dict[str, float]:
-    """From the server's events: seconds of training, local steps in all, staleness, share of the time in exchanges."""
+def measure(out: Path, batch: int) -> dict[str, float]:
+    """From the server's events: seconds of training, local steps in all, staleness, share of the time in exchanges, and
+    the bytes that these moved."""
     events = [jsonlib.loads(line) for line in (out / "async" / "events.jsonl").open()]
     applied = [event for event in events if event["status"] == "applied"]
     first = min(event["time"] - event["computing_seconds"] for event in applied)
@@ -92,7 +94,7 @@ def measure(out: Path) -> dict[str, float]:
         "local steps": sum(event["local_steps"] for event in applied),
         "staleness": mean(event["staleness"] for event in applied),
         "share waiting": waiting / (waiting + sum(event["computing_seconds"] for event in applied)),
-    }
+    } | bytes_moved.moved(out / "async", batch * SEQUENCE)
 
 
 def main(
@@ -128,13 +130,13 @@ def main(
             score = train(
                 f"{name}, seed {seed}", directory, configuration(section, 1e-3, batch), workers, slowdown, flags
             )
-            rows.append({"method": name, "seed": seed, "perplexity": score} | measure(directory))
+            rows.append({"method": name, "seed": seed, "perplexity": score} | measure(directory, batch))
     report.table("runs", rows)
     bounds(report, rows)
     report.end(json)
 
 
-KEYS = ("seconds", "local steps", "staleness", "share waiting")
+KEYS = ("seconds", "local steps", "staleness", "share waiting", "bytes per token", "bytes per token, synchronous")
 
 
 def bounds(report: Report, rows: list[dict[str, Any]]) -> None:

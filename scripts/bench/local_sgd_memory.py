@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fairseq_async.server import ServerClient  # noqa: E402
 from fairseq_async.server.process import ServerProcess  # noqa: E402
 from fairseq_async.worker.config import LocalSGDOptions  # noqa: E402
-from fairseq_async.worker.local_sgd import LocalSGD  # noqa: E402
+from fairseq_async.worker.overlap import local_sgd  # noqa: E402
 from fairseq_async.worker.replica import TensorReplica  # noqa: E402
 from scripts.bench import exchange_times, jobs  # noqa: E402
 from scripts.bench.memory import UPDATES, WORKERS, Memory, server_rows  # noqa: E402
@@ -31,7 +31,7 @@ def local_server(parameters: int, out: Path) -> dict[str, Memory]:
         workers = []
         for number in range(WORKERS):
             client = ServerClient(process.address, process.token, number)
-            workers.append(LocalSGD(client, TensorReplica(exchange_times.model(parameters)), options.max_refused))
+            workers.append(local_sgd(client, TensorReplica(exchange_times.model(parameters)), options))
             welcome = workers[-1].join(options.describe(WORKERS, []))
             workers[-1].begin(welcome if welcome["initialised"] else workers[-1].bring_parameters(None))
         for _ in range(UPDATES):

@@ -108,7 +108,7 @@ def hybrid_server(parameters: int, out: Path) -> dict[str, Memory]:
         clients[0].ask({"kind": "snapshot", "path": str(out.resolve() / "state.pt")})
         saved = Memory.of(process.process.pid)
         for each in workers:
-            each.client.leave(finished=True)
+            each.worker.client.leave(finished=True)
     finally:
         process.stop()
     return {"after updates": updated, "after a checkpoint": saved}

@@ -59,7 +59,7 @@ def plain(job: Training, skip: float) -> dict[str, Any]:
 def exchanges(events: list[dict[str, Any]]) -> Iterator[tuple[float, float, bool, float]]:
     """Seconds from one update of a worker to its next, of the push and the pull between them, and whether it stepped.
 
-    An event carries what the worker measured at the event before, and repeats the last pull where it pulled nothing.
+    An event carries what the worker measured at the event before.
     """
     version = events[0]["version_after"]
     before: dict[int, tuple[dict[str, Any], bool]] = {}
@@ -67,9 +67,8 @@ def exchanges(events: list[dict[str, Any]]) -> Iterator[tuple[float, float, bool
         stepped, version = event["version_after"] > version, event["version_after"]
         if event["worker"] in before:
             previous, previous_stepped = before[event["worker"]]
-            pulled = event["base_version"] != previous["base_version"]
-            pull = event["pull_seconds"] if pulled else 0.0
-            yield event["time"] - previous["time"], event["push_seconds"], previous_stepped, pull
+            between = event["time"] - previous["time"]
+            yield between, event["push_seconds"], previous_stepped, event["pull_seconds"]
         before[event["worker"]] = event, stepped
 
 

@@ -1,0 +1,64 @@
+"""Proof of the run's token, in both directions, by a keyed challenge: the token itself never crosses the wire.
+
+What follows the handshake is neither encrypted nor signed: across a network that others can reach, use a tunnel.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from fairseq_async.errors import ConfigurationError
+
+_SHORTEST = 16  # characters of a token
+
+
+def challenge() -> str:
+    """A number that was never used before."""
+    return secrets.token_hex(16)
+
+
+def proof(token: str, role: str, server_challenge: str, worker_challenge: str) -> str:
+    """What only somebody with the token can say; ``role`` keeps one side's proof from being used as the other's."""
+    said = "\n".join((role, server_challenge, worker_challenge))
+    return hmac.new(token.encode(), said.encode(), hashlib.sha256).hexdigest()
+
+
+def proves(given: object, token: str, role: str, server_challenge: str, worker_challenge: str) -> bool:
+    """Whether ``given`` is the proof."""
+    return hmac.compare_digest(str(given).encode(), proof(token, role, server_challenge, worker_challenge).encode())
+
+
+def new_token() -> str:
+    return secrets.token_hex(16)
+
+
+def write_token(path: Path, token: str) -> None:
+    """A file that only its owner reads."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token + "\n")
+
+
+def read_token(path: Path) -> str:
+    """The token in a file.
+
+    Raises:
+        ConfigurationError: it cannot be read, others than its owner can read it, or the token is too short.
+    """
+    try:
+        with path.open() as file:
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read(4096).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--token-file {path}: cannot be read: {error}") from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigurationError(f"--token-file {path}: others can read it; run chmod 600 {path}")
+    if len(token) < _SHORTEST:
+        raise ConfigurationError(
+            f"--token-file {path}: a token has at least {_SHORTEST} characters; make one with: openssl rand -hex 16"
+        )
+    return token

@@ -1,0 +1,33 @@
+"""One more worker for a run that is going on."""
+
+import os
+from pathlib import Path
+from typing import NoReturn
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.exchange.authentication import read_token
+from fairseq_async.launch.command import WorkerCommand, find_program
+from fairseq_async.server.process import TOKEN
+from fairseq_async.worker.place import JOINS, SERVER, WORKER, split_address
+
+
+def join(address: str, arguments: list[str], token_file: Path) -> NoReturn:
+    """Becomes the worker: its output is this terminal's, and Ctrl-C ends it and nothing else.
+
+    Raises:
+        ConfigurationError: the address, the token or the program is not one.
+    """
+    try:
+        split_address(address)
+    except ValueError as error:
+        raise ConfigurationError(f"{address}: {error}") from error
+    variables = {WORKER: JOINS, SERVER: address, TOKEN: read_token(token_file), "OMP_WAIT_POLICY": "PASSIVE"}
+    line = _line(arguments)
+    os.execve(line[0], line, {"OMP_NUM_THREADS": "1"} | os.environ | variables)
+
+
+def _line(arguments: list[str]) -> list[str]:
+    """fairseq-train with what it needs to find us; any other program as it is: its script calls us."""
+    if Path(arguments[0]).name == "fairseq-train":
+        return WorkerCommand(arguments).line(None)
+    return [find_program(arguments[0]), *arguments[1:]]

@@ -1,0 +1,1 @@
+"""What people look at: runs and simulations as pictures and tables."""

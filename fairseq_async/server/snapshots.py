@@ -1,0 +1,106 @@
+"""The server's whole state on disk, from which it goes on after its death."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DIRECTORY = "snapshots"
+_KEPT = 2  # the last one may have been torn by what killed the server
+
+
+class Snapshots:
+    """Written by a child process, which has the memory as it was at the moment of its birth, while the server goes on.
+
+    Each is written under another name and renamed when the disk has it: a file with its own name is whole.
+
+    Args:
+        run_dir: they go to ``snapshots/`` there.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.directory = run_dir / DIRECTORY
+        self._child = 0
+
+    def take(self, state: dict[str, Any], version: int) -> None:
+        """Begins to write; nothing while the one before is being written."""
+        if self.busy:
+            return
+        self.directory.mkdir(exist_ok=True)
+        self._child = os.fork()
+        if self._child == 0:
+            code = 1
+            try:
+                os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # connections and locks end with the server, not with us
+                torch.set_num_threads(1)  # the threads of OpenMP are not in this process
+                self._write(state, version)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+
+    @property
+    def busy(self) -> bool:
+        """Whether one is being written; says so on stderr when the writer failed, and nothing else happens."""
+        if not self._child:
+            return False
+        child, status = os.waitpid(self._child, os.WNOHANG)
+        if not child:
+            return True
+        self._child = 0
+        if status:
+            print("a snapshot could not be written; the run goes on without it", file=sys.stderr, flush=True)
+        return False
+
+    def wait(self) -> None:
+        """Until the one that is being written is whole."""
+        if self._child:
+            os.waitpid(self._child, 0)
+            self._child = 0
+
+    def latest(self, check: Callable[[dict[str, Any]], object]) -> tuple[Path, dict[str, Any]] | None:
+        """The newest that can be read and that ``check`` does not raise for; others are skipped with a warning."""
+        for path in reversed(self._files()):
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True)
+                check(state)
+                return path, state
+            except Exception as error:  # torch raises whatever the broken bytes lead it to
+                print(f"{path} is skipped: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return None
+
+    def clear(self) -> None:
+        """Those of a run before."""
+        for path in [*self._files(), *self.directory.glob("*.part")]:
+            path.unlink(missing_ok=True)
+
+    def _write(self, state: dict[str, Any], version: int) -> None:
+        path = self.directory / f"version-{version:012d}.pt"
+        part = path.with_suffix(".part")
+        try:
+            with part.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        _sync(self.directory)
+        for old in self._files()[:-_KEPT]:
+            old.unlink(missing_ok=True)
+
+    def _files(self) -> list[Path]:
+        return sorted(self.directory.glob("version-*.pt"))
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
