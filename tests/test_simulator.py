@@ -292,6 +292,12 @@ def test_adascale_steps_by_the_gain_of_its_ranks_and_ends_at_its_scale_invariant
         ({"problem": {"type": "nowhere:f"}}, '"problem": "type": nowhere:f cannot be imported'),
         ({"problem": {"type": "gaussians", "wigth": 3}}, '"problem" (gaussians)'),
         ({"target": {"of": "X"}}, '"of": X: there is no such method; there are DN'),
+        ({"optimizer": {"type": "adam", "momentum": 0.9}}, "momentum is of no use with adam: leave it out"),
+        ({"schedule": {"minimum": 0.1}}, "minimum is of no use with constant: leave it out"),
+        (
+            {"cluster": {"workers": 1, "absences": [{"worker": 0, "from": 2}, {"worker": 0, "from": 3, "to": 4}]}},
+            "absences of worker 0 overlap at 3",
+        ),
         ({"target": {}}, 'target: give "loss", or "of"'),
     ],
 )
