@@ -214,7 +214,8 @@ def test_slow_workers_take_fewer_local_steps(tmp_path: Path) -> None:
 
 def test_seconds_follow_their_distribution_or_trace_and_do_not_depend_on_the_method(tmp_path: Path) -> None:
     for kind in ("lognormal", "uniform", "exponential"):
-        speed = Speed(Distribution(distribution=kind, mean=2.0, spread=0.5), worker=1, seed=3)
+        spread = {} if kind == "exponential" else {"spread": 0.5}
+        speed = Speed(Distribution.model_validate({"distribution": kind, "mean": 2.0} | spread), worker=1, seed=3)
         drawn = torch.tensor([speed.of_step(number) for number in range(4000)])
         assert drawn.mean() == pytest.approx(2.0, rel=0.1) and drawn.min() > 0
         assert drawn.std() == pytest.approx(2.0 if kind == "exponential" else 1.0, rel=0.15)
