@@ -398,6 +398,15 @@ def test_a_report_is_one_page_that_needs_no_network(both: Experiment, tmp_path: 
     assert slow.shares(1)[COMPUTING] == pytest.approx(1.0)
 
 
+def test_a_worker_that_never_came_has_an_empty_row(tmp_path: Path) -> None:
+    cluster = {"workers": 2, "absences": [{"worker": 0, "from": 0}]}
+    given = experiment(tmp_path, methods={"hybrid": METHODS["hybrid"] | {"updates_per_step": 1}}, cluster=cluster)
+    Simulator(given, tmp_path / "out", resume=False).run()
+    runs = load([tmp_path / "out"])
+    assert runs[0].shares(0)[COMPUTING] == 0.0 and runs[0].shares(1)[COMPUTING] == 1.0
+    assert (tmp_path / "report" / "report.html") == page.write(runs, "late", tmp_path / "report")
+
+
 def test_a_directory_without_a_run_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no run and no simulation there"):
         load([tmp_path])
