@@ -44,7 +44,7 @@ def launch(
     launcher(given, workers, _factors(slowdown), max_restarts, port, host, token_file).run()
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command()
 def join(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", show_default=False)],
     worker_command: Annotated[list[str], typer.Argument(metavar="-- fairseq-train ...", show_default=False)],

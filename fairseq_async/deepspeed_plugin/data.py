@@ -1,13 +1,29 @@
 """Batches from the shards that the server chooses."""
 
 from collections.abc import Callable, Iterator, Sized
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import Dataset, default_collate
 
-from fairseq_async.worker.gradients import GradientWorker
-from fairseq_async.worker.local_sgd import LocalSGD
 from fairseq_async.worker.shards import ShardOrder
+
+
+class Drawing(Protocol):
+    """Where a worker is in the data: step ``offset + done`` of a shard.
+
+    Attributes:
+        sequence: changes with the shard.
+    """
+
+    sequence: int
+    shard: int | None
+    offset: int
+
+    @property
+    def done(self) -> int: ...
+
+    @property
+    def finished(self) -> bool: ...
 
 
 class ShardedLoader:
@@ -34,7 +50,7 @@ class ShardedLoader:
         ranks: int,
         seed: int,
         collate: Callable[[list[Any]], Any] | None,
-        enter: Callable[[], LocalSGD | GradientWorker],
+        enter: Callable[[], Drawing],
     ) -> None:
         self.dataset, self.batch_size = dataset, batch_size
         self._order = ShardOrder(sizes, seed)

@@ -12,11 +12,12 @@ import deepspeed
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.data import ShardedLoader
 from fairseq_async.deepspeed_plugin.engine import HybridEngine, LocalEngine
+from fairseq_async.deepspeed_plugin.group import initialize_group
 from fairseq_async.deepspeed_plugin.island import IslandClient, become_a_world
 from fairseq_async.deepspeed_plugin.masters import replica_of
 from fairseq_async.errors import AsyncError, ConfigurationError, fail
 from fairseq_async.server.process import ServerProcess
-from fairseq_async.worker.config import HybridOptions, LocalSGDOptions, Section
+from fairseq_async.worker.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, Section
 from fairseq_async.worker.gradients import GradientWorker
 from fairseq_async.worker.local_sgd import LocalSGD
 from fairseq_async.worker.overlap import local_sgd
@@ -47,6 +48,9 @@ def initialize(
     a scheduler follows the progress of the whole run. Besides, the engine has ``finished``, ``progress``, ``worker``
     and ``pull()``, see :class:`~fairseq_async.deepspeed_plugin.engine.AsyncEngine`.
 
+    The synchronous methods, ``adasum`` and ``adascale``, have no server: the ranks train as one group, by
+    :class:`~fairseq_async.deepspeed_plugin.group.GroupEngine`.
+
     A mistake in the configuration ends the process with one line.
 
     Example::
@@ -69,6 +73,9 @@ def _initialize(
     given, name = configuration.read(args, config)
     plain, section, options = configuration.split(given, name)
     configuration.check(plain, name)
+    if isinstance(options, AdasumOptions | AdaScaleOptions):
+        configuration.check_group(section, options.method, name)
+        return initialize_group(options, args, model, data, collate, plain, theirs)
     hybrid = isinstance(options, HybridOptions)
     if hybrid:
         configuration.check_hybrid(plain, section, name)

@@ -27,7 +27,9 @@ class GroupTrainer(Trainer):
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None) -> None:
         self.arguments = cfg.optimizer
         self._given = plain(cfg)
-        self._skipped, self._in_step, self._dummy = 0, False, False
+        # rank 0 would send the others what it has read, in types that torch does not load without trust
+        cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
+        self._skipped, self._in_step, self._dummy, self._drawn = 0, False, False, False
         self._weights: list[float] = []
         super().__init__(cfg, task, model, criterion, quantizer)
         self._criterion.register_forward_hook(self._see)
@@ -48,6 +50,16 @@ class GroupTrainer(Trainer):
             return super().load_checkpoint(filename, *args, **kwargs)
         except AssertionError as error:
             raise ConfigurationError(f"{filename}: {error}") from error
+
+    def get_train_iterator(self, epoch: int, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`AsyncTrainer.get_train_iterator`: batches are made from the number of the epoch in which they are
+        made, and the run that is resumed made its own in the first."""
+        iterator = super().get_train_iterator(epoch, *args, **kwargs)
+        first, self._drawn = not self._drawn, True
+        made = self.task.dataset_to_epoch_iter
+        if first and epoch > 1 and made.pop(self.task.dataset(self.cfg.dataset.train_subset), None) is not None:
+            iterator = super().get_train_iterator(1, load_dataset=False)
+        return iterator
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         self._in_step, self._weights = True, []

@@ -44,6 +44,9 @@ def _main(module: ModuleType, main: Callable[..., None], cfg: Any, **kwargs: Any
             session.close()
     except AsyncError as error:
         fail(error)
+    except KeyboardInterrupt:
+        sys.stderr.write("fairseq-async: interrupted\n")
+        raise SystemExit(130) from None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Which worker this process is, and where its server is found."""
 
+import ctypes
 import json
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -56,6 +58,7 @@ class Place:
         if get(WORKER) == JOINS:
             return cls(joins=True)
         if WORKER in os.environ:
+            _end_with_launcher()
             worker = int(os.environ[WORKER])
             return cls(worker, int(os.environ[WORKERS]), worker, float(get(SLOWDOWN, "1")))
         if _under_torchrun():
@@ -168,6 +171,13 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError("an address is written HOST:PORT, as in 10.0.0.1:29400")
     return host, int(port)
+
+
+def _end_with_launcher() -> None:
+    """A worker waits long for its server, but nobody starts a server again whose launcher was killed."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):  # Linux
+        libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _slowdown(worker: int, workers: int) -> float:
