@@ -272,6 +272,7 @@ def test_adascale_steps_by_the_gain_of_its_ranks_and_ends_at_its_scale_invariant
     ("change", "message"),
     [
         ({"stepps": 3}, 'unknown key "stepps"; known are'),
+        ({"methods": None}, '"methods": Input should be a valid dictionary'),
         ({"steps": 0}, '"steps": Input should be greater than or equal to 1 (it is 0)'),
         ({"methods": {"DN": DN | {"outter": "sgd"}}}, 'method DN: unknown key "outter"; known are'),
         ({"methods": {"DN": {"method": "sgdd"}}}, 'method DN: "method": sgdd: there is no such method; there are'),
