@@ -1,8 +1,8 @@
 """What a simulated step costs beside a plain one, and how well the clock predicts real workers.
 
-The plain loop computes as many gradients of the same batches, and steps as often. The prediction: a real run of one worker gives the
-seconds of a step and of an exchange; from these the simulator tells how many tokens a second two workers train, of
-which one is four times slower; a real run of two says whether that is so.
+The plain loop computes as many gradients of the same batches, and steps as often. The prediction: a real run of one
+worker gives the seconds of a step and of an exchange; from these the simulator tells how many tokens a second two
+workers train, of which one is four times slower; a real run of two says whether that is so.
 """
 
 from __future__ import annotations
