@@ -214,7 +214,8 @@ def test_slow_workers_take_fewer_local_steps(tmp_path: Path) -> None:
 
 def test_seconds_follow_their_distribution_or_trace_and_do_not_depend_on_the_method(tmp_path: Path) -> None:
     for kind in ("lognormal", "uniform", "exponential"):
-        speed = Speed(Distribution(distribution=kind, mean=2.0, spread=0.5), worker=1, seed=3)
+        spread = {} if kind == "exponential" else {"spread": 0.5}
+        speed = Speed(Distribution.model_validate({"distribution": kind, "mean": 2.0} | spread), worker=1, seed=3)
         drawn = torch.tensor([speed.of_step(number) for number in range(4000)])
         assert drawn.mean() == pytest.approx(2.0, rel=0.1) and drawn.min() > 0
         assert drawn.std() == pytest.approx(2.0 if kind == "exponential" else 1.0, rel=0.15)
@@ -271,6 +272,7 @@ def test_adascale_steps_by_the_gain_of_its_ranks_and_ends_at_its_scale_invariant
     ("change", "message"),
     [
         ({"stepps": 3}, 'unknown key "stepps"; known are'),
+        ({"methods": None}, '"methods": Input should be a valid dictionary'),
         ({"steps": 0}, '"steps": Input should be greater than or equal to 1 (it is 0)'),
         ({"methods": {"DN": DN | {"outter": "sgd"}}}, 'method DN: unknown key "outter"; known are'),
         ({"methods": {"DN": {"method": "sgdd"}}}, 'method DN: "method": sgdd: there is no such method; there are'),
@@ -292,6 +294,12 @@ def test_adascale_steps_by_the_gain_of_its_ranks_and_ends_at_its_scale_invariant
         ({"problem": {"type": "nowhere:f"}}, '"problem": "type": nowhere:f cannot be imported'),
         ({"problem": {"type": "gaussians", "wigth": 3}}, '"problem" (gaussians)'),
         ({"target": {"of": "X"}}, '"of": X: there is no such method; there are DN'),
+        ({"optimizer": {"type": "adam", "momentum": 0.9}}, "momentum is of no use with adam: leave it out"),
+        ({"schedule": {"minimum": 0.1}}, "minimum is of no use with constant: leave it out"),
+        (
+            {"cluster": {"workers": 1, "absences": [{"worker": 0, "from": 2}, {"worker": 0, "from": 3, "to": 4}]}},
+            "absences of worker 0 overlap at 3",
+        ),
         ({"target": {}}, 'target: give "loss", or "of"'),
     ],
 )
@@ -389,6 +397,15 @@ def test_a_report_is_one_page_that_needs_no_network(both: Experiment, tmp_path: 
     slow = next(run for run in runs if run.group == "slow" and run.name == "synchronous")
     assert slow.shares(0)[COMPUTING] == pytest.approx(0.5) and slow.shares(0)[WAITING] == pytest.approx(0.5)
     assert slow.shares(1)[COMPUTING] == pytest.approx(1.0)
+
+
+def test_a_worker_that_never_came_has_an_empty_row(tmp_path: Path) -> None:
+    cluster = {"workers": 2, "absences": [{"worker": 0, "from": 0}]}
+    given = experiment(tmp_path, methods={"hybrid": METHODS["hybrid"] | {"updates_per_step": 1}}, cluster=cluster)
+    Simulator(given, tmp_path / "out", resume=False).run()
+    runs = load([tmp_path / "out"])
+    assert runs[0].shares(0)[COMPUTING] == 0.0 and runs[0].shares(1)[COMPUTING] == 1.0
+    assert (tmp_path / "report" / "report.html") == page.write(runs, "late", tmp_path / "report")
 
 
 def test_a_directory_without_a_run_is_one_line(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def read_command(run_dir: Path) -> tuple[Any, dict[str, Any]]:
         command = json.loads((run_dir / _FILE).read_text())
         os.chdir(command["directory"])
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{run_dir}: no command of a recorded run ({error}); record with --record") from error
+        raise ConfigurationError(f"{run_dir}: no recorded command of fairseq-train there ({error})") from error
     arguments = _without_our_directory(command["arguments"])
     with patch.object(sys, "argv", ["fairseq-train", *arguments]):
         parser = options.get_training_parser()

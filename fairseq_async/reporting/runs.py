@@ -99,7 +99,7 @@ def _stretches(events: Sequence[Event], barrier: bool) -> Iterator[Stretch]:
 
     How long it waited after one update it says with the next; after the last one, for as long as the barrier did.
     """
-    waits = [_waited(event) for event in events[1:]] + [math.inf if barrier else 0.0]
+    waits = [*map(_waited, events[1:]), math.inf if barrier else 0.0][: len(events)]
     gaps = [b["time"] - a["time"] for a, b in zip(events, events[1:], strict=False)]
     usual = median(gaps) if gaps else 0.0
     before = 0.0

@@ -31,6 +31,8 @@ class Distribution(_Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> "Distribution":
+        if self.distribution == "exponential" and "spread" in self.model_fields_set:
+            raise ValueError("spread of an exponential distribution is 1: leave it out")
         if self.distribution == "uniform" and self.spread > 0.57:
             raise ValueError("spread of a uniform distribution is at most 0.57: no step takes less than no time")
         return self
@@ -123,6 +125,10 @@ class Cluster(_Strict):
         for absence in self.absences:
             if absence.worker >= self.workers:
                 raise ValueError(f"absences name worker {absence.worker}; there are {self.workers}, counted from 0")
+        in_order = sorted(self.absences, key=lambda each: (each.worker, each.from_))
+        for before, after in pairwise(in_order):
+            if before.worker == after.worker and (before.to is None or before.to > after.from_):
+                raise ValueError(f"absences of worker {after.worker} overlap at {after.from_:g}")
         return self
 
     def seconds_of(self, worker: int) -> Seconds:

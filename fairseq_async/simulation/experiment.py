@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.simulation.cluster import Cluster
@@ -30,6 +30,16 @@ class OptimizerOptions(_Strict):
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float = Field(0.0, ge=0)
 
+    @model_validator(mode="after")
+    def _fits(self) -> "OptimizerOptions":
+        for name in _OF_OTHERS[self.type]:
+            if name in self.model_fields_set:
+                raise ValueError(f"{name} is of no use with {self.type}: leave it out")
+        return self
+
+
+_OF_OTHERS = {"sgd": ["betas"], "adam": ["momentum"], "adamw": ["momentum"]}
+
 
 class ScheduleOptions(_Strict):
     """The learning rate over the run's progress, in mean local steps of a worker.
@@ -42,6 +52,12 @@ class ScheduleOptions(_Strict):
     type: Literal["constant", "cosine", "inverse_sqrt"] = "constant"
     warmup: int = Field(0, ge=0)
     minimum: float = Field(0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ScheduleOptions":
+        if self.minimum and self.type != "cosine":
+            raise ValueError(f"minimum is of no use with {self.type}: leave it out")
+        return self
 
 
 class Pretraining(_Strict):
@@ -206,6 +222,8 @@ def _method(path: Path, name: str, given: dict[str, Any], common: dict[str, Any]
     if not isinstance(own, dict):
         raise ConfigurationError(f'{where}: "optimizer" is a mapping, as at the top of the file')
     options = checked(METHODS[kind], values, where)
+    if own.get("type", common.get("type")) != common.get("type"):
+        common = {key: value for key, value in common.items() if key not in ("betas", "momentum")}
     optimizer = checked(OptimizerOptions, common | own, f"{where}, optimizer")
     if kind == "adascale" and optimizer.type != "sgd":
         raise ConfigurationError(f'{where}: adascale is simulated with "optimizer": "type": sgd, not {optimizer.type}')

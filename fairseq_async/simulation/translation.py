@@ -2,6 +2,7 @@
 
 import logging
 import shlex
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ class Translation:
 
     def __init__(self, seed: int, device: torch.device, data: Path, flags: str = "", validation: int = 0) -> None:
         logging.getLogger("fairseq").setLevel(logging.WARNING)
-        cfg = _configuration([str(data), *shlex.split(flags), "--seed", str(seed)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of fairseq's libraries, of themselves
+            cfg = _configuration([str(data), *shlex.split(flags), "--seed", str(seed)])
         utils.set_torch_seed(seed)
         self.task: Any = tasks.setup_task(cfg.task)
         self.model = self.task.build_model(cfg.model).to(device)

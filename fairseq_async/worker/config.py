@@ -289,11 +289,12 @@ def checked(
     try:
         return model(**values)
     except ValidationError as error:
-        first = error.errors()[0]
+        # a key that is misspelt may be missing, too
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         key = spell(".".join(map(str, first["loc"]))) + ": " if first["loc"] else ""
         if first["type"] == "extra_forbidden":
             known = f"; known are {', '.join(sorted(model.model_fields))}" if len(first["loc"]) == 1 else ""
             raise ConfigurationError(f"{where}: unknown key {key.removesuffix(': ')}{known}") from error
         said = first["msg"].removeprefix("Value error, ")
-        value = "" if not first["loc"] else f" (it is {first['input']!r})"
+        value = "" if not first["loc"] or first["type"] == "missing" else f" (it is {first['input']!r})"
         raise ConfigurationError(f"{where}: {key}{said}{value}") from error

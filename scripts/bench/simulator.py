@@ -1,8 +1,8 @@
 """What a simulated step costs beside a plain one, and how well the clock predicts real workers.
 
-The plain loop draws the same batches and takes the same steps. The prediction: a real run of one worker gives the
-seconds of a step and of an exchange; from these the simulator tells how many tokens a second two workers train, of
-which one is four times slower; a real run of two says whether that is so.
+The plain loop computes as many gradients of the same batches, and steps as often. The prediction: a real run of one
+worker gives the seconds of a step and of an exchange; from these the simulator tells how many tokens a second two
+workers train, of which one is four times slower; a real run of two says whether that is so.
 """
 
 from __future__ import annotations
@@ -55,18 +55,17 @@ def experiment(directory: Path, **content: Any) -> Experiment:
     return read(path)
 
 
-def plain(given: Experiment, model: SharedModel, steps: int) -> list[float]:
-    """Seconds of each step of an ordinary loop; one worker's, or of k workers one after another."""
+def plain(given: Experiment, model: SharedModel, batches: int, accumulated: int) -> float:
+    """Seconds a batch of an ordinary loop, whose optimizer steps after so many."""
     optimizer = make_optimizer(given.optimizer, model.parameters)
-    seconds = []
-    for step in range(steps):
-        began = time.perf_counter()
-        loss, _ = model.problem.loss(model.problem.batch(model.order.indices(0, step, model.batch_size)))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        seconds.append(time.perf_counter() - began)
-    return seconds
+    began = time.perf_counter()
+    for number in range(batches):
+        loss, _ = model.problem.loss(model.problem.batch(model.order.indices(number % 2, number // 2, 1)))
+        (loss / accumulated).backward()
+        if (number + 1) % accumulated == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return (time.perf_counter() - began) / batches
 
 
 def overhead(binary: Path, directory: Path, steps: int, rounds: int) -> list[dict[str, Any]]:
@@ -83,7 +82,7 @@ def overhead(binary: Path, directory: Path, steps: int, rounds: int) -> list[dic
         ratios, last = [], (0.0, 0.0)
         for _ in range(rounds):
             model.live_in(model.flat)
-            alone = sum(plain(given, model, 2 * steps)) / (2 * steps)
+            alone = plain(given, model, 2 * steps, 2 if name == "hybrid" else 1)
             trial = Trial(given, given.methods[0], given.clusters[""], model, start, lambda *_: None)
             began = time.perf_counter()
             while trial.advance():
