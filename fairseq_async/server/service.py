@@ -64,6 +64,9 @@ class Service:
         except AsyncError as error:
             self.refusals.count(type(error).__name__, peer.name, error)
             answer = {"error": str(error)}
+        except OSError as error:
+            self.refusals.count("files", peer.name, error)
+            answer = {"error": f"the server cannot use its directory: {error}"}
         except Exception as error:  # whatever a message leads to, it must not end the others' run
             if not isinstance(error, KeyError | TypeError | ValueError):
                 traceback.print_exc()
