@@ -79,7 +79,7 @@ def main(
     for count in batches or [4, 16]:
         losses, iterations = zip(*(scaled(text, lr, count, steps, seed) for seed in every), strict=True)
         length = round(mean(iterations))
-        other = mean(linear(text, lr, count, length, seed) for seed in every)
+        other = mean(_finite(linear(text, lr, count, length, seed)) for seed in every)
         rows.append(_row(count, mean(iterations), mean(losses), single, other))
         report.bound(f"{count} batches: loss of that with one", mean(losses) / single, LIMIT)
     report.table(f"momentum {MOMENTUM}, learning rate {lr:g}; nats per byte, mean of {seeds} runs", rows)
