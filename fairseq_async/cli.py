@@ -1,6 +1,8 @@
 """``fairseq-async``: the command line."""
 
+import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +44,7 @@ def launch(
     launcher(given, workers, _factors(slowdown), max_restarts, port, host, token_file).run()
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command()
 def join(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", show_default=False)],
     worker_command: Annotated[list[str], typer.Argument(metavar="-- fairseq-train ...", show_default=False)],
@@ -71,6 +73,105 @@ def audit(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_defaul
 def user_dir() -> None:
     """Print the directory for fairseq's --user-dir."""
     print(command.user_dir())
+
+
+@app.command()
+def simulate(
+    experiment: Annotated[Path, typer.Argument(help="YAML file; docs/simulator.md has its keys.")],
+    out: Annotated[Path | None, typer.Option(help="For all files (default: runs/simulate/NAME).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the simulation in --out.")] = False,
+) -> None:
+    """Train by several methods on simulated machines: real gradients, a virtual clock, one process."""
+    from rich.console import Console
+
+    from fairseq_async.simulation import experiment as experiments
+    from fairseq_async.simulation.simulate import Interrupted, Simulator, table
+
+    directory = out or Path("runs/simulate") / experiment.stem
+    simulator = Simulator(experiments.read(experiment), directory, resume)
+    try:
+        rows = simulator.run()
+    except Interrupted:
+        print(f"stopped and saved; go on with: fairseq-async simulate {experiment} --out {directory} --resume")
+        raise typer.Exit(130) from None
+    Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
+    report([directory], None)
+
+
+@app.command()
+def watch(run_dir: Annotated[Path, typer.Argument(help="--run-dir (or --save-dir) of a run.")]) -> None:
+    """Show a run as it goes on, from any machine that sees its directory; Ctrl-C ends the view, not the run."""
+    from fairseq_async.reporting.watch import follow
+
+    follow(run_dir)
+
+
+@app.command()
+def capacity(
+    run_dir: Annotated[Path, typer.Argument(help="Of a run of one worker or two, without a barrier.")],
+    parameters: Annotated[str, typer.Option(help="Other models than the run's, as 20e6,60e6.")] = "",
+    link: Annotated[str, typer.Option(help="Workers on other machines: Gbit/s, as 1,10,100.")] = "",
+    servers: Annotated[str, typer.Option(help="Shards of the parameters, a server each.")] = "1,2,4,8",
+) -> None:
+    """Say how many workers one server holds before it is the bottleneck, and what sharding would give."""
+    from rich.console import Console
+
+    from fairseq_async.reporting.capacity import tables
+    from fairseq_async.simulation.capacity import measure
+
+    sizes = [round(size) for size in _positive("--parameters", parameters)]
+    counts = [round(count) for count in _positive("--servers", servers)]
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    for table in tables(measure(run_dir), sizes, _positive("--link", link), counts):
+        console.print(table)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs, or of simulations, to lay over each other.")],
+    out: Annotated[Path | None, typer.Option(help="For report.html and PNGs (default: report/ in the first).")] = None,
+) -> None:
+    """Draw runs and simulations: one HTML page that needs no network, and PNGs."""
+    from fairseq_async.reporting import page
+    from fairseq_async.reporting.runs import load
+
+    title = ", ".join(path.resolve().name for path in runs)
+    print(page.write(load(runs), title, out or runs[0] / "report"))
+
+
+@app.command()
+def replay(
+    run_dir: Annotated[Path, typer.Argument(help="Of a run of fairseq-train that was started with --record.")],
+    until: Annotated[int | None, typer.Option(min=1, help="Stop at this update.")] = None,
+) -> None:
+    """Repeat a recorded run in one process, bit for bit, and name the first update that differs."""
+    from rich.progress import track
+
+    from fairseq_async.simulation.replay import Recording, Replay
+
+    recording = Recording.read(run_dir.resolve())
+    if recording.cut:
+        print("events.jsonl ends in the middle of a line: the replay goes to the last whole one")
+    warnings.simplefilter("ignore")  # what fairseq has to say was said by the run
+    logging.disable(logging.WARNING)
+    from fairseq_async.fairseq_plugin.replayed import FairseqRun
+
+    repeated = Replay(recording, FairseqRun(recording.run_dir, recording.description, recording.events))
+    last = recording.events[-1]["version_after"]
+    for _ in track(repeated.steps(until), "replaying", total=min(last, until or last)):
+        pass
+    here = repeated.server.version
+    print(f"replayed to update {here} of {last}: {repeated.compared} checksums, all equal to the recorded ones")
+
+
+def _positive(flag: str, text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        numbers = [0.0]
+    if not all(0 < number < float("inf") for number in numbers) or (flag == "--servers" and min(numbers) < 1):
+        raise ConfigurationError(f"{flag} {text}: numbers above 0 with commas between them")
+    return numbers
 
 
 def _factors(text: str) -> list[float]:

@@ -45,6 +45,9 @@ class AdaScale:
             over that many times more steps. Norms cost most with Adam.
         masters: for a model whose parameters are not the tensors that the optimizer steps: for each parameter that
             tensor, and where the parameter's elements begin in it. Gradients are those of the parameters.
+        preconditioned: whether norms are of what Adam makes of gradients; by default where Adam's rule holds.
+        reduced: where the mean gradients of each parameter group lie, if not in ``.grad``.
+        partitioned: they lie in parts, one on each rank.
 
     Raises:
         ConfigurationError: S, ``accumulation`` or ``interval`` is out of its range, or a step has one gradient, S is
@@ -76,6 +79,9 @@ class AdaScale:
         smoothing: float | None = None,
         interval: int = 1,
         masters: Masters | None = None,
+        preconditioned: bool | None = None,
+        reduced: Callable[[], Sequence[Sequence[Tensor]]] | None = None,
+        partitioned: bool = False,
     ) -> None:
         if interval < 1 or (interval > 1 and estimator == "differences"):
             raise ConfigurationError(f"interval is {interval}; it must be at least 1, and 1 for differences")
@@ -90,7 +96,9 @@ class AdaScale:
         self.interval = interval
         self.steps = 0
         self._parameters = [_parameters(group["params"], masters) for group in optimizer.param_groups]
-        self._norm = AdamNorm(optimizer, masters) if self.adaptive else plain_norm
+        preconditioned = self.adaptive if preconditioned is None else preconditioned
+        self._norm = AdamNorm(optimizer, masters) if preconditioned else plain_norm
+        self._reduced, self._copies = reduced, 1 if partitioned else self._ranks
         self._local = LocalSquareNorms(self._parameters, self._norm)
         self._before: dict[Tensor, Tensor] = {}
         self._warned = False
@@ -159,18 +167,20 @@ class AdaScale:
         self.forget()
         self.optimizer.zero_grad(set_to_none)
 
-    def measure(self, loss_scale: float = 1.0) -> None:
+    def measure(self, loss_scale: float = 1.0, in_gradients: float = 1.0) -> None:
         """Takes the norms now. For a loop that clips gradients: between backward and clipping.
 
         Args:
-            loss_scale: factor of the loss in backward that is no longer in ``.grad``; for a GradScaler that has
-                unscaled the gradients, its ``get_scale()``.
+            loss_scale: factor of the loss in backward; for a GradScaler that has unscaled the gradients, its
+                ``get_scale()``.
+            in_gradients: factor that is still in the mean gradients.
         """
         if self.estimator == "differences":
-            self._measure_differences(1.0)
+            self._measure_differences(1.0 / in_gradients)
             return
         self._local_scale = self.accumulation / loss_scale
-        self._check(self._measure(self._local.passes, lambda passes: self._ranks * self.accumulation / passes))
+        whole = self._ranks * self.accumulation / in_gradients
+        self._check(self._measure(self._local.passes, lambda passes: whole / passes))
 
     # What a driver uses that knows the loop
 
@@ -310,12 +320,15 @@ class AdaScale:
         self._set_scales(max(1.0, self.scale * share))
         if passes >= 2:
             squares = [square * passes / total for square in norms[: len(self.groups)]]
-            means = [square / self._ranks * factor(total) ** 2 for square in norms[len(self.groups) :]]
+            means = [square / self._copies * factor(total) ** 2 for square in norms[len(self.groups) :]]
             self.observe(squares, int(passes), means)
         return float(share)
 
     def _square_norms(self, device: torch.device) -> Tensor:
         """|.grad|² of each parameter group: float64, shape [groups]."""
+        if self._reduced is not None:
+            groups = [[plain_norm(part, part) for part in parts] for parts in self._reduced()]
+            return torch.stack([sum_of_squares(norms, device) for norms in groups])
         return torch.stack([sum_of_squares(list(self._norms_of(group)), device) for group in self._parameters])
 
     def _norms_of(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:

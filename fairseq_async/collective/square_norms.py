@@ -125,7 +125,7 @@ class AdamNorm:
     def __call__(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         master, start = self._masters.get(parameter, (parameter, 0))
         group, state = self._groups[master], self.optimizer.state.get(master, {})
-        steps = float(state.get("step", 0))
+        steps = float(state.get("step", group.get("step", 0)))  # fused optimizers keep it in the group
         if steps < self.STEPS:
             return None
         if "exp_avg_sq" not in state:

@@ -6,12 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.worker.config import HybridOptions, LocalSGDOptions, Section, checked
+from fairseq_async.worker.config import (
+    AdaScaleOptions,
+    AdasumOptions,
+    HybridOptions,
+    LocalSGDOptions,
+    Section,
+    checked,
+)
 
 SECTION = "async_training"
-_METHODS: dict[str, type[LocalSGDOptions] | type[HybridOptions]] = {
+Options = LocalSGDOptions | HybridOptions | AdasumOptions | AdaScaleOptions
+_METHODS: dict[str, type[Options]] = {
     "local_sgd": LocalSGDOptions,
     "hybrid_async": HybridOptions,
+    "adasum": AdasumOptions,
+    "adascale": AdaScaleOptions,
 }
 
 
@@ -34,7 +44,7 @@ def read(args: Any, config: str | dict[str, Any] | None) -> tuple[dict[str, Any]
         raise ConfigurationError(f"--deepspeed_config {given}: not JSON ({error})") from error
 
 
-def split(config: dict[str, Any], name: str) -> tuple[dict[str, Any], Section, LocalSGDOptions | HybridOptions]:
+def split(config: dict[str, Any], name: str) -> tuple[dict[str, Any], Section, Options]:
     """What is DeepSpeed's, and what is ours.
 
     Raises:
@@ -91,6 +101,17 @@ def check_hybrid(config: dict[str, Any], section: Section, name: str) -> None:
         raise ConfigurationError(f'{name}: "island_size" {reason}')
     if "optimizer" not in config:
         raise ConfigurationError(f'{name}: "optimizer" is missing: the server builds it')
+
+
+def check_group(section: Section, method: str, name: str) -> None:
+    """The synchronous methods need no server, and all ranks are one group.
+
+    Raises:
+        ConfigurationError: names the key.
+    """
+    for key in ("island_size", "server"):
+        if key in section.model_fields_set:
+            raise ConfigurationError(f'{name}: "{key}" is of no use with method {method}, which has no server')
 
 
 def own_monitor(config: dict[str, Any], worker: int) -> dict[str, Any]:

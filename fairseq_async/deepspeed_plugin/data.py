@@ -1,18 +1,29 @@
 """Batches from the shards that the server chooses."""
 
 from collections.abc import Callable, Iterator, Sized
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch.utils.data import Dataset, default_collate
 
-from fairseq_async.worker.gradients import GradientWorker
-from fairseq_async.worker.local_sgd import LocalSGD
+from fairseq_async.worker.shards import ShardOrder
 
 
-def shard_sizes(samples: int, shards: int) -> list[int]:
-    """Samples in each shard: equal but for one."""
-    return [samples // shards + (index < samples % shards) for index in range(shards)]
+class Drawing(Protocol):
+    """Where a worker is in the data: step ``offset + done`` of a shard.
+
+    Attributes:
+        sequence: changes with the shard.
+    """
+
+    sequence: int
+    shard: int | None
+    offset: int
+
+    @property
+    def done(self) -> int: ...
+
+    @property
+    def finished(self) -> bool: ...
 
 
 class ShardedLoader:
@@ -39,13 +50,13 @@ class ShardedLoader:
         ranks: int,
         seed: int,
         collate: Callable[[list[Any]], Any] | None,
-        enter: Callable[[], LocalSGD | GradientWorker],
+        enter: Callable[[], Drawing],
     ) -> None:
-        self.dataset, self.sizes, self.batch_size, self.seed = dataset, sizes, batch_size, seed
+        self.dataset, self.batch_size = dataset, batch_size
+        self._order = ShardOrder(sizes, seed)
         self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
         self.collate = collate or default_collate
         self.enter = enter
-        self._orders: dict[tuple[int, int], torch.Tensor] = {}
 
     def __len__(self) -> int:
         assert isinstance(self.dataset, Sized)
@@ -62,15 +73,4 @@ class ShardedLoader:
 
     def _indices(self, shard: int, number: int) -> list[int]:
         first = (number * self.ranks + self.rank) * self.batch_size
-        return [self._index(shard, sample) for sample in range(first, first + self.batch_size)]
-
-    def _index(self, shard: int, sample: int) -> int:
-        passes, position = divmod(sample, self.sizes[shard])
-        return sum(self.sizes[:shard]) + int(self._order(shard, passes)[position])
-
-    def _order(self, shard: int, passes: int) -> torch.Tensor:
-        if (shard, passes) not in self._orders:
-            self._orders.pop((shard, passes - 2), None)  # a batch may reach from one pass into the next, not farther
-            generator = torch.Generator().manual_seed((self.seed * 1009 + shard) * 10007 + passes)
-            self._orders[shard, passes] = torch.randperm(self.sizes[shard], generator=generator)
-        return self._orders[shard, passes]
+        return self._order.indices(shard, first, self.batch_size)

@@ -10,17 +10,20 @@ from typing import Any
 import deepspeed
 
 from fairseq_async.deepspeed_plugin import config as configuration
-from fairseq_async.deepspeed_plugin.data import ShardedLoader, shard_sizes
+from fairseq_async.deepspeed_plugin.data import ShardedLoader
 from fairseq_async.deepspeed_plugin.engine import HybridEngine, LocalEngine
+from fairseq_async.deepspeed_plugin.group import initialize_group
 from fairseq_async.deepspeed_plugin.island import IslandClient, become_a_world
+from fairseq_async.deepspeed_plugin.leftovers import unlink_buffer
 from fairseq_async.deepspeed_plugin.masters import replica_of
 from fairseq_async.errors import AsyncError, ConfigurationError, fail
 from fairseq_async.server.process import ServerProcess
-from fairseq_async.worker.config import HybridOptions, LocalSGDOptions, Section
+from fairseq_async.worker.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, Section
 from fairseq_async.worker.gradients import GradientWorker
 from fairseq_async.worker.local_sgd import LocalSGD
 from fairseq_async.worker.overlap import local_sgd
 from fairseq_async.worker.place import SERVERS, Place
+from fairseq_async.worker.shards import shard_sizes
 
 Options = LocalSGDOptions | HybridOptions
 _HYBRID_SERVER = "fairseq_async.deepspeed_plugin.server"  # with torch's optimizers and DeepSpeed's schedules
@@ -46,6 +49,9 @@ def initialize(
     a scheduler follows the progress of the whole run. Besides, the engine has ``finished``, ``progress``, ``worker``
     and ``pull()``, see :class:`~fairseq_async.deepspeed_plugin.engine.AsyncEngine`.
 
+    The synchronous methods, ``adasum`` and ``adascale``, have no server: the ranks train as one group, by
+    :class:`~fairseq_async.deepspeed_plugin.group.GroupEngine`.
+
     A mistake in the configuration ends the process with one line.
 
     Example::
@@ -68,6 +74,9 @@ def _initialize(
     given, name = configuration.read(args, config)
     plain, section, options = configuration.split(given, name)
     configuration.check(plain, name)
+    if isinstance(options, AdasumOptions | AdaScaleOptions):
+        configuration.check_group(section, options.method, name)
+        return initialize_group(options, args, model, data, collate, plain, theirs)
     hybrid = isinstance(options, HybridOptions)
     if hybrid:
         configuration.check_hybrid(plain, section, name)
@@ -86,6 +95,7 @@ def _initialize(
     engine, optimizer, _, scheduler = deepspeed.initialize(
         args=configuration.without_file(args), model=model, collate_fn=collate, config=own, **theirs
     )
+    unlink_buffer()
     local = _half(client, engine, options, place)
     engine.__class__ = HybridEngine if hybrid else LocalEngine
     engine.enter(local, method, place)

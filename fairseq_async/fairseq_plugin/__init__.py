@@ -3,15 +3,13 @@
 from argparse import Namespace
 
 import torch
-from fairseq.distributed import utils as distributed
 
 from fairseq_async.fairseq_plugin.adascale import AdaScaleOptimizer
 from fairseq_async.fairseq_plugin.adasum import AdasumOptimizer
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDFlags
 from fairseq_async.fairseq_plugin.optimizer import HybridAsync
 
-# torch loads only types that it trusts; fairseq's own checkpoints hold one more, and what its rank 0 tells the others
-# of them another, which are plain data.
-torch.serialization.add_safe_globals([Namespace, distributed._TensorPlaceholder])
+# torch loads only types that it trusts; fairseq's own checkpoints hold one more, which is plain data.
+torch.serialization.add_safe_globals([Namespace])
 
 __all__ = ["AdaScaleOptimizer", "AdasumOptimizer", "HybridAsync", "LocalSGDFlags"]

@@ -30,6 +30,7 @@ _HELP = {
     "scale": "single batches in a step (ranks times --update-freq)",
     "estimator": "batches, or differences of consecutive gradients, for one rank without --update-freq (batches)",
     "smoothing": "of the averages, in [0, 1) (the paper's: max(1 - scale/1000, 0))",
+    "interval": "take norms in every N-th step (1)",
 }
 _INNER = {"sgd", "nag", "adam"}
 
@@ -71,16 +72,20 @@ class AdaScaleTrainer(GroupTrainer):
     """``num_updates`` is the number of scale-invariant steps, rounded down: the learning-rate schedule,
     ``--max-update`` and all intervals are those of the run with one batch in a step."""
 
-    def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
+    @classmethod
+    def check(cls, cfg: Any) -> None:
+        """
+        Raises:
+            ConfigurationError: flags that do not go together, or a step with one gradient.
+        """
         group_options.check(cfg.optimizer, cfg, legacy=False)
-        self._options = group_options.options_of(cfg.optimizer, AdaScaleOptions, _HELP, {})
-        self._gradients = [
-            cfg.distributed_training.distributed_world_size * each for each in cfg.optimization.update_freq
-        ]
-        if self._options.scale is not None and len(set(self._gradients)) > 1:
+        options, gradients = _options_of(cfg), _gradients(cfg)
+        if options.scale is not None and len(set(gradients)) > 1:
             raise ConfigurationError("--adascale-scale with several --update-freq: leave it out")
-        self._options.scale_of(max(self._gradients))
-        self._warned = False
+        options.scale_of(max(gradients))
+
+    def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
+        self._options, self._gradients, self._warned = _options_of(cfg), _gradients(cfg), False
         super().__init__(cfg, *args, **kwargs)
 
     def _build_optimizer(self) -> None:
@@ -97,6 +102,7 @@ class AdaScaleTrainer(GroupTrainer):
             estimator=self._options.estimator,
             adaptive=inner == "adam",
             smoothing=self._options.smoothing,
+            interval=self._options.interval,
             masters=_masters(self.optimizer),
         )
 
@@ -160,6 +166,15 @@ class AdaScaleTrainer(GroupTrainer):
     def state_dict(self) -> dict[str, Any]:
         Trainer.set_num_updates(self, int(self.get_num_updates()))  # of a type that torch loads without trust
         return super().state_dict()
+
+
+def _options_of(cfg: Any) -> AdaScaleOptions:
+    return group_options.options_of(cfg.optimizer, AdaScaleOptions, _HELP, {})
+
+
+def _gradients(cfg: Any) -> list[int]:
+    """Of a step, for each epoch as ``--update-freq`` lists them."""
+    return [cfg.distributed_training.distributed_world_size * each for each in cfg.optimization.update_freq]
 
 
 def _masters(optimizer: Any) -> Masters | None:

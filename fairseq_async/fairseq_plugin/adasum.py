@@ -148,14 +148,24 @@ class AdasumOptimizer(WrappedOptimizer):
 class AdasumTrainer(GroupTrainer):
     """Gives :class:`AdasumOptimizer` what it needs to know of the ranks and their batches."""
 
-    def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
+    @classmethod
+    def check(cls, cfg: Any) -> None:
+        """
+        Raises:
+            ConfigurationError: flags that do not go together, or a run of one rank.
+        """
         group_options.check(cfg.optimizer, cfg, legacy=True)
+        options = group_options.options_of(cfg.optimizer, AdasumOptions, _HELP, {})
+        inner = cfg.optimizer.inner_optimizer
+        options.form_for(f"--inner-optimizer {inner}", inner not in _PLAIN)
         if cfg.distributed_training.distributed_world_size == 1:
             raise ConfigurationError(
                 "--optimizer adasum combines the gradients of several ranks, and this run has one: start it with "
                 "fairseq-async launch --workers N or with torchrun, without --distributed-world-size"
             )
-        super().__init__(cfg, *args, **kwargs)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._combine: DistributedAdasum | NodeAdasum | None = None
 
     def _build_optimizer(self) -> None:

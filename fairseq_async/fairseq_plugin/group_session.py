@@ -44,7 +44,9 @@ class Main:
 
         trainers, plain = {"adasum": AdasumTrainer, "adascale": AdaScaleTrainer}, self.module.Trainer
         try:
-            self.module.Trainer = trainers[cfg.optimizer.optimizer]  # type: ignore[attr-defined]
+            trainer = trainers[cfg.optimizer.optimizer]
+            trainer.check(cfg)
+            self.module.Trainer = trainer  # type: ignore[attr-defined]
             self.main(cfg, **kwargs)
         except AsyncError as error:
             if cfg.distributed_training.distributed_rank:

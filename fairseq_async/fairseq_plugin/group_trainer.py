@@ -15,6 +15,7 @@ from fairseq_async.fairseq_plugin.trainer import plain
 logger = logging.getLogger(__name__)
 
 _SKIPPED_IN_A_ROW = 10
+_RANKS = "data_parallel_world_size"  # in a checkpoint's extra state
 
 
 class GroupTrainer(Trainer):
@@ -27,7 +28,9 @@ class GroupTrainer(Trainer):
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None) -> None:
         self.arguments = cfg.optimizer
         self._given = plain(cfg)
-        self._skipped, self._in_step, self._dummy = 0, False, False
+        # rank 0 would send the others what it has read, in types that torch does not load without trust
+        cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
+        self._skipped, self._in_step, self._dummy, self._drawn = 0, False, False, False
         self._weights: list[float] = []
         super().__init__(cfg, task, model, criterion, quantizer)
         self._criterion.register_forward_hook(self._see)
@@ -44,10 +47,26 @@ class GroupTrainer(Trainer):
         return [(name, parameter) for name, parameter in both if parameter.requires_grad]
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Any:
+        """fairseq's place in the data is batches of one rank: another number of ranks goes on at the same batch."""
         try:
-            return super().load_checkpoint(filename, *args, **kwargs)
+            extra_state = super().load_checkpoint(filename, *args, **kwargs)
         except AssertionError as error:
             raise ConfigurationError(f"{filename}: {error}") from error
+        if extra_state is not None and _RANKS in extra_state:
+            place = extra_state["train_iterator"]
+            place["iterations_in_epoch"] *= extra_state[_RANKS]
+            place["iterations_in_epoch"] //= self.data_parallel_world_size
+        return extra_state
+
+    def get_train_iterator(self, epoch: int, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`AsyncTrainer.get_train_iterator`: batches are made from the number of the epoch in which they are
+        made, and the run that is resumed made its own in the first."""
+        iterator = super().get_train_iterator(epoch, *args, **kwargs)
+        first, self._drawn = not self._drawn, True
+        made = self.task.dataset_to_epoch_iter
+        if first and epoch > 1 and made.pop(self.task.dataset(self.cfg.dataset.train_subset), None) is not None:
+            iterator = super().get_train_iterator(1, load_dataset=False)
+        return iterator
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         self._in_step, self._weights = True, []
@@ -95,4 +114,5 @@ class GroupTrainer(Trainer):
         """fairseq's, in types that torch loads without trust."""
         checkpoint: dict[str, Any] = super().state_dict()
         checkpoint["cfg"] = self._given
+        checkpoint["extra_state"][_RANKS] = self.data_parallel_world_size
         return checkpoint

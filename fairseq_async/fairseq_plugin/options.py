@@ -49,6 +49,9 @@ def add_run_arguments(parser: ArgumentParser) -> None:
     """The flags of :class:`~fairseq_async.worker.config.RunOptions`."""
     for name, (kind, metavar, text) in _RUN.items():
         parser.add_argument("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=text)
+    parser.add_argument(
+        "--record", action="store_true", default=None, help="keep in the run's directory what replay needs (off)"
+    )
 
 
 def run_options(args: Namespace) -> RunOptions:
@@ -57,7 +60,7 @@ def run_options(args: Namespace) -> RunOptions:
     Raises:
         ConfigurationError: a value out of its range.
     """
-    given = {name: getattr(args, name) for name in _RUN if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in (*_RUN, "record") if getattr(args, name) is not None}
     return checked(RunOptions, given, f"--optimizer {args.optimizer}", lambda name: "--" + name.replace("_", "-"))
 
 
@@ -96,6 +99,7 @@ def describe(args: Namespace, cfg: DictConfig, workers: int) -> dict[str, Any]:
     synchronous = args.barrier and updates_per_step == workers
     return run_options(args).describe() | {
         "method": "hybrid_async",
+        "workers": workers,
         "updates_per_step": updates_per_step,
         "barrier": updates_per_step if args.barrier else 0,
         "inner_optimizer": _describe_optimizer(args),

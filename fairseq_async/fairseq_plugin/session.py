@@ -15,6 +15,7 @@ from fairseq import checkpoint_utils
 
 from fairseq_async.errors import AsyncError, fail
 from fairseq_async.fairseq_plugin import local_options, options
+from fairseq_async.fairseq_plugin.command_line import write_command
 from fairseq_async.fairseq_plugin.local_trainer import LocalTrainer
 from fairseq_async.fairseq_plugin.trainer import AsyncTrainer, plain
 from fairseq_async.worker.place import SERVERS, Place
@@ -43,6 +44,9 @@ def _main(module: ModuleType, main: Callable[..., None], cfg: Any, **kwargs: Any
             session.close()
     except AsyncError as error:
         fail(error)
+    except KeyboardInterrupt:
+        sys.stderr.write("fairseq-async: interrupted\n")
+        raise SystemExit(130) from None
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class Session:
         )
         self.method = self.door.describe(self.arguments, cfg, self.place.workers)
         self._adjust(cfg)
+        if self.method["record"] and self.place.worker == 0:
+            write_command(self.run_dir)
 
     def snapshot(self) -> dict[str, Any]:
         """The server's whole state."""

@@ -38,6 +38,9 @@ class Progress:
                         break
                     self._offset += len(line)
                     self._take(json.loads(line))
+        self._forget()
+
+    def _forget(self) -> None:
         while self._recent and self._recent[0]["time"] < self.clock() - _WINDOW:
             self._recent.popleft()
 

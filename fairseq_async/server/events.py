@@ -37,7 +37,7 @@ class EventLog:
 
         On a full disk the run goes on without the line.
         """
-        event = report | {
+        own = {
             "time": time,
             "worker": receipt.worker,
             "sequence": receipt.sequence,
@@ -49,6 +49,7 @@ class EventLog:
             "version_after": receipt.version,
             "status": receipt.status.value,
         }
+        event = own | report | own  # a report does not change what the server knows
         line = json.dumps({key: _finite(value) for key, value in event.items()}).encode() + b"\n"
         try:
             size = os.fstat(self._file).st_size

@@ -22,6 +22,7 @@ class Peer:
     remote: bool = False  # tensors come and go behind the messages, not in shared memory
     waiting: str | None = None  # the kind of a message that is not answered yet
     report: Message = field(default_factory=dict)  # what the worker said of itself with its last update
+    served: float = 0.0  # seconds for which the server worked on its last update
     since: float = 0.0  # of the connection, by the clock
     heard: float = 0.0  # the last word
 

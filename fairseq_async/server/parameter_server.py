@@ -89,7 +89,7 @@ class ParameterServer:
         self.version = 0
         self.sequences: dict[int, int] = {}
         self.refused: dict[int, int] = {}
-        self._started_from: dict[int, Tensor] = {}
+        self.started_from: dict[int, Tensor] = {}
         self._held: dict[int, tuple[Update, Receipt]] = {}
         self._released: list[Receipt] = []
 
@@ -110,7 +110,7 @@ class ParameterServer:
     def note_pull(self, worker: int) -> None:
         """The worker starts from the current parameters, which delay compensation compares with later ones."""
         if self.lateness.compensation:
-            self._started_from[worker] = self.parameters.clone()
+            self.started_from[worker] = self.parameters.clone()
 
     @property
     def held(self) -> int:
@@ -206,7 +206,7 @@ class ParameterServer:
 
     def _apply(self, update: Update, receipt: Receipt) -> Receipt:
         cosine = _cosine(update.delta, receipt.norm, self.rule.direction)
-        then = self._started_from.get(update.worker)
+        then = self.started_from.get(update.worker)
         worth = self.lateness.adjusted(update, receipt.staleness, self.parameters, then)
         changes = self.rule.changes_next
         self.rule.apply(self.parameters, worth)

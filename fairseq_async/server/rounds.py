@@ -43,7 +43,7 @@ class Rounds:
         self.speeds: dict[int, float] = {}
         self.steps = 0
         self.used = [0] * len(shards)  # local steps on each shard, which are as many batches
-        self._assigned: dict[int, tuple[int | None, int]] = {}  # worker: shard and steps
+        self.assigned: dict[int, tuple[int | None, int]] = {}  # worker: shard and steps
         self._generator = torch.Generator().manual_seed(seed)
 
     @property
@@ -61,7 +61,7 @@ class Rounds:
         steps = self._steps_for(worker)
         shard = self._choose_shard(worker) if self.shards and steps else None
         offset = 0 if shard is None else self._counted()[shard]
-        self._assigned[worker] = shard, steps
+        self.assigned[worker] = shard, steps
         place = {"shard": shard, "offset": offset, "progress": self._progress(shard), "pace": self._pace(worker, shard)}
         return {"local_steps": steps, "total_progress": self.steps / self.workers, "idle": steps == 0, **place}
 
@@ -73,7 +73,7 @@ class Rounds:
     def record(self, worker: int, weight: float, report: Message) -> None:
         """Takes the worker's median seconds per step, which one slow step does not move."""
         steps = int(report["local_steps"])
-        shard, _ = self._assigned.pop(worker, (None, 0))
+        shard, _ = self.assigned.pop(worker, (None, 0))
         self.steps += steps
         self.epochs += report.get("epochs", 0.0)
         if shard is not None:
@@ -85,7 +85,7 @@ class Rounds:
 
     def forget(self, worker: int) -> None:
         """What it was at is open again."""
-        self._assigned.pop(worker, None)
+        self.assigned.pop(worker, None)
 
     def hear(self, worker: int, message: Message) -> Message:
         raise KeyError("kind")
@@ -103,21 +103,21 @@ class Rounds:
             self.used = _by_share(self.steps, self.shards)
         self.speeds = {worker: speed for worker, speed in state["speeds"].items() if worker < self.workers}
         self._generator.set_state(state["generator"])
-        self._assigned = {}
+        self.assigned = {}
 
     def _steps_for(self, worker: int) -> int:
         steps = self.maximum
         if self.dynamic and worker in self.speeds:
             steps = local_steps(self.speeds, self.maximum)[worker]
         if self.total_steps:
-            promised = sum(steps for _, steps in self._assigned.values())
+            promised = sum(steps for _, steps in self.assigned.values())
             steps = min(steps, self.total_steps * self.workers - self.steps - promised)
         return max(0, steps)
 
     def _counted(self) -> list[int]:
         """Local steps on each shard, with those that workers are at."""
         counted = list(self.used)
-        for shard, steps in self._assigned.values():
+        for shard, steps in self.assigned.values():
             if shard is not None:
                 counted[shard] += steps
         return counted

@@ -14,6 +14,7 @@ from fairseq_async.server.events import EventLog
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.parameter_server import ParameterServer, Receipt, Status
 from fairseq_async.server.plan import Message, Plan
+from fairseq_async.server.recording import Recorder
 
 Build = Callable[[Message, Layout, Tensor], tuple[Rule, Plan]]
 """Makes rule and plan from a method's description, the layout and the flat parameters."""
@@ -59,6 +60,7 @@ class Run:
         self.heard: dict[int, tuple[int, Message]] = {}
         if state is not None:
             self._load_state_dict(state)
+        self.recorder = Recorder(run_dir, self.server, state is not None) if method.get("record") else None
         self.events = EventLog(run_dir, self.server.sequences, source, now)
         description = {"workers": method.get("workers"), "method": method, "layout": layout.to_json()}
         (run_dir / "run.json").write_text(json.dumps(description, indent=1) + "\n")
@@ -77,13 +79,22 @@ class Run:
         if receipt.status in (Status.APPLIED, Status.REFUSED, Status.STALE, Status.OUTLIER):
             self.positions[receipt.worker] = report.get("position", {})
             self.plan.record(receipt.worker, receipt.weight, report)
-        self.events.write(now, receipt, report)
+        recorded = {} if self.recorder is None else self.recorder.of(receipt)
+        self.events.write(now, receipt, report | recorded)
+
+    def limit_round(self, updates: int) -> None:
+        """No step is to wait for more updates than these."""
+        self.rule.limit_round(updates)
+        if self.recorder is not None:
+            self.recorder.note(event="limit_round", updates=updates)
 
     def hear(self, worker: int, message: Message) -> Message:
         """A message of the method's own, which may come a second time when the answer to it was lost."""
         number, answer = self.heard.get(worker, (None, {}))
         if number is None or number != message["number"]:
             answer = self.plan.hear(worker, message)
+            if self.recorder is not None:
+                self.recorder.note(**{key: value for key, value in message.items() if key not in ("kind", "number")})
             self.heard[worker] = message["number"], answer
         return answer
 

@@ -64,6 +64,9 @@ class Service:
         except AsyncError as error:
             self.refusals.count(type(error).__name__, peer.name, error)
             answer = {"error": str(error)}
+        except OSError as error:
+            self.refusals.count("files", peer.name, error)
+            answer = {"error": f"the server cannot use its directory: {error}"}
         except Exception as error:  # whatever a message leads to, it must not end the others' run
             if not isinstance(error, KeyError | TypeError | ValueError):
                 traceback.print_exc()
@@ -237,7 +240,8 @@ class Service:
         )
         self.server.check(update)
         self.run.plan.check(message["report"])
-        peer.waiting, peer.report = "push", message["report"]
+        began = time.perf_counter()
+        peer.waiting, peer.report = "push", message["report"] | {"server_seconds": peer.served}
         version = self.server.version
         if self._publishes and not message["wait"] and not self.server.changes_next:
             self._answer(peer, self._accepted(update))
@@ -250,6 +254,7 @@ class Service:
         else:
             self.memory.mark_taken(peer.id, update.sequence)
             self._settle(version, [receipt])
+        peer.served = time.perf_counter() - began
 
     def _accepted(self, update: Update) -> Message:
         """The answer to an update that will only be added to others: its sender need not wait for that."""
@@ -339,7 +344,7 @@ class Service:
             return
         active = max(1, self._awaited)
         if self.method.get("grace") is None:
-            self.run.rule.limit_round(active)
+            self.run.limit_round(active)
         version = self.server.version
         self.server.limit_barrier(active)
         self._settle(version, self.server.released())

@@ -139,7 +139,7 @@ class HybridOptions(_Options):
                 f"updates_per_step is {updates}: with barrier there are only {workers}, which would wait for ever"
             )
         limits = {"last_version": self.total_steps or None, "updates_per_step": updates}
-        return {"method": self.method, "barrier": updates if self.barrier else 0} | limits | inner
+        return {"method": self.method, "workers": workers, "barrier": updates if self.barrier else 0} | limits | inner
 
 
 class AdasumOptions(_Options):
@@ -186,6 +186,7 @@ class AdaScaleOptions(_Options):
         scale: S, single batches in a step; by default one for each gradient of a step.
         estimator: ``batches``, or ``differences`` of consecutive gradients, for a step with one gradient.
         smoothing: θ of the averages, in place of the paper's.
+        interval: norms are taken in every ``interval``-th step.
         total_steps: scale-invariant steps of the run: the number of steps of the run with one batch; 0 for no end.
         seed: of the order of the data.
     """
@@ -194,6 +195,7 @@ class AdaScaleOptions(_Options):
     scale: float | None = Field(None, ge=1, allow_inf_nan=False)
     estimator: Literal["batches", "differences"] = "batches"
     smoothing: float | None = Field(None, ge=0, lt=1)
+    interval: int = Field(1, ge=1)
     total_steps: int = Field(0, ge=0)
     seed: int = Field(1, ge=0)
 
@@ -213,6 +215,8 @@ class AdaScaleOptions(_Options):
                 f"adascale: the estimator differences is for a step with one gradient, and this step has {gradients}: "
                 "leave it out"
             )
+        if self.estimator == "differences" and self.interval > 1:
+            raise ConfigurationError("adascale: interval is for the estimator batches: leave it out")
         if self.estimator == "differences" and self.scale is None:
             raise ConfigurationError("adascale: the estimator differences needs the scale, how many batches a step has")
         return float(gradients) if self.scale is None else self.scale
@@ -230,6 +234,7 @@ class RunOptions(_Options):
         snapshot_seconds: between two snapshots, from which a server that dies goes on.
         snapshot_updates: take one also after this many applied updates; 0 for no such limit.
         max_update_norm_ratio: refuse an update whose norm is more than this many times the running median.
+        record: keep in the run's directory what a replay needs; a checksum of the parameters for each change.
     """
 
     server: str | None = None
@@ -240,6 +245,7 @@ class RunOptions(_Options):
     snapshot_seconds: float = Field(60.0, gt=0)
     snapshot_updates: int = Field(0, ge=0)
     max_update_norm_ratio: float | None = Field(None, gt=1)
+    record: bool = False
 
     @field_validator("server")
     @classmethod
@@ -250,7 +256,7 @@ class RunOptions(_Options):
 
     def describe(self) -> dict[str, Any]:
         """The server's part, in JSON's types."""
-        own = {"worker_timeout", "snapshot_seconds", "snapshot_updates", "max_update_norm_ratio"}
+        own = {"worker_timeout", "snapshot_seconds", "snapshot_updates", "max_update_norm_ratio", "record"}
         return self.model_dump(include=own)
 
 
@@ -283,11 +289,12 @@ def checked(
     try:
         return model(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = spell(str(first["loc"][0])) + ": " if first["loc"] else ""
+        # a key that is misspelt may be missing, too
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        key = spell(".".join(map(str, first["loc"]))) + ": " if first["loc"] else ""
         if first["type"] == "extra_forbidden":
-            known = ", ".join(sorted(model.model_fields))
-            raise ConfigurationError(f"{where}: unknown key {key.removesuffix(': ')}; known are {known}") from error
+            known = f"; known are {', '.join(sorted(model.model_fields))}" if len(first["loc"]) == 1 else ""
+            raise ConfigurationError(f"{where}: unknown key {key.removesuffix(': ')}{known}") from error
         said = first["msg"].removeprefix("Value error, ")
-        value = "" if not first["loc"] else f" (it is {first['input']!r})"
+        value = "" if not first["loc"] or first["type"] == "missing" else f" (it is {first['input']!r})"
         raise ConfigurationError(f"{where}: {key}{said}{value}") from error

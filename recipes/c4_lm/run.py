@@ -85,7 +85,7 @@ class Run:
             save_model(engine.module, self.spec, self.out / MODEL)
             shutil.copy(self.tokenizer, tokenizer_in(self.out / MODEL))
         engine.save_checkpoint(str(checkpoints))
-        if engine.global_rank == 0:
+        if engine.place.rank == 0:
             prune(checkpoints / f"worker-{engine.worker}" if engine.worker else checkpoints)
 
 

@@ -175,7 +175,7 @@ def one_by_one(parameters: int, rounds: int) -> Seconds:
     layout = Layout.of(named)
     memory = SharedMemory.create(layout.size, 1)
     server = torch.cat([parameter.detach().flatten() for _, parameter in named])
-    rule, _ = build({"updates_per_step": 3}, layout, server)
+    rule, _ = build(METHOD | {"updates_per_step": 3}, layout, server)
     slot = memory.slot(0)
 
     def write() -> None:

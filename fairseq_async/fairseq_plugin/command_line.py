@@ -1,0 +1,55 @@
+"""The command of a recorded run: written down by worker 0, and parsed again for the replay."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+from fairseq_async.errors import ConfigurationError
+
+_FILE = "command.json"
+
+
+def write_command(run_dir: Path) -> None:
+    """This process's arguments, and what else its arithmetic depends on."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    command = {"arguments": sys.argv[1:], "directory": os.getcwd(), "threads": torch.get_num_threads()}
+    (run_dir / _FILE).write_text(json.dumps(command | {"torch": torch.__version__}, indent=1) + "\n")
+
+
+def read_command(run_dir: Path) -> tuple[Any, dict[str, Any]]:
+    """fairseq's configuration, as the recorded process had it, and the rest of what was written.
+
+    Changes to the directory in which the run was started, to which its paths are relative.
+
+    Raises:
+        ConfigurationError: there is no recorded command, or fairseq does not take it any more.
+    """
+    try:
+        command = json.loads((run_dir / _FILE).read_text())
+        os.chdir(command["directory"])
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{run_dir}: no recorded command of fairseq-train there ({error})") from error
+    arguments = _without_our_directory(command["arguments"])
+    with patch.object(sys, "argv", ["fairseq-train", *arguments]):
+        parser = options.get_training_parser()
+        try:
+            cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, arguments))
+        except SystemExit as error:
+            raise ConfigurationError(f"{run_dir / _FILE}: fairseq-train does not take this command here") from error
+    return cfg, command
+
+
+def _without_our_directory(arguments: list[str]) -> list[str]:
+    """Without ``--user-dir`` where it names this package, which is imported already."""
+    kept = list(arguments)
+    for index, (flag, value) in enumerate(zip(arguments, arguments[1:], strict=False)):
+        if flag == "--user-dir" and Path(value).name == Path(__file__).parents[1].name:
+            del kept[index : index + 2]
+    return kept

@@ -1,0 +1,1 @@
+"""The real server and rules under a virtual clock, and recorded runs repeated."""

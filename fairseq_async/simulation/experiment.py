@@ -1,0 +1,241 @@
+"""The experiment file: what is trained, by which methods, on which machines."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.simulation.cluster import Cluster
+from fairseq_async.worker.config import HybridOptions, LocalSGDOptions, checked
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class OptimizerOptions(_Strict):
+    """The optimizer: of each worker under local SGD, of the server where gradients are sent.
+
+    Attributes:
+        clip_norm: largest L2 norm of the gradient that is stepped with; 0 does not clip.
+    """
+
+    type: Literal["sgd", "adam", "adamw"] = "adamw"
+    lr: float = Field(1e-3, gt=0)
+    momentum: float = Field(0.0, ge=0, lt=1)
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _fits(self) -> "OptimizerOptions":
+        for name in _OF_OTHERS[self.type]:
+            if name in self.model_fields_set:
+                raise ValueError(f"{name} is of no use with {self.type}: leave it out")
+        return self
+
+
+_OF_OTHERS = {"sgd": ["betas"], "adam": ["momentum"], "adamw": ["momentum"]}
+
+
+class ScheduleOptions(_Strict):
+    """The learning rate over the run's progress, in mean local steps of a worker.
+
+    Attributes:
+        warmup: steps over which it grows from 0.
+        minimum: share of the learning rate at the end of ``cosine``.
+    """
+
+    type: Literal["constant", "cosine", "inverse_sqrt"] = "constant"
+    warmup: int = Field(0, ge=0)
+    minimum: float = Field(0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ScheduleOptions":
+        if self.minimum and self.type != "cosine":
+            raise ValueError(f"minimum is of no use with {self.type}: leave it out")
+        return self
+
+
+class Pretraining(_Strict):
+    """Steps of one worker before all methods, so that they begin from common, trained parameters."""
+
+    steps: int = Field(ge=1)
+    lr: float | None = Field(None, gt=0)
+
+
+class Target(_Strict):
+    """The loss to which the time is taken: a number, or that which another method ends with.
+
+    Attributes:
+        of: a method; on the same cluster.
+        within: so much above that method's last loss, as a share of it.
+    """
+
+    loss: float | None = Field(None, gt=0)
+    of: str | None = None
+    within: float = Field(0.0, ge=0)
+
+
+class AdasumOptions(_Strict):
+    """Synchronous ranks whose local steps are combined by Adasum (Maleki et al. 2021, arXiv 2006.02924): the delta
+    form, which is the other one too where the inner optimizer is SGD without momentum.
+
+    Attributes:
+        local_steps: of each rank before they are combined.
+    """
+
+    method: Literal["adasum"]
+    local_steps: int = Field(1, ge=1)
+
+
+class AdaScaleOptions(_Strict):
+    """Synchronous ranks with AdaScale SGD (Johnson et al. 2020, arXiv 2007.05105); ``optimizer`` must be sgd.
+
+    ``steps`` of the experiment are scale-invariant: the run ends when their number is reached.
+    """
+
+    method: Literal["adascale"]
+    smoothing: float | None = Field(None, ge=0, lt=1)
+
+
+Options = LocalSGDOptions | HybridOptions | AdasumOptions | AdaScaleOptions
+METHODS: dict[str, type[Options]] = {
+    "local_sgd": LocalSGDOptions,
+    "hybrid_async": HybridOptions,
+    "adasum": AdasumOptions,
+    "adascale": AdaScaleOptions,
+}
+_THE_EXPERIMENTS = ("total_steps", "seed", "shards", "max_refused", "overlap")  # not for a single method to say
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method under its name in the experiment."""
+
+    name: str
+    options: Options
+    optimizer: OptimizerOptions
+
+
+class _Head(_Strict):
+    """The keys of the file; the sections are checked one by one."""
+
+    problem: dict[str, Any]
+    methods: dict[str, dict[str, Any]] = Field(min_length=1)
+    steps: int = Field(ge=1)
+    batch_size: int = Field(8, ge=1)
+    seed: int = Field(1, ge=0)
+    evaluate_every: Annotated[float, Field(gt=0)] | None = None
+    optimizer: dict[str, Any] = {}
+    schedule: dict[str, Any] = {}
+    pretraining: dict[str, Any] | None = None
+    cluster: dict[str, Any] | None = None
+    clusters: dict[str, dict[str, Any]] | None = None
+    target: dict[str, Any] | None = None
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment file.
+
+    Attributes:
+        steps: mean local steps (or gradients) of a worker, so that methods on one cluster see as much data.
+        evaluate_every: so many mean steps of a worker.
+        raw: the file as it was read, by which a simulation that is resumed is recognised.
+    """
+
+    path: Path
+    head: _Head
+    methods: tuple[Method, ...]
+    clusters: dict[str, Cluster]
+    schedule: ScheduleOptions
+    optimizer: OptimizerOptions
+    pretraining: Pretraining | None
+    target: Target | None
+    raw: dict[str, Any] = field(repr=False)
+
+    @property
+    def steps(self) -> int:
+        return self.head.steps
+
+    @property
+    def seed(self) -> int:
+        return self.head.seed
+
+    @property
+    def evaluate_every(self) -> float:
+        return self.head.evaluate_every or max(1.0, self.steps / 20)
+
+
+def read(path: Path) -> Experiment:
+    """An experiment from its file.
+
+    Raises:
+        ConfigurationError: it cannot be read, or a key or value in it is wrong: one line that names it.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
+        raise ConfigurationError(f"{path}: an experiment is a mapping with the keys {', '.join(_Head.model_fields)}")
+    head = checked(_Head, raw, str(path))
+    if (head.cluster is None) == (head.clusters is None):
+        raise ConfigurationError(f'{path}: give "cluster", or several with names as "clusters"')
+    given = head.clusters or {"": head.cluster or {}}
+    clusters = {name: checked(Cluster, values, _in(path, "cluster", name)) for name, values in given.items()}
+    optimizer = checked(OptimizerOptions, head.optimizer, f"{path}, optimizer")
+    methods = tuple(_method(path, name, values, head.optimizer) for name, values in head.methods.items())
+    target = None if head.target is None else _target(path, head.target, list(head.methods))
+    before = None if head.pretraining is None else checked(Pretraining, head.pretraining, f"{path}, pretraining")
+    return Experiment(
+        path=path,
+        head=head,
+        methods=methods,
+        clusters=clusters,
+        schedule=checked(ScheduleOptions, head.schedule, f"{path}, schedule"),
+        optimizer=optimizer,
+        pretraining=before,
+        target=target,
+        raw=raw,
+    )
+
+
+def _in(path: Path, section: str, name: str) -> str:
+    return f"{path}, {section}" + (f" {name}" if name else "")
+
+
+def _method(path: Path, name: str, given: dict[str, Any], common: dict[str, Any]) -> Method:
+    where, values = _in(path, "method", name), dict(given)
+    own = values.pop("optimizer", {})
+    kind = values.get("method")
+    if kind not in METHODS:
+        raise ConfigurationError(f'{where}: "method": {kind}: there is no such method; there are {", ".join(METHODS)}')
+    for key in _THE_EXPERIMENTS:
+        if key in values:
+            raise ConfigurationError(f'{where}: "{key}" cannot be set for one method of a simulation: leave it out')
+    if not isinstance(own, dict):
+        raise ConfigurationError(f'{where}: "optimizer" is a mapping, as at the top of the file')
+    options = checked(METHODS[kind], values, where)
+    if own.get("type", common.get("type")) != common.get("type"):
+        common = {key: value for key, value in common.items() if key not in ("betas", "momentum")}
+    optimizer = checked(OptimizerOptions, common | own, f"{where}, optimizer")
+    if kind == "adascale" and optimizer.type != "sgd":
+        raise ConfigurationError(f'{where}: adascale is simulated with "optimizer": "type": sgd, not {optimizer.type}')
+    return Method(name, options, optimizer)
+
+
+def _target(path: Path, given: dict[str, Any], names: list[str]) -> Target:
+    target = checked(Target, given, f"{path}, target")
+    if (target.loss is None) == (target.of is None):
+        raise ConfigurationError(f'{path}, target: give "loss", or "of" with the name of a method')
+    if target.of is not None and target.of not in names:
+        raise ConfigurationError(
+            f'{path}, target: "of": {target.of}: there is no such method; there are {", ".join(names)}'
+        )
+    return target

@@ -1,0 +1,117 @@
+"""The files of a trial: as those of a real run, with virtual seconds, and what was evaluated."""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from fairseq_async.server import Receipt
+from fairseq_async.server.checksum import checksum
+from fairseq_async.server.events import EventLog
+from fairseq_async.simulation.trial import Trial
+
+
+class Records:
+    """One trial's directory.
+
+    ``events.jsonl`` and ``run.json`` are what a real run leaves there; ``curve.jsonl`` has a line for each evaluation,
+    ``summary.json`` is there when the trial is over, ``state.pt`` while it is not.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self.curve: list[dict[str, float]] = []
+        self._events: EventLog | None = None
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """What has come of a trial that is over."""
+        path = self.directory / "summary.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def open(self, trial: Trial, **names: Any) -> None:
+        """Begins, or goes on where the state on disk was written; ``names`` say in ``run.json`` which trial it is."""
+        state = self.directory / "state.pt"
+        if state.exists():
+            trial.load_state_dict(torch.load(state, map_location=trial.parameters.device, weights_only=True))
+            self.curve = [row for row in read_lines(self.directory / "curve.jsonl") if row["steps"] <= trial.steps]
+        else:
+            (self.directory / "events.jsonl").unlink(missing_ok=True)  # of a trial that was killed before it was saved
+        self._events = EventLog(self.directory, trial.server.sequences, "state.pt", trial.clock.now)
+        described = {"workers": len(trial.workers), "method": trial.deal.description, "simulated": names}
+        write_whole(self.directory / "run.json", described | {"layout": trial.model.layout.to_json()})
+        self._write_curve()
+
+    def write(self, time: float, receipt: Receipt, report: dict[str, Any]) -> None:
+        assert self._events is not None
+        self._events.write(time, receipt, report)
+
+    def evaluate(self, trial: Trial) -> None:
+        row = {
+            "time": trial.clock.now,
+            "updates": trial.server.version,
+            "steps": trial.steps,
+            "tokens": trial.tokens,
+            "loss": trial.evaluate(),
+        }
+        self.curve.append(row)
+        self._write_curve()
+
+    def save(self, trial: Trial) -> None:
+        """The whole state, from which the trial can go on."""
+        partial = self.directory / "state.partial"
+        torch.save(trial.state_dict(), partial)
+        partial.replace(self.directory / "state.pt")
+
+    def end(self, trial: Trial, names: dict[str, str], real_seconds: float) -> dict[str, Any]:
+        events = [event for event in read_lines(self.directory / "events.jsonl") if event["status"] == "applied"]
+        staleness = [event["staleness"] for event in events]
+        summary = names | self.curve[-1]
+        summary |= {
+            "staleness": fmean(staleness or [0]),
+            "largest_staleness": max(staleness, default=0),
+            "remark": _remark(trial),
+            "real_seconds": real_seconds,
+            "checksum": checksum(trial.parameters),
+        }
+        write_whole(self.directory / "summary.json", summary)
+        (self.directory / "state.pt").unlink(missing_ok=True)
+        return summary
+
+    def _write_curve(self) -> None:
+        text = "".join(json.dumps(_finite(row)) + "\n" for row in self.curve)
+        (self.directory / "curve.jsonl").write_text(text)
+
+
+def _remark(trial: Trial) -> str:
+    if trial.diverged:
+        return "diverged"
+    return "" if trial.finished else "stopped: all wait for a worker that does not come back"
+
+
+def _finite(row: dict[str, float]) -> dict[str, float | None]:
+    return {key: value if math.isfinite(value) else None for key, value in row.items()}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a .jsonl file; none where it is not there."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def write_whole(path: Path, content: Any) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def first_time(curve: Sequence[dict[str, float]], loss: float) -> float | None:
+    """The time of the first evaluation with at most this loss; None where there is none."""
+    return next((row["time"] for row in curve if row["loss"] is not None and row["loss"] <= loss), None)

@@ -1,0 +1,206 @@
+"""``fairseq-async simulate``: each method of an experiment on each cluster, from one state, on the same data."""
+
+import json
+import math
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.simulation import problem as problems
+from fairseq_async.simulation.cluster import Cluster
+from fairseq_async.simulation.experiment import Experiment, Method, ScheduleOptions
+from fairseq_async.simulation.records import Records, first_time, read_lines, write_whole
+from fairseq_async.simulation.schedule import LearningRate
+from fairseq_async.simulation.trial import Trial
+from fairseq_async.simulation.workers import SharedModel
+from fairseq_async.worker.shards import ShardOrder, shard_sizes
+
+_SAVE_EVERY = 120.0  # seconds, so that a machine that goes down costs no more
+
+
+class Interrupted(Exception):
+    """Ctrl-C: the state is saved."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One method on one cluster."""
+
+    method: Method
+    cluster_name: str
+    cluster: Cluster
+
+    @property
+    def name(self) -> str:
+        return self.method.name + (f", {self.cluster_name}" if self.cluster_name else "")
+
+    def directory(self, out: Path) -> Path:
+        return out / _file_name(self.cluster_name) / _file_name(self.method.name)
+
+
+class Simulator:
+    """Runs an experiment into a directory.
+
+    Args:
+        resume: go on with what is there; a trial that is over is not run again.
+
+    Raises:
+        ConfigurationError: the directory holds something else, or the experiment's problem cannot be built.
+    """
+
+    def __init__(self, experiment: Experiment, out: Path, resume: bool) -> None:
+        self.experiment, self.out = experiment, out
+        self.console = Console(stderr=True)
+        self._claim(resume)
+        self.pairs = [Pair(m, name, c) for name, c in experiment.clusters.items() for m in experiment.methods]
+        device = experiment.head.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        directory = experiment.path.resolve().parent
+        problem = problems.build(experiment.head.problem, directory, experiment.seed, torch.device(device))
+        smallest = max(cluster.workers for cluster in experiment.clusters.values())
+        if problem.samples < smallest:
+            raise ConfigurationError(f"the problem has {problem.samples} samples for {smallest} workers")
+        order = ShardOrder([problem.samples], experiment.seed)
+        self.model = SharedModel(problem, experiment.head.batch_size, order, experiment.seed)
+        self._stop = False
+
+    def run(self) -> list[dict[str, Any]]:
+        """The summaries of all trials.
+
+        Raises:
+            Interrupted: by Ctrl-C; the second one ends the process at once.
+        """
+        before = signal.signal(signal.SIGINT, self._interrupt)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        try:
+            with Progress(*columns, console=self.console) as self.progress:
+                start = self._start()
+                steps = [self.experiment.steps * pair.cluster.workers for pair in self.pairs]
+                task = self.progress.add_task("", total=sum(steps))
+                done, rows = 0, []
+                for pair, own in zip(self.pairs, steps, strict=True):
+                    self.progress.update(task, description=pair.name, completed=done)
+                    rows.append(self._run(pair, start, task, done))
+                    done += own
+                self.progress.update(task, description="", completed=done)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        self._add_targets(rows)
+        write_whole(self.out / "results.json", {"experiment": str(self.experiment.path), "trials": rows})
+        return rows
+
+    def _claim(self, resume: bool) -> None:
+        record = self.out / "experiment.json"
+        if record.exists() and not resume:
+            raise ConfigurationError(f"--out {self.out} holds a simulation: go on with it by --resume, or change --out")
+        if record.exists() and json.loads(record.read_text()) != json.loads(json.dumps(self.experiment.raw)):
+            raise ConfigurationError(f"--out {self.out} holds a simulation of another experiment: change --out")
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"--out {self.out} cannot be made: {error.strerror}") from error
+        write_whole(record, self.experiment.raw)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._stop = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _start(self) -> Tensor:
+        """The common parameters: fresh or pretrained, from the disk where they are there."""
+        path, wanted = self.out / "start.pt", self.experiment.pretraining
+        if path.exists():
+            start: Tensor = torch.load(path, map_location=self.model.flat.device, weights_only=True)
+            return start
+        if wanted is not None:
+            task = self.progress.add_task("pretraining", total=None)
+            options = self.experiment.optimizer
+            schedule = ScheduleOptions(warmup=self.experiment.schedule.warmup)
+            rate = LearningRate(schedule, wanted.lr or options.lr, wanted.steps)
+            self.model.pretrain(options, rate, wanted.steps)
+            self.progress.remove_task(task)
+        start = self.model.flat.clone()
+        torch.save(start, path.with_suffix(".partial"))
+        path.with_suffix(".partial").replace(path)
+        return start
+
+    def _run(self, pair: Pair, start: Tensor, task: TaskID, done: int) -> dict[str, Any]:
+        records = Records(pair.directory(self.out))
+        if (summary := records.summary) is not None:
+            return summary
+        workers = pair.cluster.workers
+        self.model.order = ShardOrder(shard_sizes(self.model.problem.samples, workers), self.experiment.seed)
+        trial = Trial(self.experiment, pair.method, pair.cluster, self.model, start, records.write)
+        records.open(trial, name=pair.method.name, cluster=pair.cluster_name, number=self.pairs.index(pair))
+        if not records.curve:
+            records.evaluate(trial)
+        every, began = self.experiment.evaluate_every * workers, time.monotonic()
+        saved = began
+        while trial.advance():
+            if trial.steps // every > records.curve[-1]["steps"] // every:
+                records.evaluate(trial)
+            self.progress.update(task, completed=done + trial.steps)
+            if self._stop or time.monotonic() > saved + _SAVE_EVERY:
+                records.save(trial)
+                saved = time.monotonic()
+            if self._stop:
+                raise Interrupted
+        if records.curve[-1]["steps"] < trial.steps:
+            records.evaluate(trial)
+        names = {"method": pair.method.name, "cluster": pair.cluster_name}
+        return records.end(trial, names, time.monotonic() - began)
+
+    def _add_targets(self, rows: list[dict[str, Any]]) -> None:
+        """When each trial first had the loss that was aimed at, in virtual seconds."""
+        target = self.experiment.target
+        if target is None:
+            return
+        for pair, row in zip(self.pairs, rows, strict=True):
+            aim = target.loss
+            if target.of is not None:
+                aim = next(r["loss"] for r in rows if r["method"] == target.of and r["cluster"] == row["cluster"])
+            row["target"] = None if aim is None else aim * (1 + target.within)
+            curve = read_lines(pair.directory(self.out) / "curve.jsonl")
+            row["time_to_target"] = None if aim is None else first_time(curve, row["target"])
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """What ``simulate`` prints at its end."""
+    table = Table(box=box.SIMPLE)
+    clusters = any(row["cluster"] for row in rows)
+    target = any("target" in row for row in rows)
+    remarks = any(row["remark"] for row in rows)
+    columns = ["cluster"] * clusters + ["method", "loss", "ppl", "updates", "tokens", "virtual s"]
+    columns += ["s to target"] * target + ["staleness", "most"] + [""] * remarks
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("cluster", "method", "") else "right")
+    for row in rows:
+        cells = [row["cluster"]] * clusters + [row["method"], *_loss(row["loss"]), f"{row['updates']:,}"]
+        cells += [f"{row['tokens']:,.0f}", f"{row['time']:,.1f}"]
+        if target:
+            reached = row.get("time_to_target")
+            cells.append("never" if reached is None else f"{reached:,.1f}")
+        table.add_row(*cells, f"{row['staleness']:.2f}", str(row["largest_staleness"]), *[row["remark"]] * remarks)
+    return table
+
+
+def _loss(loss: float | None) -> list[str]:
+    if loss is None or not math.isfinite(loss):
+        return ["-", "-"]
+    return [f"{loss:.4f}", f"{math.exp(loss):,.2f}" if loss < 50 else "-"]
+
+
+def _file_name(name: str) -> str:
+    """A directory's name for a method's or cluster's; empty stays out of the way."""
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name.replace("+", "and")) or "."

@@ -1,0 +1,89 @@
+"""A translation task on fairseq's binarised data."""
+
+import logging
+import shlex
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import options, tasks, utils
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from torch import Tensor
+
+from fairseq_async.errors import ConfigurationError
+
+
+class Translation:
+    """Model, criterion and data as ``fairseq-train`` makes them from its flags. A sample is one batch of at most
+    ``--max-tokens`` tokens; set ``batch_size: 1`` in the experiment.
+
+    Args:
+        data: directory that fairseq-preprocess has made.
+        flags: of fairseq-train for task, model, criterion and batches; those of optimizer and schedule are of no use.
+        validation: batches that are scored; 0 for all. The loss there is without label smoothing.
+    """
+
+    def __init__(self, seed: int, device: torch.device, data: Path, flags: str = "", validation: int = 0) -> None:
+        logging.getLogger("fairseq").setLevel(logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of fairseq's libraries, of themselves
+            cfg = _configuration([str(data), *shlex.split(flags), "--seed", str(seed)])
+        utils.set_torch_seed(seed)
+        self.task: Any = tasks.setup_task(cfg.task)
+        self.model = self.task.build_model(cfg.model).to(device)
+        self.criterion = self.task.build_criterion(cfg.criterion).to(device)
+        self.device = device
+        self.train = self._batches(cfg, cfg.dataset.train_subset)
+        self.held_out = self._batches(cfg, cfg.dataset.valid_subset)[: validation or None]
+        self.samples = len(self.train)
+
+    def _batches(self, cfg: Any, split: str) -> list[Any]:
+        self.task.load_dataset(split)
+        limits = utils.resolve_max_positions(self.task.max_positions(), self.model.max_positions())
+        iterator = self.task.get_batch_iterator(
+            dataset=self.task.dataset(split),
+            max_tokens=cfg.dataset.max_tokens,
+            max_sentences=cfg.dataset.batch_size,
+            max_positions=limits,
+            ignore_invalid_inputs=True,
+            seed=cfg.common.seed,
+        )
+        data = self.task.dataset(split)
+        return [data.collater([data[index] for index in batch]) for batch in iterator.frozen_batches]
+
+    def batch(self, indices: Sequence[int]) -> list[Any]:
+        return [
+            utils.move_to_cuda(self.train[i], self.device) if self.device.type == "cuda" else self.train[i]
+            for i in indices
+        ]
+
+    def loss(self, batch: list[Any]) -> tuple[Tensor, float]:
+        parts = [self.criterion(self.model, sample)[:2] for sample in batch]
+        tokens = float(sum(size for _, size in parts))
+        return sum((loss for loss, _ in parts), torch.zeros((), device=self.device)) / tokens, tokens
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        self.model.eval()
+        total = tokens = 0.0
+        for sample in self.held_out:
+            sample = utils.move_to_cuda(sample, self.device) if self.device.type == "cuda" else sample
+            _, size, log = self.criterion(self.model, sample)
+            total, tokens = total + float(log.get("nll_loss", log["loss"])), tokens + float(size)
+        self.model.train()
+        return total / tokens
+
+
+def _configuration(arguments: list[str]) -> Any:
+    parser = options.get_training_parser("translation")
+
+    def refuse(message: str) -> None:
+        raise ConfigurationError(f'"problem": "flags": {message}')
+
+    parser.error = refuse
+    try:
+        return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, arguments))
+    except SystemExit as error:
+        raise ConfigurationError('"problem": "flags": fairseq-train does not take them') from error

@@ -1,0 +1,135 @@
+"""Logical workers: what each computes, one after another, in one shared model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_async.server import Layout
+from fairseq_async.simulation.experiment import OptimizerOptions
+from fairseq_async.simulation.problem import Problem
+from fairseq_async.simulation.schedule import LearningRate, make_optimizer, set_lr
+from fairseq_async.worker.shards import ShardOrder
+
+Message = dict[str, Any]
+
+
+@dataclass
+class LogicalWorker:
+    """One worker's state between two exchanges.
+
+    Attributes:
+        delta: what it has computed and not yet delivered; the only copy of the model that it keeps.
+        optimizer: the inner one, under local SGD.
+        life: how often it has come.
+        steps: how many it has ever taken, whichever were lost.
+        report: what goes with its next update.
+    """
+
+    id: int
+    delta: Tensor
+    optimizer: torch.optim.Optimizer | None = None
+    life: int = 0
+    steps: int = 0
+    sequence: int = 0
+    base_version: int = 0
+    weight: float = 0.0
+    sent_at: float = 0.0
+    waited: float = 0.0
+    report: Message = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = {name: value for name, value in vars(self).items() if name not in ("optimizer", "id")}
+        return kept | {"optimizer": None if self.optimizer is None else self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        self.delta.copy_(state.pop("delta"))
+        optimizer = state.pop("optimizer")
+        if self.optimizer is not None and optimizer is not None:
+            self.optimizer.load_state_dict(optimizer)
+        vars(self).update(state)
+
+
+class SharedModel:
+    """The problem's model with its parameters in one flat tensor, on which all workers compute in turn.
+
+    Each step begins with a seed of its own, from worker, update and step: what is drawn in it, as by dropout, does not
+    depend on the order in which workers compute.
+
+    Args:
+        batch_size: samples of a step.
+        order: of the samples.
+    """
+
+    def __init__(self, problem: Problem, batch_size: int, order: ShardOrder, seed: int) -> None:
+        self.problem, self.batch_size, self.order, self.seed = problem, batch_size, order, seed
+        named = [(name, p) for name, p in problem.model.named_parameters() if p.requires_grad]
+        self.layout = Layout.of(named)
+        self.parameters = [parameter for _, parameter in named]
+        self.flat = torch.empty(self.layout.size, device=self.parameters[0].device)
+        for view, parameter in zip(self.layout.views(self.flat), self.parameters, strict=True):
+            view.copy_(parameter.detach())
+        self.live_in(self.flat)
+
+    def live_in(self, flat: Tensor) -> None:
+        """The model's parameters are the values of ``flat`` from now on, without a copy."""
+        for view, parameter in zip(self.layout.views(flat), self.parameters, strict=True):
+            parameter.data = view
+
+    def gradient(self, worker: LogicalWorker, shard: int, number: int) -> float:
+        """Writes the mean gradient at the current parameters, of the shard's ``number``-th batch, into
+        ``worker.delta``; returns the loss."""
+        worker.delta.zero_()
+        for view, parameter in zip(self.layout.views(worker.delta), self.parameters, strict=True):
+            parameter.grad = view
+        loss, worker.weight = self._loss(worker, shard, number, 0)
+        loss.backward()
+        for parameter in self.parameters:
+            parameter.grad = None
+        return float(loss.detach())
+
+    def local_steps(
+        self, worker: LogicalWorker, start: Tensor, place: Message, rate: LearningRate, clip_norm: float
+    ) -> tuple[list[float], float]:
+        """Takes the assigned steps from ``start``; ``worker.delta`` becomes θ_start − θ. Returns losses and tokens.
+
+        The model must not live in ``start``.
+        """
+        assert worker.optimizer is not None
+        self.flat.copy_(start)
+        losses, tokens = [], 0.0
+        for step in range(place["local_steps"]):
+            loss, weight = self._loss(worker, place["shard"], place["offset"] + step, step)
+            worker.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            if clip_norm > 0:
+                torch.nn.utils.clip_grad_norm_(self.parameters, clip_norm)
+            set_lr(worker.optimizer, rate(place["progress"] + place["pace"] * step))
+            worker.optimizer.step()
+            losses.append(loss.detach())
+            tokens += weight
+        torch.sub(start, self.flat, out=worker.delta)
+        worker.weight = float(place["local_steps"])
+        return [float(loss) for loss in losses], tokens
+
+    def evaluate(self) -> float:
+        return self.problem.evaluate()
+
+    def pretrain(self, options: OptimizerOptions, rate: LearningRate, steps: int) -> float:
+        """Plain training by one worker on the whole set; returns the mean loss of the last tenth."""
+        alone = LogicalWorker(id=0, delta=torch.empty_like(self.flat))
+        alone.optimizer = make_optimizer(options, self.parameters)
+        place = {"local_steps": steps, "shard": 0, "offset": 0, "progress": 0.0, "pace": 1.0}
+        losses, _ = self.local_steps(alone, self.flat.clone(), place, rate, options.clip_norm)
+        return fmean(losses[-max(1, steps // 10) :])
+
+    def _loss(self, worker: LogicalWorker, shard: int, number: int, step: int) -> tuple[Tensor, float]:
+        torch.manual_seed(((self.seed * 1009 + worker.id) * 1_000_003 + worker.sequence) * 1009 + step)
+        return self.problem.loss(self.problem.batch(self._samples(shard, number)))
+
+    def _samples(self, shard: int, number: int) -> Sequence[int]:
+        return self.order.indices(shard, number * self.batch_size, self.batch_size)
