@@ -129,6 +129,7 @@ class Server(RuleBasedStateMachine):
         end(self.service)
         self.service = new_service(3, self.run_dir, build, lambda: self.now)
         assert self.service.recover() is not None
+        self.service.tick()  # each life begins with a snapshot
         self.connections.clear()
         self.model = copy.deepcopy(self.saved)
 
