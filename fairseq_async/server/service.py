@@ -172,8 +172,10 @@ class Service:
 
     def _initialise(self, peer: Peer, message: Message) -> Message:
         """Worker 0 brings the parameters, in its slot or, with all the rest of the state, in a file."""
-        if self._run is not None or peer.worker != 0:
-            raise RefusedError("the parameters are there already")
+        if peer.worker != 0:
+            raise RefusedError("worker 0 brings the parameters")
+        if self._run is not None:  # the answer was lost, and it asks again
+            return self._welcome(0)
         state = None if message["state"] is None else runs.read(Path(message["state"]))
         self.snapshots.clear()
         self._begin(self.memory.slot(0).clone(), state, "the beginning" if state is None else "a checkpoint")
