@@ -87,7 +87,7 @@ class ServerClient:
         """Worker 0 brings a new server the parameters in its slot, or all of a state in a file on the server's disk."""
         return self.ask({"kind": "initialise", "state": state}, self._sent)
 
-    def push(self, write: Callable[[Tensor], None], **message: Any) -> dict[str, Any]:
+    def push(self, write: Callable[[Tensor], object], **message: Any) -> dict[str, Any]:
         """Calls ``write(slot)`` with this worker's flat slot, then tells the server that it is ready.
 
         The answer comes when the update is applied; or at once, if it will be added to others without a step, and
@@ -116,7 +116,7 @@ class ServerClient:
     def _sent(self) -> Tensor | None:
         return self._slot if self.remote else None
 
-    def pull(self, copy: Callable[[Tensor], None]) -> int:
+    def pull(self, copy: Callable[[Tensor], object]) -> int:
         """Calls ``copy(flat parameters)`` on one version and returns it; other workers may do so at the same time."""
         while self.memory is not None and self.memory.publishes:
             try:
