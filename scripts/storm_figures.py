@@ -88,7 +88,13 @@ def useful_share(log: Log) -> float:
 
 
 def live_seconds(log: Log, worker: int) -> float:
-    """But for the time from its death to its first update after that, and while it was paused or cut off."""
+    """Up to its last update, as what it had in hand at the end is neither kept nor lost; without its absences."""
+    last = log.of(worker)[-1].time
+    return last - log.begin - _union([(begin, min(end, last)) for begin, end in absences(log, worker) if begin < last])
+
+
+def absences(log: Log, worker: int) -> list[tuple[float, float]]:
+    """From its death to its first update after that, and while it was paused or cut off."""
     times = [push.time for push in log.of(worker)]
     away = []
     for moment in log.moments:
@@ -100,7 +106,7 @@ def live_seconds(log: Log, worker: int) -> float:
             away.append((moment["time"], _next(times, start, log.end)))
         elif moment["what"] == "fault" and moment["kind"] in _AWAY:
             away.append((moment["time"], min(log.end, moment["time"] + moment["seconds"])))
-    return log.end - log.begin - _union(away)
+    return away
 
 
 def common_version(quiet: Log, wild: Log) -> int:
@@ -128,8 +134,13 @@ def gaps_after_kills(log: Log) -> list[float]:
             others = [m["time"] for m in log.faults if m["time"] != killed_at]
             if _within([*others, *log.rollbacks], killed_at - _AFTER, killed_at + _AFTER):
                 continue
-            found += [_longest_gap(log.of(other), killed_at) for other in log.workers if other != worker]
+            there = [w for w in log.workers if w != worker and not _is_away(log, w, killed_at)]
+            found += [_longest_gap(log.of(other), killed_at) for other in there]
     return found
+
+
+def _is_away(log: Log, worker: int, moment: float) -> bool:
+    return any(begin - _AFTER <= moment <= end for begin, end in absences(log, worker))
 
 
 def gaps_in_windows(log: Log) -> list[float]:

@@ -45,8 +45,8 @@ def log(tmp_path: Path) -> Log:
 
 
 def test_a_worker_could_have_worked_when_it_was_there(log: Log) -> None:
-    assert live_seconds(log, 0) == pytest.approx(90.0)
-    assert live_seconds(log, 1) == pytest.approx(100 - (40.75 - 20.5))
+    assert live_seconds(log, 0) == pytest.approx(99.25 - 10)
+    assert live_seconds(log, 1) == pytest.approx(99.75 - (40.75 - 20.5))
     # of 1 update a second each: 3 were taken back, 4 not made, of each worker
     assert useful_share(log) == pytest.approx((90 - 7 + 80 - 7) / (90 + 79.75), abs=0.01)
 
