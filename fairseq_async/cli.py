@@ -58,6 +58,17 @@ def join(
     begin(address, worker_command, token_file)
 
 
+@app.command()
+def audit(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)]) -> None:
+    """Show from a run's logs that every update that was acknowledged counts once, or was taken back by a rollback."""
+    from rich.console import Console
+
+    from fairseq_async.reporting.audit import audit as check
+    from fairseq_async.reporting.audit import show
+
+    show(check(run_dir), Console())
+
+
 @app.command("user-dir")
 def user_dir() -> None:
     """Print the directory for fairseq's --user-dir."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fairseq_async.exchange.authentication import new_token
 from fairseq_async.server.loop import Loop
+from fairseq_async.server.run import Build
 from fairseq_async.server.service import Service
 from tests.sgd_server import build
 
@@ -13,7 +14,7 @@ from tests.sgd_server import build
 class ThreadServer:
     """Serves until :meth:`stop`, or until its run is finished."""
 
-    def __init__(self, workers: int, run_dir: Path, host: str = "127.0.0.1") -> None:
+    def __init__(self, workers: int, run_dir: Path, host: str = "127.0.0.1", build: Build = build) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.token = new_token()
         self.service = Service(self.token, workers, run_dir, build)

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fairseq_async.algorithms import AdaScaleGain, adasum
-from fairseq_async.collective import AdaScale, AdasumState, DistributedAdasum, adasum_hook, shared_memory
+from fairseq_async.collective import AdaScale, AdasumState, DistributedAdasum, NodeAdasum, adasum_hook, shared_memory
+from fairseq_async.collective.agreement import check_equal
+from fairseq_async.collective.rank_states import RankStates
 from fairseq_async.errors import ConfigurationError
 from tests.conftest import Processes, command
 
@@ -200,6 +202,62 @@ def raises(words: str) -> Iterator[None]:
         raise AssertionError(f"no error about {words}")
 
 
+@case
+def nodes_are_averaged_and_then_combined(rank: int) -> None:
+    """Nodes of three, three and two ranks, each rank's gradient a sum over rank + 1 tokens."""
+    sizes, node = [3, 20_001, 40], rank // 3
+    for dtype in (torch.float32, torch.bfloat16):
+        combine = NodeAdasum(node=f"machine {node}")
+        own = gradients_of(rank, "random", sizes, torch.float64)
+        sums = [tensor * (rank + 1) for tensor in own]
+        result = [(tensor * combine.share(rank + 1)).to(dtype) for tensor in sums]
+        combine(result)
+        nodes = [[r for r in range(RANKS) if r // 3 == n] for n in range(3)]
+        means = [
+            [sum((r + 1) * g[i] for r, g in of_node) / sum(r + 1 for r, _ in of_node) for i in range(len(sizes))]
+            for of_node in ([(r, gradients_of(r, "random", sizes, torch.float64)) for r in ranks] for ranks in nodes)
+        ]
+        for index, tensor in enumerate(result):
+            expected = adasum([mean[index] for mean in means])
+            error = float((tensor.double() - expected).norm() / expected.norm())
+            assert error <= 100 * torch.finfo(dtype).eps, (dtype, index, error)
+        assert_same_bits(result, RANKS)
+    with raises("all ranks are on one node"):
+        NodeAdasum(node="the only one")
+
+
+@case
+def parameters_that_differ_are_named(rank: int) -> None:
+    named = [("first", torch.full((3,), float("nan"))), ("second", torch.arange(4.0)), ("third", torch.ones(2, 2))]
+    check_equal(named)
+    changed = [(name, tensor.clone()) for name, tensor in named]
+    if rank == 3:
+        changed[1][1][:2] = changed[1][1][:2].flip(0)
+    with raises("in 1 of 3 parameters, the first of them second"):
+        check_equal(changed)
+    with raises("different models"):
+        check_equal(named[: 2 + (rank > 0)])
+
+
+@case
+def optimizer_states_are_gathered_and_averaged(rank: int) -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    optimizer = torch.optim.Adam(parameters, lr=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, float(rank))
+    optimizer.step()
+    states, first = RankStates(optimizer), optimizer.state_dict()["state"]
+    states.gather(None)
+    assert len(states.gathered) == (RANKS - 1 if rank == 0 else 0)
+    everyones = [{0: {"exp_avg": torch.full((3,), 0.1 * r)}, 1: {}} for r in range(1, RANKS)]
+    mine = states.of_this_rank({0: {"exp_avg": torch.zeros(3), "step": 7}, 1: {}}, everyones, None)
+    assert torch.equal(mine[0]["exp_avg"], torch.full((3,), 0.1 * rank)) and mine[0]["step"] == 7
+    fewer = states.of_this_rank({0: {"exp_avg": torch.zeros(3), "step": 7}}, everyones[:1], None)
+    assert torch.allclose(fewer[0]["exp_avg"], torch.full((3,), 0.05))
+    states.average(None)
+    assert torch.allclose(first[0]["exp_avg"], torch.full((3,), 0.1 * (RANKS - 1) / 2))
+
+
 # DistributedDataParallel
 
 
@@ -331,6 +389,36 @@ def the_gain_counts_ranks_and_accumulation(rank: int) -> None:
 
 
 @case
+def sums_over_unequal_batches_are_weighted_by_their_tokens(rank: int) -> None:
+    """Against σ̂² = G/(G−1)·(Σ w_i|g_i|² − |ḡ|²), of a batch of the mean size."""
+    size, tokens = 3, {0: (4.0, 0.0), 1: (2.0, 5.0), 2: (3.0, 6.0)}
+    if not members(size):
+        return
+    model = Small()
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), accumulation=2, process_group=GROUPS[size])
+    single, weights = [], []
+    for each in range(size):
+        for step, count in enumerate(tokens[each]):
+            if count:
+                gradients = torch.autograd.grad(loss_of(model, each, step, True), list(model.parameters()))
+                single.append(torch.cat([g.flatten() for g in gradients]).double())
+                weights.append(count / 20)
+    for step, count in enumerate(tokens[place_in(size)]):
+        adascale.begin_pass(count)
+        (loss_of(model, place_in(size), step, True) * count * 512).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=GROUPS[size])
+    adascale.measure_sums(sum(tokens[place_in(size)]), factor=1 / (20 * 512), loss_scale=512)
+    mean = torch.stack([w * g for w, g in zip(weights, single, strict=True)]).sum(0)
+    weighted = sum(w * float(g.square().sum()) for w, g in zip(weights, single, strict=True))
+    variance = 5 / 4 * (weighted - float(mean.square().sum()))
+    assert abs(adascale.whole.variance / variance - 1) < 1e-4
+    assert abs(adascale.whole.square_mean / (float(mean.square().sum()) - variance / 5) - 1) < 1e-4
+    assert adascale.whole.scale == 5.0
+
+
+@case
 def nan_on_one_rank_keeps_the_averages_of_all_ranks_as_they_are(rank: int) -> None:
     if members(2):
         model = DistributedDataParallel(Small(), process_group=GROUPS[2])
@@ -411,6 +499,7 @@ def test_between_processes(name: str, results: dict[str, list[str]]) -> None:
 def test_the_example_of_the_document_runs(processes: Processes, tmp_path: Path) -> None:
     text = (Path(__file__).parents[1] / "docs" / "adasum.md").read_text(encoding="utf-8")
     script = tmp_path / "train.py"
-    script.write_text(text.split("```python\n")[1].split("```")[0])
+    blocks = [block.split("```")[0] for block in text.split("```python\n")]
+    script.write_text(next(block for block in blocks if "init_process_group" in block))
     code, output = processes.run([command("torchrun"), "--standalone", "--nproc-per-node", 2, script])
     assert code == 0, output

@@ -67,7 +67,8 @@ CASES: dict[str, dict[str, Any]] = {
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
     folder, processes = tmp_path_factory.mktemp("cases"), Processes()
     (folder / "cases.json").write_text(json.dumps([{"name": name, **case} for name, case in CASES.items()]))
-    launcher = [command("deepspeed"), "--num_accelerators", 2, "--master_port", free_port()]
+    port = free_port()
+    launcher = [command("deepspeed"), "--num_accelerators", 2, "--master_port", port]
     try:
         _, output = processes.run(
             [*launcher, ROOT / "tests" / "deepspeed_ranks.py", folder / "cases.json"],
@@ -77,6 +78,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[di
         )
     finally:
         processes.end()
+    assert not list(Path("/dev/shm").glob(f"*_{port}_*")), "DeepSpeed's buffers are left behind"
 
     def of(name: str) -> list[dict[str, Any]]:
         paths = [folder / f"{name}-{rank}.pt" for rank in (0, 1)]

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from fairseq_async.collective.adasum import DistributedAdasum
+from fairseq_async.collective.adasum import DistributedAdasum, check_dense
 from fairseq_async.errors import ConfigurationError
 
 
@@ -60,19 +59,19 @@ class NodeAdasum:
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         """As :meth:`DistributedAdasum.__call__`."""
+        check_dense(tensors)
         kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors)
         for kind in kinds:
             self._combine([tensor for tensor in tensors if (tensor.dtype, tensor.device) == kind])
 
     def _combine(self, tensors: Sequence[Tensor]) -> None:
-        flat = _flatten_dense_tensors([tensor / self.size for tensor in tensors])
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).div_(self.size)
+        parts = flat.split([tensor.numel() for tensor in tensors])
         if self.size > 1:
             dist.reduce(flat, self.leader, group=self._inside)
-        parts = list(_unflatten_dense_tensors(flat, tensors))
         if self._across is not None:
             self._across(parts)
-            flat = _flatten_dense_tensors(parts)
         if self.size > 1:
             dist.broadcast(flat, self.leader, group=self._inside)
-        for tensor, part in zip(tensors, _unflatten_dense_tensors(flat, tensors), strict=True):
-            tensor.copy_(part)
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))

@@ -23,6 +23,7 @@ from fairseq_async.deepspeed_plugin import gradients
 from fairseq_async.deepspeed_plugin.config import without_file
 from fairseq_async.deepspeed_plugin.data import ShardedLoader
 from fairseq_async.deepspeed_plugin.engine import check_scheduler, follow
+from fairseq_async.deepspeed_plugin.leftovers import unlink_buffer
 from fairseq_async.deepspeed_plugin.masters import replica_of
 from fairseq_async.errors import AsyncError, ConfigurationError, fail
 from fairseq_async.worker.config import AdaScaleOptions, AdasumOptions
@@ -45,6 +46,7 @@ def initialize_group(
     """``deepspeed.initialize``, and the engine it has made as one of ours."""
     _as_launched()
     deepspeed.init_distributed()
+    unlink_buffer()
     if isinstance(options, AdasumOptions):
         if dist.get_world_size() == 1:
             raise ConfigurationError("adasum combines the gradients of several ranks, and this run has one")
@@ -266,6 +268,7 @@ class AdaScaleEngine(GroupEngine):
             estimator=options.estimator,
             adaptive="adam" in name,
             smoothing=options.smoothing,
+            interval=options.interval,
             masters=masters,
             preconditioned="adam" in name and masters is None,
             reduced=None if masters is None else lambda: gradients.reduced(self),

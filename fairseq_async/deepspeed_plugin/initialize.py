@@ -14,6 +14,7 @@ from fairseq_async.deepspeed_plugin.data import ShardedLoader
 from fairseq_async.deepspeed_plugin.engine import HybridEngine, LocalEngine
 from fairseq_async.deepspeed_plugin.group import initialize_group
 from fairseq_async.deepspeed_plugin.island import IslandClient, become_a_world
+from fairseq_async.deepspeed_plugin.leftovers import unlink_buffer
 from fairseq_async.deepspeed_plugin.masters import replica_of
 from fairseq_async.errors import AsyncError, ConfigurationError, fail
 from fairseq_async.server.process import ServerProcess
@@ -94,6 +95,7 @@ def _initialize(
     engine, optimizer, _, scheduler = deepspeed.initialize(
         args=configuration.without_file(args), model=model, collate_fn=collate, config=own, **theirs
     )
+    unlink_buffer()
     local = _half(client, engine, options, place)
     engine.__class__ = HybridEngine if hybrid else LocalEngine
     engine.enter(local, method, place)

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import deepspeed.comm
@@ -69,12 +70,14 @@ class IslandClient:
         self._barrier()
         return self._told(lambda client: client.initialise(state))
 
-    def push(self, write: Callable[[Tensor], None], **message: Any) -> dict[str, Any]:
-        write(self.slot)
-        self._barrier()
-        return self._told(lambda client: client.push(lambda slot: None, **message))
+    def push(self, write: Callable[[Tensor], object], **message: Any) -> dict[str, Any]:
+        with nullcontext() if self.client is None else self.client.hold_slot():
+            self._told(lambda client: {})  # where the slot is: the server may have come back meanwhile
+            write(self.slot)
+            self._barrier()
+            return self._told(lambda client: client.push(lambda slot: None, **message))
 
-    def pull(self, copy: Callable[[Tensor], None]) -> int:
+    def pull(self, copy: Callable[[Tensor], object]) -> int:
         version = self._told(lambda client: {"version": client.pull(lambda flat: None)})["version"]
         copy(self.slot)
         self._barrier()  # nobody writes before all have read

@@ -120,7 +120,7 @@ class SharedMemory:
         self._header[1] = version
         self._count()
 
-    def read(self, copy: Callable[[Tensor], None]) -> int:
+    def read(self, copy: Callable[[Tensor], object]) -> int:
         """Calls ``copy(published)`` until no publication fell into it; returns the version that was copied.
 
         Raises:

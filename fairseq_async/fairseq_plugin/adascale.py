@@ -30,6 +30,7 @@ _HELP = {
     "scale": "single batches in a step (ranks times --update-freq)",
     "estimator": "batches, or differences of consecutive gradients, for one rank without --update-freq (batches)",
     "smoothing": "of the averages, in [0, 1) (the paper's: max(1 - scale/1000, 0))",
+    "interval": "take norms in every N-th step (1)",
 }
 _INNER = {"sgd", "nag", "adam"}
 
@@ -101,6 +102,7 @@ class AdaScaleTrainer(GroupTrainer):
             estimator=self._options.estimator,
             adaptive=inner == "adam",
             smoothing=self._options.smoothing,
+            interval=self._options.interval,
             masters=_masters(self.optimizer),
         )
 

@@ -36,9 +36,14 @@ def add_arguments(
         parser.set_defaults(ddp_backend=LEGACY[0])
     if on_cpu:
         parser.set_defaults(**_processes())
-    given = ArgumentParser(add_help=False, allow_abbrev=False)
-    given.add_argument("--inner-optimizer", default=_DEFAULT)
-    name = given.parse_known_args()[0].inner_optimizer
+    known = ArgumentParser(add_help=False, allow_abbrev=False)
+    known.add_argument("--inner-optimizer", default=_DEFAULT)
+    known.add_argument("--distributed-world-size", type=int)
+    known.add_argument("--distributed-init-method")
+    given = known.parse_known_args()[0]
+    if on_cpu and given.distributed_init_method is None:
+        _check_world_size(given.distributed_world_size)
+    name = given.inner_optimizer
     if name not in inner:
         fail(f"--inner-optimizer {name}: {method} has {', '.join(sorted(inner))}")
     OPTIMIZER_REGISTRY[name].add_args(parser)
@@ -87,11 +92,22 @@ def check(args: Namespace, cfg: DictConfig, legacy: bool) -> None:
 
 
 _DEFAULT = "adam"
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _check_world_size(given: int | None) -> None:
+    """fairseq starts processes, and looks for those that others have started, on GPUs only."""
+    launched = int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _LAUNCHED) else 1
+    if given not in (None, launched):
+        fail(
+            f"--distributed-world-size is {given}, and the number of processes that were started is {launched}: "
+            "leave the flag out, and start as many as you want with fairseq-async launch or torchrun"
+        )
 
 
 def _processes() -> dict[str, Any]:
     """Ranks on CPUs as torchrun or ``fairseq-async launch`` has started them: fairseq finds out about GPUs only."""
-    if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+    if not all(name in os.environ for name in _LAUNCHED):
         return {"distributed_backend": "gloo"}
     return {
         "distributed_backend": "gloo",

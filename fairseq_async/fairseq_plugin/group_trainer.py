@@ -15,6 +15,7 @@ from fairseq_async.fairseq_plugin.trainer import plain
 logger = logging.getLogger(__name__)
 
 _SKIPPED_IN_A_ROW = 10
+_RANKS = "data_parallel_world_size"  # in a checkpoint's extra state
 
 
 class GroupTrainer(Trainer):
@@ -46,10 +47,16 @@ class GroupTrainer(Trainer):
         return [(name, parameter) for name, parameter in both if parameter.requires_grad]
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Any:
+        """fairseq's place in the data is batches of one rank: another number of ranks goes on at the same batch."""
         try:
-            return super().load_checkpoint(filename, *args, **kwargs)
+            extra_state = super().load_checkpoint(filename, *args, **kwargs)
         except AssertionError as error:
             raise ConfigurationError(f"{filename}: {error}") from error
+        if extra_state is not None and _RANKS in extra_state:
+            place = extra_state["train_iterator"]
+            place["iterations_in_epoch"] *= extra_state[_RANKS]
+            place["iterations_in_epoch"] //= self.data_parallel_world_size
+        return extra_state
 
     def get_train_iterator(self, epoch: int, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`AsyncTrainer.get_train_iterator`: batches are made from the number of the epoch in which they are
@@ -107,4 +114,5 @@ class GroupTrainer(Trainer):
         """fairseq's, in types that torch loads without trust."""
         checkpoint: dict[str, Any] = super().state_dict()
         checkpoint["cfg"] = self._given
+        checkpoint["extra_state"][_RANKS] = self.data_parallel_world_size
         return checkpoint

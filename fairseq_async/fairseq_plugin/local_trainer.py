@@ -1,5 +1,6 @@
 """fairseq's trainer as a worker of local SGD."""
 
+import logging
 import math
 import time
 from itertools import chain
@@ -15,6 +16,8 @@ from fairseq_async.fairseq_plugin.local_sgd import replica_of
 from fairseq_async.fairseq_plugin.trainer import SEEDS, AppliedUpdates, AsyncTrainer
 from fairseq_async.worker.local_sgd import LocalSGD
 from fairseq_async.worker.overlap import local_sgd
+
+logger = logging.getLogger(__name__)
 
 
 class LocalTrainer(AsyncTrainer):
@@ -64,6 +67,8 @@ class LocalTrainer(AsyncTrainer):
         self.local.replica = replica_of(self._named(), self.optimizer)
         if not welcome["initialised"]:
             welcome = self._bring(None if reset_optimizer else (extra_state or {}).get("async_server"))
+        elif extra_state is None and welcome["sequence"]:
+            logger.warning("worker %d is back; its inner optimizer begins anew", self.session.place.worker)
         self.local.begin(welcome)
         self.set_num_updates(int(self.local.progress))
         return self._place_in_data(extra_state, welcome["position"])

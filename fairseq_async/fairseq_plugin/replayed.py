@@ -43,7 +43,7 @@ class RecordedClient:
         first = self.events[0]
         return {"initialised": True, "sequence": first["sequence"], "refused": 0, **self._answer(first)}
 
-    def pull(self, copy: Callable[[Tensor], None]) -> int:
+    def pull(self, copy: Callable[[Tensor], object]) -> int:
         """As where nothing is published: the parameters come in the slot, and stay there. Not while an update is there
         that has not been taken: then the worker is told later what to start from."""
         if self.pushed is None:
@@ -51,7 +51,7 @@ class RecordedClient:
             copy(self.slot)
         return self.version
 
-    def push(self, write: Callable[[Tensor], None], **message: Any) -> dict[str, Any]:
+    def push(self, write: Callable[[Tensor], object], **message: Any) -> dict[str, Any]:
         write(self.slot)
         self.pushed = message
         self.events.pop(0)

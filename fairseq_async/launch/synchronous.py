@@ -48,6 +48,7 @@ class GroupLauncher(Launcher):
             for worker in self.workers:
                 self._start(worker, "")
             self._watch()
+            self._say(f"finished: {_progress(self.workers[0].log)}")
         finally:
             self._end_all()
 
@@ -62,9 +63,10 @@ class GroupLauncher(Launcher):
         return variables | {name: str(value) for name, value in (ranks | size | address).items()}
 
     def _watch(self) -> None:
-        line_at = time.monotonic() + _LINE_EVERY
-        while any(worker.process.poll() is None for worker in self.workers):
+        line_at, running = time.monotonic() + _LINE_EVERY, True
+        while running:
             time.sleep(0.2)
+            running = any(worker.process.poll() is None for worker in self.workers)
             failed = [worker for worker in self.workers if worker.process.poll() not in (None, 0)]
             if failed:
                 _wait(self.workers, _DYING)
@@ -72,12 +74,15 @@ class GroupLauncher(Launcher):
                 raise RunFailedError(self._epitaph((killed or failed)[0]))
             if time.monotonic() >= line_at:
                 line_at += _LINE_EVERY
-                Console(stderr=True).print(_progress(self.workers[0].log.read_text(errors="replace")), highlight=False)
+                self._say(_progress(self.workers[0].log))
+
+    def _say(self, text: str) -> None:
+        Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
 
 
-def _progress(log: str) -> str:
+def _progress(log: Path) -> str:
     """What fairseq has written last of its training."""
-    for line in reversed(log.splitlines()):
+    for line in reversed(log.read_text(errors="replace").splitlines()):
         _, found, record = line.partition("| train_inner | ")
         if found and record.startswith("{"):
             values = json.loads(record)

@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class ServerClient:
         self._in_slot = -1  # an update that was accepted, and may not have been taken yet
         self._plans = 0
         self._back_at: int | None = None  # the version of a server that came back, until this worker has pulled
-        self._lock = threading.Lock()  # of the connection: a question with its answer, or a sign of life
+        self._lock = threading.RLock()  # of connection and slot: a question with its answer, or a sign of life
         self.worker, self.workers = self._connect(worker)
         if on_loss is not None:
             threading.Thread(target=self._stay_alive, args=(on_loss,), daemon=True).start()
@@ -86,17 +87,22 @@ class ServerClient:
         """Worker 0 brings a new server the parameters in its slot, or all of a state in a file on the server's disk."""
         return self.ask({"kind": "initialise", "state": state}, self._sent)
 
-    def push(self, write: Callable[[Tensor], None], **message: Any) -> dict[str, Any]:
+    def push(self, write: Callable[[Tensor], object], **message: Any) -> dict[str, Any]:
         """Calls ``write(slot)`` with this worker's flat slot, then tells the server that it is ready.
 
         The answer comes when the update is applied; or at once, if it will be added to others without a step, and
         ``wait`` is not set. Then the slot is the server's for a moment longer, for which the next push waits.
         """
-        self._wait_until_taken()
-        write(self.slot)
-        answer = self.ask({"kind": "push", **message}, self._sent)
+        with self._lock:
+            self._wait_until_taken()
+            write(self.slot)
+            answer = self.ask({"kind": "push", **message}, self._sent)
         self._in_slot = message["sequence"] if answer["status"] == "accepted" else -1
         return answer
+
+    def hold_slot(self) -> AbstractContextManager[object]:
+        """Within this the slot stays where it is: a server that comes back brings another one."""
+        return self._lock
 
     @property
     def slot(self) -> Tensor:
@@ -110,7 +116,7 @@ class ServerClient:
     def _sent(self) -> Tensor | None:
         return self._slot if self.remote else None
 
-    def pull(self, copy: Callable[[Tensor], None]) -> int:
+    def pull(self, copy: Callable[[Tensor], object]) -> int:
         """Calls ``copy(flat parameters)`` on one version and returns it; other workers may do so at the same time."""
         while self.memory is not None and self.memory.publishes:
             try:
@@ -157,8 +163,9 @@ class ServerClient:
         with self._lock:
             try:
                 self._channel.send({"kind": "leave", "finished": finished})
-                self._answer()
-            except (ExchangeError, RefusedError):
+                if _is_readable(self._channel.connection, _CONNECT_SECONDS):  # a server that is stuck holds nobody back
+                    self._channel.receive()
+            except ExchangeError:
                 pass  # it had ended before us
             finally:
                 self._channel.close()
@@ -183,6 +190,7 @@ class ServerClient:
             raise RefusedError(f"the server at {self.address} does not know this run's token: it is another's")
         self._channel.connection.settimeout(None)
         self._timeout, self._server = float(answer["timeout"]), str(answer["server"])
+        self._channel.notice_death(self._timeout)  # of a machine that goes before it answers the next words
         return int(answer["worker"]), int(answer["workers"])
 
     def _hello(self) -> dict[str, Any]:

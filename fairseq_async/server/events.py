@@ -19,7 +19,8 @@ class EventLog:
     Args:
         run_dir: where the file is.
         sequences: the last settled update of each worker. Events after these are taken back by a restart, or belong to
-            another run: they go to ``events.rolled-back.jsonl``, and ``rollbacks.jsonl`` says how many, when and why.
+            another run: they go to ``events.rolled-back.jsonl``, and ``rollbacks.jsonl`` says how many, when and why;
+            none, where only an update was lost that was acknowledged and not written yet.
         source: the state from which the run goes on.
         time: seconds since 1970.
     """
@@ -28,10 +29,7 @@ class EventLog:
         self._full = False
         path = run_dir / EVENTS
         if path.exists():
-            taken_back = _take_back(path, run_dir / ROLLED_BACK, sequences)
-            if taken_back:
-                rollback = {"time": time, "source": source, "sequences": dict(sequences), "events": taken_back}
-                _append(run_dir / ROLLBACKS, [json.dumps(rollback) + "\n"])
+            _take_back(path, {"time": time, "source": source, "sequences": dict(sequences)})
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, time: float, receipt: Receipt, report: dict[str, Any]) -> None:
@@ -65,22 +63,28 @@ class EventLog:
             self._full = True
 
 
-def _take_back(path: Path, rolled_back: Path, sequences: Mapping[int, int]) -> int:
-    every = path.read_text().splitlines(keepends=True)
-    lines = [line for line in every if line.endswith("\n")]
-    covered = [_covered(json.loads(line), sequences) for line in lines]
-    if all(covered) and len(lines) == len(every):
-        return 0
-    _append(rolled_back, [line for line, kept in zip(lines, covered, strict=True) if not kept])
+def _take_back(path: Path, rollback: dict[str, Any]) -> None:
+    """Moves the events; a death before the last line here leaves it all to the next restart."""
+    rolled_back, rollbacks = path.with_name(ROLLED_BACK), path.with_name(ROLLBACKS)
+    lines = _whole_lines(path)
+    covered = [_covered(json.loads(line), rollback["sequences"]) for line in lines]
+    taken_back = [line for line, kept in zip(lines, covered, strict=True) if not kept]
+    recorded = [*_whole_lines(rollbacks), json.dumps(rollback | {"events": len(taken_back)}) + "\n"]
+    before = sum(json.loads(line)["events"] for line in recorded[:-1])
+    _write_whole(rolled_back, _whole_lines(rolled_back)[:before] + taken_back)
+    _write_whole(rollbacks, recorded)
+    _write_whole(path, [line for line, kept in zip(lines, covered, strict=True) if kept])
+
+
+def _whole_lines(path: Path) -> list[str]:
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if line.endswith("\n")]
+
+
+def _write_whole(path: Path, lines: list[str]) -> None:
     part = path.with_name(path.name + ".part")
-    part.write_text("".join(line for line, kept in zip(lines, covered, strict=True) if kept))
+    part.write_text("".join(lines))
     part.replace(path)
-    return len(lines) - sum(covered)
-
-
-def _append(path: Path, lines: list[str]) -> None:
-    with path.open("a") as file:
-        file.writelines(lines)
 
 
 def _covered(event: dict[str, Any], sequences: Mapping[int, int]) -> bool:

@@ -156,8 +156,8 @@ class ParameterServer:
             raise RefusedError(f"base version {update.base_version}: the server is at {self.version}")
         if not (math.isfinite(update.weight) and update.weight >= 0):
             raise RefusedError(f"weight {update.weight}: it must be a finite number, not below 0")
-        if update.sequence < 0:
-            raise RefusedError(f"sequence number {update.sequence}: the first is 0")
+        if not 0 <= update.sequence < 1 << 63:
+            raise RefusedError(f"sequence number {update.sequence}: the first is 0, and the next one more")
 
     def _refuse(self, update: Update, receipt: Receipt, status: Status) -> Receipt:
         self.sequences[update.worker] = update.sequence

@@ -164,6 +164,8 @@ class ServerProcess:
             try:
                 _, snapshot = self._start(["--host", host, "--port", port, "--recover"])
             except ConfigurationError as error:
+                if self._stopping.is_set():
+                    break
                 _say(f"the server {manner(code)}, and cannot be started again: {error}")
                 break
             _say(f"the server {manner(code)}, and was started again from {snapshot}")

@@ -64,6 +64,9 @@ class Service:
         except AsyncError as error:
             self.refusals.count(type(error).__name__, peer.name, error)
             answer = {"error": str(error)}
+        except OSError as error:
+            self.refusals.count("files", peer.name, error)
+            answer = {"error": f"the server cannot use its directory: {error}"}
         except Exception as error:  # whatever a message leads to, it must not end the others' run
             if not isinstance(error, KeyError | TypeError | ValueError):
                 traceback.print_exc()
@@ -169,8 +172,10 @@ class Service:
 
     def _initialise(self, peer: Peer, message: Message) -> Message:
         """Worker 0 brings the parameters, in its slot or, with all the rest of the state, in a file."""
-        if self._run is not None or peer.worker != 0:
-            raise RefusedError("the parameters are there already")
+        if peer.worker != 0:
+            raise RefusedError("worker 0 brings the parameters")
+        if self._run is not None:  # the answer was lost, and it asks again
+            return self._welcome(0)
         state = None if message["state"] is None else runs.read(Path(message["state"]))
         self.snapshots.clear()
         self._begin(self.memory.slot(0).clone(), state, "the beginning" if state is None else "a checkpoint")

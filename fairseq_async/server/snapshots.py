@@ -1,6 +1,7 @@
 """The server's whole state on disk, from which it goes on after its death."""
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from fairseq_async.server.orphans import end_with_parent
 
 DIRECTORY = "snapshots"
 _KEPT = 2  # the last one may have been torn by what killed the server
@@ -31,10 +34,12 @@ class Snapshots:
         if self.busy:
             return
         self.directory.mkdir(exist_ok=True)
+        server = os.getpid()
         self._child = os.fork()
         if self._child == 0:
             code = 1
             try:
+                end_with_parent(signal.SIGKILL, server)  # the next server must not find what it has taken back
                 os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # connections and locks end with the server, not with us
                 torch.set_num_threads(1)  # the threads of OpenMP are not in this process
                 self._write(state, version)
@@ -64,7 +69,10 @@ class Snapshots:
             self._child = 0
 
     def latest(self, check: Callable[[dict[str, Any]], object]) -> tuple[Path, dict[str, Any]] | None:
-        """The newest that can be read and that ``check`` does not raise for; others are skipped with a warning."""
+        """The newest that can be read and that ``check`` does not raise for.
+
+        Newer ones, of which a warning tells, get another name: they would be taken for newer than those to come.
+        """
         for path in reversed(self._files()):
             try:
                 state = torch.load(path, map_location="cpu", weights_only=True)
@@ -72,11 +80,12 @@ class Snapshots:
                 return path, state
             except Exception as error:  # torch raises whatever the broken bytes lead it to
                 print(f"{path} is skipped: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                path.replace(path.with_suffix(".torn"))
         return None
 
     def clear(self) -> None:
         """Those of a run before."""
-        for path in [*self._files(), *self.directory.glob("*.part")]:
+        for path in [*self._files(), *self.directory.glob("*.part"), *self.directory.glob("*.torn")]:
             path.unlink(missing_ok=True)
 
     def _write(self, state: dict[str, Any], version: int) -> None:

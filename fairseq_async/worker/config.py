@@ -186,6 +186,7 @@ class AdaScaleOptions(_Options):
         scale: S, single batches in a step; by default one for each gradient of a step.
         estimator: ``batches``, or ``differences`` of consecutive gradients, for a step with one gradient.
         smoothing: θ of the averages, in place of the paper's.
+        interval: norms are taken in every ``interval``-th step.
         total_steps: scale-invariant steps of the run: the number of steps of the run with one batch; 0 for no end.
         seed: of the order of the data.
     """
@@ -194,6 +195,7 @@ class AdaScaleOptions(_Options):
     scale: float | None = Field(None, ge=1, allow_inf_nan=False)
     estimator: Literal["batches", "differences"] = "batches"
     smoothing: float | None = Field(None, ge=0, lt=1)
+    interval: int = Field(1, ge=1)
     total_steps: int = Field(0, ge=0)
     seed: int = Field(1, ge=0)
 
@@ -213,6 +215,8 @@ class AdaScaleOptions(_Options):
                 f"adascale: the estimator differences is for a step with one gradient, and this step has {gradients}: "
                 "leave it out"
             )
+        if self.estimator == "differences" and self.interval > 1:
+            raise ConfigurationError("adascale: interval is for the estimator batches: leave it out")
         if self.estimator == "differences" and self.scale is None:
             raise ConfigurationError("adascale: the estimator differences needs the scale, how many batches a step has")
         return float(gradients) if self.scale is None else self.scale

@@ -56,7 +56,7 @@ class GradientWorker(Half):
 
     def exchange(
         self,
-        write: Callable[[Tensor], None],
+        write: Callable[[Tensor], object],
         weight: float,
         report: dict[str, Any],
         wait: bool = False,

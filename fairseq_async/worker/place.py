@@ -1,6 +1,5 @@
 """Which worker this process is, and where its server is found."""
 
-import ctypes
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from torch.distributed import TCPStore
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange.authentication import read_token
 from fairseq_async.server.client import LOOPBACK, ServerClient, is_loopback
+from fairseq_async.server.orphans import end_with_parent
 from fairseq_async.server.process import TOKEN, ServerProcess
 
 WORKER, WORKERS, SLOWDOWN = "FAIRSEQ_ASYNC_WORKER", "FAIRSEQ_ASYNC_WORKERS", "FAIRSEQ_ASYNC_SLOWDOWN"
@@ -58,7 +58,7 @@ class Place:
         if get(WORKER) == JOINS:
             return cls(joins=True)
         if WORKER in os.environ:
-            _end_with_launcher()
+            end_with_parent(signal.SIGTERM, os.getppid())  # nobody would start its server again
             worker = int(os.environ[WORKER])
             return cls(worker, int(os.environ[WORKERS]), worker, float(get(SLOWDOWN, "1")))
         if _under_torchrun():
@@ -171,13 +171,6 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError("an address is written HOST:PORT, as in 10.0.0.1:29400")
     return host, int(port)
-
-
-def _end_with_launcher() -> None:
-    """A worker waits long for its server, but nobody starts a server again whose launcher was killed."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):  # Linux
-        libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _slowdown(worker: int, workers: int) -> float:

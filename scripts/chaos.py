@@ -1,0 +1,291 @@
+"""A storm of faults over a run of a recipe, beside a calm run of the same length.
+
+Worker 0 has shared memory with the server. Worker 1 has TCP, through a proxy that delays, drops, doubles and spoils its
+messages, and cuts it off. Processes are killed and stopped by signals. Dead workers are started again here, as
+``fairseq-async launch`` does it; the server by itself, from its last snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fairseq_async.errors import AsyncError  # noqa: E402
+from fairseq_async.exchange import copy  # noqa: E402
+from fairseq_async.reporting.audit import audit  # noqa: E402
+from fairseq_async.server import Layout, ServerClient  # noqa: E402
+from fairseq_async.server.process import TOKEN, ServerProcess  # noqa: E402
+from fairseq_async.worker.place import SERVER, SERVERS, WORKER, WORKERS  # noqa: E402
+from recipes.multi30k_en_de.presets import PRESETS, Size  # noqa: E402
+from recipes.steps import environment  # noqa: E402
+from recipes.training import Method, Training  # noqa: E402
+from scripts.bench import jobs  # noqa: E402
+from scripts.bench.report import Report  # noqa: E402
+from scripts.storm_figures import figures  # noqa: E402
+from tests.chaos import schedule  # noqa: E402
+from tests.chaos.injector import Injector  # noqa: E402
+from tests.chaos.proxy import Proxy  # noqa: E402
+from tests.chaos.runs import digest, read_snapshot  # noqa: E402
+from tests.chaos.schedule import Fault, Schedule  # noqa: E402
+
+COUNT = 2  # workers
+_PROBE_EVERY = 20.0  # seconds between two comparisons of what server and a worker hold
+_START = 300.0  # seconds for all workers to send their first update
+_LONGEST = 1_000_000  # updates: a run ends by time
+
+
+class Recipe(str, Enum):
+    MULTI30K = "multi30k"
+    C4 = "c4"
+
+
+@dataclass
+class Job:
+    """A recipe's worker as a command, and the module that is its server."""
+
+    command: list[str]
+    server: str
+    run_dir: Path
+    address_flag: bool  # the command takes --server; else the environment tells
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Timeline:
+    """What happened when, in seconds since 1970."""
+
+    moments: list[dict[str, Any]] = field(default_factory=list)
+
+    def note(self, what: str, worker: int | None = None, **more: Any) -> None:
+        self.moments.append({"time": time.time(), "what": what, "worker": worker} | more)
+
+
+def multi30k(out: Path, data: Path | None) -> Job:
+    preset = PRESETS[Size.SMALL]
+    rim = {"disable-validation": True, "no-save": True, "log-interval": 50, "max-update": _LONGEST, "seed": 1}
+    faults = {"snapshot-seconds": 5, "worker-timeout": 10}
+    training = Training(
+        jobs.corpus(data, out.parent),
+        out,
+        Method.HYBRID,
+        COUNT,
+        preset.max_tokens,
+        preset.settings() | rim | faults,
+    )
+    command = [*training.command(), "--distributed-world-size", "1"]
+    return Job(command, SERVERS["hybrid_async"], out, address_flag=True)
+
+
+def c4(out: Path, data: Path | None) -> Job:
+    """Local SGD, the recipe's tiny model."""
+    recipe = jobs.ROOT / "recipes" / "c4_lm"
+    if data is None:
+        line = [sys.executable, str(recipe / "corpus_made_up.py"), str(out.parent / "text")]
+        data = Path(subprocess.run(line, check=True, capture_output=True, text=True).stdout.strip())
+    config = json.loads((recipe / "demo.json").read_text())
+    config["async_training"] |= {"run_dir": str(out), "snapshot_seconds": 5, "worker_timeout": 10}
+    (out.parent / "c4.json").write_text(json.dumps(config))
+    command = [sys.executable, str(recipe / "train.py"), "--deepspeed", "--deepspeed_config", f"{out.parent}/c4.json"]
+    command += ["--model", "tiny", "--vocab", "2000", "--data", str(data), "--out", str(out.parent / "c4"), "--resume"]
+    command += ["--steps", "4000"]
+    return Job(command, SERVERS["local_sgd"], out, address_flag=False, variables={"DS_ACCELERATOR": "cpu"})
+
+
+def storm(minutes: float, per_hour: float, seed: int) -> Schedule:
+    """Faults at even distances in an order that the seed decides, each kind as often as it is listed."""
+    kinds: list[dict[str, Any]] = [
+        {"kind": "kill", "target": 0},
+        {"kind": "kill", "target": 1},
+        {"kind": "kill", "target": "server"},
+        {"kind": "pause", "target": 0, "seconds": 15},
+        {"kind": "partition", "target": 1, "seconds": 30},
+        {"kind": "kill", "target": 1},
+        {"kind": "kill", "target": "server"},
+        {"kind": "drop", "target": 1, "of": "request"},
+        {"kind": "drop", "target": 1, "of": "reply"},
+        {"kind": "duplicate", "target": 1},
+        {"kind": "corrupt", "target": 1},
+        {"kind": "delay", "target": 1, "of": "reply", "seconds": 2},
+    ]
+    random.Random(seed).shuffle(kinds)
+    distance = 3600 / per_hour
+    count = int((60 * minutes - distance / 2) / distance)
+    return Schedule.of(Fault(**each, at=distance * (n + 0.5)) for n, each in enumerate(islice(cycle(kinds), count)))
+
+
+class Run:
+    """One run of a job for so many seconds.
+
+    Attributes:
+        timeline: starts, deaths and faults.
+        equal, probes: how often a worker that had just pulled held what the server held, and of how many times.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.timeline = job, Timeline()
+        self.equal = self.probes = 0
+        shutil.rmtree(job.run_dir, ignore_errors=True)
+        self.logs = job.run_dir / "logs"
+        self.logs.mkdir(parents=True)
+        log = self.logs / "server.log"
+        self.server = ServerProcess(job.server, COUNT, job.run_dir, log, restarts=10**6)
+        self.proxy = Proxy(self.server.address, "127.0.0.2")
+        self.workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._paused: set[int] = set()
+
+    def go(self, seconds: float, faults: Schedule) -> None:
+        """Returns when the time is over, which is counted from the moment at which all have sent an update.
+
+        Raises:
+            AsyncError: the run did not begin.
+        """
+        try:
+            for worker in range(COUNT):
+                self._start(worker)
+            self._wait_for_all()
+            self.timeline.note("begin")
+            injector = Injector(faults, self.proxy, self._send)
+            end, probe_at = time.monotonic() + seconds, time.monotonic() + _PROBE_EVERY
+            while time.monotonic() < end:
+                self._poll(injector)
+                if time.monotonic() > probe_at:
+                    self._probe()
+                    probe_at = time.monotonic() + _PROBE_EVERY
+            self.timeline.note("end")
+        finally:
+            self._end()
+
+    def _poll(self, injector: Injector) -> None:
+        before = len(injector.happened)
+        injector.poll()
+        for _, fault in injector.happened[before:]:
+            what = fault.model_dump(exclude_none=True, exclude={"at", "target"})
+            worker = fault.target if isinstance(fault.target, int) else None
+            self.timeline.note("fault", worker, **what)
+            print(f"{fault.kind} {fault.target}", flush=True)
+        for worker, process in list(self.workers.items()):
+            if process.poll() is not None:
+                self.timeline.note("death", worker, code=process.returncode)
+                self._start(worker)
+        time.sleep(0.02)
+
+    def _send(self, target: int | str, number: signal.Signals) -> None:
+        if number is signal.SIGCONT:
+            self.timeline.note("wake", target if isinstance(target, int) else None)
+        process = self.server.process if target == "server" else self.workers[int(target)]
+        process.send_signal(number)
+
+    def _start(self, worker: int) -> None:
+        self.timeline.note("start", worker)
+        address = self.proxy.address if worker else self.server.address
+        place = {WORKER: str(worker), WORKERS: str(COUNT), TOKEN: self.server.token} | self.job.variables
+        if not self.job.address_flag:
+            place[SERVER] = address
+        line = self.job.command + (["--server", address] if self.job.address_flag else [])
+        with (self.logs / f"worker-{worker}.log").open("ab") as log:
+            self.workers[worker] = subprocess.Popen(
+                line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment() | place
+            )
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(self.workers[worker].pid, {cores[worker % len(cores)]})
+
+    def _wait_for_all(self) -> None:
+        deadline = time.monotonic() + _START
+        while len({event["worker"] for event in read_lines(self.job.run_dir / "events.jsonl")}) < COUNT:
+            if time.monotonic() > deadline or any(process.poll() for process in self.workers.values()):
+                raise AsyncError(f"the run did not begin: see {self.logs}")
+            time.sleep(0.2)
+
+    def _probe(self) -> None:
+        """One more worker joins, pulls, and compares: with the server's own state, of the same version."""
+        path = self.job.run_dir / ".probe.pt"
+        try:
+            description = json.loads((self.job.run_dir / "run.json").read_text())
+            client = ServerClient(self.server.address, self.server.token, None)
+            layout = Layout.from_json(description["layout"])
+            client.join(layout, description["method"])
+            mine = torch.empty(layout.size)
+            for _ in range(20):
+                version = client.pull(lambda published: copy(mine, published))
+                client.ask({"kind": "snapshot", "path": str(path.resolve())})
+                state = read_snapshot(path)["server"]
+                if state["version"] == version:
+                    self.probes += 1
+                    self.equal += digest(state["parameters"]) == digest(mine)
+                    break
+            client.leave(finished=False)
+        except AsyncError:
+            pass  # it was killed just now
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _end(self) -> None:
+        for process in self.workers.values():
+            process.kill()
+            process.wait()
+        self.server.stop()
+        self.proxy.close()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file of JSON lines."""
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+def main(
+    recipe: Annotated[list[Recipe], typer.Option(help="May be repeated.")] = [Recipe.MULTI30K, Recipe.C4],  # noqa: B006
+    minutes: Annotated[float, typer.Option(min=0.5, help="Of each run, the calm one and the storm.")] = 30,
+    faults_per_hour: Annotated[float, typer.Option(min=1)] = 150,
+    seed: Annotated[int, typer.Option(help="Of the order of the faults.")] = 1,
+    data: Annotated[Path | None, typer.Option(help="Multi30k, binarised by its recipe; else a made-up pair.")] = None,
+    faults: Annotated[Path | None, typer.Option(help="A schedule in YAML, in place of the storm.")] = None,
+    out: Annotated[Path, typer.Option(help="For all files.")] = Path("runs/chaos"),
+    json_file: Annotated[Path | None, typer.Option("--json", help="For what is printed.")] = None,
+) -> None:
+    """Print what a storm of faults costs a run, and whether its logs prove that nothing was lost."""
+    jobs.claim(out)
+    report = Report(f"a storm of {faults_per_hour:g} faults an hour for {minutes:g} minutes")
+    for each in recipe:
+        given = schedule.read(faults) if faults else storm(minutes, faults_per_hour, seed)
+        runs = {}
+        for name, what in (("calm", Schedule(faults=())), ("storm", given)):
+            directory = (out / each.value / name).resolve()
+            directory.mkdir(parents=True, exist_ok=True)
+            job = multi30k(directory, data) if each is Recipe.MULTI30K else c4(directory, None)
+            print(f"{each.value}: {name}", flush=True)
+            runs[name] = Run(job)
+            runs[name].go(60 * minutes, what)
+            (directory / "timeline.json").write_text(json.dumps(runs[name].timeline.moments, indent=0))
+        (out / each.value / "schedule.yaml").write_text(yaml.safe_dump(given.model_dump(exclude_none=True)))
+        rows = figures(runs["calm"].job.run_dir, runs["storm"].job.run_dir)
+        rows["parameters equal on server and a worker that has just pulled"] = (
+            f"{runs['storm'].equal} of {runs['storm'].probes}"
+        )
+        found = audit(runs["storm"].job.run_dir)
+        rows["audit"] = f"{found.applied} applied, {sum(found.rolled_back.values())} rolled back, each counts once"
+        report.table(each.value, [{"figure": key, "value": str(value)} for key, value in rows.items()])
+    report.end(json_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)

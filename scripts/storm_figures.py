@@ -1,0 +1,191 @@
+"""What a storm of faults has cost, from the logs of the run and of a calm one."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+_AFTER = 10.0  # seconds after a worker's death in which its survivors are watched
+_LAST = 0.15  # of the updates: over these the final loss is taken
+_AWAY = ("pause", "partition")  # a worker cannot work then, by the fault itself
+
+
+@dataclass(frozen=True)
+class Push:
+    """One applied update; ``kept`` if no restart of the server took it back."""
+
+    time: float
+    worker: int
+    weight: float
+    version: int
+    loss: float | None
+    kept: bool
+
+
+class Log:
+    """A run's updates in the order of time, and what happened to it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        timeline = json.loads((run_dir / "timeline.json").read_text())
+        self.begin = next(m["time"] for m in timeline if m["what"] == "begin")
+        self.end = next(m["time"] for m in timeline if m["what"] == "end")
+        self.moments = [m for m in timeline if self.begin <= m["time"] <= self.end]
+        self.faults = [m for m in self.moments if m["what"] == "fault"]
+        files = (("events.jsonl", True), ("events.rolled-back.jsonl", False))
+        pushes = [push for name, kept in files for push in _pushes(run_dir / name, kept)]
+        self.all = sorted(pushes, key=lambda push: push.time)
+        self.inside = [push for push in self.all if self.begin <= push.time <= self.end]
+        self.rollbacks = [r["time"] for r in _lines(run_dir / "rollbacks.jsonl") if self.begin <= r["time"] <= self.end]
+        self.workers = sorted({push.worker for push in self.all})
+
+    def of(self, worker: int) -> list[Push]:
+        return [push for push in self.inside if push.worker == worker]
+
+    def kills(self, worker: int | None) -> list[float]:
+        """When this worker, or the server, was killed."""
+        return [m["time"] for m in self.faults if m["kind"] == "kill" and m["worker"] == worker]
+
+
+def figures(calm: Path, storm: Path) -> dict[str, str]:
+    """What is to be printed, in words."""
+    quiet, wild = Log(calm), Log(storm)
+    hours = (wild.end - wild.begin) / 3600
+    version = min(max(push.version for push in log.inside) for log in (quiet, wild))
+    losses = [final_loss(log, version) for log in (quiet, wild)]
+    kept = sum(push.kept for push in wild.inside)
+    return {
+        "faults": f"{len(wild.faults)} in {60 * hours:.1f} minutes: {len(wild.faults) / hours:.0f} an hour",
+        "updates kept": f"{kept} (calm: {len(quiet.inside)}); taken back: {len(wild.inside) - kept}",
+        "useful work": f"{100 * useful_share(wild):.1f}% of what the live workers could have done",
+        "final loss": f"{losses[1]:.4f} (calm: {losses[0]:.4f}, {100 * (losses[1] / losses[0] - 1):+.2f}%) "
+        f"at version {version}",
+        "longest gap between survivors' steps after a kill": f"{_range(gaps_after_kills(wild))} "
+        f"(calm, any {_AFTER:.0f} s: {_range(gaps_in_windows(quiet))})",
+        "server's restart to the next applied update": _range(waits(wild, wild.rollbacks)),
+        "server's death to the next applied update": _range(waits(wild, wild.kills(None))),
+        "a worker's start to its first update": _range(entrances(wild)),
+    }
+
+
+def useful_share(log: Log) -> float:
+    """Tokens (or local steps) kept, of those that every worker, in the time in which it was in the run, could have
+    done at the speed that it had while nothing went wrong."""
+    kept = possible = 0.0
+    for worker in log.workers:
+        pushes = log.of(worker)
+        troubles = [m["time"] for m in log.moments if m["worker"] in (worker, None) and m["what"] != "begin"]
+        troubles += log.rollbacks
+        calm = [(b.time - a.time, b.weight) for a, b in pairwise(pushes) if not _within(troubles, a.time, b.time)]
+        rate = sum(weight for _, weight in calm) / sum(seconds for seconds, _ in calm)
+        possible += rate * live_seconds(log, worker)
+        kept += sum(push.weight for push in pushes if push.kept)
+    return kept / possible
+
+
+def live_seconds(log: Log, worker: int) -> float:
+    """But for the time from its death to its first update after that, and while it was paused or cut off."""
+    times = [push.time for push in log.of(worker)]
+    away = []
+    for moment in log.moments:
+        if moment["worker"] != worker:
+            continue
+        if moment["what"] == "death":
+            starts = (m["time"] for m in log.moments if m["what"] == "start" and m["worker"] == worker)
+            start = next((time for time in starts if time >= moment["time"]), log.end)
+            away.append((moment["time"], _next(times, start, log.end)))
+        elif moment["what"] == "fault" and moment["kind"] in _AWAY:
+            away.append((moment["time"], min(log.end, moment["time"] + moment["seconds"])))
+    return log.end - log.begin - _union(away)
+
+
+def final_loss(log: Log, version: int) -> float:
+    """Mean training loss of a token over the last updates up to this version."""
+    last = [p for p in log.all if p.kept and p.loss is not None and (1 - _LAST) * version <= p.version <= version]
+    return sum(p.weight * p.loss for p in last if p.loss is not None) / sum(p.weight for p in last)
+
+
+def gaps_after_kills(log: Log) -> list[float]:
+    """The longest of each survivor, where nothing else happened to it at the same time."""
+    found = []
+    for worker in log.workers:
+        for killed_at in log.kills(worker):
+            others = [m["time"] for m in log.faults if m["time"] != killed_at]
+            if _within([*others, *log.rollbacks], killed_at - _AFTER, killed_at + _AFTER):
+                continue
+            found += [_longest_gap(log.of(other), killed_at) for other in log.workers if other != worker]
+    return found
+
+
+def gaps_in_windows(log: Log) -> list[float]:
+    """The longest of each worker in windows of the same length."""
+    count = int((log.end - log.begin) / _AFTER)
+    starts = [log.begin + _AFTER * n for n in range(count)]
+    return [_longest_gap(log.of(worker), start) for worker in log.workers for start in starts]
+
+
+def _longest_gap(pushes: Sequence[Push], start: float) -> float:
+    times = [push.time for push in pushes]
+    first, last = max(0, bisect_right(times, start) - 1), bisect_left(times, start + _AFTER) + 1
+    return max((b - a for a, b in pairwise(times[first:last])), default=_AFTER)
+
+
+def waits(log: Log, moments: Sequence[float]) -> list[float]:
+    """From each moment to the next applied update."""
+    times = [push.time for push in log.inside]
+    return [_next(times, moment, log.end) - moment for moment in moments]
+
+
+def entrances(log: Log) -> list[float]:
+    """From the start of each process that came in, to its first update."""
+    found = []
+    for start in log.moments:
+        if start["what"] != "start":
+            continue
+        ends = (m["time"] for m in log.moments if m["what"] == "death" and m["worker"] == start["worker"])
+        end = next((time for time in ends if time > start["time"]), log.end)
+        first = _next([push.time for push in log.of(start["worker"])], start["time"], log.end)
+        if first < end:
+            found.append(first - start["time"])
+    return found
+
+
+def _next(times: Sequence[float], moment: float, otherwise: float) -> float:
+    place = bisect_right(times, moment)
+    return times[place] if place < len(times) else otherwise
+
+
+def _within(moments: Sequence[float], begin: float, end: float) -> bool:
+    return any(begin <= moment <= end for moment in moments)
+
+
+def _union(intervals: Sequence[tuple[float, float]]) -> float:
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _range(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "none"
+    return f"median {median(seconds):.2f} s, longest {max(seconds):.2f} s of {len(seconds)}"
+
+
+def _pushes(path: Path, kept: bool) -> Iterator[Push]:
+    for line in _lines(path):
+        if line["status"] == "applied":
+            yield Push(line["time"], line["worker"], line["weight"], line["version_after"], line.get("loss"), kept)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Up to the last whole one."""
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        if line.endswith("\n"):
+            yield json.loads(line)
