@@ -154,3 +154,15 @@ def test_a_plan_for_other_workers_goes_on_with_shards_of_its_own(sizes: list[int
     assert second.steps == 4 * steps and second.speeds.keys() == {0, 1}
     given_ = second.assign(1)
     assert given_["local_steps"] == 5 and given_["shard"] in (range(len(sizes)) if sizes else [None])
+
+
+def test_a_worker_that_has_connected_again_is_counted_where_it_was() -> None:
+    """Its assignment was made anew, and it has not heard of that."""
+    plan = Rounds(workers=2, maximum=8, total_steps=0, dynamic=False, shards=[100, 100], seed=1)
+    first = plan.assign(0)["shard"]
+    plan.forget(0)
+    plan.assign(0)
+    plan.record(0, 8, report(8) | {"shard": first})
+    assert plan.used[first] == 8 and sum(plan.used) == 8
+    with pytest.raises(ValueError, match="shard 2"):
+        plan.check(report(8) | {"shard": 2})

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_async.errors import ExchangeError, ProtocolError, RefusedError
+from fairseq_async.errors import ExchangeError, RefusedError
 from fairseq_async.exchange import Channel, SharedMemory
 from fairseq_async.exchange.authentication import challenge, proof, proves
 from fairseq_async.server.layout import Layout
@@ -223,7 +223,7 @@ class ServerClient:
             ExchangeError: it stays away.
             RefusedError: it does not take this worker any more.
         """
-        if isinstance(error, ProtocolError) or self._introduction is None or self._left.is_set():
+        if self._introduction is None or self._left.is_set():
             raise error
         deadline, pause, said = time.monotonic() + self.patience, _FIRST_PAUSE, False
         while time.monotonic() < deadline:

@@ -69,11 +69,14 @@ class Rounds:
         for name in ("local_steps", "step_seconds"):
             checked_number(report[name], name)
         checked_number(report.get("epochs", 0.0), "epochs")
+        if report.get("shard") not in (None, *range(len(self.shards))):
+            raise ValueError(f"shard {report['shard']}: there are {len(self.shards)}")
 
     def record(self, worker: int, weight: float, report: Message) -> None:
         """Takes the worker's median seconds per step, which one slow step does not move."""
         steps = int(report["local_steps"])
-        shard, _ = self.assigned.pop(worker, (None, 0))
+        assigned, _ = self.assigned.pop(worker, (None, 0))
+        shard = report.get("shard", assigned)  # one that has connected again is still at what it was told before
         self.steps += steps
         self.epochs += report.get("epochs", 0.0)
         if shard is not None:
