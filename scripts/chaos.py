@@ -39,7 +39,7 @@ from recipes.steps import environment  # noqa: E402
 from recipes.training import Method, Training  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
-from scripts.storm_figures import figures  # noqa: E402
+from scripts.storm_figures import Log, figures, loss_ratio, useful_share  # noqa: E402
 from tests.chaos import schedule  # noqa: E402
 from tests.chaos.injector import Injector  # noqa: E402
 from tests.chaos.proxy import Proxy  # noqa: E402
@@ -277,13 +277,16 @@ def main(
             runs[name].go(60 * minutes, what)
             (directory / "timeline.json").write_text(json.dumps(runs[name].timeline.moments, indent=0))
         (out / each.value / "schedule.yaml").write_text(yaml.safe_dump(given.model_dump(exclude_none=True)))
-        rows = figures(runs["calm"].job.run_dir, runs["storm"].job.run_dir)
-        rows["parameters equal on server and a worker that has just pulled"] = (
-            f"{runs['storm'].equal} of {runs['storm'].probes}"
-        )
-        found = audit(runs["storm"].job.run_dir)
-        rows["audit"] = f"{found.applied} applied, {sum(found.rolled_back.values())} rolled back, each counts once"
-        report.table(each.value, [{"figure": key, "value": str(value)} for key, value in rows.items()])
+        quiet, wild = (Log(runs[name].job.run_dir) for name in ("calm", "storm"))
+        found, last = audit(runs["storm"].job.run_dir), runs["storm"]
+        rows = figures(quiet, wild) | {
+            "parameters equal on server and a worker that has just pulled": f"{last.equal} of {last.probes}",
+            "audit": f"{found.applied} applied, {sum(found.rolled_back.values())} rolled back, each counts once",
+        }
+        report.table(each.value, [{"figure": key, "value": value} for key, value in rows.items()])
+        report.bound(f"{each.value}: share of useful work", useful_share(wild), 0.95, at_least=True)
+        report.bound(f"{each.value}: final loss beside that of the calm run", loss_ratio(quiet, wild), 1.01)
+        report.bound(f"{each.value}: share of equal parameters", last.equal / max(1, last.probes), 1.0, at_least=True)
     report.end(json_file)
 
 

@@ -52,18 +52,17 @@ class Log:
         return [m["time"] for m in self.faults if m["kind"] == "kill" and m["worker"] == worker]
 
 
-def figures(calm: Path, storm: Path) -> dict[str, str]:
-    """What is to be printed, in words."""
-    quiet, wild = Log(calm), Log(storm)
+def figures(quiet: Log, wild: Log) -> dict[str, str]:
+    """What is to be printed of a calm run and a storm, in words."""
     hours = (wild.end - wild.begin) / 3600
-    version = min(max(push.version for push in log.inside) for log in (quiet, wild))
+    version = common_version(quiet, wild)
     losses = [final_loss(log, version) for log in (quiet, wild)]
     kept = sum(push.kept for push in wild.inside)
     return {
         "faults": f"{len(wild.faults)} in {60 * hours:.1f} minutes: {len(wild.faults) / hours:.0f} an hour",
         "updates kept": f"{kept} (calm: {len(quiet.inside)}); taken back: {len(wild.inside) - kept}",
         "useful work": f"{100 * useful_share(wild):.1f}% of what the live workers could have done",
-        "final loss": f"{losses[1]:.4f} (calm: {losses[0]:.4f}, {100 * (losses[1] / losses[0] - 1):+.2f}%) "
+        "final loss": f"{losses[1]:.4f} (calm: {losses[0]:.4f}, {100 * (loss_ratio(quiet, wild) - 1):+.2f}%) "
         f"at version {version}",
         "longest gap between survivors' steps after a kill": f"{_range(gaps_after_kills(wild))} "
         f"(calm, any {_AFTER:.0f} s: {_range(gaps_in_windows(quiet))})",
@@ -102,6 +101,17 @@ def live_seconds(log: Log, worker: int) -> float:
         elif moment["what"] == "fault" and moment["kind"] in _AWAY:
             away.append((moment["time"], min(log.end, moment["time"] + moment["seconds"])))
     return log.end - log.begin - _union(away)
+
+
+def common_version(quiet: Log, wild: Log) -> int:
+    """To which both runs have come."""
+    return min(max(push.version for push in log.inside) for log in (quiet, wild))
+
+
+def loss_ratio(quiet: Log, wild: Log) -> float:
+    """Of the final losses after the same number of applied updates: above 1 the storm's is worse."""
+    version = common_version(quiet, wild)
+    return final_loss(wild, version) / final_loss(quiet, version)
 
 
 def final_loss(log: Log, version: int) -> float:

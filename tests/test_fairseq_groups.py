@@ -306,7 +306,10 @@ def test_the_delta_form_is_the_adasum_of_the_steps_of_the_ranks(monkeypatch: pyt
             [*ADASUM, "--memory-efficient-bf16", "--cpu"],
             "--memory-efficient-bf16: not possible with",
         ),
-        ([*ADASUM, "--ddp-backend", "pytorch_ddp"], "--ddp-backend pytorch_ddp: leave it out; adasum reduces"),
+        (
+            [*ADASUM, "--ddp-backend", "pytorch_ddp"],
+            "pytorch_ddp: leave it out; adasum reduces itself",
+        ),
         ([*ADASUM], "--optimizer adasum combines the gradients of several ranks, and this run has one"),
         ([*ADASCALE, *SGD], "adascale compares the gradients of a step's batches, and this step has one"),
         ([*ADASCALE, *SGD, "--adascale-scale", 0.5], "--adascale-scale: Input should be greater than or equal to 1"),

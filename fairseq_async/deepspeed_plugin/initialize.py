@@ -12,10 +12,10 @@ import deepspeed
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.data import ShardedLoader
 from fairseq_async.deepspeed_plugin.engine import HybridEngine, LocalEngine
-from fairseq_async.deepspeed_plugin.group import initialize_group
 from fairseq_async.deepspeed_plugin.island import IslandClient, become_a_world
 from fairseq_async.deepspeed_plugin.leftovers import unlink_buffer
 from fairseq_async.deepspeed_plugin.masters import replica_of
+from fairseq_async.deepspeed_plugin.synchronous import initialize_group
 from fairseq_async.errors import AsyncError, ConfigurationError, fail
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.worker.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, Section

@@ -47,7 +47,7 @@ class AdaScaleOptimizer(WrappedOptimizer):
 
     def __init__(self, args: Namespace, params: Iterable[Parameter]) -> None:
         super().__init__(args, params)
-        self.options = group_options.options_of(args, AdaScaleOptions, _HELP, {})
+        self.options = group_options.options_of(args, AdaScaleOptions, _HELP)
 
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
@@ -169,7 +169,7 @@ class AdaScaleTrainer(GroupTrainer):
 
 
 def _options_of(cfg: Any) -> AdaScaleOptions:
-    return group_options.options_of(cfg.optimizer, AdaScaleOptions, _HELP, {})
+    return group_options.options_of(cfg.optimizer, AdaScaleOptions, _HELP)
 
 
 def _gradients(cfg: Any) -> list[int]:

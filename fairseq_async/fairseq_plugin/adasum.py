@@ -1,6 +1,5 @@
 """``--optimizer adasum``: Adasum in place of the all-reduce of fairseq's data-parallel group."""
 
-import logging
 import math
 import sys
 from argparse import ArgumentParser, Namespace
@@ -23,8 +22,6 @@ from fairseq_async.fairseq_plugin.group_session import attach
 from fairseq_async.fairseq_plugin.group_trainer import GroupTrainer
 from fairseq_async.fairseq_plugin.wrapped import WrappedOptimizer
 from fairseq_async.worker.config import AdasumOptions
-
-logger = logging.getLogger(__name__)
 
 _HELP = {
     "form": "what is combined: gradient, delta (what each rank's own step has done), or auto: gradient for sgd and nag",
@@ -53,7 +50,7 @@ class AdasumOptimizer(WrappedOptimizer):
 
     def __init__(self, args: Namespace, params: Iterable[Parameter]) -> None:
         super().__init__(args, params)
-        self.options = group_options.options_of(args, AdasumOptions, _HELP, {})
+        self.options = group_options.options_of(args, AdasumOptions, _HELP)
         inner = args.inner_optimizer
         self.form = self.options.form_for(f"--inner-optimizer {inner}", adaptive=inner not in _PLAIN)
         self.group: dist.ProcessGroup | None = None
@@ -155,7 +152,7 @@ class AdasumTrainer(GroupTrainer):
             ConfigurationError: flags that do not go together, or a run of one rank.
         """
         group_options.check(cfg.optimizer, cfg, legacy=True)
-        options = group_options.options_of(cfg.optimizer, AdasumOptions, _HELP, {})
+        options = group_options.options_of(cfg.optimizer, AdasumOptions, _HELP)
         inner = cfg.optimizer.inner_optimizer
         options.form_for(f"--inner-optimizer {inner}", inner not in _PLAIN)
         if cfg.distributed_training.distributed_world_size == 1:

@@ -49,7 +49,7 @@ def add_arguments(
     OPTIMIZER_REGISTRY[name].add_args(parser)
 
 
-def options_of(args: Namespace, model: type[_Options], help_of: Collection[str], extra: dict[str, Any]) -> _Options:
+def options_of(args: Namespace, model: type[_Options], help_of: Collection[str]) -> _Options:
     """What the flags say.
 
     Raises:
@@ -58,7 +58,7 @@ def options_of(args: Namespace, model: type[_Options], help_of: Collection[str],
     method = args.optimizer
     values = {name: getattr(args, f"{method}_{name}") for name in help_of}
     given = {name: value for name, value in values.items() if value is not None}
-    return checked(model, given | extra, f"--optimizer {method}", spell=lambda name: _flag(method, name))
+    return checked(model, given, f"--optimizer {method}", spell=lambda name: _flag(method, name))
 
 
 def check(args: Namespace, cfg: DictConfig, legacy: bool) -> None:
@@ -67,28 +67,28 @@ def check(args: Namespace, cfg: DictConfig, legacy: bool) -> None:
     Raises:
         ConfigurationError: names the flag.
     """
-    distributed, common, optimizer = cfg.distributed_training, cfg.common, cfg.optimization
+    distributed, common = cfg.distributed_training, cfg.common
     on_cpu = common.cpu or not torch.cuda.is_available()
-    backend = distributed.ddp_backend
-    refused = {
-        f"--ddp-backend {backend}: leave it out; {args.optimizer} reduces the gradients": legacy
-        and backend not in LEGACY,
-        f"--ddp-backend {backend}: not possible with --optimizer {args.optimizer}": backend
-        in ("fully_sharded", "slowmo"),
-        f"--ddp-backend {backend}: fairseq has it for GPUs; leave it out": on_cpu and backend not in LEGACY,
-        f"--zero-sharding {distributed.zero_sharding}": distributed.zero_sharding != "none",
-        "--pipeline-model-parallel": distributed.pipeline_model_parallel,
-        "--model-parallel-size": common.model_parallel_size > 1,
-        "--use-bmuf": optimizer.use_bmuf,
-        "--amp": common.amp,
-        "--memory-efficient-fp16": common.memory_efficient_fp16,
-        "--memory-efficient-bf16": common.memory_efficient_bf16,
-        "--fp16: fairseq needs a GPU for it; use --bf16, or leave it out": common.fp16 and on_cpu,
-    }
-    for what, given in refused.items():
+    backend, impossible = distributed.ddp_backend, f"not possible with --optimizer {args.optimizer}"
+    refused = (
+        (
+            legacy and backend not in LEGACY,
+            f"--ddp-backend {backend}: leave it out; {args.optimizer} reduces itself",
+        ),
+        (backend in ("fully_sharded", "slowmo"), f"--ddp-backend {backend}: {impossible}"),
+        (on_cpu and backend not in LEGACY, f"--ddp-backend {backend}: fairseq has it for GPUs; leave it out"),
+        (distributed.zero_sharding != "none", f"--zero-sharding {distributed.zero_sharding}: {impossible}"),
+        (distributed.pipeline_model_parallel, f"--pipeline-model-parallel: {impossible}"),
+        (common.model_parallel_size > 1, f"--model-parallel-size: {impossible}"),
+        (cfg.optimization.use_bmuf, f"--use-bmuf: {impossible}"),
+        (common.amp, f"--amp: {impossible}"),
+        (common.memory_efficient_fp16, f"--memory-efficient-fp16: {impossible}"),
+        (common.memory_efficient_bf16, f"--memory-efficient-bf16: {impossible}"),
+        (common.fp16 and on_cpu, "--fp16: fairseq needs a GPU for it; use --bf16, or leave it out"),
+    )
+    for given, message in refused:
         if given:
-            said = what if ":" in what else f"{what}: not possible with --optimizer {args.optimizer}"
-            raise ConfigurationError(said)
+            raise ConfigurationError(message)
 
 
 _DEFAULT = "adam"
@@ -119,5 +119,4 @@ def _processes() -> dict[str, Any]:
 
 
 def _flag(method: str, name: str) -> str:
-    known = {"total_steps": "--max-update", "seed": "--seed"}
-    return known.get(name) or f"--{method}-{name.replace('_', '-')}"
+    return f"--{method}-{name.replace('_', '-')}"

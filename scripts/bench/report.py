@@ -17,6 +17,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+_ROOT = Path(__file__).resolve().parents[2]
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -90,10 +92,12 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """What is printed, unrounded, with the command and the time."""
-        program = Path(sys.argv[0])
+        program = Path(sys.argv[0]).resolve()
+        if program.is_relative_to(_ROOT):
+            program = program.relative_to(_ROOT)
         return {
             "title": self.title,
-            "command": shlex.join(["python", f"scripts/bench/{program.name}", *sys.argv[1:]]),
+            "command": shlex.join(["python", str(program), *sys.argv[1:]]),
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": self.machine,
             "tables": self.tables,

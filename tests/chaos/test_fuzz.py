@@ -1,14 +1,20 @@
 """A server that anybody may talk to stays up, remembers nothing of it, and changes nothing."""
 
 import random
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from fairseq_async.server import ServerClient
 from tests.chaos.fuzz import Fuzzer, read_corpus
-from tests.chaos.runs import Adder
+from tests.chaos.in_process import Connection, end, new_service
+from tests.chaos.runs import ADDER, LAYOUT, Adder
 from tests.servers import ThreadServer
-from tests.test_faults import ServerClient
+from tests.sgd_server import build
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -39,3 +45,46 @@ def test_what_was_once_found_is_refused_again(tmp_path: Path) -> None:
         assert fuzzer.state() == before and adder.step()["version"] == 1
     finally:
         server.stop()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+# no report, or it could be an update; a path, or the end of the run, could be meant
+KEYS = ["worker", "joins", "instance", "challenge", "proof", "layout", "method", "remote", "state", "sequence"]
+KEYS += ["base_version", "weight", "wait", "norm", "number", "event", "epoch", "loss"]
+KINDS = ["introduce", "hello", "initialise", "push", "pull", "wait", "plan", "alive", "none of these"]
+
+
+@pytest.mark.parametrize("stage", ["stranger", "introduced", "admitted", "first of all"])
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(
+    messages=st.lists(
+        st.tuples(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(KEYS), JSON, max_size=8)), max_size=4
+    )
+)
+def test_any_json_is_answered_and_changes_nothing(stage: str, messages: list[tuple[str, dict[str, Any]]]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        service = new_service(2, Path(directory), build, lambda: 1000.0)
+        try:
+            hello = {"kind": "hello", "layout": LAYOUT.to_json(), "method": ADDER, "remote": False}
+            if stage != "first of all":
+                first = Connection(service)
+                first.introduce(0)
+                first.ask(hello)
+                first.ask({"kind": "initialise", "state": None})
+            other = Connection(service)
+            if stage != "stranger":
+                other.introduce(1 if stage != "first of all" else 0)
+            if stage == "admitted":
+                other.ask(hello)
+            for kind, message in messages:
+                other.ask({"kind": kind} | message)
+                service.tick()
+            if stage != "first of all":
+                assert service.server.version == 0 and not service.server.sequences
+                assert not service.server.parameters.any()
+        finally:
+            end(service)

@@ -19,6 +19,7 @@ from tests.sgd_server import build
 
 WORKERS = st.integers(0, 2)
 VALUES = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0, math.nan, math.inf])
+UPDATES = st.tuples(VALUES, st.integers(1, 4), st.booleans(), st.booleans())  # value, weight, whether waited for, heard
 
 
 class Model:
@@ -80,14 +81,15 @@ class Server(RuleBasedStateMachine):
         numbers = {"sequence": sequence, "base_version": 0, "weight": weight, "report": {}, "wait": wait}
         return connection.ask({"kind": "push", **numbers} | (change or {}))
 
-    @rule(worker=WORKERS, value=VALUES, weight=st.integers(1, 4), wait=st.booleans(), heard=st.booleans())
-    def push(self, worker: int, value: float, weight: int, wait: bool, heard: bool) -> None:
-        """If the answer is not heard, the worker sends the same number again, sooner or later."""
-        answer = self.send(worker, self.next[worker], value, float(weight), wait)
-        expected = self.model.push(worker, self.next[worker], value, float(weight))
-        assert answer["status"] in (expected, "accepted")
-        assert not wait or answer["status"] == expected
-        self.next[worker] += heard
+    @rule(worker=WORKERS, updates=st.lists(UPDATES, min_size=1, max_size=5))
+    def push(self, worker: int, updates: list[tuple[float, int, bool, bool]]) -> None:
+        """If an answer is not heard, the worker sends the same number again, sooner or later."""
+        for value, weight, wait, heard in updates:
+            answer = self.send(worker, self.next[worker], value, float(weight), wait)
+            expected = self.model.push(worker, self.next[worker], value, float(weight))
+            assert answer["status"] in (expected, "accepted")
+            assert not wait or answer["status"] == expected
+            self.next[worker] += heard
 
     @rule(worker=WORKERS, back=st.integers(1, 5), value=VALUES)
     def an_old_number(self, worker: int, back: int, value: float) -> None:
@@ -129,6 +131,7 @@ class Server(RuleBasedStateMachine):
         end(self.service)
         self.service = new_service(3, self.run_dir, build, lambda: self.now)
         assert self.service.recover() is not None
+        self.service.tick()  # each life begins with a snapshot
         self.connections.clear()
         self.model = copy.deepcopy(self.saved)
 
@@ -171,4 +174,4 @@ class Server(RuleBasedStateMachine):
 
 
 TestServer = Server.TestCase
-TestServer.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestServer.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
