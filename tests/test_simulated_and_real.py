@@ -78,4 +78,4 @@ def test_a_simulation_ends_where_two_deepspeed_workers_end(
     simulated = trial.parameters.double()
     expected = torch.cat([tensor.double().flatten() for tensor in real.values()])
     assert torch.linalg.vector_norm(simulated - expected) <= 1e-6 * torch.linalg.vector_norm(expected)
-    assert trial.evaluate() < 0.5 * before
+    assert trial.evaluate() < 0.8 * before
