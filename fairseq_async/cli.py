@@ -145,7 +145,7 @@ def replay(
     until: Annotated[int | None, typer.Option(min=1, help="Stop at this update.")] = None,
 ) -> None:
     """Repeat a recorded run in one process, bit for bit, and name the first update that differs."""
-    from rich.progress import track
+    from rich.progress import Progress
 
     from fairseq_async.simulation.replay import Recording, Replay
 
@@ -158,8 +158,10 @@ def replay(
 
     repeated = Replay(recording, FairseqRun(recording.run_dir, recording.description, recording.events))
     last = recording.events[-1]["version_after"]
-    for _ in track(repeated.steps(until), "replaying", total=min(last, until or last)):
-        pass
+    with Progress() as progress:
+        task = progress.add_task("replaying", total=min(last, until or last))
+        for version in repeated.steps(until):
+            progress.update(task, completed=version)
     here = repeated.server.version
     print(f"replayed to update {here} of {last}: {repeated.compared} checksums, all equal to the recorded ones")
 

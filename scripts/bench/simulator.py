@@ -56,16 +56,16 @@ def experiment(directory: Path, **content: Any) -> Experiment:
 
 
 def plain(given: Experiment, model: SharedModel, batches: int, accumulated: int) -> float:
-    """Seconds a batch of an ordinary loop, whose optimizer steps after so many."""
+    """Seconds of processor time a batch of an ordinary loop, whose optimizer steps after so many."""
     optimizer = make_optimizer(given.optimizer, model.parameters)
-    began = time.perf_counter()
+    began = time.process_time()
     for number in range(batches):
         loss, _ = model.problem.loss(model.problem.batch(model.order.indices(number % 2, number // 2, 1)))
         (loss / accumulated).backward()
         if (number + 1) % accumulated == 0:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    return (time.perf_counter() - began) / batches
+    return (time.process_time() - began) / batches
 
 
 def overhead(binary: Path, directory: Path, steps: int, rounds: int) -> list[dict[str, Any]]:
@@ -84,10 +84,10 @@ def overhead(binary: Path, directory: Path, steps: int, rounds: int) -> list[dic
             model.live_in(model.flat)
             alone = plain(given, model, 2 * steps, 2 if name == "hybrid" else 1)
             trial = Trial(given, given.methods[0], given.clusters[""], model, start, lambda *_: None)
-            began = time.perf_counter()
+            began = time.process_time()
             while trial.advance():
                 pass
-            last = (alone, (time.perf_counter() - began) / trial.steps)
+            last = (alone, (time.process_time() - began) / trial.steps)
             ratios.append(last[1] / last[0])
         rows.append({"method": name, "plain s": last[0], "simulated s": last[1], "ratio": median(ratios)})
     return rows
@@ -135,7 +135,7 @@ def main(
     binary = jobs.corpus(None, out)
     with TemporaryDirectory() as directory:
         rows = overhead(binary, Path(directory), steps, rounds)
-        report.table("seconds a step", rows)
+        report.table("seconds of processor time a step, one thread", rows)
         for row in rows:
             report.bound(f"{row['method']}: simulated over plain", row["ratio"], ABOVE)
         alone = real(binary, out / "simulator" / "alone", [1], seconds)
