@@ -73,7 +73,6 @@ class Processes:
 
     def __init__(self) -> None:
         self.started: list[subprocess.Popen[str]] = []
-        self._before = set(_deepspeed_buffers())
 
     def start(self, arguments: Sequence[object], **environment: str) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
@@ -100,12 +99,6 @@ class Processes:
             except ProcessLookupError:
                 pass
             process.wait()
-        for path in set(_deepspeed_buffers()) - self._before:  # DeepSpeed leaves them, large ones, when it is killed
-            path.unlink(missing_ok=True)
-
-
-def _deepspeed_buffers() -> Iterator[Path]:
-    return Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from fairseq_async.errors import RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.server.plan import Message
 
+_COMING = 600.0  # seconds for which a worker is waited for that has not come yet: it may have to compile something
 JOINERS = 16  # workers beyond those that were announced, at one time
 
 
@@ -123,4 +124,4 @@ class Members:
             return not self.is_silent(worker)
         if worker in self._left_at:
             return self.waits_for_dead and self.clock() - self._left_at[worker] <= self.timeout
-        return self.clock() - self._began <= self.timeout  # it has not come yet
+        return self.clock() - self._began <= _COMING
