@@ -4,4 +4,4 @@
 ruff check .
 ruff format --check .
 mypy
-python -m pytest --numprocesses 2 --dist loadfile "$@"  # most tests wait for processes
+python -m pytest "$@"

@@ -17,6 +17,7 @@ from tests.conftest import Processes, command, free_port
 ROOT = Path(__file__).parents[1]
 JOB = ROOT / "tests" / "deepspeed_job.py"
 WITHOUT_LOCAL_STEPS = ("hybrid_async", "adasum", "adascale")
+OFTEN = ("delayed_nesterov_dylu", "hybrid_async", "adasum", "adascale")  # one of each kind
 CONFIGS = sorted((ROOT / "deepspeed_config").glob("*.json"))
 SHORT = {"local_steps": 5, "total_steps": 40, "outer_lr": 0.7}
 Run = Callable[..., tuple[int, str]]
@@ -141,7 +142,10 @@ def test_hybrid_async_steps_in_the_server(run: Run, tmp_path: Path) -> None:
     assert max(seen["rates"]) == pytest.approx(0.02)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[] if path.stem in OFTEN else pytest.mark.slow) for path in CONFIGS],
+)
 def test_every_file_is_loaded_and_runs_a_few_steps(processes: Processes, tmp_path: Path, path: Path) -> None:
     """Alone, without a launcher, but for Adasum, which is of several ranks."""
     local = {} if path.stem in WITHOUT_LOCAL_STEPS else {"local_steps": 2}

@@ -67,11 +67,13 @@ def test_a_hybrid_run_is_repeated_bit_for_bit(hybrid: Path) -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        ["--outer", "diloco", "--local-steps", 4],
-        ["--local-steps", 4, "--dynamic-local-steps", "--grace-period", 0.01]
-        + ["--staleness-power", -0.5, "--delay-compensation", 0.5],
+        pytest.param(["--outer", "diloco", "--local-steps", 4], id="DiLoCo", marks=pytest.mark.slow),
+        pytest.param(
+            ["--local-steps", 4, "--dynamic-local-steps", "--grace-period", 0.01]
+            + ["--staleness-power", -0.5, "--delay-compensation", 0.5],
+            id="delayed Nesterov with dynamic steps, grace, weights and compensation",
+        ),
     ],
-    ids=["DiLoCo", "delayed Nesterov with dynamic steps, grace, weights and compensation"],
 )
 def test_local_sgd_is_repeated_bit_for_bit(
     processes: Processes, data: Path, tmp_path: Path, method: list[object]
