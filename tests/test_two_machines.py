@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fairseq_async.exchange.authentication import new_token, write_token
 from tests.conftest import MODEL, PACKAGE, Processes, command, free_port
 
 ADDRESSES = ["10.213.77.1", "10.213.77.2"]
@@ -52,7 +53,10 @@ def machines() -> Iterator[Machines]:
 def test_torchrun_over_two_machines(machines: Machines, processes: Processes, data: Path, tmp_path: Path) -> None:
     """Worker 1 has neither the server's memory nor its loopback address."""
     server = f"{machines.address}:{free_port()}"
+    token = tmp_path / "token"
+    write_token(token, new_token())
     method = ["--optimizer", "local_sgd", "--local-steps", 5, "--max-update", 60, "--server", server]
+    method += ["--token-file", token]
     job = [command("fairseq-train"), data, *MODEL, "--user-dir", PACKAGE, "--distributed-world-size", 1, *method]
     store = ["--master-addr", machines.address, "--master-port", free_port()]
     nodes = []
