@@ -11,6 +11,7 @@ import typer
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.launch import command
 
+_MAX_RESTARTS = 3
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -26,11 +27,18 @@ def launch(
     slowdown: Annotated[
         str, typer.Option(help="Make workers slower, for experiments: 1,4 makes worker 1 four times slower.")
     ] = "",
-    max_restarts: Annotated[int, typer.Option(min=0, help="How often each worker that dies is started again.")] = 3,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The server's port; 0 takes a free one.")] = 0,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(min=0, help="How often each worker that dies is started again.", show_default=str(_MAX_RESTARTS)),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where the workers meet; 0 takes a free one.")] = 0,
     host: Annotated[
-        str, typer.Option(help="The server's address, for workers that join from other machines; 0.0.0.0 is all.")
-    ] = "127.0.0.1",
+        str | None,
+        typer.Option(
+            help="The server's address, for workers that join from other machines; 0.0.0.0 is all.",
+            show_default="127.0.0.1",
+        ),
+    ] = None,
     token_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The run's secret, which --host needs; only you may read it.")
     ] = None,
@@ -38,10 +46,25 @@ def launch(
     """Train one job with several workers on this machine."""
     from fairseq_async.launch.launcher import Launcher
     from fairseq_async.launch.synchronous import GroupLauncher
+    from fairseq_async.server.client import LOOPBACK
 
     given = command.WorkerCommand(worker_command)
-    launcher = GroupLauncher if given.synchronous else Launcher
-    launcher(given, workers, _factors(slowdown), max_restarts, port, host, token_file).run()
+    if given.synchronous:
+        asynchronous = {
+            "--slowdown": slowdown or None,
+            "--max-restarts": max_restarts,
+            "--host": host,
+            "--token-file": token_file,
+        }
+        flags = [flag for flag, value in asynchronous.items() if value is not None]
+        if flags:
+            raise ConfigurationError(
+                f"{' and '.join(flags)}: the ranks of a synchronous method wait for each other and have no server; "
+                "leave it out"
+            )
+        return GroupLauncher(given, workers, port).run()
+    restarts = _MAX_RESTARTS if max_restarts is None else max_restarts
+    Launcher(given, workers, _factors(slowdown), restarts, port, host or LOOPBACK, token_file).run()
 
 
 @app.command()

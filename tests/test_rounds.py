@@ -139,6 +139,34 @@ def test_the_plan_goes_on_where_it_was() -> None:
     assert first.assign(0) == second.assign(0)
 
 
+@given(st.permutations([0, 1, 2]), st.integers(0, 20))
+def test_after_a_restart_each_worker_begins_where_it_was_whoever_comes_first(order: list[int], seed: int) -> None:
+    plans = [Rounds(workers=3, maximum=5, total_steps=0, dynamic=False, shards=[9, 9, 9], seed=seed) for _ in "12"]
+    for _ in range(3):
+        given_ = {worker: plans[0].assign(worker) for worker in (0, 1, 2)}
+        for worker in given_:
+            plans[0].record(worker, 5, report(5))
+    given_ = {worker: plans[0].assign(worker) for worker in (0, 1, 2)}
+    plans[1].load_state_dict(plans[0].state_dict())
+    assert {worker: plans[1].assign(worker) for worker in order} == given_
+    for plan in plans:
+        for worker in (0, 1, 2):
+            plan.record(worker, 5, report(5))
+    assert plans[0].assign(1) == plans[1].assign(1)
+
+
+def test_one_that_does_not_come_again_after_a_restart_keeps_no_steps_from_the_others() -> None:
+    first = Rounds(workers=2, maximum=5, total_steps=5, dynamic=False, shards=[9, 9], seed=1)
+    offsets = [first.assign(worker)["offset"] for worker in (0, 1)]
+    second = Rounds(workers=2, maximum=5, total_steps=5, dynamic=False, shards=[9, 9], seed=1)
+    second.load_state_dict(first.state_dict())
+    assert second.assign(1)["offset"] == offsets[1]
+    second.record(1, 5, report(5))
+    assert second.assign(1)["local_steps"] == 5
+    second.record(1, 5, report(5))
+    assert second.finished
+
+
 @given(st.lists(st.integers(1, 99), max_size=5), st.integers(1, 5))
 def test_a_plan_for_other_workers_goes_on_with_shards_of_its_own(sizes: list[int], steps: int) -> None:
     """All that was used stays used, by share; the speed of a worker that is no more does not count."""

@@ -4,80 +4,76 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command import WorkerCommand
-from fairseq_async.launch.launcher import _DYING, Launcher, RunFailedError, Worker, _interrupt, _wait
+from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt
 from fairseq_async.server.client import LOOPBACK
 
 _LINE_EVERY = 10.0  # seconds between two lines of progress
+_DYING = 10.0  # seconds for the other ranks to end by themselves after one died
 
 
-class GroupLauncher(Launcher):
+class GroupLauncher:
     """Starts ``workers`` times the same command as ranks 0, 1, … of one group; when one dies, the run is over.
 
-    Raises:
-        ConfigurationError: an option of asynchronous workers.
+    Args:
+        port: where the ranks meet; 0 takes a free one.
     """
 
-    def __init__(
-        self,
-        command: WorkerCommand,
-        workers: int,
-        slowdown: Sequence[float],
-        max_restarts: int,
-        port: int,
-        host: str = LOOPBACK,
-        token_file: Path | None = None,
-    ) -> None:
-        if host != LOOPBACK or token_file:
-            raise ConfigurationError("--host and --token-file: a synchronous method has no server; leave them out")
-        if slowdown:
-            raise ConfigurationError("--slowdown: ranks of a synchronous method wait for each other; leave it out")
-        super().__init__(command, workers, slowdown, max_restarts, port)
+    def __init__(self, command: WorkerCommand, workers: int, port: int) -> None:
+        self.processes, self.port = Processes(command, workers), port
 
     def run(self) -> None:
-        signal.signal(signal.SIGTERM, _interrupt)
-        self.port = self.port or _free_port()
-        self.workers[0].log.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            for worker in self.workers:
-                self._start(worker, "")
-            self._watch()
-            self._say(f"finished: {_progress(self.workers[0].log)}")
-        finally:
-            self._end_all()
+        """Returns when the run is finished.
 
-    def _environment(self, worker: Worker) -> dict[str, str]:
+        Raises:
+            RunFailedError: a rank failed; every process has been ended.
+            KeyboardInterrupt: it was interrupted; likewise.
+        """
+        signal.signal(signal.SIGTERM, interrupt)
+        self.port = self.port or _free_port()
+        try:
+            for worker in self.processes.workers:
+                self.processes.start(worker, None, self._ranks(worker))
+            self._watch()
+            _say(f"finished: {self._progress()}")
+        finally:
+            self.processes.end()
+
+    def _ranks(self, worker: Worker) -> dict[str, str]:
         """What torchrun tells its processes."""
-        variables = self._common_environment(worker)
-        ranks = {"RANK": worker.id, "LOCAL_RANK": worker.id}
-        size = {"WORLD_SIZE": len(self.workers), "LOCAL_WORLD_SIZE": len(self.workers)}
-        if self._on_gpu():
-            ranks["LOCAL_RANK"] = 0  # it sees one device
-        address = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": self.port}
-        return variables | {name: str(value) for name, value in (ranks | size | address).items()}
+        size = str(len(self.processes.workers))
+        return {
+            "RANK": str(worker.id),
+            "LOCAL_RANK": "0" if self.processes.on_gpu else str(worker.id),  # on GPUs it sees one device
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self.port),
+        }
 
     def _watch(self) -> None:
-        line_at, running = time.monotonic() + _LINE_EVERY, True
-        while running:
+        line_at = time.monotonic() + _LINE_EVERY
+        while self.processes.running:
             time.sleep(0.2)
-            running = any(worker.process.poll() is None for worker in self.workers)
-            failed = [worker for worker in self.workers if worker.process.poll() not in (None, 0)]
+            failed = self.processes.failed
             if failed:
-                _wait(self.workers, _DYING)
+                self.processes.wait(_DYING)
                 killed = [worker for worker in failed if worker.process.returncode < 0]
-                raise RunFailedError(self._epitaph((killed or failed)[0]))
+                raise RunFailedError(self.processes.epitaph((killed or failed)[0]))
             if time.monotonic() >= line_at:
                 line_at += _LINE_EVERY
-                self._say(_progress(self.workers[0].log))
+                _say(self._progress())
 
-    def _say(self, text: str) -> None:
-        Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
+    def _progress(self) -> str:
+        return _progress(self.processes.workers[0].log)
+
+
+def _say(text: str) -> None:
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def _progress(log: Path) -> str:

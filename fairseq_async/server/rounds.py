@@ -43,7 +43,8 @@ class Rounds:
         self.speeds: dict[int, float] = {}
         self.steps = 0
         self.used = [0] * len(shards)  # local steps on each shard, which are as many batches
-        self.assigned: dict[int, tuple[int | None, int]] = {}  # worker: shard and steps
+        self.assigned: dict[int, tuple[int | None, int, int]] = {}  # worker: shard, steps, and batches before them
+        self.awaited: set[int] = set()  # those of them who have not come yet since a restart
         self._generator = torch.Generator().manual_seed(seed)
 
     @property
@@ -57,11 +58,15 @@ class Rounds:
         For the schedule there is the ``progress`` in mean local steps per worker, which grows by ``pace`` with each of
         this worker's steps.
         """
+        before = self.assigned.get(worker) if worker in self.awaited else None
         self.forget(worker)
         steps = self._steps_for(worker)
-        shard = self._choose_shard(worker) if self.shards and steps else None
-        offset = 0 if shard is None else self._counted()[shard]
-        self.assigned[worker] = shard, steps
+        if before is not None and before[0] is not None and steps:
+            shard, _, offset = before
+        else:
+            shard = self._choose_shard(worker) if self.shards and steps else None
+            offset = 0 if shard is None else self._counted()[shard]
+        self.assigned[worker] = shard, steps, offset
         place = {"shard": shard, "offset": offset, "progress": self._progress(shard), "pace": self._pace(worker, shard)}
         return {"local_steps": steps, "total_progress": self.steps / self.workers, "idle": steps == 0, **place}
 
@@ -75,7 +80,8 @@ class Rounds:
     def record(self, worker: int, weight: float, report: Message) -> None:
         """Takes the worker's median seconds per step, which one slow step does not move."""
         steps = int(report["local_steps"])
-        assigned, _ = self.assigned.pop(worker, (None, 0))
+        assigned = self.assigned.get(worker, (None,))[0]
+        self.forget(worker)
         shard = report.get("shard", assigned)  # one that has connected again is still at what it was told before
         self.steps += steps
         self.epochs += report.get("epochs", 0.0)
@@ -89,38 +95,39 @@ class Rounds:
     def forget(self, worker: int) -> None:
         """What it was at is open again."""
         self.assigned.pop(worker, None)
+        self.awaited.discard(worker)
 
     def hear(self, worker: int, message: Message) -> Message:
         raise KeyError("kind")
 
     def state_dict(self) -> dict[str, Any]:
-        """What workers are at is not part of it: a restart assigns anew."""
+        """With what workers are at: after a restart each begins again there, in whatever order they come."""
         state = {"steps": self.steps, "epochs": self.epochs, "used": self.used, "speeds": self.speeds}
-        return state | {"generator": self._generator.get_state()}
+        return state | {"assigned": self.assigned, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """There may be other workers and other shards than before: then what was used counts for each by its size."""
         self.steps, self.epochs = state["steps"], state["epochs"]
-        self.used = list(state["used"])
+        self.used, self.assigned = list(state["used"]), dict(state["assigned"])
         if len(self.used) != len(self.shards):
-            self.used = _by_share(self.steps, self.shards)
+            self.used, self.assigned = _by_share(self.steps, self.shards), {}
+        self.awaited = set(self.assigned)
         self.speeds = {worker: speed for worker, speed in state["speeds"].items() if worker < self.workers}
         self._generator.set_state(state["generator"])
-        self.assigned = {}
 
     def _steps_for(self, worker: int) -> int:
         steps = self.maximum
         if self.dynamic and worker in self.speeds:
             steps = local_steps(self.speeds, self.maximum)[worker]
         if self.total_steps:
-            promised = sum(steps for _, steps in self.assigned.values())
+            promised = sum(work[1] for other, work in self.assigned.items() if other not in self.awaited)
             steps = min(steps, self.total_steps * self.workers - self.steps - promised)
         return max(0, steps)
 
     def _counted(self) -> list[int]:
         """Local steps on each shard, with those that workers are at."""
         counted = list(self.used)
-        for shard, steps in self.assigned.values():
+        for shard, steps, _ in self.assigned.values():
             if shard is not None:
                 counted[shard] += steps
         return counted

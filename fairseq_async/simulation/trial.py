@@ -305,7 +305,6 @@ class Trial:
             "started_from": self.server.started_from,
             "barrier": self.server.barrier,
             "plan": self.deal.plan.state_dict(),
-            "assigned": self.deal.plan.assigned if isinstance(self.deal.plan, Rounds) else {},
             "clock": self.clock.state_dict(),
             "workers": [worker.state_dict() for worker in self.workers],
         }
@@ -316,7 +315,7 @@ class Trial:
         self.server.started_from = dict(state["started_from"])
         self.deal.plan.load_state_dict(state["plan"])
         if isinstance(self.deal.plan, Rounds):
-            self.deal.plan.assigned = dict(state["assigned"])
+            self.deal.plan.awaited.clear()  # the workers are all here, at what they were at
         self.clock.load_state_dict(state["clock"])
         for worker, own in zip(self.workers, state["workers"], strict=True):
             worker.load_state_dict(own)
