@@ -21,6 +21,7 @@ from fairseq_async.server.plan import Message
 from fairseq_async.server.refusals import Refusals
 from fairseq_async.server.run import Build, Run, State
 from fairseq_async.server.snapshots import Snapshots
+from fairseq_async.server.terms import Terms, agree
 
 
 class Service:
@@ -41,13 +42,12 @@ class Service:
         self.door = Door(token)
         self.members = Members(workers, clock)
         self.refusals = Refusals()
-        self.snapshots = Snapshots(run_dir)
+        self.snapshots = Snapshots(run_dir, clock)
         self.finished = False
         self.deadline: float | None = None  # of the grace period, by the clock
-        self._layout: Layout | None = None
+        self._terms: Terms | None = None
         self._run: Run | None = None
         self._awaited = 0
-        self._saved_at, self._saved_version = clock(), -1
 
     # What a message leads to
 
@@ -127,7 +127,10 @@ class Service:
         return answer
 
     def _hello(self, peer: Peer, message: Message) -> Message | None:
-        self._admit(peer.id, Layout.from_json(message["layout"]), message["method"])
+        layout, method = Layout.from_json(message["layout"]), dict(message["method"])
+        if self._terms is None:
+            self._begin_terms(layout, method)
+        self.terms.check(peer.name, layout, method)
         self.memory.open(peer.id)
         peer.admitted, peer.remote = True, bool(message.get("remote"))
         peer.channel.room = self.memory.slot(peer.id) if peer.remote else None
@@ -138,29 +141,27 @@ class Service:
             return None
         return self._welcome(peer.id)
 
-    def _admit(self, worker: int, layout: Layout, method: Message) -> None:
-        if self._layout is None:
-            self._describe(layout, dict(method))
-        elif difference := layout.difference(self._layout):
-            raise RefusedError(f"worker {worker} has another model than the others: {difference}")
-        elif different := [key for key in self.method if self.method[key] != method.get(key)]:
-            raise RefusedError(f"worker {worker} was started with another {different[0]} than the others")
-
-    def _describe(self, layout: Layout, method: Message) -> None:
+    def _begin_terms(self, layout: Layout, method: Message) -> None:
         """What the first worker trains, and how."""
-        self.method = method
         self.members.timeout = float(method.get("worker_timeout", self.members.timeout))
         self.members.waits_for_dead = bool(method.get("waits_for_dead", True))
-        self.memory = SharedMemory.create(layout.size, self.members.capacity, self._publishes)
-        self._layout = layout
+        self._terms = agree(layout, method, self.members.capacity)
 
     @property
-    def _publishes(self) -> bool:
-        """Whether there is a copy of the parameters that workers read when they like; else they ask for them."""
-        return bool(self.method.get("publishes", True))
+    def terms(self) -> Terms:
+        assert self._terms is not None  # nobody is heard before hello
+        return self._terms
+
+    @property
+    def method(self) -> Message:
+        return self.terms.method
+
+    @property
+    def memory(self) -> SharedMemory:
+        return self.terms.memory
 
     def _welcome(self, worker: int) -> Message:
-        here = {"memory": self.memory.path, "publishes": self._publishes, "slots": self.members.capacity}
+        here = {"memory": self.memory.path, "publishes": self.terms.publishes, "slots": self.members.capacity}
         if self._run is None:
             return here | {"initialised": False}
         return here | {
@@ -188,14 +189,14 @@ class Service:
             return None
         path, state = found
         layout = Layout.from_json(state["layout"])
-        self._describe(layout, state["description"])
+        self._begin_terms(layout, state["description"])
         self._begin(torch.zeros(layout.size), state, f"snapshot {path.name}")
         self.finished = self.run.finished
         return path.name
 
     def _begin(self, parameters: torch.Tensor, state: State | None, source: str) -> None:
-        assert self._layout is not None
-        self._run = Run(self.run_dir, self.build, self.method, self._layout, parameters, state, source, self.clock())
+        layout, method = self.terms.layout, self.method
+        self._run = Run(self.run_dir, self.build, method, layout, parameters, state, source, self.clock())
         self._publish()
         for other in list(self.members.peers.values()):
             if other.waiting == "hello":
@@ -212,7 +213,7 @@ class Service:
         return self.run.server
 
     def _publish(self) -> None:
-        if self._publishes:
+        if self.terms.publishes:
             self.memory.publish(self.server.parameters, self.server.version)
 
     # Training
@@ -238,15 +239,15 @@ class Service:
             weight=float(message["weight"]),
             delta=self.memory.slot(peer.id),
         )
+        # what came over a network may not be what was sent
+        norm = None if peer.remote or message.get("norm") is None else float(message["norm"])
         self.server.check(update)
         self.run.plan.check(message["report"])
         began = time.perf_counter()
         peer.waiting, peer.report = "push", message["report"] | {"server_seconds": peer.served}
         version = self.server.version
-        if self._publishes and not message["wait"] and not self.server.changes_next:
+        if self.terms.publishes and not message["wait"] and not self.server.changes_next:
             self._answer(peer, self._accepted(update))
-        # what came over a network may not be what was sent
-        norm = None if peer.remote or message.get("norm") is None else float(message["norm"])
         receipt = self.server.push(update, norm)
         if receipt.status is Status.HELD:
             self._begin_grace()
@@ -323,7 +324,9 @@ class Service:
         if self._run is None:
             return 1.0
         self._recount()
-        self._save()
+        if not self.finished:
+            seconds, updates = self.method.get("snapshot_seconds", 60.0), self.method.get("snapshot_updates")
+            self.snapshots.keep_up(self.run.snapshot, self.server.version, seconds, updates)
         if self.deadline is None:
             return 1.0
         if self.clock() >= self.deadline:
@@ -350,15 +353,6 @@ class Service:
         self._settle(version, self.server.released())
 
     # Saving and leaving
-
-    def _save(self) -> None:
-        """A snapshot at the beginning, and then when so many seconds or updates have passed."""
-        version, every = self.server.version, self.method.get("snapshot_updates")
-        due = self._saved_version < 0 or self.clock() - self._saved_at >= self.method.get("snapshot_seconds", 60.0)
-        due = due or bool(every and version - self._saved_version >= every)
-        if due and version != self._saved_version and not self.finished and not self.snapshots.busy:
-            self.snapshots.take(self.run.snapshot(), version)
-            self._saved_at, self._saved_version = self.clock(), version
 
     def _snapshot(self, peer: Peer, message: Message) -> Message:
         """For a checkpoint that a worker writes."""

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +24,22 @@ class Snapshots:
 
     Args:
         run_dir: they go to ``snapshots/`` there.
+        clock: seconds.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self.directory = run_dir / DIRECTORY
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
+        self.directory, self.clock = run_dir / DIRECTORY, clock
         self._child = 0
+        self._taken_at: float | None = None
+        self._version = -1
+
+    def keep_up(self, state: Callable[[], dict[str, Any]], version: int, seconds: float, updates: int | None) -> None:
+        """Takes one at the beginning, and then when so many seconds or updates have passed."""
+        due = self._taken_at is None or self.clock() - self._taken_at >= seconds
+        due = due or bool(updates and version - self._version >= updates)
+        if due and version != self._version and not self.busy:
+            self.take(state(), version)
+            self._taken_at, self._version = self.clock(), version
 
     def take(self, state: dict[str, Any], version: int) -> None:
         """Begins to write; nothing while the one before is being written."""
