@@ -110,6 +110,8 @@ class AdamNorm:
             because 1/eps would make it count alone.
         masters: where the parameters are that the optimizer steps; see :class:`AdaScale`.
 
+    Keeps 1/(√v̂ + eps), as large as the parameters, for all the gradients of a step.
+
     Raises:
         ConfigurationError: on a call, if the optimizer does not keep ``exp_avg_sq``.
     """
@@ -120,6 +122,7 @@ class AdamNorm:
         self.optimizer = optimizer
         self._masters = masters or {}
         self._groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+        self._inverses: dict[Tensor, tuple[object, Tensor]] = {}  # each with what it was made from
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def __call__(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
@@ -131,20 +134,27 @@ class AdamNorm:
         if "exp_avg_sq" not in state:
             name = type(self.optimizer).__name__
             raise ConfigurationError(f"AdaScale: adaptive=True is for Adam and its kin, and {name} keeps no exp_avg_sq")
-        correction = math.sqrt(1 / (1 - group["betas"][1] ** steps))
-        second = state["exp_avg_sq"].view(-1)[start : start + gradient.numel()].view(gradient.shape)
-        root = torch.sqrt(second, out=self._room(second)).mul_(correction)
-        root = torch.nn.functional.threshold(root, 0.0, math.inf, inplace=True).add_(group["eps"])  # 0 to ∞
-        return _norm(torch.div(gradient.detach(), root, out=root))
+        second = state["exp_avg_sq"]
+        made_from, inverse = self._inverses.get(parameter, (None, second))
+        if made_from != (source := (id(second), second._version, steps)):
+            correction = math.sqrt(1 - group["betas"][1] ** steps)
+            part = second.view(-1)[start : start + gradient.numel()]
+            inverse = _inverse_root(part, correction, group["eps"])
+            self._inverses[parameter] = source, inverse
+        return _norm(torch.mul(gradient.detach().reshape(-1), inverse, out=self._room(inverse)))
 
     def _room(self, like: Tensor) -> Tensor:
         """Memory that stays, because fresh memory is slow when it is touched first."""
         room = self._scratch.get((like.dtype, like.device), like[:0])
         if room.numel() < like.numel():
-            room = self._scratch[like.dtype, like.device] = torch.empty(
-                like.numel(), dtype=like.dtype, device=like.device
-            )
-        return room[: like.numel()].view(like.shape)
+            room = self._scratch[like.dtype, like.device] = torch.empty_like(like)
+        return room[: like.numel()]
+
+
+def _inverse_root(second: Tensor, correction: float, eps: float) -> Tensor:
+    """1/(√v/correction + eps), and 0 where v is 0."""
+    root = torch.sqrt(second).div_(correction)
+    return torch.nn.functional.threshold(root, 0.0, math.inf, inplace=True).add_(eps).reciprocal_()
 
 
 def _norm(gradient: Tensor) -> Tensor:
