@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_async.algorithms.adascale import AdaScaleGain
+from fairseq_async.collective.differences import Differences
 from fairseq_async.collective.square_norms import AdamNorm, LocalSquareNorms, Masters, plain_norm, sum_of_squares
 from fairseq_async.errors import ConfigurationError
 
@@ -100,7 +101,7 @@ class AdaScale:
         self._norm = AdamNorm(optimizer, masters) if preconditioned else plain_norm
         self._reduced, self._copies = reduced, 1 if partitioned else self._ranks
         self._local = LocalSquareNorms(self._parameters, self._norm)
-        self._before: dict[Tensor, Tensor] = {}
+        self._differences = Differences(self._parameters, self._norm)
         self._warned = False
         self.forget()
 
@@ -350,19 +351,7 @@ class AdaScale:
     def _measure_differences(self, factor: float) -> None:
         self._measured = True
         self._set_scales(self.scale)
-        squares, means = [], []
-        for group in self._parameters:
-            both, mean = [], []
-            for parameter in group:
-                if parameter.grad is None:
-                    continue
-                before = self._before.get(parameter)
-                now = self._before[parameter] = parameter.grad.detach() * factor
-                if before is not None:
-                    both += [self._norm(parameter, before), self._norm(parameter, now)]
-                    mean += [self._norm(parameter, (before + now) / 2)]
-            squares.append(_total(both))
-            means.append(_total(mean))
+        squares, means = self._differences.square_norms(factor)
         self.observe(squares, 2, means, batches=2 * self.scale)
 
 
@@ -371,7 +360,3 @@ def _parameters(stepped: Sequence[Tensor], masters: Masters | None) -> list[Tens
     if masters is None:
         return list(stepped)
     return [parameter for parameter, (master, _) in masters.items() if any(master is each for each in stepped)]
-
-
-def _total(norms: Sequence[Tensor | None]) -> float:
-    return float(sum_of_squares([norm for norm in norms if norm is not None], torch.device("cpu")))
