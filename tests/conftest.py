@@ -1,5 +1,6 @@
 """A tiny translation task, and ways to run the real commands on it: bounded in time, cleaned up whatever happens."""
 
+import json
 import os
 import random
 import shutil
@@ -139,6 +140,52 @@ def launch_command(
 
 def plain_command(data: Path, save_dir: Path, *flags: object) -> list[object]:
     return [command("fairseq-train"), data, *MODEL, "--save-dir", save_dir, *flags]
+
+
+@pytest.fixture
+def alone(processes: Processes, data: Path, tmp_path: Path) -> Callable[..., dict[str, tuple[int, str]]]:
+    """``alone(name=[flag, …], …)``: ``fairseq-train`` without a launcher, one after the other in one process.
+
+    Each saves in ``tmp_path / name``, or where it says with ``--save-dir``; returns exit codes and outputs.
+    """
+
+    def run(**jobs: Sequence[object]) -> dict[str, tuple[int, str]]:
+        written = []
+        for name, flags in jobs.items():
+            line = [data, *MODEL, "--save-dir", tmp_path / name, *flags]
+            written.append({"name": name, "ranks": 1, "spoil": "", "flags": [str(flag) for flag in line]})
+        (tmp_path / "jobs.json").write_text(json.dumps(written))
+        script = [sys.executable, Path(__file__).parent / "fairseq_ranks.py", tmp_path / "jobs.json", 0]
+        code, output = processes.run(script, PYTHONPATH=str(PACKAGE.parent))
+        assert code == 0, output
+        logs = {name: (tmp_path / f"{name}-0.log").read_text() for name in jobs}
+        return {name: (int(log.split()[-1]), log) for name, log in logs.items()}
+
+    return run
+
+
+@pytest.fixture
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], data: Path, tmp_path: Path
+) -> Callable[..., str]:
+    """``refused(flag, …)``: what ``fairseq-train``, as one of two workers under torchrun, says before it starts."""
+    from fairseq_cli import train
+
+    def run(*flags: object) -> str:
+        line = [data, *MODEL, "--user-dir", PACKAGE, "--save-dir", tmp_path, *flags]
+        torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        for name, value in torchrun.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["fairseq-train", *map(str, line)])
+        for name in ("main", "Trainer", "convert_namespace_to_omegaconf"):
+            monkeypatch.setattr(train, name, getattr(train, name))
+        with pytest.raises(SystemExit) as end:
+            train.cli_main()
+        said = [text for text in capfd.readouterr().err.splitlines() if text.startswith("fairseq-async: error:")]
+        assert end.value.code == 2 and len(said) == 1
+        return said[0]
+
+    return run
 
 
 def load(path: Path) -> dict[str, Any]:

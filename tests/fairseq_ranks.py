@@ -25,7 +25,7 @@ from fairseq_cli import train
 from fairseq_async.fairseq_plugin import group_session
 
 FORWARD, BUILD = Criterion.forward, TransformerModel.build_model
-MAIN, CONVERT = train.main, train.convert_namespace_to_omegaconf
+MAIN, CONVERT, TRAINER = train.main, train.convert_namespace_to_omegaconf, train.Trainer
 
 
 def nan_in_the_third_batch() -> None:
@@ -91,7 +91,7 @@ def run(job: dict[str, Any], rank: int, folder: Path) -> None:
         handler = logging.StreamHandler(log)
         logging.getLogger().addHandler(handler)
         sys.argv, code = ["fairseq-train", *flags], 0
-        train.main, train.convert_namespace_to_omegaconf = MAIN, CONVERT
+        train.main, train.convert_namespace_to_omegaconf, train.Trainer = MAIN, CONVERT, TRAINER
         with contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
             try:
                 train.cli_main()

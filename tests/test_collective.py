@@ -473,7 +473,8 @@ def work(rank: int, folder: Path) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What each case came to on each rank: nothing, or a traceback."""
     folder = tmp_path_factory.mktemp("ranks")
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # which imports torch once
     processes = [context.Process(target=work, args=(rank, folder), daemon=True) for rank in range(RANKS)]
     try:
         for process in processes:

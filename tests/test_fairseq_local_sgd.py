@@ -1,14 +1,16 @@
 """``--optimizer local_sgd`` in real ``fairseq-train`` processes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import MODEL, PACKAGE, Processes, command, load, plain_command, relative_differences
+from tests.conftest import MODEL, PACKAGE, Processes, command, load, relative_differences
 
+Alone = Callable[..., dict[str, tuple[int, str]]]
 ADAM = ["--inner-optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--lr", "5e-3"]
 LOCAL = ["--optimizer", "local_sgd", *ADAM]
 
@@ -27,17 +29,13 @@ def valid_losses(log: Path) -> list[float]:
     return [float(json.loads(line)["valid_loss"]) for line in lines]
 
 
-def test_one_worker_whose_server_takes_its_steps_as_they_are_is_plain_training(
-    processes: Processes, data: Path, tmp_path: Path
-) -> None:
+def test_one_worker_whose_server_takes_its_steps_as_they_are_is_plain_training(alone: Alone, tmp_path: Path) -> None:
     """Outer SGD with learning rate 1: θ ← θ − (θ − θ_local), up to the rounding of two subtractions."""
     sgd = ["sgd", "--lr", "0.5", "--dropout", 0, "--max-update", 20]
-    code, output = processes.run(plain_command(data, tmp_path / "plain", "--optimizer", *sgd))
-    assert code == 0, output
     outer = ["--outer", "sgd", "--outer-lr", 1.0, "--local-steps", 4]
     ours = ["--user-dir", PACKAGE, "--optimizer", "local_sgd", "--inner-optimizer", *sgd, *outer]
-    code, output = processes.run(plain_command(data, tmp_path / "ours", *ours))
-    assert code == 0, output
+    ended = alone(plain=["--optimizer", *sgd], ours=ours)
+    assert [code for code, _ in ended.values()] == [0, 0], ended
     differences = relative_differences(tmp_path / "plain/checkpoint_last.pt", tmp_path / "ours/checkpoint_last.pt")
     differences = {name: d for name, d in differences.items() if not name.endswith("k_proj.bias")}  # rounding noise
     assert max(differences.values()) < 1e-4
@@ -66,23 +64,21 @@ def test_two_workers_learn_and_leave_what_was_promised(processes: Processes, dat
     assert code == 0 and "BLEU4" in output, output
 
 
-def test_a_resumed_run_goes_on_with_momentum_and_data(processes: Processes, data: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_momentum_and_data(alone: Alone, tmp_path: Path) -> None:
     """One worker: the run that was broken off at an exchange ends in the parameters of the one that was not."""
-    flags = ["--local-steps", 5, "--dropout", 0, "--max-epoch", 0]
-    whole = local_command(data, 1, tmp_path / "whole", *flags, "--max-update", 40)
-    code, output = processes.run(whole)
-    assert code == 0, output
-    first = local_command(data, 1, tmp_path / "parts", *flags, "--save-interval-updates", 20, "--max-update", 20)
-    code, output = processes.run(first)
-    assert code == 0, output
-    code, output = processes.run(local_command(data, 1, tmp_path / "parts", *flags, "--max-update", 40))
-    assert code == 0, output
+    flags = ["--user-dir", PACKAGE, *LOCAL, "--local-steps", 5, "--dropout", 0, "--max-epoch", 0]
+    parts = [*flags, "--save-dir", tmp_path / "parts"]
+    new = ["--restore-file", tmp_path / "whole/checkpoint_last.pt", "--reset-optimizer", "--bf16", "--max-update", 5]
+    ended = alone(
+        whole=[*flags, "--max-update", 40],
+        first=[*parts, "--save-interval-updates", 20, "--max-update", 20],
+        second=[*parts, "--max-update", 40],
+        new=[*flags, *new],
+    )
+    assert [code for code, _ in ended.values()] == [0] * 4, ended
     differences = relative_differences(tmp_path / "whole/checkpoint_last.pt", tmp_path / "parts/checkpoint_last.pt")
     assert max(differences.values()) == 0.0
     assert len(events(tmp_path / "parts")) == len(events(tmp_path / "whole")) == 8
-    new = ["--restore-file", tmp_path / "whole/checkpoint_last.pt", "--reset-optimizer", "--bf16", "--max-update", 5]
-    code, output = processes.run(local_command(data, 1, tmp_path / "new", *flags, *new))
-    assert code == 0, output
     first, begun = events(tmp_path / "whole")[0], events(tmp_path / "new")
     assert [event["base_version"] for event in begun] == [0]  # a run of its own, on the parameters of the other
     assert begun[0]["loss"] < first["loss"] - 0.5
@@ -96,9 +92,5 @@ def test_a_resumed_run_goes_on_with_momentum_and_data(processes: Processes, data
         (["--amp"], "--amp: not possible with --optimizer local_sgd"),
     ],
 )
-def test_a_mistake_is_one_line(
-    processes: Processes, data: Path, tmp_path: Path, flags: list[object], message: str
-) -> None:
-    code, output = processes.run(local_command(data, 2, tmp_path, "--max-update", 10, *flags))
-    assert code != 0 and message in output, output
-    assert "Traceback" not in output
+def test_a_mistake_is_one_line(refused: Callable[..., str], flags: list[object], message: str) -> None:
+    assert message in refused(*LOCAL, "--distributed-world-size", 1, "--max-update", 10, *flags)

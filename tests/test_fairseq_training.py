@@ -21,6 +21,8 @@ from tests.conftest import (
 )
 
 Launch = Callable[..., tuple[int, str]]
+Alone = Callable[..., dict[str, tuple[int, str]]]
+OURS = ["--user-dir", PACKAGE, *HYBRID]
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
@@ -44,16 +46,11 @@ def synchronous(processes: Processes, data: Path, save_dir: Path, workers: int, 
     assert "done training" in outputs[0], outputs[0]
 
 
-def test_one_worker_and_one_update_per_step_is_plain_adam_bit_for_bit(
-    processes: Processes, data: Path, tmp_path: Path
-) -> None:
+def test_one_worker_and_one_update_per_step_is_plain_adam_bit_for_bit(alone: Alone, tmp_path: Path) -> None:
     """Also: a worker alone starts its own server, as fairseq-train is run without any launcher."""
     adam = ["--adam-betas", "(0.9, 0.98)", "--weight-decay", "0.01", "--max-update", 30]
-    code, output = processes.run(plain_command(data, tmp_path / "plain", "--optimizer", "adam", *adam))
-    assert code == 0, output
-    ours = ["--user-dir", PACKAGE, "--optimizer", "hybrid_async", "--updates-per-step", 1]
-    code, output = processes.run(plain_command(data, tmp_path / "ours", *ours, *adam))
-    assert code == 0, output
+    ended = alone(plain=["--optimizer", "adam", *adam], ours=[*OURS, "--updates-per-step", 1, *adam])
+    assert [code for code, _ in ended.values()] == [0, 0], ended
     differences = relative_differences(tmp_path / "plain/checkpoint_last.pt", tmp_path / "ours/checkpoint_last.pt")
     assert set(differences.values()) == {0.0}
     assert len(events(tmp_path / "ours")) == 30
@@ -146,12 +143,11 @@ def test_stopping_and_restoring_behind_the_barrier_changes_no_bit(launch: Launch
     assert torch.equal(*moments)
 
 
-def test_restoring_takes_up_a_half_filled_accumulator(launch: Launch, tmp_path: Path) -> None:
-    flags = ["--updates-per-step", 3, "--max-update", 14]
-    assert launch(1, tmp_path / "straight", *flags)[0] == 0
-    epoch_end = tmp_path / "straight/checkpoint1.pt"
+def test_restoring_takes_up_a_half_filled_accumulator(alone: Alone, tmp_path: Path) -> None:
+    flags, epoch_end = [*OURS, "--updates-per-step", 3, "--max-update", 14], tmp_path / "straight/checkpoint1.pt"
+    ended = alone(straight=flags, restored=[*flags, "--restore-file", epoch_end])
+    assert [code for code, _ in ended.values()] == [0, 0], ended
     assert load(epoch_end)["last_optimizer_state"]["server"]["rule"]["count"] > 0
-    assert launch(1, tmp_path / "restored", *flags, "--restore-file", epoch_end)[0] == 0
     ends = [tmp_path / name / "checkpoint_last.pt" for name in ("straight", "restored")]
     assert set(relative_differences(*ends).values()) == {0.0}
 
@@ -172,17 +168,16 @@ def test_max_epoch_counts_the_passes_of_all_workers_together(launch: Launch, tmp
     assert counts[0] > counts[1] > 0
 
 
-@pytest.mark.parametrize("precision", [["--bf16"], ["--fp16", "--fp16-init-scale", "4"], ["--memory-efficient-fp16"]])
-def test_half_precision_models_have_fp32_masters_in_the_server(
-    launch: Launch, tmp_path: Path, precision: list[str]
-) -> None:
-    code, output = launch(1, tmp_path, *precision, "--max-update", 60)
-    assert code == 0, output
-    losses = [event["loss"] for event in events(tmp_path)]
-    assert sum(losses[-10:]) < sum(losses[:10]) - 2.0
-    state = load(tmp_path / "checkpoint_last.pt")
-    masters = state["last_optimizer_state"]["server"]["parameters"]
-    assert masters.dtype == torch.float32 and not torch.equal(masters, masters.half().float())
+def test_half_precision_models_have_fp32_masters_in_the_server(alone: Alone, tmp_path: Path) -> None:
+    precisions = {"bf16": [], "fp16": ["--fp16-init-scale", "4"], "memory_efficient_fp16": []}
+    jobs = {name: [*OURS, f"--{name.replace('_', '-')}", *more] for name, more in precisions.items()}
+    for name, (code, output) in alone(**{name: [*flags, "--max-update", 60] for name, flags in jobs.items()}).items():
+        assert code == 0, output
+        losses = [event["loss"] for event in events(tmp_path / name)]
+        assert sum(losses[-10:]) < sum(losses[:10]) - 2.0, name
+        state = load(tmp_path / name / "checkpoint_last.pt")
+        masters = state["last_optimizer_state"]["server"]["parameters"]
+        assert masters.dtype == torch.float32 and not torch.equal(masters, masters.half().float())
 
 
 def test_updates_with_nan_are_refused_until_there_are_too_many(

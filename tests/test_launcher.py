@@ -177,11 +177,7 @@ def test_a_server_that_dies_too_often_ends_the_run(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--inner-optimizer", "adem"], "--inner-optimizer adem"),
-        (["--updates-per-step", "0"], "--updates-per-step 0: must be at least 1"),
         (["--updates-per-step", "3", "--barrier"], "there are only 2, which"),
-        (["--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded: would make workers wait"),
-        (["--distributed-world-size", "2"], "--distributed-world-size is 2"),
         (["--no-such-flag"], "--no-such-flag"),
     ],
 )
@@ -192,6 +188,20 @@ def test_a_users_mistake_is_one_line_and_ends_everything(
     lines = [line for line in output.splitlines() if line.startswith("fairseq-async: error:")]
     assert code != 0 and len(lines) == 1 and message in lines[0] and "Traceback" not in output
     nothing_is_left(tmp_path, shared_memory)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--inner-optimizer", "adem"], "--inner-optimizer adem"),
+        (["--updates-per-step", "0"], "--updates-per-step 0: must be at least 1"),
+        (["--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded: would make workers wait"),
+        (["--distributed-world-size", "2"], "--distributed-world-size is 2"),
+    ],
+)
+def test_a_users_mistake_is_one_line(refused: Callable[..., str], flags: list[str], message: str) -> None:
+    world = [] if "--distributed-world-size" in flags else ["--distributed-world-size", 1]
+    assert message in refused(*HYBRID, *world, *flags)
 
 
 def test_a_worker_with_another_model_is_named_with_the_first_difference(

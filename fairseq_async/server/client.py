@@ -22,7 +22,8 @@ from fairseq_async.server.layout import Layout
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"  # this machine
-_CONNECT_SECONDS = 10.0  # for a connection, and for each word of the handshake
+_CONNECT_SECONDS = 10.0  # for a connection, and for each word of the handshake but the first
+_GREETING_SECONDS = 60.0  # for that one: the server's process may still be importing what it needs
 _SILENCE = 60.0  # seconds after which a worker says that it still waits for an answer
 _FIRST_PAUSE, _PAUSE, _LONGEST_PAUSE = 0.1, 0.5, 5.0  # seconds between two attempts to connect
 _BEATS = 4  # signs of life in the time after which the server gives a worker up
@@ -181,7 +182,9 @@ class ServerClient:
     def _connect(self, worker: int | None) -> tuple[int, int]:
         """A new connection, in which both sides have proved that they know the token."""
         self._channel = Channel(_open(self.address))
+        self._channel.connection.settimeout(_GREETING_SECONDS)
         theirs = str(self._channel.receive().get("challenge", ""))
+        self._channel.connection.settimeout(_CONNECT_SECONDS)
         ours = challenge()
         words = {"worker": worker, "joins": self._joins, "instance": self._instance, "challenge": ours}
         self._channel.send({"kind": "introduce", "proof": proof(self._token, "worker", theirs, ours), **words})

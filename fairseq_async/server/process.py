@@ -19,52 +19,44 @@ from fairseq_async.server.loop import Loop
 from fairseq_async.server.run import Build
 from fairseq_async.server.service import Service
 
+_BACKLOG = 128  # workers that may come before the server has imported what it needs
 TOKEN = "FAIRSEQ_ASYNC_TOKEN"  # the environment, unlike a command line, is not for other users to read
 
 
 def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
-    """Runs a server: reports its address, answers until the run is finished or whoever started it is gone."""
+    """Runs a server: answers until the run is finished or whoever started it is gone."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--report", type=int, required=True, help="descriptor for the address, or an error")
+    parser.add_argument("--listener", type=int, required=True, help="descriptor of a socket that listens")
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--host", default=LOOPBACK)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--recover", action="store_true", help="go on from the last snapshot in --run-dir")
+    parser.add_argument("--recover", type=int, help="go on from the last snapshot; descriptor for its name or an error")
     options = parser.parse_args(arguments)
-    with open(options.report, "w") as report:  # not stdout, where an imported library may write too
-        try:
-            _claim(options.run_dir)
-            service = Service(os.environ[TOKEN], options.workers, options.run_dir, build)
-            said = _recover(service) if options.recover else ""
-            listener = _listen(options.host, options.port)
-        except ConfigurationError as error:
-            report.write(f"error: {error}\n")
-            raise SystemExit(2) from error
-        report.write(f"{options.host}:{listener.getsockname()[1]} {said}\n")
-    if Loop(listener, service, sys.stdin).run():
+    service = Service(os.environ[TOKEN], options.workers, options.run_dir, build)
+    if options.recover is not None:
+        with open(options.recover, "w") as report:  # not stdout, where an imported library may write too
+            snapshot = service.recover()
+            report.write(snapshot or f"error: there is no snapshot in {service.snapshots.directory} to go on from")
+        if snapshot is None:
+            raise SystemExit(2)
+    if Loop(socket.socket(fileno=options.listener), service, sys.stdin).run():
         service.snapshots.wait()
         service.snapshots.clear()  # a finished run goes on from its checkpoint, if at all
 
 
-def _recover(service: Service) -> str:
-    snapshot = service.recover()
-    if snapshot is None:
-        raise ConfigurationError(f"there is no snapshot in {service.snapshots.directory} to go on from")
-    return snapshot
-
-
-def _claim(run_dir: Path) -> None:
-    """Keeps two runs out of one directory, for as long as this process lives."""
+def _claim(run_dir: Path) -> int:
+    """Keeps two runs out of one directory, for as long as the descriptor is open in any process."""
+    descriptor = os.open(run_dir, os.O_RDONLY)
     try:
-        fcntl.flock(os.open(run_dir, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        os.close(descriptor)
         raise ConfigurationError(f"{run_dir} (--save-dir or --run-dir) is in use by another run") from error
+    return descriptor
 
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port))
+        return socket.create_server((host, port), backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
         where = f"port {port} (--port)" if host == LOOPBACK else f"address {host}:{port} (--server)"
         raise ConfigurationError(f"{where} cannot be used: {error}") from error
@@ -72,6 +64,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 class ServerProcess:
     """A server started by this process, which it does not outlive; started again from its last snapshot if it dies.
+
+    Its socket listens before its process has imported anything: workers may be started meanwhile, and wait.
 
     Args:
         module: the module whose ``__main__`` calls :func:`serve` with its own ``build``.
@@ -84,7 +78,7 @@ class ServerProcess:
         token_file: where the owner's other processes on this machine find the token.
 
     Raises:
-        ConfigurationError: the port is taken, or the server could not start.
+        ConfigurationError: the port is taken, or the directory.
     """
 
     def __init__(
@@ -110,7 +104,10 @@ class ServerProcess:
         self._code: int | None = None
         self._stopping = threading.Event()
         self._starting = threading.Lock()
-        self.address, _ = self._start(["--host", host, "--port", str(port)])
+        with _listen(host, port) as listener:
+            self.address = f"{host}:{listener.getsockname()[1]}"
+            self._claimed = _claim(run_dir)
+            self._start(listener)
         write_token(self.token_file, self.token)
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
         self._supervisor.start()
@@ -130,39 +127,47 @@ class ServerProcess:
             self.process.kill()
         self.process.wait()
         self.token_file.unlink(missing_ok=True)
+        if self._claimed >= 0:
+            os.close(self._claimed)
+            self._claimed = -1
 
-    def _start(self, arguments: list[str]) -> tuple[str, str]:
-        """The server's address, and the snapshot that it goes on from."""
-        reader, writer = os.pipe()
+    def _start(self, listener: socket.socket, *arguments: str, report: Sequence[int] = ()) -> None:
         with self.log.open("a") as output, self._starting:
             if self._stopping.is_set():
                 raise ConfigurationError("the server was stopped")
             self.process = subprocess.Popen(
-                [*self._command, *arguments, "--report", str(writer)],
+                [*self._command, "--listener", str(listener.fileno()), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                pass_fds=[writer],
+                pass_fds=[listener.fileno(), self._claimed, *report],
                 start_new_session=True,
                 env=self._environment | environment(),
             )
-        os.close(writer)
+
+    def _start_again(self) -> str:
+        """The name of the snapshot that it goes on from."""
+        host, _, port = self.address.rpartition(":")
+        reader, writer = os.pipe()
         with open(reader) as report:
-            first = report.read().strip()
-        if first.startswith("error: ") or not first:
+            try:
+                with _listen(host, int(port)) as listener:
+                    self._start(listener, "--recover", str(writer), report=[writer])
+            finally:
+                os.close(writer)
+            said = report.read()
+        if said.startswith("error: ") or not said:
             self.process.kill()
             self.process.wait()
-            raise ConfigurationError(first.removeprefix("error: ") or f"the server did not start; see {self.log}")
-        address, _, snapshot = first.partition(" ")
-        return address, snapshot
+            raise ConfigurationError(said.removeprefix("error: ") or f"see {self.log}")
+        return said
 
     def _supervise(self) -> None:
         """In a thread: starts the server again when it dies, at the same address, for workers that wait for it."""
         while (code := self.process.wait()) != 0 and not self._stopping.is_set() and self.restarts > 0:
             self.restarts -= 1
-            host, _, port = self.address.rpartition(":")
             try:
-                _, snapshot = self._start(["--host", host, "--port", port, "--recover"])
+                snapshot = self._start_again()
             except ConfigurationError as error:
                 if self._stopping.is_set():
                     break

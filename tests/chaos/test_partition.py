@@ -15,6 +15,15 @@ from tests.conftest import Processes, free_port
 from tests.test_two_machines import Machines, ip, machines  # noqa: F401
 
 _OUT = 5.0  # seconds, more than twice --worker-timeout
+_SERVER = """
+import os, socket, sys
+host, port, run_dir = sys.argv[1:]
+listener = socket.create_server((host, int(port)))
+listener.set_inheritable(True)
+print("listens", flush=True)
+rim = ["--listener", str(listener.fileno()), "--workers", "1", "--run-dir", run_dir]
+os.execv(sys.executable, [sys.executable, "-m", "tests.sgd_server", *rim])
+"""
 
 
 def test_a_worker_goes_on_after_a_partition(machines: Machines, processes: Processes, tmp_path: Path) -> None:  # noqa: F811
@@ -22,11 +31,10 @@ def test_a_worker_goes_on_after_a_partition(machines: Machines, processes: Proce
         pytest.skip("no network namespaces here")
     token, address = new_token(), f"{machines.address}:{free_port()}"
     host, port = address.split(":")
-    rim = ["--workers", "1", "--run-dir", str(tmp_path), "--host", host, "--port", port, "--report", "1"]
-    line = [*machines.prefixes[0], sys.executable, "-m", "tests.sgd_server", *rim]
+    line = [*machines.prefixes[0], sys.executable, "-c", _SERVER, host, port, str(tmp_path)]
     server = subprocess.Popen(line, env=os.environ | {TOKEN: token}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        assert server.stdout is not None and server.stdout.readline().startswith(host.encode())
+        assert server.stdout is not None and server.stdout.readline() == b"listens\n"
         worker = processes.start(
             [*machines.prefixes[1], sys.executable, "-m", "tests.chaos.steady_worker", address], **{TOKEN: token}
         )
