@@ -171,6 +171,8 @@ def refused(
     """``refused(flag, …)``: what ``fairseq-train``, as one of two workers under torchrun, says before it starts."""
     from fairseq_cli import train
 
+    import fairseq_async.fairseq_plugin  # noqa: F401  # the package may have been imported before fairseq
+
     def run(*flags: object) -> str:
         line = [data, *MODEL, "--user-dir", PACKAGE, "--save-dir", tmp_path, *flags]
         torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -181,8 +183,9 @@ def refused(
             monkeypatch.setattr(train, name, getattr(train, name))
         with pytest.raises(SystemExit) as end:
             train.cli_main()
-        said = [text for text in capfd.readouterr().err.splitlines() if text.startswith("fairseq-async: error:")]
-        assert end.value.code == 2 and len(said) == 1
+        lines = capfd.readouterr().err.splitlines()
+        said = [text for text in lines if text.startswith("fairseq-async: error:")]
+        assert end.value.code == 2 and len(said) == 1, lines[-1]
         return said[0]
 
     return run
