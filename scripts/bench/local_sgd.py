@@ -106,6 +106,7 @@ def main(
     local_steps: Annotated[int, typer.Option(min=1, help="H.")] = 20,
     outer_lr: Annotated[float, typer.Option(help="The same for all methods.")] = 0.7,
     outer_momentum: Annotated[float, typer.Option(help="The same for all methods.")] = 0.9,
+    grace: Annotated[float, typer.Option(min=0, help="Grace period of delayed Nesterov, seconds.")] = 1.0,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a local step.")] = 4,
     vocab: Annotated[int, typer.Option(min=300, help="Pieces of the vocabulary.")] = 4000,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds 1 to this number.")] = 2,
@@ -126,6 +127,8 @@ def main(
             directory = out / f"{name.lower().replace(' ', '')}-{seed}"
             prepared(start, directory)
             section = {"local_steps": local_steps, "outer_lr": outer_lr, "outer_momentum": outer_momentum} | method
+            if method["outer"] == "delayed_nesterov" and grace:
+                section["grace_period"] = grace
             flags = [*common, "--steps", str(steps), "--init", str(start / "model")]
             score = train(
                 f"{name}, seed {seed}", directory, configuration(section, 1e-3, batch), workers, slowdown, flags
