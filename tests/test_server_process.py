@@ -17,6 +17,7 @@ from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.server import Layout, ServerClient
 from fairseq_async.server.process import ServerProcess
+from fairseq_async.worker.place import Place
 from tests.servers import ThreadServer
 
 MODULE = "tests.sgd_server"
@@ -241,6 +242,12 @@ def test_no_server_and_a_port_in_use_are_clear(tmp_path: Path) -> None:
         ServerClient(f"127.0.0.1:{port}", "token", 0)
     with pytest.raises(ExchangeError, match="no server at nowhere"):
         ServerClient("nowhere", "token", 0)
+
+
+def test_a_server_that_does_not_start_is_clear(tmp_path: Path) -> None:
+    with pytest.raises(ExchangeError, match="the server did not start; see .*server.log"):
+        Place().connect("no.such.module", None, None, tmp_path, 1.0, print)
+    assert "No module named 'no'" in (tmp_path / "logs" / "server.log").read_text()
 
 
 def test_a_message_arrives_whole_however_it_is_cut() -> None:

@@ -100,10 +100,16 @@ class Place:
 
         Raises:
             ConfigurationError: there is no token, or no address that other machines could reach.
-            ExchangeError: there is no server.
+            ExchangeError: there is no server, or it did not start.
         """
         address, token, process = self._find_server(module, server, token_file, run_dir)
-        client = ServerClient(address, token, None if self.joins else self.worker, patience, on_loss)
+        try:
+            client = ServerClient(address, token, None if self.joins else self.worker, patience, on_loss)
+        except ExchangeError as error:
+            if process is None:
+                raise
+            process.stop()
+            raise ExchangeError(f"the server did not start; see {process.log}") from error
         return replace(self, worker=client.worker, workers=client.workers), client, process
 
     def _find_server(
