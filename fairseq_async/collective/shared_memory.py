@@ -6,6 +6,7 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -67,12 +68,12 @@ class Piece:
     Attributes:
         tensor: its index.
         vectors: those elements of each rank; the result will be in the first.
-        copy: where else this rank has to put the result.
+        copies: where else this rank has to put the result: for the others, and into its own tensor.
     """
 
     tensor: int
     vectors: list[Tensor]
-    copy: Tensor
+    copies: list[Tensor]
 
 
 class SharedMemoryAdasum:
@@ -80,8 +81,9 @@ class SharedMemoryAdasum:
 
     Every rank copies its tensors into a mirror that all can read and write, except for its own part. In each round of
     the tree a rank combines its part of all pairs in place, with the products that all ranks have added up, in the
-    order of ranks. The result comes to lie in the first mirror, and every rank copies it from there. Messages only
-    carry the products, and signs that a stage is over; when a rank is gone, the next one fails.
+    order of ranks. It puts the result into its own mirror, into the part that it has not written before, and every rank
+    copies it from there; so the next call may write the rest while others still read. Messages only carry the products,
+    and signs that a stage is over; when a rank is gone, the next one fails.
 
     Attributes:
         possible: False when it was found that not all ranks can open each other's memory.
@@ -91,6 +93,7 @@ class SharedMemoryAdasum:
         self._messages = messages
         self._mirror: Mirror | None = None
         self._opened: list[Tensor] = []
+        self._cuts: tuple[torch.dtype, list[int]] | None = None  # of the last call
         self.possible = True
 
     def combine(self, tensors: Sequence[Tensor]) -> bool:
@@ -110,16 +113,20 @@ class SharedMemoryAdasum:
     def _combine(self, mine: Sequence[Tensor], mirrors: Sequence[Sequence[Tensor]]) -> None:
         """Flat tensors; the mirrors of all ranks are cut as they are."""
         rank, ranks, sizes = self._messages.rank, self._messages.size, [tensor.numel() for tensor in mine]
-        start, end = (sum(sizes) * each // ranks for each in (rank, rank + 1))
-        others = [*_cut(sizes, 0, start), *_cut(sizes, end, sum(sizes))]
-        self._messages.meet()  # all have copied what the last call left in the first mirror
-        for index, part in others:
-            _copy(mirrors[rank][index][part], mine[index][part])
+        ends = [sum(sizes) * each // ranks for each in range(ranks + 1)]
+        parts = [list(_cut(sizes, start, end)) for start, end in pairwise(ends)]
+        if self._cuts != (mine[0].dtype, sizes):  # else nobody still reads what is written here
+            self._messages.meet()
+            self._cuts = mine[0].dtype, sizes
+        for owner in range(ranks):
+            for index, part in parts[owner] if owner != rank else []:
+                _copy(mirrors[rank][index][part], mine[index][part])
         self._messages.meet()
-        self._combine_part(list(self._pieces(mine, mirrors, _cut(sizes, start, end))), len(mine))
+        self._combine_part(list(self._pieces(mine, mirrors, parts[rank])), len(mine))
         self._messages.meet()
-        for index, part in others:
-            _copy(mine[index][part], mirrors[0][index][part])
+        for owner in range(ranks):
+            for index, part in parts[owner] if owner != rank else []:
+                _copy(mine[index][part], mirrors[owner][index][part])
 
     def _pieces(
         self, mine: Sequence[Tensor], mirrors: Sequence[Sequence[Tensor]], cuts: Iterable[tuple[int, slice]]
@@ -130,7 +137,7 @@ class SharedMemoryAdasum:
                 part = slice(first, min(first + _IN_CACHE, cut.stop))
                 vectors = [mirror[index][part] for mirror in mirrors]
                 in_mirror, vectors[rank] = vectors[rank], mine[index][part]
-                yield Piece(index, vectors, in_mirror if rank == 0 else vectors[rank])
+                yield Piece(index, vectors, [in_mirror] if rank == 0 else [in_mirror, vectors[rank]])
 
     def _combine_part(self, pieces: Sequence[Piece], tensors: int) -> None:
         """This rank's part of the tree; the products of a round are taken while what goes into them is in the cache."""
@@ -144,8 +151,8 @@ class SharedMemoryAdasum:
                     combine(piece.vectors[a], piece.vectors[b], of_pair[piece.tensor])
                 for sums, (a, b) in zip(products, following, strict=True):
                     sums[piece.tensor] += pair_products(piece.vectors[a], piece.vectors[b], workspace)
-                if not following:
-                    piece.copy.copy_(piece.vectors[0])
+                for copy in [] if following else piece.copies:
+                    copy.copy_(piece.vectors[0])
             if following:
                 factors = pair_coefficients(self._messages.everyones(products).sum(0)).tolist()
 
