@@ -222,6 +222,8 @@ class AdaScale:
         self._measured = False
         self._local.clear()
         self._local.active = self._due()
+        if isinstance(self._norm, AdamNorm):
+            self._norm.forget()
 
     def close(self) -> None:
         """Takes the hooks away."""

@@ -122,10 +122,23 @@ class AdamNorm:
         self.optimizer = optimizer
         self._masters = masters or {}
         self._groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-        self._inverses: dict[Tensor, tuple[object, Tensor]] = {}  # each with what it was made from
+        self._ready: dict[
+            Tensor, tuple[Tensor, Tensor] | None
+        ] = {}  # in this step: 1/(√v̂ + eps), and room for g times it
+        self._inverses: dict[Tensor, Tensor] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def __call__(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+        if parameter not in self._ready:
+            self._ready[parameter] = self._prepare(parameter)
+        ready = self._ready[parameter]
+        return None if ready is None else _norm(torch.mul(gradient.detach(), ready[0], out=ready[1]))
+
+    def forget(self) -> None:
+        """The optimizer steps, or has loaded another state."""
+        self._ready.clear()
+
+    def _prepare(self, parameter: Tensor) -> tuple[Tensor, Tensor] | None:
         master, start = self._masters.get(parameter, (parameter, 0))
         group, state = self._groups[master], self.optimizer.state.get(master, {})
         steps = float(state.get("step", group.get("step", 0)))  # fused optimizers keep it in the group
@@ -134,27 +147,22 @@ class AdamNorm:
         if "exp_avg_sq" not in state:
             name = type(self.optimizer).__name__
             raise ConfigurationError(f"AdaScale: adaptive=True is for Adam and its kin, and {name} keeps no exp_avg_sq")
-        second = state["exp_avg_sq"]
-        made_from, inverse = self._inverses.get(parameter, (None, second))
-        if made_from != (source := (id(second), second._version, steps)):
-            correction = math.sqrt(1 - group["betas"][1] ** steps)
-            part = second.view(-1)[start : start + gradient.numel()]
-            inverse = _inverse_root(part, correction, group["eps"])
-            self._inverses[parameter] = source, inverse
-        return _norm(torch.mul(gradient.detach().reshape(-1), inverse, out=self._room(inverse)))
+        second = state["exp_avg_sq"].view(-1)[start : start + parameter.numel()].view(parameter.shape)
+        inverse = self._inverses.get(parameter)
+        if inverse is None or inverse.shape != second.shape or inverse.dtype != second.dtype:
+            inverse = self._inverses[parameter] = torch.empty_like(second)
+        torch.sqrt(second, out=inverse).mul_(math.sqrt(1 / (1 - group["betas"][1] ** steps)))
+        torch.nn.functional.threshold(inverse, 0.0, math.inf, inplace=True)  # √0 to ∞, whose inverse is 0
+        return inverse.add_(group["eps"]).reciprocal_(), self._room(inverse)
 
     def _room(self, like: Tensor) -> Tensor:
         """Memory that stays, because fresh memory is slow when it is touched first."""
-        room = self._scratch.get((like.dtype, like.device), like[:0])
+        room = self._scratch.get((like.dtype, like.device), like.new_empty(0))
         if room.numel() < like.numel():
-            room = self._scratch[like.dtype, like.device] = torch.empty_like(like)
-        return room[: like.numel()]
-
-
-def _inverse_root(second: Tensor, correction: float, eps: float) -> Tensor:
-    """1/(√v/correction + eps), and 0 where v is 0."""
-    root = torch.sqrt(second).div_(correction)
-    return torch.nn.functional.threshold(root, 0.0, math.inf, inplace=True).add_(eps).reciprocal_()
+            room = self._scratch[like.dtype, like.device] = torch.empty(
+                like.numel(), dtype=like.dtype, device=like.device
+            )
+        return room[: like.numel()].view(like.shape)
 
 
 def _norm(gradient: Tensor) -> Tensor:
