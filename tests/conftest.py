@@ -23,7 +23,9 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a background job, and so in what we start
 torch.serialization.add_safe_globals([Namespace])  # plain fairseq's own checkpoints hold one
 
-PACKAGE = Path(__file__).parents[1] / "fairseq_async"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "fairseq_async"
+DEEPSPEED = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{ROOT / 'tests' / 'without_fairseq'}:{ROOT}"}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 MODEL = (
     "--task translation --arch transformer --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 "

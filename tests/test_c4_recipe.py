@@ -24,9 +24,8 @@ from recipes.c4_lm import corpus_made_up, evaluate, settings, text, tokens
 from recipes.c4_lm.models import SIZES, ModelSpec, build, load_model, save_model
 from recipes.c4_lm.tokens import Counts, PackedDataset, Prepared
 from recipes.steps import RecipeError
-from tests.conftest import Processes
+from tests.conftest import DEEPSPEED, ROOT, Processes
 
-ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT.parent / "shared" / "data" / "c4"
 WORDS = "the cat saw a dog under that old tree while rain fell on roofs and nobody came".split()
 TRAIN_TEXT = [f"{' '.join(WORDS[i % 7 :])}.\nStory {i} ends: {' '.join(WORDS[: i % 11 + 1])}." for i in range(300)]
@@ -492,7 +491,7 @@ def train(data: Path, tmp_path: Path, processes: Processes) -> Train:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        return processes.run([*command, *flags], 250, DS_ACCELERATOR="cpu", **ranks)
+        return processes.run([*command, *flags], 250, **DEEPSPEED, **ranks)
 
     return run
 

@@ -12,9 +12,8 @@ import torch
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.worker.config import LocalSGDOptions
-from tests.conftest import Processes, command, free_port
+from tests.conftest import DEEPSPEED, ROOT, Processes, command, free_port
 
-ROOT = Path(__file__).parents[1]
 JOB = ROOT / "tests" / "deepspeed_job.py"
 WITHOUT_LOCAL_STEPS = ("hybrid_async", "adasum", "adascale")
 CONFIGS = sorted((ROOT / "deepspeed_config").glob("*.json"))
@@ -31,7 +30,7 @@ def run(processes: Processes, tmp_path: Path) -> Run:
         change = json.dumps({"gradient_clipping": 0.0} | changes | {"async_training": section})
         base = ROOT / "deepspeed_config" / "delayed_nesterov.json"
         job = [JOB, "--out", out, "--deepspeed", "--deepspeed_config", base, "--change", change, *flags]
-        return processes.run([*launcher, *job], seconds=280, DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT))
+        return processes.run([*launcher, *job], seconds=280, **DEEPSPEED)
 
     return start
 
@@ -90,7 +89,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     base = ROOT / "deepspeed_config" / "delayed_nesterov.json"
     job = [command("python"), JOB, "--out", out, "--deepspeed_config", base, "--change", change]
     try:
-        code, output = processes.run(job, seconds=250, DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT))
+        code, output = processes.run(job, seconds=250, **DEEPSPEED)
     finally:
         processes.end()
     assert code == 0, output
@@ -155,7 +154,7 @@ def each_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (out / "jobs.json").write_text(json.dumps([[str(argument) for argument in job] for job in jobs]))
     line = [command("python"), "-m", "tests.deepspeed_jobs", out / "jobs.json"]
     try:
-        _, output = processes.run(line, seconds=280, DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT))
+        _, output = processes.run(line, seconds=280, **DEEPSPEED)
     finally:
         processes.end()
     return out, output
@@ -171,7 +170,7 @@ def test_every_file_is_loaded_and_runs_a_few_steps(each_file: tuple[Path, str], 
 def test_the_file_of_adasum_is_loaded_and_runs_a_few_steps(processes: Processes, tmp_path: Path) -> None:
     launcher = [command("deepspeed"), "--num_accelerators", 2, "--master_port", free_port(), JOB]
     job = few_steps(ROOT / "deepspeed_config" / "adasum.json", tmp_path)
-    code, output = processes.run([*launcher, *job], seconds=250, DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT))
+    code, output = processes.run([*launcher, *job], seconds=250, **DEEPSPEED)
     assert code == 0, output
     assert 4 <= summary(tmp_path)["progress"] < 8
 

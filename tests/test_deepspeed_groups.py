@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from fairseq_async.algorithms import AdaScaleGain, adasum
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.errors import ConfigurationError
-from tests.conftest import Processes, command, free_port
+from tests.conftest import DEEPSPEED, ROOT, Processes, command, free_port
 from tests.deepspeed_ranks import network
 
-ROOT = Path(__file__).parents[1]
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 ADAM = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0, "torch_adam": True}}
 WARM_UP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 12, "warmup_type": "linear"}}
@@ -73,8 +72,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[di
         _, output = processes.run(
             [*launcher, ROOT / "tests" / "deepspeed_ranks.py", folder / "cases.json"],
             seconds=280,
-            DS_ACCELERATOR="cpu",
-            PYTHONPATH=str(ROOT),
+            **DEEPSPEED,
         )
     finally:
         processes.end()

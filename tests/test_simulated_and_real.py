@@ -13,7 +13,7 @@ from fairseq_async.simulation.experiment import read
 from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
-from tests.conftest import Processes, command, free_port
+from tests.conftest import DEEPSPEED, Processes, command, free_port
 
 JOB = Path(__file__).with_name("deepspeed_job.py")
 
@@ -56,8 +56,7 @@ def test_a_simulation_ends_where_two_deepspeed_workers_end(
     (tmp_path / "config.json").write_text(json.dumps(config))
     launcher = [command("deepspeed"), "--num_accelerators", 2, "--master_port", free_port()]
     job = [JOB, "--out", tmp_path, "--deepspeed", "--deepspeed_config", tmp_path / "config.json"]
-    root = str(JOB.parents[1])
-    code, output = processes.run([*launcher, *job], seconds=200, DS_ACCELERATOR="cpu", PYTHONPATH=root)
+    code, output = processes.run([*launcher, *job], seconds=200, **DEEPSPEED)
     assert code == 0, output
     real = torch.load(tmp_path / "worker-0-0.pt", weights_only=True)
     experiment = {
