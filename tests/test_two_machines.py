@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.exchange.authentication import new_token, write_token
-from tests.conftest import MODEL, PACKAGE, Processes, command, free_port
+from tests.conftest import DEEPSPEED, MODEL, PACKAGE, ROOT, Processes, command, free_port
 
 ADDRESSES = ["10.213.77.1", "10.213.77.2"]
 
@@ -68,3 +68,24 @@ def test_torchrun_over_two_machines(machines: Machines, processes: Processes, da
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
     assert {event["worker"] for event in events} == {0, 1}
     assert sum(event["local_steps"] for event in events) == 120
+
+
+def test_deepspeeds_hostfile_over_two_machines(machines: Machines, processes: Processes, tmp_path: Path) -> None:
+    """Started by hand on each, since there is no ssh between them."""
+    (tmp_path / "hosts").write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
+    write_token(tmp_path / "token", new_token())
+    section = {"local_steps": 5, "total_steps": 20, "server": f"{machines.address}:{free_port()}"}
+    change = {"async_training": section | {"token_file": str(tmp_path / "token")}}
+    config = ROOT / "deepspeed_config" / "delayed_nesterov.json"
+    job = [ROOT / "tests" / "deepspeed_job.py", "--out", tmp_path, "--deepspeed", "--deepspeed_config", config]
+    store = ["--master_addr", machines.address, "--master_port", free_port()]
+    nodes = []
+    for rank, prefix in enumerate(machines.prefixes):
+        launcher = [command("deepspeed"), "--hostfile", tmp_path / "hosts", "--no_ssh", "--node_rank", rank, *store]
+        line = [*prefix, *launcher, *job, "--change", json.dumps(change)]
+        nodes.append(processes.start(line, **DEEPSPEED))
+    outputs = [node.communicate(timeout=200)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "".join(output[-2000:] for output in outputs)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
+    assert {event["worker"] for event in events} == {0, 1}
+    assert sum(event["local_steps"] for event in events) == 40
