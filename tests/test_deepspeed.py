@@ -17,6 +17,7 @@ from tests.conftest import DEEPSPEED, ROOT, Processes, command, free_port
 JOB = ROOT / "tests" / "deepspeed_job.py"
 WITHOUT_LOCAL_STEPS = ("hybrid_async", "adasum", "adascale")
 CONFIGS = sorted((ROOT / "deepspeed_config").glob("*.json"))
+HALF = {"fp16": {"enabled": True, "initial_scale_power": 4}, "bf16": {"enabled": True}}
 SHORT = {"local_steps": 5, "total_steps": 40, "outer_lr": 0.7}
 Run = Callable[..., tuple[int, str]]
 
@@ -140,10 +141,10 @@ def test_hybrid_async_steps_in_the_server(run: Run, tmp_path: Path) -> None:
     assert max(seen["rates"]) == pytest.approx(0.02)
 
 
-def few_steps(path: Path, out: Path) -> list[object]:
+def few_steps(path: Path, out: Path, *flags: object, **changes: Any) -> list[object]:
     local = {} if path.stem in WITHOUT_LOCAL_STEPS else {"local_steps": 2}
-    change = json.dumps({"async_training": {"total_steps": 4} | local})
-    return ["--out", out, "--deepspeed_config", path, "--change", change]
+    change = json.dumps(changes | {"async_training": {"total_steps": 4} | local})
+    return ["--out", out, "--deepspeed_config", path, "--change", change, *flags]
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +152,8 @@ def each_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Where each but Adasum's, which is of several ranks, has left what it came to, and what was printed."""
     out, processes = tmp_path_factory.mktemp("files"), Processes()
     jobs = [few_steps(path, out / path.stem) for path in CONFIGS if path.stem != "adasum"]
+    diloco = ROOT / "deepspeed_config" / "diloco.json"
+    jobs += [few_steps(diloco, out / name, "--save-at", 2, **{name: options}) for name, options in HALF.items()]
     (out / "jobs.json").write_text(json.dumps([[str(argument) for argument in job] for job in jobs]))
     line = [command("python"), "-m", "tests.deepspeed_jobs", out / "jobs.json"]
     try:
@@ -165,6 +168,17 @@ def test_every_file_is_loaded_and_runs_a_few_steps(each_file: tuple[Path, str], 
     out, output = each_file
     assert (out / name / "worker-0-0.json").exists(), output
     assert 4 <= summary(out / name)["progress"] < 8
+
+
+@pytest.mark.parametrize("name", list(HALF))
+def test_half_precision_engines_have_fp32_outer_state(each_file: tuple[Path, str], name: str) -> None:
+    out, output = each_file
+    model = torch.load(out / name / "worker-0-0.pt", weights_only=True)
+    assert {tensor.dtype for tensor in model.values()} == {{"fp16": torch.half, "bf16": torch.bfloat16}[name]}, output
+    (state,) = (out / name / "checkpoint").glob("*/async_server.pt")
+    outer = torch.load(state, weights_only=True)["server"]["parameters"]
+    assert outer.dtype == torch.float32 and not torch.equal(outer, outer.half().float())
+    assert not torch.equal(outer, outer.bfloat16().float())
 
 
 def test_the_file_of_adasum_is_loaded_and_runs_a_few_steps(processes: Processes, tmp_path: Path) -> None:
