@@ -64,6 +64,24 @@ def test_two_workers_learn_and_leave_what_was_promised(processes: Processes, dat
     assert code == 0 and "BLEU4" in output, output
 
 
+def test_two_workers_train_a_language_model(processes: Processes, tmp_path: Path) -> None:
+    """Of sentences in which each word says what the next one is."""
+    sentences = [" ".join(f"w{(start + 3 * step) % 50}" for step in range(12)) for start in range(50)]
+    (tmp_path / "train").write_text("\n".join(sentences * 20))
+    (tmp_path / "valid").write_text("\n".join(sentences))
+    prefixes = ["--trainpref", tmp_path / "train", "--validpref", tmp_path / "valid", "--destdir", tmp_path / "bin"]
+    code, output = processes.run([command("fairseq-preprocess"), "--only-source", *prefixes])
+    assert code == 0, output
+    model = "--task language_modeling --arch transformer_lm --decoder-layers 1 --decoder-embed-dim 32 --max-tokens 256"
+    model += " --decoder-ffn-embed-dim 64 --decoder-attention-heads 2 --tokens-per-sample 32 --log-format json"
+    method = ["--outer", "delayed_nesterov", "--outer-momentum", 0.5, "--local-steps", 5, "--max-update", 100]
+    launcher = [command("fairseq-async"), "launch", "--workers", 2, "--", "fairseq-train", tmp_path / "bin"]
+    code, output = processes.run([*launcher, *model.split(), *LOCAL, *method, "--save-dir", tmp_path / "run"])
+    assert code == 0, output
+    assert sum(event["local_steps"] for event in events(tmp_path / "run")) == 200
+    assert valid_losses(tmp_path / "run" / "logs" / "worker-0.log")[-1] < 3  # who knows nothing has log₂ 50, 5.6
+
+
 def test_a_resumed_run_goes_on_with_momentum_and_data(alone: Alone, tmp_path: Path) -> None:
     """One worker: the run that was broken off at an exchange ends in the parameters of the one that was not."""
     flags = ["--user-dir", PACKAGE, *LOCAL, "--local-steps", 5, "--dropout", 0, "--max-epoch", 0]

@@ -127,8 +127,12 @@ class LocalTrainer(AsyncTrainer):
             self._state = None
 
     def _at_multiple(self, progress: int, previous: int) -> AppliedUpdates:
+        """fairseq's loop ends where the number comes to ``max_update``: when the server has all local steps, and no
+        sooner, though the schedule of a worker in its last round may be ahead."""
         if self.local.finished:
-            self.cfg.optimization.max_update = progress  # fairseq's loop ends at this number
+            self.cfg.optimization.max_update = progress
+        elif self.cfg.optimization.max_update:
+            progress = max(previous, min(progress, self.cfg.optimization.max_update - 1))
         return AppliedUpdates(progress, previous)
 
     def _reduce_and_log_stats(self, logging_outputs: Any, sample_size: Any, grad_norm: Any = None) -> Any:
