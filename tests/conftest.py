@@ -38,18 +38,6 @@ MODEL = (
 HYBRID = ["--optimizer", "hybrid_async"]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run also what takes long and is rarely broken alone")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--slow"):
-        left_out = pytest.mark.skip(reason="slow: bash scripts/test.sh --slow")
-        for item in items:
-            if "slow" in item.keywords:
-                item.add_marker(left_out)
-
-
 def command(name: str) -> str:
     found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     assert found, f"{name} is not installed"

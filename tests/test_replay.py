@@ -67,7 +67,7 @@ def test_a_hybrid_run_is_repeated_bit_for_bit(hybrid: Path) -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(["--outer", "diloco", "--local-steps", 4], id="DiLoCo", marks=pytest.mark.slow),
+        pytest.param(["--outer", "diloco", "--local-steps", 4], id="DiLoCo"),
         pytest.param(
             ["--local-steps", 4, "--dynamic-local-steps", "--grace-period", 0.01]
             + ["--staleness-power", -0.5, "--delay-compensation", 0.5],

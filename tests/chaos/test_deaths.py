@@ -117,7 +117,6 @@ def test_a_worker_killed_in_the_middle_of_a_push_changes_nothing_and_its_success
     assert audit(tmp_path).applied == 3
 
 
-@pytest.mark.slow
 def test_a_server_killed_again_and_again_under_load_keeps_its_books(process: ServerProcess, tmp_path: Path) -> None:
     adders = [
         Adder(ServerClient(process.address, process.token, worker, 60.0), snapshot_updates=20) for worker in (0, 1, 2)
