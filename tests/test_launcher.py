@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.progress import Progress
@@ -243,6 +245,18 @@ def test_slowdown_needs_a_factor_for_each_worker(processes: Processes, slowdown:
     ours = [command("fairseq-async"), "launch", "--workers", 2, "--slowdown", slowdown]
     code, output = processes.run([*ours, "--", "fairseq-train", "data", "--optimizer", "hybrid_async"])
     assert code == 2 and "error: --slowdown" in output and output.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--slowdown", "--max-restarts", "--host", "--token-file"])
+def test_what_only_asynchronous_workers_have_is_refused_with_a_synchronous_method(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    job = ["--", "fairseq-train", "data", "--optimizer", "adasum"]
+    monkeypatch.setattr(sys, "argv", ["fairseq-async", "launch", "--workers", "2", flag, "1", *job])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.startswith(f"fairseq-async: error: {flag}: ") and said.count("\n") == 1
 
 
 def test_a_slowed_down_worker_sends_fewer_gradients_and_older_ones(launch: Launch, tmp_path: Path) -> None:

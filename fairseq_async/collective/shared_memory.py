@@ -118,15 +118,14 @@ class SharedMemoryAdasum:
         if self._cuts != (mine[0].dtype, sizes):  # else nobody still reads what is written here
             self._messages.meet()
             self._cuts = mine[0].dtype, sizes
-        for owner in range(ranks):
-            for index, part in parts[owner] if owner != rank else []:
-                _copy(mirrors[rank][index][part], mine[index][part])
+        others = [(owner, *cut) for owner in range(ranks) if owner != rank for cut in parts[owner]]
+        for _, index, part in others:
+            _copy(mirrors[rank][index][part], mine[index][part])
         self._messages.meet()
         self._combine_part(list(self._pieces(mine, mirrors, parts[rank])), len(mine))
         self._messages.meet()
-        for owner in range(ranks):
-            for index, part in parts[owner] if owner != rank else []:
-                _copy(mine[index][part], mirrors[owner][index][part])
+        for owner, index, part in others:
+            _copy(mine[index][part], mirrors[owner][index][part])
 
     def _pieces(
         self, mine: Sequence[Tensor], mirrors: Sequence[Sequence[Tensor]], cuts: Iterable[tuple[int, slice]]

@@ -122,9 +122,8 @@ class AdamNorm:
         self.optimizer = optimizer
         self._masters = masters or {}
         self._groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-        self._ready: dict[
-            Tensor, tuple[Tensor, Tensor] | None
-        ] = {}  # in this step: 1/(√v̂ + eps), and room for g times it
+        # in this step: 1/(√v̂ + eps), and room for g times it; None for a parameter that does not count yet
+        self._ready: dict[Tensor, tuple[Tensor, Tensor] | None] = {}
         self._inverses: dict[Tensor, Tensor] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 

@@ -72,7 +72,7 @@ def build(method: dict[str, Any], layout: Layout, parameters: Tensor) -> tuple[S
         optimizer = build_optimizer(_config(inner, "optimizer"), views)
         schedule = build_lr_scheduler(_config(scheduler, "lr_scheduler"), optimizer)
         rule = ScheduledAccumulation(optimizer, schedule, method["updates_per_step"], method["clip_norm"])
-    except (ValueError, TypeError, AssertionError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, TypeError, AssertionError, RuntimeError) as error:
         raise ConfigurationError(
             f"--inner-optimizer {inner['_name']} with --lr-scheduler {scheduler['_name']}: {error}"
         ) from error

@@ -25,7 +25,7 @@ class Terms:
     @property
     def publishes(self) -> bool:
         """Whether there is a copy of the parameters that workers read when they like; else they ask for them."""
-        return bool(self.method.get("publishes", True))
+        return _publishes(self.method)
 
     def check(self, name: str, layout: Layout, method: Message) -> None:
         """Raises a RefusedError for a worker that trains something else."""
@@ -37,4 +37,8 @@ class Terms:
 
 def agree(layout: Layout, method: Message, slots: int) -> Terms:
     """The terms of a new run, with memory for so many workers."""
-    return Terms(layout, method, SharedMemory.create(layout.size, slots, bool(method.get("publishes", True))))
+    return Terms(layout, method, SharedMemory.create(layout.size, slots, _publishes(method)))
+
+
+def _publishes(method: Message) -> bool:
+    return bool(method.get("publishes", True))
