@@ -1,6 +1,7 @@
 """Real ``fairseq-train`` processes: equal to what is known, then learning, stopping, going on."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,30 @@ def test_torchrun_starts_it_without_our_launcher(
     assert code == 0, output[-3000:]
     applied = events(tmp_path / "run")
     assert {event["worker"] for event in applied} == {0, 1} and applied[-1]["version_after"] == 200
+
+
+_PREFETCHING = """
+from fairseq.data.iterators import BufferedIterator
+import torch
+import fairseq_async
+class Endless:
+    def __len__(self): return 10**9
+    def __iter__(self):
+        while True:
+            torch.stack([torch.arange(3)] * 100)
+            yield 0
+batches = BufferedIterator({size}, Endless())
+for _ in range({taken}): next(batches)
+"""
+
+
+@pytest.mark.parametrize(("size", "taken"), [(10, 3), (10**6, 1)], ids=["waiting", "busy"])
+def test_a_batch_that_is_being_prepared_at_the_end_does_not_abort_the_process(
+    processes: Processes, size: int, taken: int
+) -> None:
+    """Without it "busy" ends by SIGABRT: the thread is inside torch when the interpreter is taken from under it."""
+    code, output = processes.run([sys.executable, "-c", _PREFETCHING.format(size=size, taken=taken)])
+    assert code == 0, output
 
 
 def test_stopping_and_restoring_behind_the_barrier_changes_no_bit(launch: Launch, tmp_path: Path) -> None:
