@@ -18,6 +18,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 @app.callback()
 def description() -> None:
     """Asynchronous training of Transformers."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")  # a module of fairseq asks for DEBUG otherwise
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

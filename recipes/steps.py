@@ -18,18 +18,27 @@ def once(directory: Path, make: Callable[[Path], None]) -> Path:
     """Return `directory`, made by `make` unless it is there already.
 
     `make` fills a directory of another name that is renamed when it is done, so a broken run leaves nothing that
-    the next one could take for finished; what a broken run had made is lost.
+    the next one could take for finished; what a broken run had made is lost. Of two programs that make it at the same
+    time, the second uses what the first has made.
     """
     if not directory.exists():
-        partial = directory.with_name(f"{directory.name}.partial")
+        partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
             make(partial)
-            partial.rename(directory)
+            _rename(partial, directory)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return directory
+
+
+def _rename(partial: Path, directory: Path) -> None:
+    try:
+        partial.rename(directory)
+    except OSError:
+        if not directory.exists():
+            raise
 
 
 def write_whole(path: Path, text: str) -> None:

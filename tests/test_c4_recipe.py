@@ -23,7 +23,7 @@ from pyarrow import parquet
 from recipes.c4_lm import corpus_made_up, evaluate, settings, text, tokens
 from recipes.c4_lm.models import SIZES, ModelSpec, build, load_model, save_model
 from recipes.c4_lm.tokens import Counts, PackedDataset, Prepared
-from recipes.steps import RecipeError
+from recipes.steps import RecipeError, once
 from tests.conftest import DEEPSPEED, ROOT, Processes
 
 SAMPLE = ROOT.parent / "shared" / "data" / "c4"
@@ -166,6 +166,16 @@ def test_a_limit_takes_the_first_documents_and_a_tenth_as_many_for_validation(da
 
 
 # C4 over the network
+
+
+def test_of_two_programs_that_prepare_the_same_at_once_the_second_uses_what_the_first_has_made(tmp_path: Path) -> None:
+    def make(directory: Path) -> None:
+        (tmp_path / "made").mkdir()
+        (tmp_path / "made" / "by").write_text("the other")
+        (directory / "by").write_text("this one")
+
+    assert (once(tmp_path / "made", make) / "by").read_text() == "the other"
+    assert list(tmp_path.iterdir()) == [tmp_path / "made"]
 
 
 def test_c4_is_streamed_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

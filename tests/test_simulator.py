@@ -24,7 +24,7 @@ from fairseq_async.simulation.simulate import Interrupted, Simulator
 from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
-from tests.conftest import MODEL
+from tests.conftest import MODEL, Processes, command
 
 BASE: dict[str, Any] = {
     "problem": {"type": "gaussians", "samples": 256, "hidden": 8},
@@ -430,15 +430,18 @@ def test_workers_share_one_model_and_keep_one_copy_and_their_inner_state(tmp_pat
         assert worker.delta.numel() == size and kept == 2 * (size - ones)
 
 
-def test_a_translation_task_is_simulated_with_fairseqs_own_parts(data: Path, tmp_path: Path) -> None:
+def test_a_translation_task_is_simulated_with_fairseqs_own_parts(
+    processes: Processes, data: Path, tmp_path: Path
+) -> None:
     arguments = MODEL[: MODEL.index("--lr")]
     problem = {"type": "fairseq_translation", "data": str(data), "flags": " ".join(arguments)}
     cluster = {"workers": 2, "seconds_per_step": [1.0, 2.0]}
     methods = {name: METHODS[name] for name in ("hybrid", "synchronous")}
-    given = experiment(
-        tmp_path, problem=problem, methods=methods, steps=30, batch_size=1, cluster=cluster, evaluate_every=30
-    )
-    rows = Simulator(given, tmp_path / "out", resume=False).run()
+    experiment(tmp_path, problem=problem, methods=methods, steps=30, batch_size=1, cluster=cluster, evaluate_every=30)
+    simulate = [command("fairseq-async"), "simulate", tmp_path / "experiment.yaml", "--out", tmp_path / "out"]
+    code, output = processes.run(simulate)
+    assert code == 0 and "DEBUG" not in output, output  # one of fairseq's modules asks for it
+    rows = json.loads((tmp_path / "out/results.json").read_text())["trials"]
     curve = load([tmp_path / "out"])[0].curve
     assert all(row["loss"] < 0.9 * curve[0]["loss"] for row in rows)
     assert rows[0]["time"] < rows[1]["time"] and rows[0]["tokens"] > 60 * 50
