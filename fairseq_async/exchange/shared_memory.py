@@ -17,6 +17,10 @@ DIRECTORY = "/dev/shm"
 _PATIENCE = 10.0  # seconds that one side waits for the other before it takes it for dead
 
 
+def _never() -> bool:
+    return False
+
+
 class SharedMemory:
     """The published parameters, if a run publishes them, and one slot a worker, each a flat fp32 tensor.
 
@@ -120,8 +124,11 @@ class SharedMemory:
         self._header[1] = version
         self._count()
 
-    def read(self, copy: Callable[[Tensor], object]) -> int:
+    def read(self, copy: Callable[[Tensor], object], gone: Callable[[], bool] = _never) -> int:
         """Calls ``copy(published)`` until no publication fell into it; returns the version that was copied.
+
+        Args:
+            gone: whether the server has ended.
 
         Raises:
             ExchangeError: one publication was begun and not ended.
@@ -137,7 +144,7 @@ class SharedMemory:
                     return version
             elif before != seen:  # another publication than the one that was waited for
                 seen, deadline = before, time.monotonic() + _PATIENCE
-            elif time.monotonic() > deadline:
+            elif time.monotonic() > deadline or gone():
                 raise ExchangeError("the server stopped while it published parameters")
             else:
                 time.sleep(0.0002)
@@ -147,15 +154,18 @@ class SharedMemory:
         self._order()
         self._header[2 + worker] = sequence
 
-    def wait_until_taken(self, worker: int, sequence: int) -> None:
+    def wait_until_taken(self, worker: int, sequence: int, gone: Callable[[], bool] = _never) -> None:
         """Returns when the worker may write its slot again.
+
+        Args:
+            gone: whether the server has ended.
 
         Raises:
             ExchangeError: the server does not come to it.
         """
         deadline = time.monotonic() + _PATIENCE
         while int(self._header[2 + worker]) < sequence:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or gone():
                 raise ExchangeError("the server does not take updates any more")
             time.sleep(0.0002)
         self._order()

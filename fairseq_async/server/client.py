@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class ServerClient:
         self._slot: Tensor | None = None
         self._introduction: tuple[Layout, dict[str, Any]] | None = None  # with which this worker has joined
         self._left = threading.Event()
+        self._has_begun = False  # the server has said that it has parameters
         self._in_slot = -1  # an update that was accepted, and may not have been taken yet
         self._plans = 0
         self._back_at: int | None = None  # the version of a server that came back, until this worker has pulled
@@ -77,7 +79,10 @@ class ServerClient:
         """Introduces the worker; waits until the server has parameters, unless this is worker 0, who brings them."""
         self._introduction = layout, method
         with self._lock:
-            return self._hello()
+            try:
+                return self._hello()
+            except ExchangeError as error:
+                return self._come_back(error)
 
     def use(self, memory: SharedMemory) -> None:
         """Keeps the slot of a remote server in memory that other processes of this machine can open."""
@@ -86,7 +91,9 @@ class ServerClient:
 
     def initialise(self, state: str | None) -> dict[str, Any]:
         """Worker 0 brings a new server the parameters in its slot, or all of a state in a file on the server's disk."""
-        return self.ask({"kind": "initialise", "state": state}, self._sent)
+        welcome = self.ask({"kind": "initialise", "state": state}, self._sent)
+        self._has_begun = True
+        return welcome
 
     def push(self, write: Callable[[Tensor], object], **message: Any) -> dict[str, Any]:
         """Calls ``write(slot)`` with this worker's flat slot, then tells the server that it is ready.
@@ -119,13 +126,14 @@ class ServerClient:
 
     def pull(self, copy: Callable[[Tensor], object]) -> int:
         """Calls ``copy(flat parameters)`` on one version and returns it; other workers may do so at the same time."""
-        while self.memory is not None and self.memory.publishes:
+        while (memory := self.memory) is not None and memory.publishes:
             try:
-                version, self._back_at = self.memory.read(copy), None
+                version, self._back_at = memory.read(copy, partial(self._has_lost, memory)), None
                 return version
             except ExchangeError as error:  # the server died while it published
                 with self._lock:
-                    self._come_back(error)
+                    if memory is self.memory:
+                        self._come_back(error)
         version, self._back_at = int(self.ask({"kind": "pull"})["version"]), None
         copy(self.slot)
         return version
@@ -203,6 +211,7 @@ class ServerClient:
         welcome = self._answer()
         self._timeout = float(method.get("worker_timeout", self._timeout))
         self._channel.notice_death(self._timeout)
+        self._has_begun = bool(welcome["initialised"])
         before = self._slot
         if self.remote:
             if before is None:
@@ -219,8 +228,8 @@ class ServerClient:
             self._in_slot = -1
         return welcome
 
-    def _come_back(self, error: ExchangeError) -> None:
-        """Connects again, for as long as patience allows.
+    def _come_back(self, error: ExchangeError) -> dict[str, Any]:
+        """Connects again, for as long as patience allows; returns what the server says then.
 
         Raises:
             ExchangeError: it stays away.
@@ -240,22 +249,30 @@ class ServerClient:
             pause = min(2 * pause, _LONGEST_PAUSE)
         raise ExchangeError(self._lost()) from error
 
-    def _try_again(self) -> None:
+    def _try_again(self) -> dict[str, Any]:
         before = self._server
         self._channel.close()
         self._connect(self.worker)
+        begun = self._has_begun
         welcome = self._hello()
+        if begun and not welcome["initialised"]:
+            raise RefusedError(f"the server at {self.address} came back without the run's state, see server.log")
         if self._server != before:
             self._back_at = int(welcome.get("version", 0))
+        return welcome
 
     def _wait_until_taken(self) -> None:
         if self.memory is None or self.remote:
             return
         try:
-            self.memory.wait_until_taken(self.worker, self._in_slot)
+            self.memory.wait_until_taken(self.worker, self._in_slot, partial(self._has_lost, self.memory))
         except ExchangeError as error:
             with self._lock:
                 self._come_back(error)
+
+    def _has_lost(self, memory: SharedMemory) -> bool:
+        """Whether the server has ended, or another has come since."""
+        return memory is not self.memory or _is_closed(self._channel.connection, 0.0)
 
     def _lost(self) -> str:
         return f"the server at {self.address} is gone; the run continues from its last checkpoint when started again"

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, RefusedError
 from fairseq_async.exchange import environment
 from fairseq_async.exchange.authentication import new_token, write_token
 from fairseq_async.server.client import LOOPBACK
@@ -32,12 +32,15 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--recover", type=int, help="go on from the last snapshot; descriptor for its name or an error")
     options = parser.parse_args(arguments)
     service = Service(os.environ[TOKEN], options.workers, options.run_dir, build)
-    if options.recover is not None:
+    if options.recover is None:
+        service.snapshots.clear()  # of a run before
+    else:
         with open(options.recover, "w") as report:  # not stdout, where an imported library may write too
-            snapshot = service.recover()
-            report.write(snapshot or f"error: there is no snapshot in {service.snapshots.directory} to go on from")
-        if snapshot is None:
-            raise SystemExit(2)
+            try:
+                report.write(service.recover())
+            except RefusedError as error:
+                report.write(f"error: {error}")
+                raise SystemExit(2) from None
     if Loop(socket.socket(fileno=options.listener), service, sys.stdin).run():
         service.snapshots.wait()
         service.snapshots.clear()  # a finished run goes on from its checkpoint, if at all

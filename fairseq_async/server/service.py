@@ -178,15 +178,23 @@ class Service:
         if self._run is not None:  # the answer was lost, and it asks again
             return self._welcome(0)
         state = None if message["state"] is None else runs.read(Path(message["state"]))
-        self.snapshots.clear()
         self._begin(self.memory.slot(0).clone(), state, "the beginning" if state is None else "a checkpoint")
+        self._keep_snapshots()
+        self.snapshots.wait()  # until it is there nobody is told of parameters, and a server that dies begins anew
+        for other in list(self.members.peers.values()):
+            if other.waiting == "hello":
+                self._answer(other, self._welcome(other.id))
         return self._welcome(0)
 
-    def recover(self) -> str | None:
-        """Goes on from the newest snapshot in the run's directory, whose name is returned; None without one."""
+    def recover(self) -> str:
+        """Goes on from the newest snapshot in the run's directory, whose name is returned.
+
+        Raises:
+            RefusedError: there are snapshots, and none can be read.
+        """
         found = self.snapshots.latest(lambda state: Layout.from_json(state["layout"]))
         if found is None:
-            return None
+            return "the beginning"
         path, state = found
         layout = Layout.from_json(state["layout"])
         self._begin_terms(layout, state["description"])
@@ -198,9 +206,6 @@ class Service:
         layout, method = self.terms.layout, self.method
         self._run = Run(self.run_dir, self.build, method, layout, parameters, state, source, self.clock())
         self._publish()
-        for other in list(self.members.peers.values()):
-            if other.waiting == "hello":
-                self._answer(other, self._welcome(other.id))
 
     @property
     def run(self) -> Run:
@@ -325,8 +330,7 @@ class Service:
             return 1.0
         self._recount()
         if not self.finished:
-            seconds, updates = self.method.get("snapshot_seconds", 60.0), self.method.get("snapshot_updates")
-            self.snapshots.keep_up(self.run.snapshot, self.server.version, seconds, updates)
+            self._keep_snapshots()
         if self.deadline is None:
             return 1.0
         if self.clock() >= self.deadline:
@@ -335,6 +339,10 @@ class Service:
             self._settle(version, self.server.released())
             return 1.0
         return min(1.0, self.deadline - self.clock())
+
+    def _keep_snapshots(self) -> None:
+        seconds, updates = self.method.get("snapshot_seconds", 60.0), self.method.get("snapshot_updates")
+        self.snapshots.keep_up(self.run.snapshot, self.server.version, seconds, updates)
 
     def _recount(self) -> None:
         if self._run is not None and self.method["barrier"] and self.members.awaited != self._awaited:

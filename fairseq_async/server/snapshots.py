@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fairseq_async.errors import RefusedError
 from fairseq_async.server.orphans import end_with_parent
 
 DIRECTORY = "snapshots"
@@ -63,27 +64,31 @@ class Snapshots:
 
     @property
     def busy(self) -> bool:
-        """Whether one is being written; says so on stderr when the writer failed, and nothing else happens."""
-        if not self._child:
-            return False
-        child, status = os.waitpid(self._child, os.WNOHANG)
-        if not child:
-            return True
-        self._child = 0
-        if status:
-            print("a snapshot could not be written; the run goes on without it", file=sys.stderr, flush=True)
-        return False
+        """Whether one is being written."""
+        return not self._ends(os.WNOHANG)
 
     def wait(self) -> None:
         """Until the one that is being written is whole."""
+        self._ends(0)
+
+    def _ends(self, options: int) -> bool:
+        """Whether nothing is being written; says so on stderr when the writer failed, and nothing else happens."""
         if self._child:
-            os.waitpid(self._child, 0)
+            child, status = os.waitpid(self._child, options)
+            if not child:
+                return False
             self._child = 0
+            if status:
+                print("a snapshot could not be written; the run goes on without it", file=sys.stderr, flush=True)
+        return True
 
     def latest(self, check: Callable[[dict[str, Any]], object]) -> tuple[Path, dict[str, Any]] | None:
-        """The newest that can be read and that ``check`` does not raise for.
+        """The newest that can be read and that ``check`` does not raise for; None where none has been written.
 
         Newer ones, of which a warning tells, get another name: they would be taken for newer than those to come.
+
+        Raises:
+            RefusedError: there are some, and none can be read.
         """
         for path in reversed(self._files()):
             try:
@@ -93,6 +98,8 @@ class Snapshots:
             except Exception as error:  # torch raises whatever the broken bytes lead it to
                 print(f"{path} is skipped: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 path.replace(path.with_suffix(".torn"))
+        if any(self.directory.glob("*.torn")):
+            raise RefusedError(f"no snapshot in {self.directory} can be read")
         return None
 
     def clear(self) -> None:
