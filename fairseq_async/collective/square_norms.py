@@ -110,7 +110,7 @@ class AdamNorm:
             because 1/eps would make it count alone.
         masters: where the parameters are that the optimizer steps; see :class:`AdaScale`.
 
-    Keeps 1/(√v̂ + eps), as large as the parameters, for all the gradients of a step.
+    Keeps √v̂ + eps, as large as the parameters, for all the gradients of a step.
 
     Raises:
         ConfigurationError: on a call, if the optimizer does not keep ``exp_avg_sq``.
@@ -122,16 +122,16 @@ class AdamNorm:
         self.optimizer = optimizer
         self._masters = masters or {}
         self._groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-        # in this step: 1/(√v̂ + eps), and room for g times it; None for a parameter that does not count yet
+        # in this step: √v̂ + eps, and room for g divided by it; None for a parameter that does not count yet
         self._ready: dict[Tensor, tuple[Tensor, Tensor] | None] = {}
-        self._inverses: dict[Tensor, Tensor] = {}
+        self._denominators: dict[Tensor, Tensor] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def __call__(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         if parameter not in self._ready:
             self._ready[parameter] = self._prepare(parameter)
         ready = self._ready[parameter]
-        return None if ready is None else _norm(torch.mul(gradient.detach(), ready[0], out=ready[1]))
+        return None if ready is None else _norm(torch.div(gradient.detach(), ready[0], out=ready[1]))
 
     def forget(self) -> None:
         """The optimizer steps, or has loaded another state."""
@@ -147,12 +147,14 @@ class AdamNorm:
             name = type(self.optimizer).__name__
             raise ConfigurationError(f"AdaScale: adaptive=True is for Adam and its kin, and {name} keeps no exp_avg_sq")
         second = state["exp_avg_sq"].view(-1)[start : start + parameter.numel()].view(parameter.shape)
-        inverse = self._inverses.get(parameter)
-        if inverse is None or inverse.shape != second.shape or inverse.dtype != second.dtype:
-            inverse = self._inverses[parameter] = torch.empty_like(second)
-        torch.sqrt(second, out=inverse).mul_(math.sqrt(1 / (1 - group["betas"][1] ** steps)))
-        torch.nn.functional.threshold(inverse, 0.0, math.inf, inplace=True)  # √0 to ∞, whose inverse is 0
-        return inverse.add_(group["eps"]).reciprocal_(), self._room(inverse)
+        denominator = self._denominators.get(parameter)
+        if denominator is None or denominator.shape != second.shape or denominator.dtype != second.dtype:
+            denominator = self._denominators[parameter] = torch.empty_like(second)
+        torch.sqrt(second, out=denominator)
+        torch.nn.functional.threshold(denominator, 0.0, math.inf, inplace=True)  # an element with √0 does not count
+        correction = 1 / math.sqrt(1 - group["betas"][1] ** steps)
+        torch.add(denominator.new_tensor(group["eps"]), denominator, alpha=correction, out=denominator)
+        return denominator, self._room(denominator)
 
     def _room(self, like: Tensor) -> Tensor:
         """Memory that stays, because fresh memory is slow when it is touched first."""
