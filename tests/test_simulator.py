@@ -123,6 +123,15 @@ def test_delayed_nesterov_with_equal_workers_and_grace_is_diloco(tmp_path: Path)
     assert len(log.events) == 16 and ours.clock.now == pytest.approx(theirs.clock.now)
 
 
+def test_no_time_goes_by_waiting_for_workers_that_cannot_come_in_the_grace_period(tmp_path: Path) -> None:
+    """Two equal workers, one of which begins later and stays behind."""
+    shifted = {"workers": 2, "seconds_per_step": 1.0, "absences": [{"worker": 1, "from": 0, "to": 2.2}]}
+    _, log = run(tmp_path, DN | {"grace_period": 1.0}, cluster=shifted)
+    _, plain = run(tmp_path, DN, cluster=shifted)
+    assert log.of(0)[0] == 4.0 and plain.of(0)[0] == 3.0  # in the first round the other may come at any moment
+    assert [time - 1.0 for time in log.of(0)][1:] == plain.of(0)[1:] and log.of(1) == plain.of(1)
+
+
 def test_a_method_does_something_and_training_helps(tmp_path: Path) -> None:
     for method in (METHODS["hybrid"], DN):
         simulated = trial(experiment(tmp_path, methods={"it": method}, steps=150))

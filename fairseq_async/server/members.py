@@ -112,10 +112,9 @@ class Members:
         return {worker for worker in self.peers if self.is_silent(worker)}
 
     @property
-    def awaited(self) -> int:
-        """For how many workers a round waits."""
-        everybody = {*range(self.announced), *self.peers}
-        return sum(self._is_awaited(worker) for worker in everybody)
+    def awaited(self) -> set[int]:
+        """For whom a round waits."""
+        return {worker for worker in {*range(self.announced), *self.peers} if self._is_awaited(worker)}
 
     def _is_awaited(self, worker: int) -> bool:
         if worker in self.idle:

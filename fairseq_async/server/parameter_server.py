@@ -113,9 +113,9 @@ class ParameterServer:
             self.started_from[worker] = self.parameters.clone()
 
     @property
-    def held(self) -> int:
-        """How many updates wait for their round."""
-        return len(self._held)
+    def held(self) -> set[int]:
+        """Whose updates wait for their round."""
+        return set(self._held)
 
     def push(self, update: Update, norm: float | None = None) -> Receipt:
         """Settles the update, or holds it behind the barrier (then :meth:`released` gives its receipt later).

@@ -23,6 +23,10 @@ class Plan(Protocol):
         """What an answer says of the worker's next work; ``idle`` in it: nothing, as long as others do theirs."""
         ...
 
+    def expected_seconds(self, worker: int) -> float | None:
+        """What the worker's present work takes, from its speed before; None where that is not known."""
+        ...
+
     def check(self, report: Message) -> None:
         """Raises a KeyError, TypeError or ValueError for a report that :meth:`record` could not take."""
         ...
@@ -72,6 +76,9 @@ class Passes:
 
     def assign(self, worker: int) -> Message:
         return {"learning_rate": self.schedule.learning_rate}
+
+    def expected_seconds(self, worker: int) -> float | None:
+        return None
 
     def check(self, report: Message) -> None:
         checked_number(report.get("epochs", 0.0), "epochs")

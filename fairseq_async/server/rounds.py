@@ -1,5 +1,6 @@
 """The plan of local SGD: how many steps each worker takes, on which shard, and where the run stands."""
 
+import math
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -69,6 +70,15 @@ class Rounds:
         self.assigned[worker] = shard, steps, offset
         place = {"shard": shard, "offset": offset, "progress": self._progress(shard), "pace": self._pace(worker, shard)}
         return {"local_steps": steps, "total_progress": self.steps / self.workers, "idle": steps == 0, **place}
+
+    def expected_seconds(self, worker: int) -> float | None:
+        """Its steps at the speed of its last rounds; who has none is still to begin: it may be just behind in the first
+        round, and will not be there in time in another."""
+        if worker not in self.assigned:
+            return math.inf if self.steps else None
+        if worker not in self.speeds:
+            return None
+        return self.assigned[worker][1] / self.speeds[worker]
 
     def check(self, report: Message) -> None:
         for name in ("local_steps", "step_seconds"):

@@ -14,6 +14,7 @@ from fairseq_async.exchange import SharedMemory, copy
 from fairseq_async.server import heap
 from fairseq_async.server import run as runs
 from fairseq_async.server.door import Door
+from fairseq_async.server.grace import Grace
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.members import Members, Peer
 from fairseq_async.server.parameter_server import ParameterServer, Receipt, Status
@@ -44,7 +45,7 @@ class Service:
         self.refusals = Refusals()
         self.snapshots = Snapshots(run_dir, clock)
         self.finished = False
-        self.deadline: float | None = None  # of the grace period, by the clock
+        self.grace = Grace(None)
         self._terms: Terms | None = None
         self._run: Run | None = None
         self._awaited = 0
@@ -145,6 +146,7 @@ class Service:
         """What the first worker trains, and how."""
         self.members.timeout = float(method.get("worker_timeout", self.members.timeout))
         self.members.waits_for_dead = bool(method.get("waits_for_dead", True))
+        self.grace = Grace(method.get("grace"))
         self._terms = agree(layout, method, self.members.capacity)
 
     @property
@@ -255,7 +257,7 @@ class Service:
             self._answer(peer, self._accepted(update))
         receipt = self.server.push(update, norm)
         if receipt.status is Status.HELD:
-            self._begin_grace()
+            self._wait_for_others(peer)
             self._settle(version, self.server.released())
         else:
             self.memory.mark_taken(peer.id, update.sequence)
@@ -269,6 +271,7 @@ class Service:
 
     def _state_for(self, worker: int) -> Message:
         """What an answer says besides the receipt."""
+        self.grace.begin_work(worker, self.clock())
         return {"finished": self.finished, **self.run.assignment(worker)}
 
     def _settle(self, version: int, settled: list[Receipt]) -> None:
@@ -278,7 +281,7 @@ class Service:
             if version == 0:
                 heap.trim()
         if not self.server.held:
-            self.deadline = None
+            self.grace.deadline = None
         peers = self.members.peers
         for each in settled:
             report = peers[each.worker].report if each.worker in peers else {}
@@ -296,6 +299,11 @@ class Service:
         self._answer(peer, asdict(receipt) | {"status": receipt.status.value} | self._state_for(receipt.worker))
 
     # Waiting for others
+
+    def _wait_for_others(self, peer: Peer) -> None:
+        held = self.server.held
+        if held and not self.grace.goes_on(peer.id, self.members.awaited - held, self.run.plan, self.clock()):
+            self.server.complete_round()
 
     def _wait(self, peer: Peer, message: Message) -> None:
         """A worker for which there is nothing to do."""
@@ -315,11 +323,6 @@ class Service:
                 self._answer(self.members.peers[worker], state)
                 self._count_barrier()
 
-    def _begin_grace(self) -> None:
-        grace = self.method.get("grace")
-        if grace is not None and self.deadline is None:
-            self.deadline = self.clock() + grace
-
     def tick(self) -> float:
         """What time brings: the end of a grace period, a worker that is not heard of, a snapshot.
 
@@ -331,26 +334,27 @@ class Service:
         self._recount()
         if not self.finished:
             self._keep_snapshots()
-        if self.deadline is None:
+        deadline = self.grace.deadline
+        if deadline is None:
             return 1.0
-        if self.clock() >= self.deadline:
+        if self.clock() >= deadline:
             version = self.server.version
             self.server.complete_round()
             self._settle(version, self.server.released())
             return 1.0
-        return min(1.0, self.deadline - self.clock())
+        return min(1.0, deadline - self.clock())
 
     def _keep_snapshots(self) -> None:
         seconds, updates = self.method.get("snapshot_seconds", 60.0), self.method.get("snapshot_updates")
         self.snapshots.keep_up(self.run.snapshot, self.server.version, seconds, updates)
 
     def _recount(self) -> None:
-        if self._run is not None and self.method["barrier"] and self.members.awaited != self._awaited:
+        if self._run is not None and self.method["barrier"] and len(self.members.awaited) != self._awaited:
             self._count_barrier()
 
     def _count_barrier(self) -> None:
         """A round waits for those who are at work, or are still to come."""
-        self._awaited = self.members.awaited
+        self._awaited = len(self.members.awaited)
         if self._run is None or not self.method["barrier"]:
             return
         active = max(1, self._awaited)

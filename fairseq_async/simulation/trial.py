@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fairseq_async.algorithms import Lateness, Rule, Update
 from fairseq_async.server import Layout, ParameterServer, Receipt, Status
+from fairseq_async.server.grace import Grace
 from fairseq_async.server.plan import Passes, Plan
 from fairseq_async.server.rounds import Rounds
 from fairseq_async.simulation.clock import Clock, Happening, Kind
@@ -100,7 +101,7 @@ class Trial:
         self.server = ParameterServer(
             self.parameters, self.deal.rule, described["barrier"], described.get("last_version"), lateness
         )
-        self.grace: float | None = described.get("grace")
+        self.grace = Grace(described.get("grace"))
         self.transfer = cluster.exchange.transfer(model.layout.size)
         self.clock = Clock()
         self.workers = [LogicalWorker(w, torch.zeros_like(start)) for w in range(cluster.workers)]
@@ -109,7 +110,6 @@ class Trial:
         self.held: list[int] = []  # whose updates are behind the barrier, in the order of their arrival
         self.line_ends = 0.0  # when the server will have worked off the updates that stand in line
         self.answers_at = 0.0  # when it answers what it is at
-        self.deadline: float | None = None
         self.steps, self.tokens = 0, 0.0
         self._enter()
         for worker, presence in enumerate(self.presence):
@@ -143,7 +143,7 @@ class Trial:
                 self._arrive(worker)
             case Kind.IS_TAKEN if happening.life == worker.life:
                 self._take(worker)
-            case Kind.GRACE_ENDS if self.deadline == happening.time:
+            case Kind.GRACE_ENDS if self.grace.deadline == happening.time:
                 self.server.complete_round()
                 self._settle(self.server.released())
         return True
@@ -190,6 +190,7 @@ class Trial:
             self._count_barrier()
             return
         self.server.note_pull(worker.id)
+        self.grace.begin_work(worker.id, self.clock.now)
         worker.base_version = self.server.version
         started = max(self.clock.now, self.answers_at) + self.transfer
         if self.deal.sends_gradients:
@@ -231,7 +232,7 @@ class Trial:
         self.answers_at = self.clock.now + (0.0 if early else self.cluster.exchange.server_seconds)
         receipt = self._push(worker)
         if receipt.status is Status.HELD:
-            self._begin_grace()
+            self._wait_for_others(worker)
             self._settle(self.server.released())
         else:
             self._settle([receipt])
@@ -243,15 +244,19 @@ class Trial:
             self.held.append(worker.id)
         return receipt
 
-    def _begin_grace(self) -> None:
-        if self.grace is not None and self.deadline is None and self.server.held:
-            self.deadline = self.clock.now + self.grace
-            self.clock.schedule(Happening(self.deadline, Kind.GRACE_ENDS, 0))
+    def _wait_for_others(self, worker: LogicalWorker) -> None:
+        if not self.server.held:  # the round is complete
+            return
+        before = self.grace.deadline
+        if not self.grace.goes_on(worker.id, self._active - self.server.held, self.deal.plan, self.clock.now):
+            self.server.complete_round()
+        elif self.grace.deadline is not None and before is None:
+            self.clock.schedule(Happening(self.grace.deadline, Kind.GRACE_ENDS, 0))
 
     def _settle(self, settled: list[Receipt]) -> None:
         """All that was applied is applied before anyone takes parameters."""
         if not self.server.held:
-            self.deadline, self.held = None, []
+            self.grace.deadline, self.held = None, []
         for receipt in settled:
             worker = self.workers[receipt.worker]
             report = worker.report
@@ -281,12 +286,16 @@ class Trial:
                 self._count_barrier()
                 self._begin(self.workers[worker], place, since=self.clock.now)
 
+    @property
+    def _active(self) -> set[int]:
+        return set(range(self.cluster.workers)) - self.departed - self.idle
+
     def _count_barrier(self) -> None:
         """A round waits for those who are at work, or are still to come for the first time."""
         if not self.deal.description["barrier"]:
             return
-        active = max(1, self.cluster.workers - len(self.departed | self.idle))
-        if self.grace is None:
+        active = max(1, len(self._active))
+        if self.grace.seconds is None:
             self.deal.rule.limit_round(active)
         self.server.limit_barrier(active)
         released = self.server.released()
@@ -295,7 +304,7 @@ class Trial:
 
     # Stop and go on
 
-    _PLAIN = ("departed", "idle", "held", "line_ends", "answers_at", "deadline", "steps", "tokens")
+    _PLAIN = ("departed", "idle", "held", "line_ends", "answers_at", "steps", "tokens")
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, between two calls of :meth:`advance`, in types that torch loads without trust."""
@@ -306,6 +315,7 @@ class Trial:
             "barrier": self.server.barrier,
             "plan": self.deal.plan.state_dict(),
             "clock": self.clock.state_dict(),
+            "grace": self.grace.state_dict(),
             "workers": [worker.state_dict() for worker in self.workers],
         }
 
@@ -317,11 +327,12 @@ class Trial:
         if isinstance(self.deal.plan, Rounds):
             self.deal.plan.awaited.clear()  # the workers are all here, at what they were at
         self.clock.load_state_dict(state["clock"])
+        self.grace.load_state_dict(state["grace"])
         for worker, own in zip(self.workers, state["workers"], strict=True):
             worker.load_state_dict(own)
         for name in self._PLAIN:
             setattr(self, name, state[name])
-        if self.deal.description["barrier"] and self.grace is None:
+        if self.deal.description["barrier"] and self.grace.seconds is None:
             self.deal.rule.limit_round(state["barrier"])
         self.server.limit_barrier(state["barrier"])
         held, self.held = self.held, []
