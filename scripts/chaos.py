@@ -50,6 +50,7 @@ COUNT = 2  # workers
 _PROBE_EVERY = 20.0  # seconds between two comparisons of what server and a worker hold
 _START = 300.0  # seconds for all workers to send their first update
 _LONGEST = 1_000_000  # updates: a run ends by time
+_LONG = 20_000  # local steps, which the learning rate follows: an hour's
 
 
 class Recipe(str, Enum):
@@ -94,18 +95,18 @@ def multi30k(out: Path, data: Path | None) -> Job:
     return Job(command, SERVERS["hybrid_async"], out, address_flag=True)
 
 
-def c4(out: Path, data: Path | None) -> Job:
+def c4(out: Path, text: Path | None) -> Job:
     """Local SGD, the recipe's tiny model."""
     recipe = jobs.ROOT / "recipes" / "c4_lm"
-    if data is None:
+    if text is None:
         line = [sys.executable, str(recipe / "corpus_made_up.py"), str(out.parent / "text")]
-        data = Path(subprocess.run(line, check=True, capture_output=True, text=True).stdout.strip())
+        text = Path(subprocess.run(line, check=True, capture_output=True, text=True).stdout.strip())
     config = json.loads((recipe / "demo.json").read_text())
     config["async_training"] |= {"run_dir": str(out), "snapshot_seconds": 5, "worker_timeout": 10}
     (out.parent / "c4.json").write_text(json.dumps(config))
     command = [sys.executable, str(recipe / "train.py"), "--deepspeed", "--deepspeed_config", f"{out.parent}/c4.json"]
-    command += ["--model", "tiny", "--vocab", "2000", "--data", str(data), "--out", str(out.parent / "c4"), "--resume"]
-    command += ["--steps", "4000"]
+    command += ["--model", "tiny", "--vocab", "2000", "--data", str(text), "--out", str(out.parent / "c4"), "--resume"]
+    command += ["--steps", str(_LONG)]
     return Job(command, SERVERS["local_sgd"], out, address_flag=False, variables={"DS_ACCELERATOR": "cpu"})
 
 
@@ -258,6 +259,7 @@ def main(
     faults_per_hour: Annotated[float, typer.Option(min=1)] = 150,
     seed: Annotated[int, typer.Option(help="Of the order of the faults.")] = 1,
     data: Annotated[Path | None, typer.Option(help="Multi30k, binarised by its recipe; else a made-up pair.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Shards of C4, for its recipe; else a made-up text.")] = None,
     faults: Annotated[Path | None, typer.Option(help="A schedule in YAML, in place of the storm.")] = None,
     out: Annotated[Path, typer.Option(help="For all files.")] = Path("runs/chaos"),
     json_file: Annotated[Path | None, typer.Option("--json", help="For what is printed.")] = None,
@@ -271,7 +273,7 @@ def main(
         for name, what in (("calm", Schedule(faults=())), ("storm", given)):
             directory = (out / each.value / name).resolve()
             directory.mkdir(parents=True, exist_ok=True)
-            job = multi30k(directory, data) if each is Recipe.MULTI30K else c4(directory, None)
+            job = multi30k(directory, data) if each is Recipe.MULTI30K else c4(directory, text)
             print(f"{each.value}: {name}", flush=True)
             runs[name] = Run(job)
             runs[name].go(60 * minutes, what)

@@ -1,7 +1,9 @@
-"""How much of hybrid's distance from the synchronous run is staleness, and how much the choice of batches.
+"""How much of hybrid's distance from the synchronous run is staleness, how much the choice of batches, and how far a
+step turns the gradient.
 
 Four runs from one state. Hybrid differs from the synchronous run in two things: which batches meet in a step, since a
-fast worker gives more of them, and that some gradients were computed a version ago. Here each differs alone.
+fast worker gives more of them, and that some gradients were computed a version ago. Here each differs alone. A gradient
+of a version ago is as good as one of now where a step does not turn the gradient: the angle is measured on the way.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from fairseq_async.server import ParameterServer, Receipt  # noqa: E402
 from fairseq_async.simulation import experiment as experiments  # noqa: E402
 from fairseq_async.simulation import problem as problems  # noqa: E402
 from fairseq_async.simulation.cluster import Cluster  # noqa: E402
-from fairseq_async.simulation.experiment import Experiment, Method, ScheduleOptions  # noqa: E402
+from fairseq_async.simulation.experiment import Experiment, HybridOptions, Method, ScheduleOptions  # noqa: E402
 from fairseq_async.simulation.schedule import LearningRate  # noqa: E402
 from fairseq_async.simulation.trial import Trial, deal  # noqa: E402
 from fairseq_async.simulation.workers import LogicalWorker, SharedModel  # noqa: E402
@@ -65,8 +67,48 @@ def arrivals(experiment: Experiment, method: Method, cluster: Cluster, model: Sh
     return found
 
 
+class Turning:
+    """The cosine of the mean gradient of some batches now, and at the parameters of 1 and 4 versions before.
+
+    The batches are the first ones of the last quarter of each shard.
+    """
+
+    AGO = (1, 4)
+    BATCHES = 64
+
+    def __init__(self, model: SharedModel, versions: Sequence[int]) -> None:
+        self.model, self.versions = model, versions
+        self.found: list[dict[str, float]] = []
+        self._probe = LogicalWorker(0, torch.zeros_like(model.flat))
+
+    def look(self, version: int, past: dict[int, torch.Tensor]) -> None:
+        if version in self.versions:
+            now = self._gradient(past[version])
+            angles = {f"{ago} before": _cosine(now, self._gradient(past[version - ago])) for ago in self.AGO}
+            self.found.append({"version": version} | angles)
+
+    def _gradient(self, parameters: torch.Tensor) -> torch.Tensor:
+        self.model.flat.copy_(parameters)
+        total, shards = torch.zeros_like(parameters), self.model.order.sizes
+        for number in range(self.BATCHES):
+            shard, self._probe.sequence = number % len(shards), number
+            first = 3 * shards[shard] // (4 * self.model.batch_size)
+            self.model.gradient(self._probe, shard, first + number // len(shards))
+            total += self._probe.delta
+        return total
+
+
+def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.dot(one, other) / (one.norm() * other.norm()))
+
+
 def train(
-    experiment: Experiment, method: Method, model: SharedModel, start: torch.Tensor, gradients: Sequence[Gradient]
+    experiment: Experiment,
+    method: Method,
+    model: SharedModel,
+    start: torch.Tensor,
+    gradients: Sequence[Gradient],
+    turning: Turning,
 ) -> float:
     """Applies them; returns the loss at the end."""
     parameters, workers = start.clone(), 1 + max(each.worker for each in gradients)
@@ -84,63 +126,80 @@ def train(
         if server.version not in past:
             past[server.version] = parameters.clone()
             past.pop(server.version - 16, None)
+            turning.look(server.version, past)
     model.flat.copy_(parameters)
     return model.evaluate()
 
 
-def four_runs(path: Path, seed: int, pretraining: int | None) -> dict[str, float]:
-    """The last losses."""
-    given = experiments.read(path)
-    experiment = replace(given, head=given.head.model_copy(update={"seed": seed}))
-    methods = {"barrier": True, "hybrid": False}
-    (cluster,) = experiment.clusters.values()
-    problem = problems.build(experiment.head.problem, path.resolve().parent, seed, torch.device("cpu"))
-    order = ShardOrder(shard_sizes(problem.samples, cluster.workers), seed)
-    model = SharedModel(problem, experiment.head.batch_size, order, seed)
+@dataclass(frozen=True)
+class Four:
+    """What four runs from one state came to."""
+
+    losses: dict[str, float]
+    turnings: dict[str, list[dict[str, float]]]
+
+
+def four_runs(experiment: Experiment, pretraining: int) -> Four:
+    """From the start, or after so many steps of plain training."""
+    (cluster,), seed, options = experiment.clusters.values(), experiment.seed, experiment.optimizer
+    problem = problems.build(experiment.head.problem, experiment.path.resolve().parent, seed, torch.device("cpu"))
+    model = SharedModel(problem, experiment.head.batch_size, ShardOrder([problem.samples], seed), seed)
     if pretraining:
         lr = experiment.pretraining.lr if experiment.pretraining else None
-        model.order = ShardOrder([problem.samples], seed)
         schedule = ScheduleOptions(warmup=experiment.schedule.warmup)
-        rate = LearningRate(schedule, lr or experiment.optimizer.lr, pretraining)
-        model.pretrain(experiment.optimizer, rate, pretraining)
-        model.order = order
+        model.pretrain(options, LearningRate(schedule, lr or options.lr, pretraining), pretraining)
+    model.order = ShardOrder(shard_sizes(problem.samples, cluster.workers), seed)
     start = model.flat.clone()
-    found = {}
-    for name, barrier in methods.items():
-        method = next(m for m in experiment.methods if bool(getattr(m.options, "barrier", False)) is barrier and (
-            getattr(m.options, "updates_per_step", None) != 1))  # fmt: skip
-        found[name] = method, arrivals(experiment, method, cluster, model)
-    plain, (hybrid, ours) = found["barrier"][1], found["hybrid"]
+    methods = [Method("", HybridOptions(method="hybrid_async", barrier=barrier), options) for barrier in (True, False)]
+    synchronous, hybrid = (arrivals(experiment, method, cluster, model) for method in methods)
     runs = {
-        "synchronous": [replace(each, base=each.version) for each in plain],
-        "its batches, all gradients one version old": [replace(e, base=max(0, e.version - 1)) for e in plain],
-        "hybrid's batches, no gradient old": [replace(each, base=each.version) for each in ours],
-        "hybrid": ours,
+        "synchronous": synchronous,
+        "its batches, all gradients one version old": [replace(e, base=max(0, e.version - 1)) for e in synchronous],
+        "hybrid's batches, no gradient old": [replace(each, base=each.version) for each in hybrid],
+        "hybrid": hybrid,
     }
-    return {name: train(experiment, hybrid, model, start, gradients) for name, gradients in runs.items()}
+    steps = hybrid[-1].version
+    versions = [steps // 8, steps // 4, steps // 2, steps]
+    losses, turnings = {}, {}
+    for name, gradients in runs.items():
+        turning = Turning(model, versions if name in ("synchronous", "hybrid") else [])
+        losses[name] = train(experiment, methods[1], model, start, gradients, turning)
+        turnings[name] = turning.found
+    return Four(losses, turnings)
 
 
 def main(
-    experiment: Annotated[Path, typer.Argument(help="An experiment with a hybrid and a synchronous method.")],
+    path: Annotated[Path, typer.Argument(help="An experiment; of its methods only the optimizer is taken.")],
     seeds: Annotated[int, typer.Option(min=1)] = 5,
     pretraining: Annotated[int, typer.Option(min=0, help="Steps, in place of the file's.")] = 0,
+    lr: Annotated[float | None, typer.Option(help="In place of the file's.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="For what is printed.")] = None,
 ) -> None:
-    """Print the last perplexities of four runs a seed, and the mean distances of their losses."""
-    report = Report(f"staleness and batches, {experiment}, {pretraining} steps of pretraining")
-    losses = []
+    """Print the last perplexities of four runs a seed, how far apart their losses are, and how gradients turn."""
+    report = Report(f"staleness and batches, {path.name}, {pretraining} steps of pretraining")
+    given, found = experiments.read(path), []
+    options = given.optimizer.model_copy(update={} if lr is None else {"lr": lr})
     for seed in range(1, seeds + 1):
-        losses.append(four_runs(experiment, seed, pretraining))
-        print(seed, {name: round(math.exp(loss), 2) for name, loss in losses[-1].items()}, flush=True)
+        head = given.head.model_copy(update={"seed": seed})
+        found.append(four_runs(replace(given, head=head, optimizer=options), pretraining))
+        print(seed, {name: round(math.exp(loss), 2) for name, loss in found[-1].losses.items()}, flush=True)
+    report.table("last losses", [_row(name, [four.losses for four in found]) for name in found[0].losses])
     rows = []
-    for name in losses[0]:
-        apart = [row[name] - row["synchronous"] for row in losses]
-        spread = stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else math.nan
-        perplexities = " ".join(f"{math.exp(row[name]):.4g}" for row in losses)
-        rows.append({"run": name, "perplexity": perplexities, "loss above the synchronous": f"{fmean(apart):+.3f}",
-                     "standard error": f"{spread:.3f}"})  # fmt: skip
-    report.table("last losses", rows)
+    for name, first in found[0].turnings.items():
+        for number, looked in enumerate(first):
+            means = {key: fmean(four.turnings[name][number][key] for four in found) for key in looked}
+            rows.append({"run": name, "version": looked["version"]} | {
+                f"cosine with {key}": f"{value:.3f}" for key, value in means.items() if key != "version"
+            })  # fmt: skip
+    report.table("mean gradient of the same batches, now and before", rows)
     report.end(json_file)
+
+
+def _row(name: str, losses: list[dict[str, float]]) -> dict[str, str]:
+    apart = [row[name] - row["synchronous"] for row in losses]
+    error = stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else math.nan
+    perplexities = ", ".join(f"{math.exp(row[name]):.1f}" for row in losses)
+    return {"run": name, "perplexity": perplexities, "loss above": f"{fmean(apart):+.3f} ± {error:.3f}"}
 
 
 if __name__ == "__main__":
