@@ -2,6 +2,8 @@
 
 import json
 import os
+import select
+import selectors
 import signal
 import socket
 import struct
@@ -16,9 +18,13 @@ import torch
 from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.server import Layout, ServerClient
+from fairseq_async.server.loop import Loop
+from fairseq_async.server.members import Peer
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.worker.place import Place
+from tests.chaos import in_process
 from tests.servers import ThreadServer
+from tests.sgd_server import build
 
 MODULE = "tests.sgd_server"
 LAYOUT = Layout.of([("weight", torch.zeros(2, 2)), ("bias", torch.zeros(2))])
@@ -272,3 +278,20 @@ def test_what_an_imported_library_prints_goes_to_the_log(tmp_path: Path, monkeyp
     finally:
         process.stop()
     assert "a word from a library" in (tmp_path / "server.log").read_text()
+
+
+def test_a_worker_whose_update_takes_long_on_its_way_is_not_silent(tmp_path: Path) -> None:
+    now = 0.0
+    service = in_process.new_service(1, tmp_path, build, lambda: now)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as worker:
+        connection, _ = listener.accept()
+        peer = Peer(Channel(connection), worker=0)
+        service.members.enter(peer)
+        loop = Loop(listener, service, connection)
+        now = service.members.timeout + 1
+        assert service.members.silent == {0}
+        worker.sendall(struct.pack("!I", 100) + b'{"kind"')
+        select.select([connection], [], [], 10)
+        loop._serve(peer, selectors.EVENT_READ)
+        assert not service.members.silent
+        connection.close()

@@ -62,6 +62,7 @@ class Loop:
         self.service.greet(peer)
 
     def _serve(self, peer: Peer, ready: int) -> None:
+        self.service.members.hear(peer)  # also who sends or takes a tensor slowly is there
         try:
             if ready & selectors.EVENT_WRITE:
                 peer.channel.flush()

@@ -76,13 +76,13 @@ class Worker:
 class Adder:
     """Adds 1 to every parameter with each of its updates, so that the parameters count what was applied."""
 
-    def __init__(self, client: ServerClient, **method: Any) -> None:
-        self.client, self.parameters = client, torch.zeros(LAYOUT.size)
-        welcome = client.join(LAYOUT, ADDER | method)
+    def __init__(self, client: ServerClient, layout: Layout = LAYOUT, **method: Any) -> None:
+        self.client, self.parameters = client, torch.zeros(layout.size)
+        welcome = client.join(layout, ADDER | method)
         if not welcome["initialised"]:
             client.slot.zero_()
             client.initialise(None)
-        self.sequence = client.join(LAYOUT, ADDER | method)["sequence"]
+        self.sequence = client.join(layout, ADDER | method)["sequence"]
         self.version = client.pull(self.parameters.copy_)
 
     def steps(self, count: int) -> None:
