@@ -1,7 +1,8 @@
 """A storm of faults over a run of a recipe, beside a calm run of the same length.
 
-Worker 0 has shared memory with the server. Worker 1 has TCP, through a proxy that delays, drops, doubles and spoils its
-messages, and cuts it off. Processes are killed and stopped by signals. Dead workers are started again here, as
+Worker 0 has shared memory with the server. Worker 1 is on another host, which is a network namespace, or an address of
+this one where nobody may make namespaces; it has TCP, through a proxy that delays, drops, doubles and spoils its messages,
+and cuts it off. Processes are killed and stopped by signals. Dead workers are started again here, as
 ``fairseq-async launch`` does it; the server by itself, from its last snapshot.
 """
 
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import cycle, islice
@@ -28,7 +30,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fairseq_async.errors import AsyncError  # noqa: E402
+from fairseq_async.errors import AsyncError, ConfigurationError, fail  # noqa: E402
 from fairseq_async.exchange import copy  # noqa: E402
 from fairseq_async.reporting.audit import audit  # noqa: E402
 from fairseq_async.server import Layout, ServerClient  # noqa: E402
@@ -41,6 +43,7 @@ from scripts.bench import jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.storm_figures import Log, figures, loss_ratio, useful_share  # noqa: E402
 from tests.chaos import schedule  # noqa: E402
+from tests.chaos.hosts import LOOPBACK, Cable, Host, other_host  # noqa: E402
 from tests.chaos.injector import Injector  # noqa: E402
 from tests.chaos.proxy import Proxy  # noqa: E402
 from tests.chaos.runs import digest, read_snapshot  # noqa: E402
@@ -133,22 +136,22 @@ def storm(minutes: float, per_hour: float, seed: int) -> Schedule:
 
 
 class Run:
-    """One run of a job for so many seconds.
+    """One run of a job for so many seconds, worker 1 on the other host.
 
     Attributes:
         timeline: starts, deaths and faults.
         equal, probes: how often a worker that had just pulled held what the server held, and of how many times.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.timeline = job, Timeline()
+    def __init__(self, job: Job, host: Host) -> None:
+        self.job, self.timeline, self.prefixes = job, Timeline(), [(), host.prefix]
         self.equal = self.probes = 0
         shutil.rmtree(job.run_dir, ignore_errors=True)
         self.logs = job.run_dir / "logs"
         self.logs.mkdir(parents=True)
         log = self.logs / "server.log"
         self.server = ServerProcess(job.server, COUNT, job.run_dir, log, restarts=10**6)
-        self.proxy = Proxy(self.server.address, "127.0.0.2")
+        self.proxy = Proxy(self.server.address, host.near)
         self.workers: dict[int, subprocess.Popen[bytes]] = {}
         self._paused: set[int] = set()
 
@@ -200,7 +203,7 @@ class Run:
         place = {WORKER: str(worker), WORKERS: str(COUNT), TOKEN: self.server.token} | self.job.variables
         if not self.job.address_flag:
             place[SERVER] = address
-        line = self.job.command + (["--server", address] if self.job.address_flag else [])
+        line = [*self.prefixes[worker], *self.job.command] + (["--server", address] if self.job.address_flag else [])
         with (self.logs / f"worker-{worker}.log").open("ab") as log:
             self.workers[worker] = subprocess.Popen(
                 line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment() | place
@@ -261,10 +264,17 @@ def main(
     data: Annotated[Path | None, typer.Option(help="Multi30k, binarised by its recipe; else a made-up pair.")] = None,
     text: Annotated[Path | None, typer.Option(help="Shards of C4, for its recipe; else a made-up text.")] = None,
     faults: Annotated[Path | None, typer.Option(help="A schedule in YAML, in place of the storm.")] = None,
+    loopback: Annotated[bool, typer.Option("--loopback", help="Worker 1 is on this host in any case.")] = False,
+    latency: Annotated[float, typer.Option(min=0, help="Milliseconds to worker 1's host.")] = 0,
+    loss: Annotated[float, typer.Option(min=0, max=0.5, help="Share of packets lost on the way there.")] = 0,
+    mbit: Annotated[float | None, typer.Option(min=0.1, help="Mbit/s to worker 1's host.")] = None,
     out: Annotated[Path, typer.Option(help="For all files.")] = Path("runs/chaos"),
     json_file: Annotated[Path | None, typer.Option("--json", help="For what is printed.")] = None,
 ) -> None:
     """Print what a storm of faults costs a run, and whether its logs prove that nothing was lost."""
+    cable = Cable(latency / 1000, loss, mbit and mbit * 1e6 / 8)
+    if loopback and not cable.good:
+        fail(ConfigurationError("--loopback has no cable: leave out --latency, --loss and --mbit"))
     jobs.claim(out)
     report = Report(f"a storm of {faults_per_hour:g} faults an hour for {minutes:g} minutes")
     for each in recipe:
@@ -275,8 +285,9 @@ def main(
             directory.mkdir(parents=True, exist_ok=True)
             job = multi30k(directory, data) if each is Recipe.MULTI30K else c4(directory, text)
             print(f"{each.value}: {name}", flush=True)
-            runs[name] = Run(job)
-            runs[name].go(60 * minutes, what)
+            with nullcontext(LOOPBACK) if loopback else other_host(cable) as host:
+                runs[name] = Run(job, host)
+                runs[name].go(60 * minutes, what)
             (directory / "timeline.json").write_text(json.dumps(runs[name].timeline.moments, indent=0))
         (out / each.value / "schedule.yaml").write_text(yaml.safe_dump(given.model_dump(exclude_none=True)))
         quiet, wild = (Log(runs[name].job.run_dir) for name in ("calm", "storm"))

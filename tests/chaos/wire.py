@@ -2,8 +2,9 @@
 
     python -m tests.chaos.wire NAMESPACE ADDRESS NAMESPACE ADDRESS --seconds 0.1 --loss 0.01 --bytes-per-second 1.25e6
 
-Each end is a TUN device of its namespace; the packets that the kernel writes to one are handed to the other after the
-delay, in their order, as fast as the rate allows, but for those that are lost. Says "up", and ends with its input.
+Each end is a TUN device of its namespace ("-" for this process's own); the packets that the kernel writes to one are
+handed to the other after the delay, in their order, as fast as the rate allows, but for those that are lost. Says "up",
+and ends with its input.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-DEVICE = "wire"
+OWN = "-"
 _TUNSETIFF, _TUN, _NO_INFORMATION = 0x400454CA, 0x0001, 0x1000
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _LARGEST = 2048  # bytes of a packet
@@ -28,15 +29,17 @@ _QUEUE = 0.5  # seconds of packets that wait for the rate; more are dropped, as 
 
 def open_end(namespace: str, address: str) -> int:
     """A TUN device in the namespace, up; its file descriptor."""
-    home = os.open("/proc/self/ns/net", os.O_RDONLY)
+    home, name = os.open("/proc/self/ns/net", os.O_RDONLY), f"wire{os.getpid()}"
     try:
-        _enter(os.open(Path("/var/run/netns") / namespace, os.O_RDONLY))
+        if namespace != OWN:
+            _enter(os.open(Path("/var/run/netns") / namespace, os.O_RDONLY))
         device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-        fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _TUN | _NO_INFORMATION))
+        fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TUN | _NO_INFORMATION))
     finally:
         _enter(home)
-    for command in (["addr", "add", f"{address}/24", "dev", DEVICE], ["link", "set", DEVICE, "up"]):
-        subprocess.run(["ip", "-n", namespace, *command], check=True)
+    where = [] if namespace == OWN else ["-n", namespace]
+    for command in (["addr", "add", f"{address}/24", "dev", name], ["link", "set", name, "up"]):
+        subprocess.run(["ip", *where, *command], check=True)
     return device
 
 

@@ -1,0 +1,97 @@
+"""Another host on this machine: a network namespace at the other end of a cable, good or bad."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from fairseq_async.errors import ConfigurationError
+from tests.chaos.wire import OWN
+
+
+@dataclass(frozen=True)
+class Cable:
+    """How good it is.
+
+    Attributes:
+        seconds: from one end to the other.
+        loss: share of packets.
+        bytes_per_second: None for what the kernel can do.
+    """
+
+    seconds: float = 0.0
+    loss: float = 0.0
+    bytes_per_second: float | None = None
+
+    @property
+    def good(self) -> bool:
+        return self == Cable()
+
+
+@dataclass(frozen=True)
+class Host:
+    """What to write before a command for it to run there, and at which address it finds this host."""
+
+    prefix: tuple[str, ...]
+    near: str
+
+
+LOOPBACK = Host((), "127.0.0.2")  # a worker there goes the way of remote ones
+
+
+@contextmanager
+def other_host(cable: Cable) -> Iterator[Host]:
+    """A network namespace, removed in the end; where none can be made, this host under another address.
+
+    Raises:
+        ConfigurationError: the cable is to be bad, and this machine lets nobody make one.
+    """
+    name = f"fairseq-async-{os.getpid()}"
+    near, far = (f"10.213.{80 + os.getpid() % 150}.{number}" for number in (1, 2))
+    with ExitStack() as stack:
+        try:
+            _ip("netns", "add", name)
+            stack.callback(_ip, "netns", "delete", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+            if cable.good:
+                _plug_in(name, near, far)
+            else:
+                stack.enter_context(_bad_cable(name, near, far, cable))
+        except (OSError, subprocess.CalledProcessError) as error:
+            if not cable.good:
+                raise ConfigurationError(f"no network namespace with a TUN device can be made here: {error}") from error
+            yield LOOPBACK
+            return
+        yield Host((shutil.which("ip") or "ip", "netns", "exec", name), near)
+
+
+def _plug_in(name: str, near: str, far: str) -> None:
+    """A cable of the kernel's, which goes with the namespace."""
+    here, there = f"near{os.getpid()}", f"far{os.getpid()}"
+    _ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
+    _ip("addr", "add", f"{near}/24", "dev", here)
+    _ip("link", "set", here, "up")
+    _ip("-n", name, "addr", "add", f"{far}/24", "dev", there)
+    _ip("-n", name, "link", "set", there, "up")
+
+
+@contextmanager
+def _bad_cable(name: str, near: str, far: str, cable: Cable) -> Iterator[None]:
+    quality = ["--seconds", cable.seconds, "--loss", cable.loss, "--bytes-per-second", cable.bytes_per_second or 1e9]
+    line = [sys.executable, "-m", "tests.chaos.wire", OWN, near, name, far, *map(str, quality)]
+    wire = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert wire.stdout is not None
+        if wire.stdout.readline() != "up\n":
+            raise OSError(f"the cable ended with {wire.wait()}")
+        yield
+    finally:
+        wire.kill()
+        wire.communicate()
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
