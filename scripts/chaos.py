@@ -1,8 +1,8 @@
 """A storm of faults over a run of a recipe, beside a calm run of the same length.
 
 Worker 0 has shared memory with the server. Worker 1 is on another host, which is a network namespace, or an address of
-this one where nobody may make namespaces; it has TCP, through a proxy that delays, drops, doubles and spoils its messages,
-and cuts it off. Processes are killed and stopped by signals. Dead workers are started again here, as
+this one where nobody may make namespaces; it has TCP, through a proxy that delays, drops, doubles and spoils its
+messages, and cuts it off. Processes are killed and stopped by signals. Dead workers are started again here, as
 ``fairseq-async launch`` does it; the server by itself, from its last snapshot.
 """
 
