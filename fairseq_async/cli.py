@@ -47,7 +47,7 @@ def launch(
     """Train one job with several workers on this machine."""
     from fairseq_async.launch.launcher import Launcher
     from fairseq_async.launch.synchronous import GroupLauncher
-    from fairseq_async.server.client import LOOPBACK
+    from fairseq_async.server.connection import LOOPBACK
 
     given = command.WorkerCommand(worker_command)
     if given.synchronous:

@@ -103,14 +103,25 @@ def test_a_killed_server_goes_on_from_its_snapshot_and_the_update_in_hand_is_not
     )
 
 
+@pytest.mark.parametrize("breaks_again", [False, True])
 def test_a_version_of_before_the_rollback_is_pulled_again_though_its_number_is_the_same(
-    start: Start, tmp_path: Path
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks_again: bool
 ) -> None:
+    """Also when the new server's first words are lost."""
     server = start()
     first, second = (enter(server, worker, snapshot_seconds=1e6) for worker in (0, 1))
     wait_until(lambda: snapshots(tmp_path) == [0])
     push(first, 0, 0.5)
     assert pull(second) == (1, 0.5)
+    hello, failures = second._hello, iter([breaks_again])
+
+    def after_failures() -> dict[str, Any]:
+        if next(failures, False):
+            second._channel.close()
+            raise ExchangeError("it broke again")
+        return hello()
+
+    monkeypatch.setattr(second, "_hello", after_failures)
     kill(server)
     answer = push(second, 0, 0.125, base=1)
     assert answer["version"] != 1  # which the worker would take for the version that it has

@@ -10,7 +10,7 @@ from fairseq_async.exchange.authentication import read_token
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt
 from fairseq_async.launch.progress import Display, Progress
-from fairseq_async.server.client import LOOPBACK, is_loopback
+from fairseq_async.server.connection import LOOPBACK, is_loopback
 from fairseq_async.server.process import TOKEN, ServerProcess, manner
 from fairseq_async.worker.place import SLOWDOWN, WORKER, WORKERS
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt
-from fairseq_async.server.client import LOOPBACK
+from fairseq_async.server.connection import LOOPBACK
 
 _LINE_EVERY = 10.0  # seconds between two lines of progress
 _DYING = 10.0  # seconds for the other ranks to end by themselves after one died

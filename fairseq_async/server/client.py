@@ -1,9 +1,6 @@
 """A worker's side of the server."""
 
-import ipaddress
 import logging
-import select
-import socket
 import threading
 import time
 import uuid
@@ -16,16 +13,12 @@ import torch
 from torch import Tensor
 
 from fairseq_async.errors import ExchangeError, RefusedError
-from fairseq_async.exchange import Channel, SharedMemory
-from fairseq_async.exchange.authentication import challenge, proof, proves
+from fairseq_async.exchange import SharedMemory
+from fairseq_async.server.connection import CONNECT_SECONDS, LOOPBACK, Connection
 from fairseq_async.server.layout import Layout
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"  # this machine
-_CONNECT_SECONDS = 10.0  # for a connection, and for each word of the handshake but the first
-_GREETING_SECONDS = 60.0  # for that one: the server's process may still be importing what it needs
-_SILENCE = 60.0  # seconds after which a worker says that it still waits for an answer
 _FIRST_PAUSE, _PAUSE, _LONGEST_PAUSE = 0.1, 0.5, 5.0  # seconds between two attempts to connect
 _BEATS = 4  # signs of life in the time after which the server gives a worker up
 
@@ -69,7 +62,9 @@ class ServerClient:
         self._plans = 0
         self._back_at: int | None = None  # the version of a server that came back, until this worker has pulled
         self._lock = threading.RLock()  # of connection and slot: a question with its answer, or a sign of life
-        self.worker, self.workers = self._connect(worker)
+        self._channel = self._connect(worker)
+        self.worker, self.workers = self._channel.worker, self._channel.workers
+        self._server = self._channel.server  # with which this worker has joined
         if on_loss is not None:
             threading.Thread(target=self._stay_alive, args=(on_loss,), daemon=True).start()
 
@@ -149,7 +144,7 @@ class ServerClient:
             while True:
                 try:
                     self._channel.send(self._dated(message), tensor)
-                    return self._undated(message, self._answer())
+                    return self._undated(message, self._channel.answer())
                 except ExchangeError as error:
                     self._come_back(error)
                 tensor = None if tensor is None else self._slot
@@ -172,7 +167,7 @@ class ServerClient:
         with self._lock:
             try:
                 self._channel.send({"kind": "leave", "finished": finished})
-                if _is_readable(self._channel.connection, _CONNECT_SECONDS):  # a server that is stuck holds nobody back
+                if self._channel.is_readable(CONNECT_SECONDS):  # a server that is stuck holds nobody back
                     self._channel.receive()
             except ExchangeError:
                 pass  # it had ended before us
@@ -181,36 +176,15 @@ class ServerClient:
 
     # The connection
 
-    def _answer(self) -> dict[str, Any]:
-        asked_at = time.monotonic()
-        while not _is_readable(self._channel.connection, _SILENCE):
-            logger.warning("no answer from the server since %.0f s; still waiting", time.monotonic() - asked_at)
-        return _accepted(self._channel.receive())
-
-    def _connect(self, worker: int | None) -> tuple[int, int]:
-        """A new connection, in which both sides have proved that they know the token."""
-        self._channel = Channel(_open(self.address))
-        self._channel.connection.settimeout(_GREETING_SECONDS)
-        theirs = str(self._channel.receive().get("challenge", ""))
-        self._channel.connection.settimeout(_CONNECT_SECONDS)
-        ours = challenge()
-        words = {"worker": worker, "joins": self._joins, "instance": self._instance, "challenge": ours}
-        self._channel.send({"kind": "introduce", "proof": proof(self._token, "worker", theirs, ours), **words})
-        answer = _accepted(self._channel.receive())
-        if not proves(answer.get("proof"), self._token, "server", theirs, ours):
-            raise RefusedError(f"the server at {self.address} does not know this run's token: it is another's")
-        self._channel.connection.settimeout(None)
-        self._timeout, self._server = float(answer["timeout"]), str(answer["server"])
-        self._channel.notice_death(self._timeout)  # of a machine that goes before it answers the next words
-        return int(answer["worker"]), int(answer["workers"])
+    def _connect(self, worker: int | None) -> Connection:
+        return Connection(self.address, self._token, worker, self._joins, self._instance)
 
     def _hello(self) -> dict[str, Any]:
         assert self._introduction is not None
         layout, method = self._introduction
         self._channel.send({"kind": "hello", "method": method, "remote": self.remote, "layout": layout.to_json()})
-        welcome = self._answer()
-        self._timeout = float(method.get("worker_timeout", self._timeout))
-        self._channel.notice_death(self._timeout)
+        welcome = self._channel.answer()
+        self._channel.give_up_after(float(method.get("worker_timeout", self._channel.timeout)))
         self._has_begun = bool(welcome["initialised"])
         before = self._slot
         if self.remote:
@@ -250,15 +224,14 @@ class ServerClient:
         raise ExchangeError(self._lost()) from error
 
     def _try_again(self) -> dict[str, Any]:
-        before = self._server
         self._channel.close()
-        self._connect(self.worker)
+        self._channel = self._connect(self.worker)
         begun = self._has_begun
         welcome = self._hello()
         if begun and not welcome["initialised"]:
             raise RefusedError(f"the server at {self.address} came back without the run's state, see server.log")
-        if self._server != before:
-            self._back_at = int(welcome.get("version", 0))
+        if self._channel.server != self._server:
+            self._server, self._back_at = self._channel.server, int(welcome.get("version", 0))
         return welcome
 
     def _wait_until_taken(self) -> None:
@@ -272,7 +245,7 @@ class ServerClient:
 
     def _has_lost(self, memory: SharedMemory) -> bool:
         """Whether the server has ended, or another has come since."""
-        return memory is not self.memory or _is_closed(self._channel.connection, 0.0)
+        return memory is not self.memory or self._channel.is_closed()
 
     def _lost(self) -> str:
         return f"the server at {self.address} is gone; the run continues from its last checkpoint when started again"
@@ -282,7 +255,7 @@ class ServerClient:
         lost_at: float | None = None
         while not self._left.is_set():
             if lost_at is None:
-                _is_closed(self._channel.connection, self._timeout / _BEATS)
+                self._channel.is_closed(self._channel.timeout / _BEATS)
             if self._left.wait(_PAUSE) or not self._lock.acquire(blocking=False):
                 lost_at = None  # a question is being asked, which is a sign of life, or looks for the server itself
                 continue
@@ -301,7 +274,7 @@ class ServerClient:
             return None
         try:
             if lost_at is None:
-                if _is_closed(self._channel.connection, 0.0):
+                if self._channel.is_closed():
                     raise ExchangeError(self._lost())
                 self._channel.send({"kind": "alive"})
             else:
@@ -309,44 +282,3 @@ class ServerClient:
             return None
         except ExchangeError:
             return lost_at or time.monotonic()
-
-
-def _accepted(answer: dict[str, Any]) -> dict[str, Any]:
-    if "error" in answer:
-        raise RefusedError(answer["error"])
-    return answer
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nobody on another machine can reach this address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _is_closed(connection: socket.socket, seconds: float) -> bool:
-    """Whether the connection ends within this time."""
-    return _happens(connection, select.POLLRDHUP, seconds)
-
-
-def _is_readable(connection: socket.socket, seconds: float) -> bool:
-    """Whether something arrives within this time, or the connection ends."""
-    return _happens(connection, select.POLLIN, seconds)
-
-
-def _happens(connection: socket.socket, event: int, seconds: float) -> bool:
-    poll = select.poll()
-    if connection.fileno() < 0:
-        return True
-    poll.register(connection, event)
-    return bool(poll.poll(1000 * seconds))
-
-
-def _open(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    try:
-        connection = socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
-    except (OSError, ValueError, OverflowError) as error:
-        raise ExchangeError(f"no server at {address} (--server): {error}") from error
-    return connection

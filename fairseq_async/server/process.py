@@ -14,7 +14,7 @@ from pathlib import Path
 from fairseq_async.errors import ConfigurationError, RefusedError
 from fairseq_async.exchange import environment
 from fairseq_async.exchange.authentication import new_token, write_token
-from fairseq_async.server.client import LOOPBACK
+from fairseq_async.server.connection import LOOPBACK
 from fairseq_async.server.loop import Loop
 from fairseq_async.server.run import Build
 from fairseq_async.server.service import Service

@@ -13,7 +13,8 @@ from torch.distributed import TCPStore
 
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange.authentication import read_token
-from fairseq_async.server.client import LOOPBACK, ServerClient, is_loopback
+from fairseq_async.server.client import ServerClient
+from fairseq_async.server.connection import LOOPBACK, is_loopback
 from fairseq_async.server.orphans import end_with_parent
 from fairseq_async.server.process import TOKEN, ServerProcess
 
