@@ -67,13 +67,23 @@ class Piece:
 
     Attributes:
         tensor: its index.
-        vectors: those elements of each rank; the result will be in the first.
-        copies: where else this rank has to put the result: for the others, and into its own tensor.
+        vectors: those elements of each rank; the first will be the result.
+        own: this rank's among them, where the result is to be, since it is written to anyway.
+        mirror: where the others find the result.
     """
 
     tensor: int
     vectors: list[Tensor]
-    copies: list[Tensor]
+    own: Tensor
+    mirror: Tensor
+
+    def combine(self, a: int, b: int, factors: Sequence[float]) -> None:
+        """Two of the vectors, in place of the first."""
+        if self.vectors[b] is self.own:
+            combine(self.own, self.vectors[a], factors[::-1])
+            self.vectors[a] = self.own
+        else:
+            combine(self.vectors[a], self.vectors[b], factors)
 
 
 class SharedMemoryAdasum:
@@ -135,8 +145,8 @@ class SharedMemoryAdasum:
             for first in range(cut.start, cut.stop, _IN_CACHE):
                 part = slice(first, min(first + _IN_CACHE, cut.stop))
                 vectors = [mirror[index][part] for mirror in mirrors]
-                in_mirror, vectors[rank] = vectors[rank], mine[index][part]
-                yield Piece(index, vectors, [in_mirror] if rank == 0 else [in_mirror, vectors[rank]])
+                mirror, vectors[rank] = vectors[rank], mine[index][part]
+                yield Piece(index, vectors, vectors[rank], mirror)
 
     def _combine_part(self, pieces: Sequence[Piece], tensors: int) -> None:
         """This rank's part of the tree; the products of a round are taken while what goes into them is in the cache."""
@@ -147,11 +157,11 @@ class SharedMemoryAdasum:
             products = torch.zeros(len(following), tensors, 3, dtype=torch.float64)
             for piece in pieces:
                 for of_pair, (a, b) in zip(factors, pairs, strict=True):
-                    combine(piece.vectors[a], piece.vectors[b], of_pair[piece.tensor])
+                    piece.combine(a, b, of_pair[piece.tensor])
                 for sums, (a, b) in zip(products, following, strict=True):
                     sums[piece.tensor] += pair_products(piece.vectors[a], piece.vectors[b], workspace)
-                for copy in [] if following else piece.copies:
-                    copy.copy_(piece.vectors[0])
+                if not following:
+                    piece.mirror.copy_(piece.own)
             if following:
                 factors = pair_coefficients(self._messages.everyones(products).sum(0)).tolist()
 
