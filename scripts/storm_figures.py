@@ -18,7 +18,11 @@ _AWAY = ("pause", "partition")  # a worker cannot work then, by the fault itself
 
 @dataclass(frozen=True)
 class Push:
-    """One applied update; ``kept`` if no restart of the server took it back."""
+    """One applied update; ``kept`` if no restart of the server took it back.
+
+    Attributes:
+        waited: seconds for which its worker waited before it began to compute the update: for others, in local SGD.
+    """
 
     time: float
     worker: int
@@ -26,6 +30,7 @@ class Push:
     version: int
     loss: float | None
     kept: bool
+    waited: float = 0.0
 
 
 class Log:
@@ -66,6 +71,8 @@ def figures(quiet: Log, wild: Log) -> dict[str, str]:
         f"at version {version}",
         "longest gap between survivors' steps after a kill": f"{_range(gaps_after_kills(wild))} "
         f"(calm, any {_AFTER:.0f} s: {_range(gaps_in_windows(quiet))})",
+        "the same without the waits of a grace period": f"{_range(gaps_after_kills(wild, waits=False))} "
+        f"(calm: {_range(gaps_in_windows(quiet, waits=False))})",
         "server's restart to the next applied update": _range(waits(wild, wild.rollbacks)),
         "server's death to the next applied update": _range(waits(wild, wild.kills(None))),
         "a worker's start to its first update": _range(entrances(wild)),
@@ -126,8 +133,12 @@ def final_loss(log: Log, version: int) -> float:
     return sum(p.weight * p.loss for p in last if p.loss is not None) / sum(p.weight for p in last)
 
 
-def gaps_after_kills(log: Log) -> list[float]:
-    """The longest of each survivor, where nothing else happened to it at the same time."""
+def gaps_after_kills(log: Log, waits: bool = True) -> list[float]:
+    """The longest of each survivor, where nothing else happened to it at the same time.
+
+    Args:
+        waits: with the time for which it waited for others, of which the one that comes back is one.
+    """
     found = []
     for worker in log.workers:
         for killed_at in log.kills(worker):
@@ -135,7 +146,7 @@ def gaps_after_kills(log: Log) -> list[float]:
             if _within([*others, *log.rollbacks], killed_at - _AFTER, killed_at + _AFTER):
                 continue
             there = [w for w in log.workers if w != worker and not _is_away(log, w, killed_at)]
-            found += [_longest_gap(log.of(other), killed_at) for other in there]
+            found += [_longest_gap(log.of(other), killed_at, waits) for other in there]
     return found
 
 
@@ -143,17 +154,20 @@ def _is_away(log: Log, worker: int, moment: float) -> bool:
     return any(begin - _AFTER <= moment <= end for begin, end in absences(log, worker))
 
 
-def gaps_in_windows(log: Log) -> list[float]:
+def gaps_in_windows(log: Log, waits: bool = True) -> list[float]:
     """The longest of each worker in windows of the same length."""
     count = int((log.end - log.begin) / _AFTER)
     starts = [log.begin + _AFTER * n for n in range(count)]
-    return [_longest_gap(log.of(worker), start) for worker in log.workers for start in starts]
+    return [_longest_gap(log.of(worker), start, waits) for worker in log.workers for start in starts]
 
 
-def _longest_gap(pushes: Sequence[Push], start: float) -> float:
+def _longest_gap(pushes: Sequence[Push], start: float, waits: bool) -> float:
+    """How long a worker waited until its update was taken, it says with the next one."""
     times = [push.time for push in pushes]
+    waited = [0.0 if waits else push.waited for push in pushes[1:]] + [0.0]
+    ends = [time - seconds for time, seconds in zip(times, waited, strict=True)]
     first, last = max(0, bisect_right(times, start) - 1), bisect_left(times, start + _AFTER) + 1
-    return max((b - a for a, b in pairwise(times[first:last])), default=_AFTER)
+    return max((b - a for a, b in zip(times[first:], ends[first + 1 : last], strict=False)), default=_AFTER)
 
 
 def waits(log: Log, moments: Sequence[float]) -> list[float]:
@@ -202,7 +216,9 @@ def _range(seconds: Sequence[float]) -> str:
 def _pushes(path: Path, kept: bool) -> Iterator[Push]:
     for line in _lines(path):
         if line["status"] == "applied":
-            yield Push(line["time"], line["worker"], line["weight"], line["version_after"], line.get("loss"), kept)
+            waited = line.get("waiting_seconds", 0.0)
+            version, loss = line["version_after"], line.get("loss")
+            yield Push(line["time"], line["worker"], line["weight"], version, loss, kept, waited)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fairseq_async.errors import ConfigurationError
 
-_PIECE = 1 << 16  # values
 Norm = Callable[[Tensor, Tensor], Tensor | None]
 # the tensor that an optimizer steps for a parameter, and where the parameter's elements begin in it
 Masters = Mapping[Tensor, tuple[Tensor, int]]
@@ -123,8 +122,8 @@ class AdamNorm:
         self.optimizer = optimizer
         self._masters = masters or {}
         self._groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-        # in this step: √v̂ + eps in pieces; None for a parameter that does not count yet
-        self._ready: dict[Tensor, Sequence[Tensor] | None] = {}
+        # in this step: √v̂ + eps, and room for g divided by it; None for a parameter that does not count yet
+        self._ready: dict[Tensor, tuple[Tensor, Tensor] | None] = {}
         self._denominators: dict[Tensor, Tensor] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
@@ -132,17 +131,13 @@ class AdamNorm:
         if parameter not in self._ready:
             self._ready[parameter] = self._prepare(parameter)
         ready = self._ready[parameter]
-        if ready is None:
-            return None
-        pairs = zip(_pieces(gradient.detach()), ready, strict=True)
-        norms = [_norm(torch.div(piece, other, out=self._room(other))) for piece, other in pairs]
-        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        return None if ready is None else _norm(torch.div(gradient.detach(), ready[0], out=ready[1]))
 
     def forget(self) -> None:
         """The optimizer steps, or has loaded another state."""
         self._ready.clear()
 
-    def _prepare(self, parameter: Tensor) -> Sequence[Tensor] | None:
+    def _prepare(self, parameter: Tensor) -> tuple[Tensor, Tensor] | None:
         master, start = self._masters.get(parameter, (parameter, 0))
         group, state = self._groups[master], self.optimizer.state.get(master, {})
         steps = float(state.get("step", group.get("step", 0)))  # fused optimizers keep it in the group
@@ -151,33 +146,24 @@ class AdamNorm:
         if "exp_avg_sq" not in state:
             name = type(self.optimizer).__name__
             raise ConfigurationError(f"AdaScale: adaptive=True is for Adam and its kin, and {name} keeps no exp_avg_sq")
-        second = state["exp_avg_sq"].reshape(-1)[start : start + parameter.numel()].view(parameter.shape)
+        second = state["exp_avg_sq"].view(-1)[start : start + parameter.numel()].view(parameter.shape)
         denominator = self._denominators.get(parameter)
         if denominator is None or denominator.shape != second.shape or denominator.dtype != second.dtype:
             denominator = self._denominators[parameter] = torch.empty_like(second)
+        torch.sqrt(second, out=denominator)
+        torch.nn.functional.threshold(denominator, 0.0, math.inf, inplace=True)  # an element with √0 does not count
         correction = 1 / math.sqrt(1 - group["betas"][1] ** steps)
-        eps, pieces = denominator.new_tensor(group["eps"]), _pieces(denominator)
-        for source, piece in zip(_pieces(second), pieces, strict=True):
-            torch.sqrt(source, out=piece)
-            torch.nn.functional.threshold(piece, 0.0, math.inf, inplace=True)  # an element with √0 does not count
-            torch.add(eps, piece, alpha=correction, out=piece)
-        return pieces
+        torch.add(denominator.new_tensor(group["eps"]), denominator, alpha=correction, out=denominator)
+        return denominator, self._room(denominator)
 
     def _room(self, like: Tensor) -> Tensor:
-        """For g divided by √v̂ + eps: memory that stays, because fresh memory is slow when it is touched first."""
+        """Memory that stays, because fresh memory is slow when it is touched first."""
         room = self._scratch.get((like.dtype, like.device), like.new_empty(0))
         if room.numel() < like.numel():
             room = self._scratch[like.dtype, like.device] = torch.empty(
                 like.numel(), dtype=like.dtype, device=like.device
             )
         return room[: like.numel()].view(like.shape)
-
-
-def _pieces(values: Tensor) -> Sequence[Tensor]:
-    """On a CPU such that a piece stays in its cache from one pass over it to the next."""
-    if values.device.type != "cpu" or values.numel() <= _PIECE:
-        return (values,)
-    return values.reshape(-1).split(_PIECE)
 
 
 def _norm(gradient: Tensor) -> Tensor:

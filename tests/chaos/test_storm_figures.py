@@ -1,6 +1,7 @@
 """What a storm has cost, worked out by hand for a run of two workers and a hundred seconds."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ def test_times(log: Log) -> None:
     assert waits(log, log.kills(None)) == pytest.approx([4.25])
     assert waits(log, log.rollbacks) == pytest.approx([0.75])
     assert gaps_after_kills(log) == pytest.approx([1.0])
+
+
+def test_what_a_survivor_waited_for_others_is_told_apart(log: Log) -> None:
+    log.all = log.inside = [replace(push, waited=0.25) for push in log.all]
+    assert gaps_after_kills(log) == pytest.approx([1.0])
+    assert gaps_after_kills(log, waits=False) == pytest.approx([0.75])
 
 
 def test_the_loss_is_that_of_the_last_updates(log: Log) -> None:
