@@ -57,8 +57,8 @@ class Loop:
             time.sleep(0.05)  # it stays in the queue: no need to spin
             return
         peer = Peer(Channel(connection, SMALL), since=self.service.clock())
-        self._selector.register(connection, selectors.EVENT_READ, peer)
         self.peers.append(peer)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
         self.service.greet(peer)
 
     def _serve(self, peer: Peer, ready: int) -> None:
