@@ -19,12 +19,12 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.collective import AdaScale  # noqa: E402
+from scripts.bench.byte_model import ByteModel, Bytes  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
-from scripts.bench.single_batches import SingleBatches  # noqa: E402
 
 LIMIT = 1.02  # of the loss with one batch in a step
 MOMENTUM = 0.9
-LR = (0.03, 0.1, 0.3, 1.0)
+LR = (0.03, 0.1, 0.3)
 
 
 def rate(lr: float, done: float) -> float:
@@ -32,56 +32,57 @@ def rate(lr: float, done: float) -> float:
     return lr * min(1.0, done * 20 + 1e-3) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
-def scaled(task: SingleBatches, lr: float, batches: int, steps: int) -> tuple[float, int]:
+def scaled(text: Bytes, lr: float, batches: int, steps: int, seed: int) -> tuple[float, int]:
     """Validation loss after ``steps`` scale-invariant steps, and iterations."""
-    optimizer = torch.optim.SGD(task.fresh().parameters(), lr=lr, momentum=MOMENTUM)
+    model = ByteModel(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=MOMENTUM)
     adascale = AdaScale(optimizer, scale=batches, accumulation=batches)
     while adascale.scale_invariant_steps < steps:
         optimizer.param_groups[0]["lr"] = rate(lr, int(adascale.scale_invariant_steps) / steps)
         for number in range(adascale.steps * batches, (adascale.steps + 1) * batches):
-            (task.loss(number) / batches).backward()
+            (model(text.batch(number, seed)) / batches).backward()
         adascale.step()
         adascale.zero_grad()
-    adascale.close()
-    return task.score(), adascale.steps
+    return text.score(model), adascale.steps
 
 
-def linear(task: SingleBatches, lr: float, batches: int, iterations: int) -> float:
+def linear(text: Bytes, lr: float, batches: int, iterations: int, seed: int) -> float:
     """Validation loss."""
-    optimizer = torch.optim.SGD(task.fresh().parameters(), lr=lr, momentum=MOMENTUM)
+    model = ByteModel(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=MOMENTUM)
     for step in range(iterations):
         done = step / iterations
         optimizer.param_groups[0]["lr"] = batches * min(1.0, 10 * done + 1e-3) * rate(lr, max(done, 0.05))
         optimizer.zero_grad()
         for number in range(step * batches, (step + 1) * batches):
-            (task.loss(number) / batches).backward()
+            (model(text.batch(number, seed)) / batches).backward()
         optimizer.step()
-    return task.score()
+    return text.score(model)
 
 
 def main(
-    experiment: Annotated[Path, typer.Argument(help="Whose problem and batch size are taken.")],
-    steps: Annotated[int, typer.Option(min=20, help="Of the run with one batch in a step.")] = 1200,
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="C4's shards; else a made-up text.")] = None,
+    out: Annotated[Path, typer.Option(help="For the made-up text.")] = Path("runs/bench"),
+    steps: Annotated[int, typer.Option(min=100, help="Of the run with one batch in a step.")] = 1200,
     batches: Annotated[list[int] | None, typer.Option(min=2, help="May be repeated. [default: 4, 16]")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with other parameters and batches.")] = 2,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
 ) -> None:
     """Compare AdaScale with one batch in a step; exit code 1 if a loss is more than 2% above."""
     torch.set_num_threads(1)
-    report = Report(f"AdaScale, {steps} scale-invariant steps, {experiment.name}")
-    tasks = [SingleBatches(experiment, seed) for seed in range(1, seeds + 1)]
-    lr = min(LR, key=lambda each: _finite(scaled(tasks[0], each, 1, steps)[0]))
-    single = mean(scaled(task, lr, 1, steps)[0] for task in tasks)
+    report, text, every = Report(f"AdaScale, {steps} scale-invariant steps"), Bytes(data, out), range(1, seeds + 1)
+    lr = min(LR, key=lambda each: _finite(scaled(text, each, 1, steps, 1)[0]))
+    single = mean(scaled(text, lr, 1, steps, seed)[0] for seed in every)
     rows = [
         {"batches": 1, "iterations": float(steps), "AdaScale": single, "of one batch": 1.0, "linear scaling": single}
     ]
     for count in batches or [4, 16]:
-        losses, iterations = zip(*(scaled(task, lr, count, steps) for task in tasks), strict=True)
+        losses, iterations = zip(*(scaled(text, lr, count, steps, seed) for seed in every), strict=True)
         length = round(mean(iterations))
-        other = mean(_finite(linear(task, lr, count, length)) for task in tasks)
+        other = mean(_finite(linear(text, lr, count, length, seed)) for seed in every)
         rows.append(_row(count, mean(iterations), mean(losses), single, other))
         report.bound(f"{count} batches: loss of that with one", mean(losses) / single, LIMIT)
-    report.table(f"momentum {MOMENTUM}, learning rate {lr:g}; nats a token, mean of {seeds} runs", rows)
+    report.table(f"momentum {MOMENTUM}, learning rate {lr:g}; nats per byte, mean of {seeds} runs", rows)
     last = rows[-1]
     report.bound(
         "linear scaling's loss of AdaScale's, largest batch", last["linear scaling"] / last["AdaScale"], 1.0, True
