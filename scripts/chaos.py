@@ -285,9 +285,12 @@ def main(
             directory.mkdir(parents=True, exist_ok=True)
             job = multi30k(directory, data) if each is Recipe.MULTI30K else c4(directory, text)
             print(f"{each.value}: {name}", flush=True)
-            with nullcontext(LOOPBACK) if loopback else other_host(cable) as host:
-                runs[name] = Run(job, host)
-                runs[name].go(60 * minutes, what)
+            try:
+                with nullcontext(LOOPBACK) if loopback else other_host(cable) as host:
+                    runs[name] = Run(job, host)
+                    runs[name].go(60 * minutes, what)
+            except AsyncError as error:
+                fail(error)
             (directory / "timeline.json").write_text(json.dumps(runs[name].timeline.moments, indent=0))
         (out / each.value / "schedule.yaml").write_text(yaml.safe_dump(given.model_dump(exclude_none=True)))
         quiet, wild = (Log(runs[name].job.run_dir) for name in ("calm", "storm"))

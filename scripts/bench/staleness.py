@@ -22,6 +22,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.algorithms import Update  # noqa: E402
+from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
 from fairseq_async.server import ParameterServer, Receipt  # noqa: E402
 from fairseq_async.simulation import experiment as experiments  # noqa: E402
 from fairseq_async.simulation import problem as problems  # noqa: E402
@@ -32,6 +33,8 @@ from fairseq_async.simulation.trial import Trial, deal  # noqa: E402
 from fairseq_async.simulation.workers import LogicalWorker, SharedModel  # noqa: E402
 from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
+
+_FEWEST = 40  # steps: the first look is at an eighth of them, and goes 4 versions back
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,13 @@ def main(
 ) -> None:
     """Print the last perplexities of four runs a seed, how far apart their losses are, and how gradients turn."""
     report = Report(f"staleness and batches, {path.name}, {pretraining} steps of pretraining")
-    given, found = experiments.read(path), []
+    try:
+        given = experiments.read(path)
+        if len(given.clusters) > 1 or given.steps < _FEWEST:
+            raise ConfigurationError(f"{path}: this wants one cluster, and at least {_FEWEST} steps")
+    except ConfigurationError as error:
+        fail(error)
+    found = []
     options = given.optimizer.model_copy(update={} if lr is None else {"lr": lr})
     for seed in range(1, seeds + 1):
         head = given.head.model_copy(update={"seed": seed})

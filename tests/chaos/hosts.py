@@ -82,11 +82,11 @@ def _plug_in(name: str, near: str, far: str) -> None:
 def _bad_cable(name: str, near: str, far: str, cable: Cable) -> Iterator[None]:
     quality = ["--seconds", cable.seconds, "--loss", cable.loss, "--bytes-per-second", cable.bytes_per_second or 1e9]
     line = [sys.executable, "-m", "tests.chaos.wire", OWN, near, name, far, *map(str, quality)]
-    wire = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    wire = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert wire.stdout is not None
         if wire.stdout.readline() != "up\n":
-            raise OSError(f"the cable ended with {wire.wait()}")
+            raise OSError("the cable ended: " + wire.communicate()[1].strip().rpartition("\n")[2])
         yield
     finally:
         wire.kill()
