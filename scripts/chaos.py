@@ -41,7 +41,16 @@ from recipes.steps import environment  # noqa: E402
 from recipes.training import Method, Training  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
-from scripts.storm_figures import Log, figures, loss_ratio, useful_share  # noqa: E402
+from scripts.storm_figures import (  # noqa: E402
+    Log,
+    entrances,
+    figures,
+    gaps_after_kills,
+    gaps_in_windows,
+    loss_ratio,
+    useful_share,
+    waits,
+)
 from tests.chaos import schedule  # noqa: E402
 from tests.chaos.hosts import LOOPBACK, Cable, Host, other_host  # noqa: E402
 from tests.chaos.injector import Injector  # noqa: E402
@@ -256,6 +265,19 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+def judge(report: Report, name: str, quiet: Log, wild: Log) -> None:
+    """A storm too short for a kind of fault has no figure for it."""
+    report.bound(f"{name}: share of useful work", useful_share(wild), 0.95, at_least=True)
+    report.bound(f"{name}: final loss beside that of the calm run", loss_ratio(quiet, wild), 1.01)
+    if gaps := gaps_after_kills(wild):
+        ratio = max(gaps) / max(gaps_in_windows(quiet))
+        report.bound(f"{name}: survivors' longest gap after a kill beside the calm run's", ratio, 1.1)
+    if resumed := waits(wild, wild.rollbacks):
+        report.bound(f"{name}: longest time from the server's restart to an update, seconds", max(resumed), 5)
+    if entered := entrances(wild):
+        report.bound(f"{name}: longest time from a worker's start to its first update, seconds", max(entered), 15)
+
+
 def main(
     recipe: Annotated[list[Recipe], typer.Option(help="May be repeated.")] = [Recipe.MULTI30K, Recipe.C4],  # noqa: B006
     minutes: Annotated[float, typer.Option(min=0.5, help="Of each run, the calm one and the storm.")] = 30,
@@ -300,8 +322,7 @@ def main(
             "audit": f"{found.applied} applied, {sum(found.rolled_back.values())} rolled back, each counts once",
         }
         report.table(each.value, [{"figure": key, "value": value} for key, value in rows.items()])
-        report.bound(f"{each.value}: share of useful work", useful_share(wild), 0.95, at_least=True)
-        report.bound(f"{each.value}: final loss beside that of the calm run", loss_ratio(quiet, wild), 1.01)
+        judge(report, each.value, quiet, wild)
         report.bound(f"{each.value}: share of equal parameters", last.equal / max(1, last.probes), 1.0, at_least=True)
     report.end(json_file)
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_async.algorithms.adascale import AdaScaleGain
+from fairseq_async.collective.adam_norm import AdamNorm, Masters
 from fairseq_async.collective.differences import Differences
-from fairseq_async.collective.square_norms import AdamNorm, LocalSquareNorms, Masters, plain_norm, sum_of_squares
+from fairseq_async.collective.square_norms import LocalSquareNorms, plain_norm, sum_of_squares
 from fairseq_async.errors import ConfigurationError
 
 

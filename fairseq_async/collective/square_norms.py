@@ -1,17 +1,12 @@
 """Square norms of the gradients of single backward passes, taken while they are at hand."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from fairseq_async.errors import ConfigurationError
-
 Norm = Callable[[Tensor, Tensor], Tensor | None]
-# the tensor that an optimizer steps for a parameter, and where the parameter's elements begin in it
-Masters = Mapping[Tensor, tuple[Tensor, int]]
 
 
 class LocalSquareNorms:
@@ -98,75 +93,11 @@ def sum_of_squares(norms: Sequence[Tensor], device: torch.device, weights: Seque
 
 def plain_norm(parameter: Tensor, gradient: Tensor) -> Tensor:
     """|g|."""
-    return _norm(gradient)
+    return norm_of(gradient)
 
 
-class AdamNorm:
-    """|g / (√v̂ + eps)|, with v̂ of the step before: the length that an Adam step sees.
-
-    Args:
-        optimizer: Adam, or one that keeps ``exp_avg_sq`` and ``step`` for a parameter as it does. A parameter counts
-            after :attr:`STEPS` of its steps, because v̂ is no scale before; so does an element after its first gradient,
-            because 1/eps would make it count alone.
-        masters: where the parameters are that the optimizer steps; see :class:`AdaScale`.
-
-    Keeps √v̂ + eps, as large as the parameters, for all the gradients of a step.
-
-    Raises:
-        ConfigurationError: on a call, if the optimizer does not keep ``exp_avg_sq``.
-    """
-
-    STEPS = 5
-
-    def __init__(self, optimizer: torch.optim.Optimizer, masters: Masters | None = None) -> None:
-        self.optimizer = optimizer
-        self._masters = masters or {}
-        self._groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-        # in this step: √v̂ + eps, and room for g divided by it; None for a parameter that does not count yet
-        self._ready: dict[Tensor, tuple[Tensor, Tensor] | None] = {}
-        self._denominators: dict[Tensor, Tensor] = {}
-        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
-    def __call__(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
-        if parameter not in self._ready:
-            self._ready[parameter] = self._prepare(parameter)
-        ready = self._ready[parameter]
-        return None if ready is None else _norm(torch.div(gradient.detach(), ready[0], out=ready[1]))
-
-    def forget(self) -> None:
-        """The optimizer steps, or has loaded another state."""
-        self._ready.clear()
-
-    def _prepare(self, parameter: Tensor) -> tuple[Tensor, Tensor] | None:
-        master, start = self._masters.get(parameter, (parameter, 0))
-        group, state = self._groups[master], self.optimizer.state.get(master, {})
-        steps = float(state.get("step", group.get("step", 0)))  # fused optimizers keep it in the group
-        if steps < self.STEPS:
-            return None
-        if "exp_avg_sq" not in state:
-            name = type(self.optimizer).__name__
-            raise ConfigurationError(f"AdaScale: adaptive=True is for Adam and its kin, and {name} keeps no exp_avg_sq")
-        second = state["exp_avg_sq"].view(-1)[start : start + parameter.numel()].view(parameter.shape)
-        denominator = self._denominators.get(parameter)
-        if denominator is None or denominator.shape != second.shape or denominator.dtype != second.dtype:
-            denominator = self._denominators[parameter] = torch.empty_like(second)
-        torch.sqrt(second, out=denominator)
-        torch.nn.functional.threshold(denominator, 0.0, math.inf, inplace=True)  # an element with √0 does not count
-        correction = 1 / math.sqrt(1 - group["betas"][1] ** steps)
-        torch.add(denominator.new_tensor(group["eps"]), denominator, alpha=correction, out=denominator)
-        return denominator, self._room(denominator)
-
-    def _room(self, like: Tensor) -> Tensor:
-        """Memory that stays, because fresh memory is slow when it is touched first."""
-        room = self._scratch.get((like.dtype, like.device), like.new_empty(0))
-        if room.numel() < like.numel():
-            room = self._scratch[like.dtype, like.device] = torch.empty(
-                like.numel(), dtype=like.dtype, device=like.device
-            )
-        return room[: like.numel()].view(like.shape)
-
-
-def _norm(gradient: Tensor) -> Tensor:
+def norm_of(gradient: Tensor) -> Tensor:
+    """|g| in at least float32."""
     values = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
     kind = torch.float64 if values.dtype == torch.float64 else torch.float32
     return torch.linalg.vector_norm(values, dtype=kind)

@@ -7,7 +7,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from fairseq_async.collective.square_norms import Masters
+from fairseq_async.collective.adam_norm import Masters
 
 
 def of(engine: DeepSpeedEngine) -> list[Tensor]:

@@ -14,8 +14,8 @@ from fairseq.trainer import Trainer
 from torch import Tensor
 from torch.nn import Parameter
 
+from fairseq_async.collective.adam_norm import Masters
 from fairseq_async.collective.adascale import AdaScale
-from fairseq_async.collective.square_norms import Masters
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import group_options
 from fairseq_async.fairseq_plugin.group_session import attach
