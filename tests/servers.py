@@ -18,7 +18,7 @@ class ThreadServer:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.token = new_token()
         self.service = Service(self.token, workers, run_dir, build)
-        self.service.snapshots.take = lambda state, version: None  # type: ignore[method-assign]  # no fork in pytest
+        self.service.job.snapshots.take = lambda state, version: None  # type: ignore[method-assign]  # no fork in pytest
         listener = socket.create_server((host, 0))
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._lifeline, other = socket.socketpair()

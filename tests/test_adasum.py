@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairseq_async.algorithms import adasum
-from fairseq_async.algorithms.adasum import NEGLIGIBLE, pair_coefficients, pair_products
+from fairseq_async.algorithms.adasum import (
+    NEGLIGIBLE,
+    combine_all,
+    gram,
+    pair_coefficients,
+    pair_products,
+    tree_weights,
+)
 
 Vector = list[float]
 
@@ -151,3 +158,47 @@ def test_it_equals_the_formula(vectors: list[Vector]) -> None:
 def test_a_pair_may_be_swapped(a: Vector, b: Vector) -> None:
     x, y = torch.tensor(a), torch.tensor(b)
     assert torch.equal(adasum([x, y]), adasum([y, x]))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 2**31), st.sampled_from([1.0, 1e-38, 1e19]))
+def test_the_tree_is_a_sum_weighted_by_the_products_alone(count: int, seed: int, size: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    vectors = list((size * torch.randn(count, 30, generator=generator)).double())
+    weights = tree_weights(gram(vectors))
+    sum_ = sum((weight * vector for weight, vector in zip(weights, vectors, strict=True)), torch.zeros(30))
+    torch.testing.assert_close(sum_, adasum(vectors), rtol=1e-11, atol=1e-11 * size)
+
+
+def test_vectors_that_cancel_count_no_more_than_in_the_tree() -> None:
+    """All that is left of the first two is rounding, which would turn the others' result."""
+    torch.manual_seed(3)
+    a, b, c = torch.randn(3, 1001)
+    for factor in (1.0, 3.0, 1e-30):
+        vectors = [a * factor, -a * factor, b, c]
+        weights = tree_weights(gram(vectors)).tolist()
+        combine_all(list(vectors), weights, result := torch.empty(1001))
+        assert distance(result, adasum([b.double(), c.double()]).tolist()) < 1e-6
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", range(2, 10))
+def test_a_weighted_sum_may_take_the_place_of_any_of_its_vectors(kind: torch.dtype, count: int) -> None:
+    torch.manual_seed(count)
+    vectors = [torch.randn(70_001).to(kind) for _ in range(count)]
+    weights = torch.randn(count).tolist()
+    expected = sum((w * v.double() for w, v in zip(weights, vectors, strict=True)), torch.zeros(70_001))
+    for place in range(count):
+        own = [vector.clone() for vector in vectors]
+        combine_all(own, weights, own[place])
+        assert distance(own[place], expected.tolist()) < 2 * torch.finfo(kind).eps
+        assert all(torch.equal(own[i], vectors[i]) for i in range(count) if i != place)
+
+
+@pytest.mark.parametrize("count", range(2, 10))
+def test_a_sum_of_equal_vectors_is_that_vector_to_the_bit(count: int) -> None:
+    torch.manual_seed(1)
+    vector = torch.randn(10_007)
+    equal = [vector.clone() for _ in range(count)]
+    combine_all(equal, tree_weights(gram(equal)).tolist(), equal[-1])
+    assert torch.equal(equal[-1], vector)

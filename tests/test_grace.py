@@ -90,7 +90,7 @@ class Worker(Connection):
     def deliver(self, steps: int, step_seconds: float) -> dict[str, Any] | None:
         """The answer, if it does not wait for others."""
         report = {"local_steps": steps, "step_seconds": step_seconds}
-        self.service.memory.slot(self.peer.id).fill_(0.1)
+        self.service.job.memory.slot(self.peer.id).fill_(0.1)
         push = {"kind": "push", "sequence": self.sequence, "base_version": 0, "weight": 1.0, "wait": True}
         self.sequence += 1
         return self.ask(push | {"report": report})

@@ -1,5 +1,7 @@
 """Aji & Heafield 2019 on three numbers, and against a reference in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.algorithms.hybrid import pieces
 
 
 def update(delta: list[float] | Tensor, weight: float = 1.0, worker: int = 0, sequence: int = 0) -> Update:
@@ -37,6 +40,28 @@ def test_one_update_per_step_gives_the_optimizer_the_gradient_unchanged_to_the_b
         rule.apply(ours, update(plain.grad.clone(), weight))
         adam.step()
         assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
+def test_in_pieces_a_step_is_the_whole_models_to_the_bit(make: Any) -> None:
+    """Also the norm by which it is clipped, which is that of the model's tensors."""
+    torch.manual_seed(0)
+    sizes = [100_003, 7, 50_001]
+    ours = torch.randn(sum(sizes))
+    plain = [torch.nn.Parameter(part.clone()) for part in ours.split(sizes)]
+    cut = pieces(ours)
+    assert len(cut) > 2 and len({piece.numel() for piece in cut}) == 2
+    tensors = [torch.nn.Parameter(part) for part in ours.split(sizes)]
+    rule = HybridAccumulation(make(cut, lr=0.01), 1, clip_norm=1.0, tensors=tensors)
+    optimizer = make(plain, lr=0.01)
+    for _ in range(3):
+        gradient = torch.randn(sum(sizes))
+        rule.apply(ours, update(gradient.clone()))
+        for parameter, part in zip(plain, gradient.split(sizes), strict=True):
+            parameter.grad = part.clone()
+        torch.nn.utils.clip_grad_norm_(plain, 1.0)
+        optimizer.step()
+        assert torch.equal(ours, torch.cat([parameter.data for parameter in plain]))
 
 
 def test_nothing_of_one_step_is_left_in_the_next() -> None:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 NEGLIGIBLE = 2.0**-511  # √(smallest normal double) = 1.49e-154: a vector of a smaller squared norm counts as zero
-_IN_CACHE = 1 << 15  # elements that are converted to float64 at a time on a CPU; 512 KiB for both vectors
-_AT_ONCE = 1 << 24  # the same elsewhere
+_IN_CACHE = 1 << 16  # elements of all vectors that are converted to float64 at a time on a CPU: 512 KiB
+_AT_ONCE = 1 << 25  # the same elsewhere
+_ROUNDING = 1e-15  # of the squared length of its summands: a sum of no more than that is zero but for rounding
 _FITS = 1e30  # a larger coefficient, of a tiny vector beside a huge one, is not for float32
 
 
@@ -70,28 +71,66 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return [surplus, *levels] if surplus else levels
 
 
-def pair_products(a: Tensor, b: Tensor, workspace: Tensor | None = None) -> Tensor:
-    """|a|², a·b and |b|² of two flat tensors: float64, shape [3].
+def gram(vectors: Sequence[Tensor], workspace: Tensor | None = None) -> Tensor:
+    """The products of flat tensors with each other: float64, shape [vectors, vectors].
 
     Args:
-        workspace: float64 of shape [2, any], for a caller with many pairs: memory is slow when it is touched first.
+        workspace: of :func:`gram_workspace`, for a caller with many tensors: memory is slow when it is touched first.
     """
+    first, count = vectors[0], len(vectors)
     if workspace is None:
-        workspace = products_workspace(a.device, a.numel())
-    gram = torch.zeros(2, 2, dtype=torch.float64, device=a.device)
-    for start in range(0, a.numel(), workspace.shape[1]):
-        part = slice(start, min(start + workspace.shape[1], a.numel()))
-        both = workspace[:, : part.stop - part.start]
-        both[0].copy_(a[part])
-        both[1].copy_(b[part])
-        gram.addmm_(both, both.t())
-    return gram.flatten()[[0, 1, 3]]
+        workspace = gram_workspace(first.device, first.numel(), count)
+    products = torch.zeros(count, count, dtype=torch.float64, device=first.device)
+    for start in range(0, first.numel(), workspace.shape[1]):
+        part = slice(start, min(start + workspace.shape[1], first.numel()))
+        converted = workspace[:, : part.stop - part.start]
+        for row, vector in zip(converted, vectors, strict=True):
+            row.copy_(vector[part])
+        products.addmm_(converted, converted.t())
+    return products
 
 
-def products_workspace(device: torch.device, largest: int) -> Tensor:
-    """What :func:`pair_products` needs for tensors of at most ``largest`` elements to be fast."""
-    size = _IN_CACHE if device.type == "cpu" else _AT_ONCE
-    return torch.empty(2, max(1, min(size, largest)), dtype=torch.float64, device=device)
+def gram_workspace(device: torch.device, largest: int, vectors: int = 2) -> Tensor:
+    """What :func:`gram` needs for so many tensors of at most ``largest`` elements to be fast."""
+    size = (_IN_CACHE if device.type == "cpu" else _AT_ONCE) // vectors
+    return torch.empty(vectors, max(1, min(size, largest)), dtype=torch.float64, device=device)
+
+
+def pair_products(a: Tensor, b: Tensor, workspace: Tensor | None = None) -> Tensor:
+    """|a|², a·b and |b|² of two flat tensors: float64, shape [3]."""
+    return gram([a, b], workspace).flatten()[[0, 1, 3]]
+
+
+def tree_weights(products: Tensor) -> Tensor:
+    """The result of the tree as a weighted sum of its vectors, by their products alone.
+
+    The products of what the tree combines follow from those of the vectors: (Σ uᵢgᵢ)·(Σ wⱼgⱼ) = Σ uᵢwⱼ gᵢ·gⱼ. Vectors
+    that cancel inside the tree but for the last digits leave nothing there, where the tree would have their rounding
+    errors.
+
+    Args:
+        products: of every two vectors, as :func:`gram` has them: float64, shape [..., vectors, vectors].
+
+    Returns:
+        float64, shape [..., vectors].
+    """
+    lengths = products.diagonal(dim1=-2, dim2=-1).sqrt()
+    tree = list(torch.eye(products.shape[-1], dtype=products.dtype).expand_as(products).unbind(-2))
+
+    def square(weights: Tensor) -> Tensor:
+        value, summands = _product(products, weights, weights), (weights.abs() * lengths).sum(-1)
+        return torch.where(value < _ROUNDING * summands.square(), 0.0, value)
+
+    for pairs in rounds(len(tree)):
+        for a, b in pairs:
+            three = (square(tree[a]), _product(products, tree[a], tree[b]), square(tree[b]))
+            of_a, of_b = pair_coefficients(torch.stack(three, dim=-1)).unsqueeze(-2).unbind(-1)
+            tree[a] = of_a * tree[a] + of_b * tree[b]
+    return tree[0]
+
+
+def _product(products: Tensor, u: Tensor, w: Tensor) -> Tensor:
+    return (u.unsqueeze(-1) * products * w.unsqueeze(-2)).sum((-2, -1))
 
 
 def pair_coefficients(products: Tensor) -> Tensor:
@@ -114,12 +153,47 @@ def combine(mine: Tensor, theirs: Tensor, factors: Sequence[float] | Tensor) -> 
     Args:
         factors: c₀ and c₁. Tensors on a device stay there, since reading them would wait for it.
     """
-    if not isinstance(factors, Tensor) and mine.dtype == torch.float32 and all(abs(each) <= _FITS for each in factors):
-        mine.view(1, -1).addr_(torch.ones(1), theirs, beta=factors[0], alpha=factors[1])  # one pass over the memory
+    if not isinstance(factors, Tensor) and _in_float32(mine, factors):
+        _scaled_sum(mine, theirs, factors, out=mine)
         return
     chunk = _IN_CACHE if mine.device.type == "cpu" else _AT_ONCE
     for a, b in zip(mine.split(chunk), theirs.split(chunk), strict=True):
         a.copy_(a.double() * factors[0] + b.double() * factors[1])
+
+
+def combine_all(vectors: Sequence[Tensor], weights: Sequence[float], result: Tensor) -> None:
+    """result ← Σ wᵢ·vectorsᵢ, of flat tensors on a CPU, added up as in the tree: equal vectors give that vector back.
+
+    Args:
+        weights: of :func:`tree_weights`.
+        result: one of the vectors, or memory apart.
+    """
+    chunk = _IN_CACHE // len(vectors)
+    scratch = result.new_empty(len(vectors), min(chunk, result.numel()))
+    for out, *parts in zip(*(each.split(chunk) for each in (result, *vectors)), strict=True):
+        if _in_float32(result, weights):
+            _sum_by_rounds(parts, weights, scratch[:, : out.numel()], out)
+        else:
+            out.copy_(sum((part.double() * weight for part, weight in zip(parts, weights, strict=True)), 0.0))
+
+
+def _sum_by_rounds(parts: list[Tensor], weights: Sequence[float], scratch: Tensor, out: Tensor) -> None:
+    left = list(weights)  # what is still to be multiplied
+    pairs = [pair for round_ in rounds(len(parts)) for pair in round_]
+    for a, b in pairs:
+        to = out if (a, b) == pairs[-1] else scratch[a]
+        first, second = (b, a) if to.data_ptr() == parts[b].data_ptr() else (a, b)
+        _scaled_sum(parts[first], parts[second], (left[first], left[second]), out=to)
+        parts[a], left[a] = to, 1.0
+
+
+def _scaled_sum(a: Tensor, b: Tensor, factors: Sequence[float], out: Tensor) -> None:
+    """c₀·a + c₁·b of fp32 in one pass over the memory; ``out`` may be ``a``."""
+    torch.addr(a.view(1, -1), torch.ones(1), b, beta=factors[0], alpha=factors[1], out=out.view(1, -1))
+
+
+def _in_float32(values: Tensor, factors: Sequence[float]) -> bool:
+    return values.dtype == torch.float32 and all(abs(each) <= _FITS for each in factors)
 
 
 def _pair(a: Tensor, b: Tensor) -> Tensor:

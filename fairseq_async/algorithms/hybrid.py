@@ -1,11 +1,15 @@
 """Hybrid asynchronous SGD: sum several asynchronous gradients, then step."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fairseq_async.algorithms.update import Update
+
+_PIECE = 1 << 16  # elements: gradient, two moments, parameters and a temporary of them are 1.25 MiB in fp32
 
 
 class HybridAccumulation:
@@ -25,12 +29,20 @@ class HybridAccumulation:
         optimizer: a torch optimizer over ``parameters``, as one tensor or as views into it.
         updates_per_step: N, at least 1.
         clip_norm: largest L2 norm of the aggregated gradient; 0 does not clip.
+        tensors: views into ``parameters`` whose norms make up that norm, if not those that the optimizer has. In
+            another order of summation it would differ in its last bits.
 
     Raises:
         ValueError: N below 1, or a negative ``clip_norm``.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, updates_per_step: int, clip_norm: float = 0.0) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        updates_per_step: int,
+        clip_norm: float = 0.0,
+        tensors: Sequence[Tensor] | None = None,
+    ) -> None:
         if updates_per_step < 1:
             raise ValueError(f"updates_per_step is {updates_per_step}; it must be at least 1")
         if clip_norm < 0:
@@ -38,6 +50,8 @@ class HybridAccumulation:
         self.optimizer = optimizer
         self.updates_per_step = self._wanted = updates_per_step
         self.clip_norm = clip_norm
+        self._optimized = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        self._tensors = self._optimized if tensors is None else tensors
         self.mean: Tensor | None = None
         self.weight = 0.0
         self.count = 0
@@ -89,16 +103,18 @@ class HybridAccumulation:
     def _accumulator(self, parameters: Tensor) -> Tensor:
         if self.mean is None:
             self.mean = torch.zeros_like(parameters, requires_grad=False)
-            for tensor in self._optimized():  # each gradient lies where its parameter lies
+            for tensor in (*self._optimized, *self._tensors):  # each gradient lies where its parameter lies
                 tensor.grad = self.mean.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return self.mean
 
     def _clip(self) -> None:
         """As ``torch.nn.utils.clip_grad_norm_``, but for the pass over memory that multiplies by 1."""
-        tensors = self._optimized()
-        norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in tensors if tensor.grad is not None])
+        norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in self._tensors if tensor.grad is not None])
         if norm + 1e-6 > self.clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(tensors, self.clip_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(self._optimized, self.clip_norm, norm)
 
-    def _optimized(self) -> list[Tensor]:
-        return [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
+
+def pieces(parameters: Tensor) -> list[Parameter]:
+    """A flat vector in parts, for an optimizer that takes each element by itself: a step of one part after the other
+    finds in the cache what a step of all at once reads from memory in every one of its operations."""
+    return [Parameter(part) for part in parameters.split(_PIECE)]

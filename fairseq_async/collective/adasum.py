@@ -8,10 +8,10 @@ from torch import Tensor
 
 from fairseq_async.algorithms.adasum import (
     combine,
+    gram_workspace,
     largest_power,
     pair_coefficients,
     pair_products,
-    products_workspace,
 )
 from fairseq_async.collective.fusion import Fusion, Range
 from fairseq_async.collective.messages import Messages, wait
@@ -132,7 +132,7 @@ class DistributedAdasum:
         mine = fusion.pieces(*kept)
         theirs = self._room([piece.values for piece in mine])
         products = torch.zeros(len(fusion.tensors), 3, dtype=torch.float64, device=fusion.tensors[0].device)
-        workspace = products_workspace(products.device, max(map(torch.numel, theirs), default=1))
+        workspace = gram_workspace(products.device, max(map(torch.numel, theirs), default=1))
         works = self.messages.start(block[-1], [piece.values for piece in fusion.pieces(*given)], theirs)
         for arrived, (piece, other) in enumerate(zip(mine, theirs, strict=True)):
             wait(works[arrived : arrived + 1])

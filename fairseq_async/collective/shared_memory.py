@@ -1,9 +1,5 @@
 """Adasum between ranks that can read each other's memory."""
 
-import mmap
-import os
-import secrets
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,53 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms.adasum import combine, pair_coefficients, pair_products, products_workspace, rounds
+from fairseq_async.algorithms.adasum import combine_all, gram, gram_workspace, tree_weights
 from fairseq_async.collective.messages import Messages
+from fairseq_async.collective.mirrors import Mirror, opened
 
-_HEADER = 64  # bytes; they begin with a number that only the owner can have told
 _IN_CACHE = 1 << 18  # elements of each rank that are worked on at a time
-
-
-class Mirror:
-    """Memory of this process that others of the same user on the machine can open; gone with the last that has it.
-
-    Raises:
-        OSError: there is no room for it.
-    """
-
-    descriptor = -1
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.descriptor = os.memfd_create("adasum")
-        os.posix_fallocate(self.descriptor, 0, _HEADER + nbytes)
-        self.secret = secrets.randbits(62)
-        memory = torch.frombuffer(mmap.mmap(self.descriptor, _HEADER + nbytes), dtype=torch.int64, count=1)
-        memory[0] = self.secret
-
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-
-    def address(self) -> list[int]:
-        """What :func:`opened` needs."""
-        return [os.getpid(), self.descriptor, self.nbytes, self.secret]
-
-
-def opened(process: int, descriptor: int, nbytes: int, secret: int) -> Tensor | None:
-    """The bytes of a mirror; None where it cannot be opened from here: another machine, container or user."""
-    try:
-        file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != _HEADER + nbytes:
-            return None  # another file, which has this place on this machine
-        memory = torch.frombuffer(mmap.mmap(file, _HEADER + nbytes), dtype=torch.uint8)
-    finally:
-        os.close(file)
-    return memory[_HEADER:] if int(memory[:8].view(torch.int64)) == secret else None
 
 
 @dataclass(frozen=True)
@@ -67,7 +21,7 @@ class Piece:
 
     Attributes:
         tensor: its index.
-        vectors: those elements of each rank; the first will be the result.
+        vectors: those elements of each rank.
         own: this rank's among them, where the result is to be, since it is written to anyway.
         mirror: where the others find the result.
     """
@@ -77,23 +31,18 @@ class Piece:
     own: Tensor
     mirror: Tensor
 
-    def combine(self, a: int, b: int, factors: Sequence[float]) -> None:
-        """Two of the vectors, in place of the first."""
-        if self.vectors[b] is self.own:
-            combine(self.own, self.vectors[a], factors[::-1])
-            self.vectors[a] = self.own
-        else:
-            combine(self.vectors[a], self.vectors[b], factors)
-
 
 class SharedMemoryAdasum:
     """The tree of :func:`fairseq_async.algorithms.adasum`, each rank working on its n-th part of all ranks' vectors.
 
-    Every rank copies its tensors into a mirror that all can read and write, except for its own part. In each round of
-    the tree a rank combines its part of all pairs in place, with the products that all ranks have added up, in the
-    order of ranks. It puts the result into its own mirror, into the part that it has not written before, and every rank
-    copies it from there; so the next call may write the rest while others still read. Messages only carry the products,
-    and signs that a stage is over; when a rank is gone, the next one fails.
+    Every rank copies its tensors into a mirror that all can read and write, except for its own part. In its part it
+    takes the products of every two ranks' vectors; their sums over all ranks, added up in the order of ranks, tell what
+    each vector counts in the tree's result, and a rank adds up its part of that. So it reads all vectors twice, however
+    deep the tree is.
+
+    A rank puts the result into its own mirror, into the part that it has not written before, and every rank copies it
+    from there; so the next call may write the rest while others still read. Messages only carry the products, and signs
+    that a stage is over; when a rank is gone, the next one fails.
 
     Attributes:
         possible: False when it was found that not all ranks can open each other's memory.
@@ -107,10 +56,13 @@ class SharedMemoryAdasum:
         self.possible = True
 
     def combine(self, tensors: Sequence[Tensor]) -> bool:
-        """Combines tensors of one type in place; False, and nothing done, where not all ranks share memory."""
+        """Combines tensors of one type in place; False, and nothing done, where not all ranks share memory.
+
+        Nor for fp64: where vectors cancel inside the tree, an error of their products in float64 counts twice.
+        """
         kind, sizes = tensors[0].dtype, [tensor.numel() for tensor in tensors]
         nbytes = sum(sizes) * kind.itemsize
-        if not self._has_mirrors(nbytes):
+        if kind == torch.float64 or not self._has_mirrors(nbytes):
             return False
         mirrors = [memory[:nbytes].view(kind).split(sizes) for memory in self._opened]
         mine = [tensor.contiguous().view(-1) for tensor in tensors]
@@ -149,21 +101,16 @@ class SharedMemoryAdasum:
                 yield Piece(index, vectors, vectors[rank], mirror)
 
     def _combine_part(self, pieces: Sequence[Piece], tensors: int) -> None:
-        """This rank's part of the tree; the products of a round are taken while what goes into them is in the cache."""
-        plan = rounds(self._messages.size)
-        workspace = products_workspace(torch.device("cpu"), _IN_CACHE)
-        factors: list[list[list[float]]] = []
-        for pairs, following in zip([[], *plan], [*plan, []], strict=True):
-            products = torch.zeros(len(following), tensors, 3, dtype=torch.float64)
-            for piece in pieces:
-                for of_pair, (a, b) in zip(factors, pairs, strict=True):
-                    piece.combine(a, b, of_pair[piece.tensor])
-                for sums, (a, b) in zip(products, following, strict=True):
-                    sums[piece.tensor] += pair_products(piece.vectors[a], piece.vectors[b], workspace)
-                if not following:
-                    piece.mirror.copy_(piece.own)
-            if following:
-                factors = pair_coefficients(self._messages.everyones(products).sum(0)).tolist()
+        """This rank's part of every tensor."""
+        ranks = self._messages.size
+        products = torch.zeros(tensors, ranks, ranks, dtype=torch.float64)
+        workspace = gram_workspace(torch.device("cpu"), _IN_CACHE, ranks)
+        for piece in pieces:
+            products[piece.tensor] += gram(piece.vectors, workspace)
+        weights = tree_weights(self._messages.everyones(products).sum(0)).tolist()
+        for piece in pieces:
+            combine_all(piece.vectors, weights[piece.tensor], piece.own)
+            piece.mirror.copy_(piece.own)
 
     def _has_mirrors(self, nbytes: int) -> bool:
         """All ranks ask for the same size, and all get the same answer; once it was no, it stays no."""

@@ -1,5 +1,6 @@
 """``python -m fairseq_async.deepspeed_plugin.server``: the server of a DeepSpeed script that trains by hybrid_async."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,11 +9,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.algorithms.hybrid import pieces
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server import Layout
 from fairseq_async.server.plan import Passes
 from fairseq_async.server.process import serve
 
+# each takes every element by itself
 _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 _ONLY_DEEPSPEEDS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "bias_correction"}
 
@@ -21,9 +24,14 @@ class ScheduledSteps(HybridAccumulation):
     """Hybrid accumulation whose learning rate follows a schedule of DeepSpeed's, counted in applied updates."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, schedule: Any, updates_per_step: int, clip_norm: float
+        self,
+        optimizer: torch.optim.Optimizer,
+        schedule: Any,
+        updates_per_step: int,
+        clip_norm: float,
+        tensors: Sequence[Tensor],
     ) -> None:
-        super().__init__(optimizer, updates_per_step, clip_norm)
+        super().__init__(optimizer, updates_per_step, clip_norm, tensors)
         self.schedule = schedule
 
     @property
@@ -59,14 +67,13 @@ def build(method: dict[str, Any], layout: Layout, parameters: Tensor) -> tuple[S
         ConfigurationError: torch or DeepSpeed does not take the configuration.
     """
     views = [Parameter(view) for view in layout.views(parameters)]
-    optimizer = _optimizer(method["optimizer"], views)
-    rule = ScheduledSteps(
-        optimizer, _schedule(method["scheduler"], optimizer), method["updates_per_step"], method["clip_norm"]
-    )
+    optimizer = _optimizer(method["optimizer"], pieces(parameters))
+    schedule = _schedule(method["scheduler"], optimizer)
+    rule = ScheduledSteps(optimizer, schedule, method["updates_per_step"], method["clip_norm"], views)
     return rule, Passes(rule, max_epoch=0)
 
 
-def _optimizer(description: dict[str, Any], views: list[Parameter]) -> torch.optim.Optimizer:
+def _optimizer(description: dict[str, Any], parameters: list[Parameter]) -> torch.optim.Optimizer:
     name, params = str(description["type"]).lower(), dict(description.get("params", {}))
     if name not in _OPTIMIZERS:
         raise ConfigurationError(f'"optimizer": "type": {description["type"]}: the server has Adam, AdamW and SGD')
@@ -74,7 +81,7 @@ def _optimizer(description: dict[str, Any], views: list[Parameter]) -> torch.opt
         name = "adamw"  # as DeepSpeed's Adam does unless it is told otherwise
     try:
         kept = {key: value for key, value in params.items() if key not in _ONLY_DEEPSPEEDS}
-        return _OPTIMIZERS[name](views, **{"weight_decay": 0.0} | kept)
+        return _OPTIMIZERS[name](parameters, **{"weight_decay": 0.0} | kept)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f'"optimizer": "params": {error}') from error
 

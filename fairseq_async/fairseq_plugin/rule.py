@@ -2,6 +2,7 @@
 
 import ast
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 from fairseq.optim import FairseqOptimizer, build_optimizer
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.algorithms.hybrid import pieces
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.plan import Passes
@@ -21,9 +23,14 @@ class ScheduledAccumulation(HybridAccumulation):
     """Hybrid accumulation whose learning rate follows a fairseq schedule, counted in applied updates."""
 
     def __init__(
-        self, optimizer: FairseqOptimizer, schedule: FairseqLRScheduler, updates_per_step: int, clip_norm: float
+        self,
+        optimizer: FairseqOptimizer,
+        schedule: FairseqLRScheduler,
+        updates_per_step: int,
+        clip_norm: float,
+        tensors: Sequence[Tensor],
     ) -> None:
-        super().__init__(optimizer.optimizer, updates_per_step, clip_norm)
+        super().__init__(optimizer.optimizer, updates_per_step, clip_norm, tensors)
         self.fairseq_optimizer, self.schedule, self.steps = optimizer, schedule, 0
         self._follow()
 
@@ -70,8 +77,10 @@ def build(method: dict[str, Any], layout: Layout, parameters: Tensor) -> tuple[S
     inner, scheduler = method["inner_optimizer"], method["lr_scheduler"]
     try:
         optimizer = build_optimizer(_config(inner, "optimizer"), views)
+        if optimizer.supports_flat_params:
+            optimizer = build_optimizer(_config(inner, "optimizer"), pieces(parameters))
         schedule = build_lr_scheduler(_config(scheduler, "lr_scheduler"), optimizer)
-        rule = ScheduledAccumulation(optimizer, schedule, method["updates_per_step"], method["clip_norm"])
+        rule = ScheduledAccumulation(optimizer, schedule, method["updates_per_step"], method["clip_norm"], views)
     except (ValueError, TypeError, AssertionError, RuntimeError) as error:
         raise ConfigurationError(
             f"--inner-optimizer {inner['_name']} with --lr-scheduler {scheduler['_name']}: {error}"

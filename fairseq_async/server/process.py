@@ -33,7 +33,7 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     service = Service(os.environ[TOKEN], options.workers, options.run_dir, build)
     if options.recover is None:
-        service.snapshots.clear()  # of a run before
+        service.job.snapshots.clear()  # of a run before
     else:
         with open(options.recover, "w") as report:  # not stdout, where an imported library may write too
             try:
@@ -42,8 +42,8 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
                 report.write(f"error: {error}")
                 raise SystemExit(2) from None
     if Loop(socket.socket(fileno=options.listener), service, sys.stdin).run():
-        service.snapshots.wait()
-        service.snapshots.clear()  # a finished run goes on from its checkpoint, if at all
+        service.job.snapshots.wait()
+        service.job.snapshots.clear()  # a finished run goes on from its checkpoint, if at all
 
 
 def _claim(run_dir: Path) -> int:

@@ -10,19 +10,18 @@ import torch
 
 from fairseq_async.algorithms import Update
 from fairseq_async.errors import AsyncError, RefusedError
-from fairseq_async.exchange import SharedMemory, copy
+from fairseq_async.exchange import copy
 from fairseq_async.server import heap
 from fairseq_async.server import run as runs
 from fairseq_async.server.door import Door
 from fairseq_async.server.grace import Grace
+from fairseq_async.server.job import Job
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.members import Members, Peer
 from fairseq_async.server.parameter_server import ParameterServer, Receipt, Status
 from fairseq_async.server.plan import Message
 from fairseq_async.server.refusals import Refusals
-from fairseq_async.server.run import Build, Run, State
-from fairseq_async.server.snapshots import Snapshots
-from fairseq_async.server.terms import Terms, agree
+from fairseq_async.server.run import Build, Run
 
 
 class Service:
@@ -39,16 +38,22 @@ class Service:
     def __init__(
         self, token: str, workers: int, run_dir: Path, build: Build, clock: Callable[[], float] = time.time
     ) -> None:
-        self.run_dir, self.build, self.clock = run_dir, build, clock
+        self.clock = clock
         self.door = Door(token)
         self.members = Members(workers, clock)
+        self.job = Job(run_dir, build, self.members.capacity, clock)
         self.refusals = Refusals()
-        self.snapshots = Snapshots(run_dir, clock)
         self.finished = False
         self.grace = Grace(None)
-        self._terms: Terms | None = None
-        self._run: Run | None = None
         self._awaited = 0
+
+    @property
+    def run(self) -> Run:
+        return self.job.run
+
+    @property
+    def server(self) -> ParameterServer:
+        return self.job.server
 
     # What a message leads to
 
@@ -129,42 +134,30 @@ class Service:
 
     def _hello(self, peer: Peer, message: Message) -> Message | None:
         layout, method = Layout.from_json(message["layout"]), dict(message["method"])
-        if self._terms is None:
-            self._begin_terms(layout, method)
-        self.terms.check(peer.name, layout, method)
-        self.memory.open(peer.id)
+        if not self.job.described:
+            self.job.describe(layout, method)
+            self._follow_terms()
+        self.job.terms.check(peer.name, layout, method)
+        self.job.memory.open(peer.id)
         peer.admitted, peer.remote = True, bool(message.get("remote"))
-        peer.channel.room = self.memory.slot(peer.id) if peer.remote else None
+        peer.channel.room = self.job.memory.slot(peer.id) if peer.remote else None
         peer.channel.notice_death(self.members.timeout)
         self._count_barrier()
-        if self._run is None and peer.worker != 0:
+        if not self.job.begun and peer.worker != 0:
             peer.waiting = "hello"
             return None
         return self._welcome(peer.id)
 
-    def _begin_terms(self, layout: Layout, method: Message) -> None:
-        """What the first worker trains, and how."""
+    def _follow_terms(self) -> None:
+        method = self.job.method
         self.members.timeout = float(method.get("worker_timeout", self.members.timeout))
         self.members.waits_for_dead = bool(method.get("waits_for_dead", True))
         self.grace = Grace(method.get("grace"))
-        self._terms = agree(layout, method, self.members.capacity)
-
-    @property
-    def terms(self) -> Terms:
-        assert self._terms is not None  # nobody is heard before hello
-        return self._terms
-
-    @property
-    def method(self) -> Message:
-        return self.terms.method
-
-    @property
-    def memory(self) -> SharedMemory:
-        return self.terms.memory
 
     def _welcome(self, worker: int) -> Message:
-        here = {"memory": self.memory.path, "publishes": self.terms.publishes, "slots": self.members.capacity}
-        if self._run is None:
+        job = self.job
+        here = {"memory": job.memory.path, "publishes": job.terms.publishes, "slots": self.members.capacity}
+        if not self.job.begun:
             return here | {"initialised": False}
         return here | {
             "initialised": True,
@@ -177,12 +170,12 @@ class Service:
         """Worker 0 brings the parameters, in its slot or, with all the rest of the state, in a file."""
         if peer.worker != 0:
             raise RefusedError("worker 0 brings the parameters")
-        if self._run is not None:  # the answer was lost, and it asks again
+        if self.job.begun:  # the answer was lost, and it asks again
             return self._welcome(0)
         state = None if message["state"] is None else runs.read(Path(message["state"]))
-        self._begin(self.memory.slot(0).clone(), state, "the beginning" if state is None else "a checkpoint")
-        self._keep_snapshots()
-        self.snapshots.wait()  # until it is there nobody is told of parameters, and a server that dies begins anew
+        self.job.begin(self.job.memory.slot(0).clone(), state, "the beginning" if state is None else "a checkpoint")
+        self.job.keep_snapshots()
+        self.job.snapshots.wait()  # until it is there nobody is told of parameters, and a server that dies begins anew
         for other in list(self.members.peers.values()):
             if other.waiting == "hello":
                 self._answer(other, self._welcome(other.id))
@@ -194,34 +187,11 @@ class Service:
         Raises:
             RefusedError: there are snapshots, and none can be read.
         """
-        found = self.snapshots.latest(lambda state: Layout.from_json(state["layout"]))
-        if found is None:
-            return "the beginning"
-        path, state = found
-        layout = Layout.from_json(state["layout"])
-        self._begin_terms(layout, state["description"])
-        self._begin(torch.zeros(layout.size), state, f"snapshot {path.name}")
-        self.finished = self.run.finished
-        return path.name
-
-    def _begin(self, parameters: torch.Tensor, state: State | None, source: str) -> None:
-        layout, method = self.terms.layout, self.method
-        self._run = Run(self.run_dir, self.build, method, layout, parameters, state, source, self.clock())
-        self._publish()
-
-    @property
-    def run(self) -> Run:
-        if self._run is None:
-            raise RefusedError("the server has no parameters yet")
-        return self._run
-
-    @property
-    def server(self) -> ParameterServer:
-        return self.run.server
-
-    def _publish(self) -> None:
-        if self.terms.publishes:
-            self.memory.publish(self.server.parameters, self.server.version)
+        name = self.job.recover()
+        if self.job.begun:
+            self._follow_terms()
+            self.finished = self.run.finished
+        return name
 
     # Training
 
@@ -230,7 +200,7 @@ class Service:
 
         Not in the answer to an update: until that is heard, the slot must keep the update for a second attempt.
         """
-        slot = self.memory.slot(peer.id)
+        slot = self.job.memory.slot(peer.id)
         copy(slot, self.server.parameters)
         self.server.note_pull(peer.id)
         self._answer(peer, {"version": self.server.version}, slot if peer.remote else None)
@@ -244,7 +214,7 @@ class Service:
             sequence=int(message["sequence"]),
             base_version=int(message["base_version"]),
             weight=float(message["weight"]),
-            delta=self.memory.slot(peer.id),
+            delta=self.job.memory.slot(peer.id),
         )
         # what came over a network may not be what was sent
         norm = None if peer.remote or message.get("norm") is None else float(message["norm"])
@@ -253,14 +223,14 @@ class Service:
         began = time.perf_counter()
         peer.waiting, peer.report = "push", message["report"] | {"server_seconds": peer.served}
         version = self.server.version
-        if self.terms.publishes and not message["wait"] and not self.server.changes_next:
+        if self.job.terms.publishes and not message["wait"] and not self.server.changes_next:
             self._answer(peer, self._accepted(update))
         receipt = self.server.push(update, norm)
         if receipt.status is Status.HELD:
             self._wait_for_others(peer)
             self._settle(version, self.server.released())
         else:
-            self.memory.mark_taken(peer.id, update.sequence)
+            self.job.memory.mark_taken(peer.id, update.sequence)
             self._settle(version, [receipt])
         peer.served = time.perf_counter() - began
 
@@ -277,7 +247,7 @@ class Service:
     def _settle(self, version: int, settled: list[Receipt]) -> None:
         """Publishes what has changed since ``version``, then answers whoever waits for these receipts."""
         if self.server.version != version:
-            self._publish()
+            self.job.publish()
             if version == 0:
                 heap.trim()
         if not self.server.held:
@@ -329,11 +299,11 @@ class Service:
         Returns:
             Seconds until there is something to do again.
         """
-        if self._run is None:
+        if not self.job.begun:
             return 1.0
         self._recount()
         if not self.finished:
-            self._keep_snapshots()
+            self.job.keep_snapshots()
         deadline = self.grace.deadline
         if deadline is None:
             return 1.0
@@ -344,21 +314,17 @@ class Service:
             return 1.0
         return min(1.0, deadline - self.clock())
 
-    def _keep_snapshots(self) -> None:
-        seconds, updates = self.method.get("snapshot_seconds", 60.0), self.method.get("snapshot_updates")
-        self.snapshots.keep_up(self.run.snapshot, self.server.version, seconds, updates)
-
     def _recount(self) -> None:
-        if self._run is not None and self.method["barrier"] and len(self.members.awaited) != self._awaited:
+        if self.job.begun and self.job.method["barrier"] and len(self.members.awaited) != self._awaited:
             self._count_barrier()
 
     def _count_barrier(self) -> None:
         """A round waits for those who are at work, or are still to come."""
         self._awaited = len(self.members.awaited)
-        if self._run is None or not self.method["barrier"]:
+        if not self.job.begun or not self.job.method["barrier"]:
             return
         active = max(1, self._awaited)
-        if self.method.get("grace") is None:
+        if self.job.method.get("grace") is None:
             self.run.limit_round(active)
         version = self.server.version
         self.server.limit_barrier(active)
@@ -376,13 +342,13 @@ class Service:
 
     def _leave(self, peer: Peer, message: Message) -> Message:
         self._part(peer, for_good=True)
-        if self._run is not None and message["finished"]:
+        if self.job.begun and message["finished"]:
             self.finished = True
             self._release()
         return {}
 
     def _part(self, peer: Peer, for_good: bool) -> None:
-        if not self.members.leave(peer, for_good) or self._run is None:
+        if not self.members.leave(peer, for_good) or not self.job.begun:
             return
         self.server.withdraw(peer.id)
         self.run.plan.forget(peer.id)

@@ -1,14 +1,17 @@
 """AdaScale with 1, 4 and 16 single batches in a step, and linear scaling with warm-up of the same length.
 
-Momentum-SGD with a cosine schedule, all settings those of one batch in a step. Accumulation stands in for ranks. Linear
-scaling takes as many iterations as AdaScale did, with the learning rate times the batches in a step, which is warmed up
-over a tenth of them and then follows the same cosine.
+A cosine schedule, all settings those of one batch in a step. Accumulation stands in for ranks. Linear scaling takes as
+many iterations as AdaScale did, with the learning rate times the batches in a step, which is warmed up over a tenth of
+them and then follows the same cosine.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from statistics import mean
 from typing import Annotated
@@ -19,12 +22,24 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.collective import AdaScale  # noqa: E402
-from scripts.bench.byte_model import ByteModel, Bytes  # noqa: E402
+from scripts.bench.batches import Batches, Name  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 LIMIT = 1.02  # of the loss with one batch in a step
-MOMENTUM = 0.9
-LR = (0.03, 0.1, 0.3)
+
+
+class Optimizer(str, Enum):
+    """Which one AdaScale is round."""
+
+    SGD = "sgd"
+    ADAM = "adam"
+
+
+_MAKE: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
+    Optimizer.SGD: lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9),
+    Optimizer.ADAM: lambda parameters: torch.optim.Adam(parameters, lr=1.0, betas=(0.9, 0.98)),
+}
+_RATES = {Optimizer.SGD: (0.03, 0.1, 0.3), Optimizer.ADAM: (0.001, 0.003, 0.01)}
 
 
 def rate(lr: float, done: float) -> float:
@@ -32,37 +47,61 @@ def rate(lr: float, done: float) -> float:
     return lr * min(1.0, done * 20 + 1e-3) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
-def scaled(text: Bytes, lr: float, batches: int, steps: int, seed: int) -> tuple[float, int]:
-    """Validation loss after ``steps`` scale-invariant steps, and iterations."""
-    model = ByteModel(seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=MOMENTUM)
-    adascale = AdaScale(optimizer, scale=batches, accumulation=batches)
-    while adascale.scale_invariant_steps < steps:
-        optimizer.param_groups[0]["lr"] = rate(lr, int(adascale.scale_invariant_steps) / steps)
-        for number in range(adascale.steps * batches, (adascale.steps + 1) * batches):
-            (model(text.batch(number, seed)) / batches).backward()
-        adascale.step()
-        adascale.zero_grad()
-    return text.score(model), adascale.steps
+@dataclass
+class Claim:
+    """Runs of one problem by one optimizer.
 
+    Attributes:
+        steps: of the run with one batch in a step.
+    """
 
-def linear(text: Bytes, lr: float, batches: int, iterations: int, seed: int) -> float:
-    """Validation loss."""
-    model = ByteModel(seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=MOMENTUM)
-    for step in range(iterations):
-        done = step / iterations
-        optimizer.param_groups[0]["lr"] = batches * min(1.0, 10 * done + 1e-3) * rate(lr, max(done, 0.05))
-        optimizer.zero_grad()
-        for number in range(step * batches, (step + 1) * batches):
-            (model(text.batch(number, seed)) / batches).backward()
-        optimizer.step()
-    return text.score(model)
+    batches: Batches
+    optimizer: Optimizer
+    lr: float
+    steps: int
+
+    def scaled(self, count: int) -> tuple[float, int]:
+        """Validation loss after so many scale-invariant steps, and iterations."""
+        optimizer = _MAKE[self.optimizer](self.batches.fresh().parameters())
+        adascale = AdaScale(optimizer, scale=count, accumulation=count)
+        while adascale.scale_invariant_steps < self.steps:
+            optimizer.param_groups[0]["lr"] = rate(self.lr, int(adascale.scale_invariant_steps) / self.steps)
+            if not self._accumulate(adascale.steps, count):
+                break
+            adascale.step()
+            adascale.zero_grad()
+        adascale.close()
+        return self.batches.score(), adascale.steps
+
+    def linear(self, count: int, iterations: int) -> float:
+        """Validation loss."""
+        optimizer = _MAKE[self.optimizer](self.batches.fresh().parameters())
+        for step in range(iterations):
+            done = step / iterations
+            optimizer.param_groups[0]["lr"] = count * min(1.0, 10 * done + 1e-3) * rate(self.lr, max(done, 0.05))
+            optimizer.zero_grad()
+            if not self._accumulate(step, count):
+                break
+            optimizer.step()
+        return self.batches.score()
+
+    def _accumulate(self, step: int, count: int) -> bool:
+        """The mean gradient of the step's batches; False where the run has diverged."""
+        for number in range(step * count, (step + 1) * count):
+            loss = self.batches.loss(number) / count
+            if not math.isfinite(loss):
+                return False
+            loss.backward()
+        return True
 
 
 def main(
-    data: Annotated[Path | None, typer.Option(metavar="DIR", help="C4's shards; else a made-up text.")] = None,
-    out: Annotated[Path, typer.Option(help="For the made-up text.")] = Path("runs/bench"),
+    problem: Annotated[Name, typer.Option(help="bytes, C4's tiny model, or Multi30k's small one.")] = Name.BYTES,
+    optimizer: Annotated[Optimizer, typer.Option()] = Optimizer.SGD,
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="C4's shards, else a made-up text; or Multi30k, binarised.")
+    ] = None,
+    lr: Annotated[list[float] | None, typer.Option(help="To choose from; may be repeated.")] = None,
     steps: Annotated[int, typer.Option(min=100, help="Of the run with one batch in a step.")] = 1200,
     batches: Annotated[list[int] | None, typer.Option(min=2, help="May be repeated. [default: 4, 16]")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with other parameters and batches.")] = 2,
@@ -70,19 +109,22 @@ def main(
 ) -> None:
     """Compare AdaScale with one batch in a step; exit code 1 if a loss is more than 2% above."""
     torch.set_num_threads(1)
-    report, text, every = Report(f"AdaScale, {steps} scale-invariant steps"), Bytes(data, out), range(1, seeds + 1)
-    lr = min(LR, key=lambda each: _finite(scaled(text, each, 1, steps, 1)[0]))
-    single = mean(scaled(text, lr, 1, steps, seed)[0] for seed in every)
-    rows = [
-        {"batches": 1, "iterations": float(steps), "AdaScale": single, "of one batch": 1.0, "linear scaling": single}
-    ]
+    report = Report(f"AdaScale, {problem.value}, {optimizer.value}, {steps} scale-invariant steps")
+    each_seed = [Batches(problem, data, seed) for seed in range(1, seeds + 1)]
+    tried = {
+        each: _finite(Claim(each_seed[0], optimizer, each, steps).scaled(1)[0]) for each in lr or _RATES[optimizer]
+    }
+    report.table("one batch in a step", [{f"learning rate {each:g}": loss for each, loss in tried.items()}])
+    claims = [Claim(each, optimizer, min(tried, key=lambda each: tried[each]), steps) for each in each_seed]
+    single = mean(claim.scaled(1)[0] for claim in claims)
+    rows = [_row(1, steps, single, single, single)]
     for count in batches or [4, 16]:
-        losses, iterations = zip(*(scaled(text, lr, count, steps, seed) for seed in every), strict=True)
-        length = round(mean(iterations))
-        other = mean(_finite(linear(text, lr, count, length, seed)) for seed in every)
-        rows.append(_row(count, mean(iterations), mean(losses), single, other))
-        report.bound(f"{count} batches: loss of that with one", mean(losses) / single, LIMIT)
-    report.table(f"momentum {MOMENTUM}, learning rate {lr:g}; nats per byte, mean of {seeds} runs", rows)
+        losses, iterations = zip(*(claim.scaled(count) for claim in claims), strict=True)
+        scaled, length = mean(map(_finite, losses)), mean(iterations)
+        other = mean(_finite(claim.linear(count, round(length))) for claim in claims)
+        rows.append(_row(count, length, scaled, single, other))
+        report.bound(f"{count} batches: loss of that with one", scaled / single, LIMIT)
+    report.table(f"learning rate {claims[0].lr:g}; nats per token, mean of {seeds} runs", rows)
     last = rows[-1]
     report.bound(
         "linear scaling's loss of AdaScale's, largest batch", last["linear scaling"] / last["AdaScale"], 1.0, True

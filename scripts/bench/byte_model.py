@@ -1,4 +1,4 @@
-"""A language model of bytes, small enough to train a hundred times over on one core, for claims about batch sizes."""
+"""A language model of bytes, small enough to train a hundred times over on one core."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from recipes.c4_lm import corpus_made_up, text  # noqa: E402
 from recipes.steps import once  # noqa: E402
 
-SEQUENCE, SEQUENCES = 64, 4  # of a single batch
+SEQUENCE = 64
 WIDTH, LAYERS = 64, 2
-_VALIDATION = 48  # single batches
+_VALIDATION, _AT_ONCE = 192, 64  # sequences
 
 
 class ByteModel(nn.Module):
-    """A decoder: 2 layers, width 64, 115,000 parameters."""
+    """A decoder: 2 layers, width 64, 88,000 parameters."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(seed)
         self.bytes, self.places = nn.Embedding(256, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
@@ -39,33 +38,34 @@ class ByteModel(nn.Module):
 
 
 class Bytes:
-    """Training and validation text; batch ``number`` is the same in every run of one seed."""
+    """Next bytes of a text, as a problem of the simulator; a sample is a place to begin at.
 
-    def __init__(self, data: Path | None, out: Path) -> None:
-        corpus = text.find(data or once(out / "text", corpus_made_up.make_corpus))
-        self.train, self.validation = (self._bytes(corpus.documents(split)) for split in text.SPLITS)
+    Args:
+        data: shards as the C4 recipe takes them; else its made-up text.
+    """
+
+    def __init__(self, seed: int, device: torch.device, data: Path | None = None) -> None:
+        self.model = ByteModel().to(device)
+        corpus = text.find(data or once(Path("runs/bench/text"), corpus_made_up.make_corpus))
+        self.train, self.validation = (self._bytes(corpus.documents(split)).to(device) for split in text.SPLITS)
+        self.samples = len(self.train) - SEQUENCE - 1
 
     @staticmethod
     def _bytes(documents: Iterator[str]) -> Tensor:
         return torch.frombuffer(bytearray("\0".join(documents).encode()), dtype=torch.uint8)
 
-    def batch(self, number: int, seed: int) -> Tensor:
-        """[SEQUENCES, SEQUENCE + 1]"""
-        generator = torch.Generator().manual_seed(seed * 10_000_019 + number)
-        return self._cut(self.train, torch.randint(len(self.train) - SEQUENCE - 1, (SEQUENCES,), generator=generator))
+    def batch(self, indices: Sequence[int]) -> Tensor:
+        return self._cut(self.train, torch.tensor(indices))
 
-    def score(self, model: ByteModel) -> float:
-        """Validation loss in nats per byte; always over the same text."""
-        starts = torch.linspace(0, len(self.validation) - SEQUENCE - 2, _VALIDATION * SEQUENCES).long()
-        with torch.no_grad():
-            return float(torch.stack([model(self._cut(self.validation, part)) for part in starts.split(64)]).mean())
+    def loss(self, batch: Tensor) -> tuple[Tensor, float]:
+        return self.model(batch), float(batch[:, 1:].numel())
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        starts = torch.linspace(0, len(self.validation) - SEQUENCE - 2, _VALIDATION).long()
+        losses = [self.model(self._cut(self.validation, part)) for part in starts.split(_AT_ONCE)]
+        return float(torch.stack(losses).mean())
 
     @staticmethod
     def _cut(source: Tensor, starts: Tensor) -> Tensor:
         return source[starts.unsqueeze(1) + torch.arange(SEQUENCE + 1)]
-
-
-def gradients(model: ByteModel, text: Bytes, numbers: Sequence[int], seed: int) -> list[list[Tensor]]:
-    """Of each of these single batches: one tensor a parameter."""
-    parameters = list(model.parameters())
-    return [list(torch.autograd.grad(model(text.batch(number, seed)), parameters)) for number in numbers]

@@ -1,8 +1,9 @@
 """What the synchronous methods add to a training step of the Multi30k model, which fairseq builds.
 
-AdaScale: one process with four micro-batches in a step, with and without the statistics, by SGD and by Adam; processor
-time, which other programs disturb least. Adasum: two processes under DistributedDataParallel, with its own all-reduce
-and with the hook. Steps of both come in turn.
+AdaScale: four micro-batches in a step, with and without the statistics, by SGD and by Adam; processor time, which other
+programs disturb least. It is measured in several processes one after the other, because where the first allocations
+come to lie decides how much memory each step takes from the kernel anew. Adasum: two processes under
+DistributedDataParallel, with its own all-reduce and with the hook. Steps of both come in turn.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated, Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.collective import AdaScale, AdasumState, adasum_hook  # noqa: E402
+from fairseq_async.collective.adam_norm import AdamNorm  # noqa: E402
 from recipes.multi30k_en_de.presets import PRESETS, Size  # noqa: E402
 from recipes.training import free_port  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
@@ -73,8 +75,13 @@ def timed(step: Callable[[], None], clock: Callable[[], float]) -> float:
     return clock() - started
 
 
-def statistics(adam: bool, interval: int, vocabulary: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a step without and with AdaScale; medians of means over ``interval`` steps."""
+def statistics(
+    adam: bool, interval: int, vocabulary: int, tokens: int, rounds: int, without_page_faults: bool
+) -> tuple[float, float]:
+    """Mean milliseconds of a step without and with AdaScale, over as many steps of each."""
+    torch.set_num_threads(1)
+    if without_page_faults:
+        keep_memory()
     model = network(vocabulary)
     make = torch.optim.Adam if adam else torch.optim.SGD
     optimizer = make(model.parameters(), lr=1e-4)
@@ -93,15 +100,24 @@ def statistics(adam: bool, interval: int, vocabulary: int, tokens: int, rounds: 
         adascale.step()
         adascale.zero_grad()
 
-    sides: dict[str, list[float]] = {"plain": [], "AdaScale": []}
-    for _ in range(WARM_UP + rounds):
-        for name, step in (("plain", plain), ("AdaScale", measured)):
-            sides[name].append(sum(timed(step, time.process_time) for _ in range(interval)) / interval)
-    kept = [values[WARM_UP:] for values in sides.values()]
-    plain_ms, adascale_ms = (1000 * median(values) for values in kept)
-    share = median(b / a for a, b in zip(*kept, strict=True)) - 1
-    what = {"optimizer": make.__name__, "interval": interval}
-    return what | {"plain ms": plain_ms, "AdaScale ms": adascale_ms, "share": share}
+    for _ in range(AdamNorm.STEPS + 1):  # from then on parameters count
+        measured()
+    adascale.steps = 0
+    both = [
+        [timed(step, time.process_time) for _ in range(interval)] for _ in range(rounds) for step in (plain, measured)
+    ]
+    return 1000 * fmean(sum(both[0::2], [])), 1000 * fmean(sum(both[1::2], []))
+
+
+def shares(adam: bool, interval: int, processes: int, *arguments: Any) -> dict[str, Any]:
+    """Of several processes: mean milliseconds, and the share by which the statistics lengthen a step."""
+    with torch.multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        pairs = pool.starmap(statistics, [(adam, interval, *arguments)] * processes, chunksize=1)
+    plain, adascale = (fmean(side) for side in zip(*pairs, strict=True))
+    each = [b / a - 1 for a, b in pairs]
+    what = {"optimizer": "Adam" if adam else "SGD", "interval": interval}
+    times = {"plain ms": plain, "AdaScale ms": adascale}
+    return what | times | {"share": adascale / plain - 1, "lowest": min(each), "highest": max(each)}
 
 
 def take_part(rank: int, port: int, vocabulary: int, tokens: int, rounds: int, result: Connection) -> None:
@@ -150,18 +166,21 @@ def main(
     vocabulary: Annotated[int, typer.Option(min=10, help="Symbols.")] = 8000,
     tokens: Annotated[int, typer.Option(min=LENGTH, help="Target tokens of a batch.")] = 1024,
     rounds: Annotated[int, typer.Option(min=3, help="Steps of each side.")] = 20,
+    processes: Annotated[int, typer.Option(min=1, help="For AdaScale, one after the other.")] = 6,
     without_page_faults: Annotated[bool, typer.Option("--without-page-faults", help="Keep freed memory.")] = False,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
 ) -> None:
     """Measure both; exit code 1 if a bound is broken."""
-    torch.set_num_threads(1)
-    if without_page_faults:
-        keep_memory()
     parameters = sum(parameter.numel() for parameter in network(vocabulary).parameters())
     report = Report(f"Multi30k's model, {parameters:,} parameters, {tokens} tokens in a batch")
-    sides = ((False, 1), (True, 1), (True, INTERVAL))
-    rows = [statistics(adam, interval, vocabulary, tokens, max(3, rounds // interval)) for adam, interval in sides]
-    report.table(f"AdaScale, {ACCUMULATION} batches in a step; medians of {rounds} steps in turn", rows)
+    kinds = ((False, 1), (True, 1), (True, INTERVAL))
+    rows = []
+    for adam, interval in kinds:
+        few = max(2, rounds // interval)
+        rows.append(shares(adam, interval, processes, vocabulary, tokens, few, without_page_faults))
+    report.table(
+        f"AdaScale, {ACCUMULATION} batches in a step; {rounds} steps each way in each of {processes} processes", rows
+    )
     for row in rows:
         what = f"AdaScale's share of a step, {row['optimizer']}, norms in every {row['interval']}th step"
         report.bound(what, row["share"], STATISTICS)

@@ -33,13 +33,14 @@ class Cable:
 
 @dataclass(frozen=True)
 class Host:
-    """What to write before a command for it to run there, and at which address it finds this host."""
+    """What to write before a command for it to run there; at which address it finds this host, and this host it."""
 
     prefix: tuple[str, ...]
     near: str
+    far: str
 
 
-LOOPBACK = Host((), "127.0.0.2")  # a worker there goes the way of remote ones
+LOOPBACK = Host((), "127.0.0.2", "127.0.0.3")  # a worker there goes the way of remote ones
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def other_host(cable: Cable) -> Iterator[Host]:
                 raise ConfigurationError(f"no network namespace with a TUN device can be made here: {error}") from error
             yield LOOPBACK
             return
-        yield Host((shutil.which("ip") or "ip", "netns", "exec", name), near)
+        yield Host((shutil.which("ip") or "ip", "netns", "exec", name), near, far)
 
 
 def _plug_in(name: str, near: str, far: str) -> None:

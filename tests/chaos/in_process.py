@@ -63,13 +63,13 @@ class Connection:
 
 def new_service(workers: int, run_dir: Path, build: Build, clock: Any) -> Service:
     service = Service(TOKEN, workers, run_dir, build, clock)
-    service.snapshots = InlineSnapshots(run_dir, clock)
+    service.job.snapshots = InlineSnapshots(run_dir, clock)
     return service
 
 
 def end(service: Service) -> None:
     """What the end of a process does."""
-    if service._terms is not None:
-        service.memory.close()
-    if service._run is not None:
-        os.close(service._run.events._file)
+    if service.job.described:
+        service.job.memory.close()
+    if service.job.begun:
+        os.close(service.run.events._file)

@@ -78,7 +78,7 @@ class MortalServer:
             sys.settrace(self._trace)
             try:
                 service = Service(self.token, self.workers, self.run_dir, self.build)
-                service.snapshots = InlineSnapshots(self.run_dir)
+                service.job.snapshots = InlineSnapshots(self.run_dir)
                 service.recover()
                 loop = Loop(listener, service, self._other)
                 peers, self.service = loop.peers, service

@@ -55,7 +55,7 @@ class Server(RuleBasedStateMachine):
         self.next = {0: 0, 1: 0, 2: 0}
         self.model = Model(updates_per_step)
         connection = self.enter(0)
-        self.service.memory.slot(0).zero_()
+        self.service.job.memory.slot(0).zero_()
         connection.ask({"kind": "initialise", "state": None})
         self.service.tick()  # takes the first snapshot
         self.saved = copy.deepcopy(self.model)
@@ -77,7 +77,7 @@ class Server(RuleBasedStateMachine):
 
     def send(self, worker: int, sequence: int, value: float, weight: float, wait: bool, change: Any = None) -> Any:
         connection = self.connection(worker)
-        self.service.memory.slot(worker).fill_(value)
+        self.service.job.memory.slot(worker).fill_(value)
         numbers = {"sequence": sequence, "base_version": 0, "weight": weight, "report": {}, "wait": wait}
         return connection.ask({"kind": "push", **numbers} | (change or {}))
 
@@ -123,7 +123,7 @@ class Server(RuleBasedStateMachine):
 
     @rule()
     def a_snapshot(self) -> None:
-        self.service.snapshots.take(self.service.run.snapshot(), self.service.server.version)
+        self.service.job.snapshots.take(self.service.run.snapshot(), self.service.server.version)
         self.saved = copy.deepcopy(self.model)
 
     @rule()
@@ -156,7 +156,7 @@ class Server(RuleBasedStateMachine):
         server = self.service.server
         assert (server.version, server.sequences) == (self.model.version, self.model.last)
         assert server.parameters.tolist() == pytest.approx([self.model.value] * LAYOUT.size, abs=1e-4)
-        assert self.service.memory.published.equal(server.parameters)
+        assert self.service.job.memory.published.equal(server.parameters)
 
     @precondition(lambda self: hasattr(self, "model"))
     @rule()
