@@ -14,6 +14,7 @@ from fairseq_async.algorithms.adasum import (
     NEGLIGIBLE,
     combine_all,
     gram,
+    gram_workspace,
     pair_coefficients,
     pair_products,
     tree_weights,
@@ -170,6 +171,10 @@ def test_the_tree_is_a_sum_weighted_by_the_products_alone(count: int, seed: int,
     torch.testing.assert_close(sum_, adasum(vectors), rtol=1e-11, atol=1e-11 * size)
 
 
+def workspace(vectors: int) -> Tensor:
+    return gram_workspace(torch.device("cpu"), 10_000, vectors)
+
+
 def test_vectors_that_cancel_count_no_more_than_in_the_tree() -> None:
     """All that is left of the first two is rounding, which would turn the others' result."""
     torch.manual_seed(3)
@@ -177,7 +182,7 @@ def test_vectors_that_cancel_count_no_more_than_in_the_tree() -> None:
     for factor in (1.0, 3.0, 1e-30):
         vectors = [a * factor, -a * factor, b, c]
         weights = tree_weights(gram(vectors)).tolist()
-        combine_all(list(vectors), weights, result := torch.empty(1001))
+        combine_all(list(vectors), weights, result := torch.empty(1001), workspace(4))
         assert distance(result, adasum([b.double(), c.double()]).tolist()) < 1e-6
 
 
@@ -190,7 +195,7 @@ def test_a_weighted_sum_may_take_the_place_of_any_of_its_vectors(kind: torch.dty
     expected = sum((w * v.double() for w, v in zip(weights, vectors, strict=True)), torch.zeros(70_001))
     for place in range(count):
         own = [vector.clone() for vector in vectors]
-        combine_all(own, weights, own[place])
+        combine_all(own, weights, own[place], workspace(count))
         assert distance(own[place], expected.tolist()) < 2 * torch.finfo(kind).eps
         assert all(torch.equal(own[i], vectors[i]) for i in range(count) if i != place)
 
@@ -200,5 +205,5 @@ def test_a_sum_of_equal_vectors_is_that_vector_to_the_bit(count: int) -> None:
     torch.manual_seed(1)
     vector = torch.randn(10_007)
     equal = [vector.clone() for _ in range(count)]
-    combine_all(equal, tree_weights(gram(equal)).tolist(), equal[-1])
+    combine_all(equal, tree_weights(gram(equal)).tolist(), equal[-1], workspace(count))
     assert torch.equal(equal[-1], vector)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 NEGLIGIBLE = 2.0**-511  # √(smallest normal double) = 1.49e-154: a vector of a smaller squared norm counts as zero
-_IN_CACHE = 1 << 16  # elements of all vectors that are converted to float64 at a time on a CPU: 512 KiB
+_IN_CACHE = 1 << 17  # elements of all vectors that are converted to float64 at a time on a CPU: 1 MiB
 _AT_ONCE = 1 << 25  # the same elsewhere
 _ROUNDING = 1e-15  # of the squared length of its summands: a sum of no more than that is zero but for rounding
 _FITS = 1e30  # a larger coefficient, of a tiny vector beside a huge one, is not for float32
@@ -86,8 +86,9 @@ def gram(vectors: Sequence[Tensor], workspace: Tensor | None = None) -> Tensor:
         converted = workspace[:, : part.stop - part.start]
         for row, vector in zip(converted, vectors, strict=True):
             row.copy_(vector[part])
-        products.addmm_(converted, converted.t())
-    return products
+        for index, row in enumerate(converted):
+            products[index, index:].addmv_(converted[index:], row)
+    return products.triu() + products.triu(1).t()
 
 
 def gram_workspace(device: torch.device, largest: int, vectors: int = 2) -> Tensor:
@@ -161,15 +162,16 @@ def combine(mine: Tensor, theirs: Tensor, factors: Sequence[float] | Tensor) -> 
         a.copy_(a.double() * factors[0] + b.double() * factors[1])
 
 
-def combine_all(vectors: Sequence[Tensor], weights: Sequence[float], result: Tensor) -> None:
+def combine_all(vectors: Sequence[Tensor], weights: Sequence[float], result: Tensor, workspace: Tensor) -> None:
     """result ← Σ wᵢ·vectorsᵢ, of flat tensors on a CPU, added up as in the tree: equal vectors give that vector back.
 
     Args:
         weights: of :func:`tree_weights`.
         result: one of the vectors, or memory apart.
+        workspace: of :func:`gram_workspace`.
     """
-    chunk = _IN_CACHE // len(vectors)
-    scratch = result.new_empty(len(vectors), min(chunk, result.numel()))
+    scratch = workspace.view(torch.float32)
+    chunk = scratch.shape[1]
     for out, *parts in zip(*(each.split(chunk) for each in (result, *vectors)), strict=True):
         if _in_float32(result, weights):
             _sum_by_rounds(parts, weights, scratch[:, : out.numel()], out)

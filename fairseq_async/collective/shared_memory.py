@@ -109,7 +109,7 @@ class SharedMemoryAdasum:
             products[piece.tensor] += gram(piece.vectors, workspace)
         weights = tree_weights(self._messages.everyones(products).sum(0)).tolist()
         for piece in pieces:
-            combine_all(piece.vectors, weights[piece.tensor], piece.own)
+            combine_all(piece.vectors, weights[piece.tensor], piece.own, workspace)
             piece.mirror.copy_(piece.own)
 
     def _has_mirrors(self, nbytes: int) -> bool:
