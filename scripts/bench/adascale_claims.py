@@ -89,7 +89,7 @@ class Claim:
         """The mean gradient of the step's batches; False where the run has diverged."""
         for number in range(step * count, (step + 1) * count):
             loss = self.batches.loss(number) / count
-            if not math.isfinite(loss):
+            if not math.isfinite(float(loss.detach())):
                 return False
             loss.backward()
         return True
