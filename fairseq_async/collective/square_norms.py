@@ -29,7 +29,8 @@ class LocalSquareNorms:
         self.active = True
         self.weight = 1.0
         self._norm = norm
-        self._norms: list[list[Tensor]] = [[] for _ in groups]
+        self._sums = [0.0] * len(groups)  # of those on a CPU: to keep them would hold pieces of memory amid the pass's
+        self._norms: list[list[Tensor]] = [[] for _ in groups]  # of others, since to read them would wait for them
         self._weights: list[list[float]] = [[] for _ in groups]
         self._calls: dict[Tensor, int] = {}
         self._nodes = []  # torch keeps only a weak reference to them
@@ -48,10 +49,12 @@ class LocalSquareNorms:
     def sums(self, device: torch.device) -> Tensor:
         """float64, shape [groups]."""
         both = zip(self._norms, self._weights, strict=True)
-        return torch.stack([sum_of_squares(norms, device, weights) for norms, weights in both])
+        kept = torch.stack([sum_of_squares(norms, device, weights) for norms, weights in both])
+        return kept + torch.tensor(self._sums, dtype=torch.float64, device=device)
 
     def clear(self) -> None:
         self._calls.clear()
+        self._sums = [0.0] * len(self._sums)
         for norms, weights in zip(self._norms, self._weights, strict=True):
             norms.clear()
             weights.clear()
@@ -66,7 +69,11 @@ class LocalSquareNorms:
             return
         self._calls[parameter] = self._calls.get(parameter, 0) + 1
         norm = self._norm(parameter, gradients[0])
-        if norm is not None:
+        if norm is None:
+            return
+        if norm.is_cpu:
+            self._sums[group] += self.weight * norm.item() ** 2
+        else:
             self._norms[group].append(norm)
             self._weights[group].append(self.weight)
 

@@ -112,11 +112,12 @@ def main(
     report = Report(f"AdaScale, {problem.value}, {optimizer.value}, {steps} scale-invariant steps")
     each_seed = [Batches(problem, data, seed) for seed in range(1, seeds + 1)]
     tried = {
-        each: _finite(Claim(each_seed[0], optimizer, each, steps).scaled(1)[0]) for each in lr or _RATES[optimizer]
+        each: mean(_finite(Claim(batches_, optimizer, each, steps).scaled(1)[0]) for batches_ in each_seed)
+        for each in lr or _RATES[optimizer]
     }
     report.table("one batch in a step", [{f"learning rate {each:g}": loss for each, loss in tried.items()}])
-    claims = [Claim(each, optimizer, min(tried, key=lambda each: tried[each]), steps) for each in each_seed]
-    single = mean(claim.scaled(1)[0] for claim in claims)
+    best = min(tried, key=lambda each: tried[each])
+    claims, single = [Claim(each, optimizer, best, steps) for each in each_seed], tried[best]
     rows = [_row(1, steps, single, single, single)]
     for count in batches or [4, 16]:
         losses, iterations = zip(*(claim.scaled(count) for claim in claims), strict=True)
@@ -124,7 +125,7 @@ def main(
         other = mean(_finite(claim.linear(count, round(length))) for claim in claims)
         rows.append(_row(count, length, scaled, single, other))
         report.bound(f"{count} batches: loss of that with one", scaled / single, LIMIT)
-    report.table(f"learning rate {claims[0].lr:g}; nats per token, mean of {seeds} runs", rows)
+    report.table(f"learning rate {best:g}; nats per token, mean of {seeds} runs", rows)
     last = rows[-1]
     report.bound(
         "linear scaling's loss of AdaScale's, largest batch", last["linear scaling"] / last["AdaScale"], 1.0, True
