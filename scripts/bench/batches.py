@@ -27,7 +27,9 @@ class Name(str, Enum):
     MULTI30K = "multi30k"
 
 
-_FLAGS = PRESETS[Size.SMALL].settings() | {"max-tokens": 512}
+_PRESET = PRESETS[Size.SMALL]
+_LOSS = {"criterion": "label_smoothed_cross_entropy", "label-smoothing": 0.1, "dropout": _PRESET.dropout}
+_FLAGS = _PRESET.model() | _LOSS | {"max-tokens": 512}
 _SETTINGS: dict[Name, dict[str, Any]] = {
     Name.BYTES: {"type": "scripts.bench.byte_model:Bytes"},
     Name.C4: {"type": "c4_lm", "model": "tiny", "vocab": 2000, "sequence": 64, "out": "runs/c4_tokens"},
