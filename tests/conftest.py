@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.chaos.hosts import Cable, Host, other_host
+
 settings.register_profile("patient", deadline=None)  # a first call imports, and machines are busy
 settings.load_profile("patient")
 torch.set_num_threads(1)
@@ -109,6 +111,13 @@ def processes() -> Iterator[Processes]:
     processes = Processes()
     yield processes
     processes.end()
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    """Another machine: a network namespace, or an address of this one where none can be made."""
+    with other_host(Cable()) as host:
+        yield host
 
 
 @pytest.fixture

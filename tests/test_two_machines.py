@@ -1,21 +1,11 @@
 """Workers on two machines."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from fairseq_async.exchange.authentication import new_token, write_token
-from tests.chaos.hosts import Cable, Host, other_host
+from tests.chaos.hosts import Host
 from tests.conftest import DEEPSPEED, MODEL, PACKAGE, ROOT, Processes, command, free_port
-
-
-@pytest.fixture
-def host() -> Iterator[Host]:
-    """Another machine: a network namespace, or an address of this one where none can be made."""
-    with other_host(Cable()) as host:
-        yield host
 
 
 def test_torchrun_over_two_machines(host: Host, processes: Processes, data: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def other_host(cable: Cable) -> Iterator[Host]:
             if cable.good:
                 _plug_in(name, near, far)
             else:
-                stack.enter_context(_bad_cable(name, near, far, cable))
+                stack.enter_context(bad_cable(name, near, far, cable))
         except (OSError, subprocess.CalledProcessError) as error:
             if not cable.good:
                 raise ConfigurationError(f"no network namespace with a TUN device can be made here: {error}") from error
@@ -79,19 +79,25 @@ def _plug_in(name: str, near: str, far: str) -> None:
     _ip("-n", name, "link", "set", there, "up")
 
 
+def set_cable(state: str) -> None:
+    """Pulls a good one out at this end ("down"), or plugs it in again ("up")."""
+    _ip("link", "set", f"near{os.getpid()}", state)
+
+
 @contextmanager
-def _bad_cable(name: str, near: str, far: str, cable: Cable) -> Iterator[None]:
+def bad_cable(name: str, near: str, far: str, cable: Cable) -> Iterator["subprocess.Popen[str]"]:
+    """Between these addresses here and in a namespace; at the end of its input the process tells what it has lost."""
     quality = ["--seconds", cable.seconds, "--loss", cable.loss, "--bytes-per-second", cable.bytes_per_second or 1e9]
     line = [sys.executable, "-m", "tests.chaos.wire", OWN, near, name, far, *map(str, quality)]
-    wire = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert wire.stdout is not None
-        if wire.stdout.readline() != "up\n":
-            raise OSError("the cable ended: " + wire.communicate()[1].strip().rpartition("\n")[2])
-        yield
-    finally:
-        wire.kill()
-        wire.communicate()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as wire:
+        try:
+            assert wire.stdout is not None
+            if wire.stdout.readline() != "up\n":
+                raise OSError("the cable ended: " + wire.communicate()[1].strip().rpartition("\n")[2])
+            yield wire
+        finally:
+            wire.kill()
 
 
 def _ip(*arguments: str) -> None:
