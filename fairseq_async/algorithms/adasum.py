@@ -157,7 +157,7 @@ def combine(mine: Tensor, theirs: Tensor, factors: Sequence[float] | Tensor) -> 
     if not isinstance(factors, Tensor) and _in_float32(mine, factors):
         _scaled_sum(mine, theirs, factors, out=mine)
         return
-    chunk = _IN_CACHE if mine.device.type == "cpu" else _AT_ONCE
+    chunk = (_IN_CACHE if mine.device.type == "cpu" else _AT_ONCE) // 4  # three temporaries
     for a, b in zip(mine.split(chunk), theirs.split(chunk), strict=True):
         a.copy_(a.double() * factors[0] + b.double() * factors[1])
 
