@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
 from fairseq_async.simulation import problem as problems  # noqa: E402
 from recipes.multi30k_en_de.presets import PRESETS, Size  # noqa: E402
+from recipes.steps import RecipeError  # noqa: E402
 
 
 class Name(str, Enum):
@@ -60,6 +61,8 @@ class Batches:
             self.problem = problems.build(settings, Path.cwd(), seed, torch.device("cpu"))
         except ConfigurationError as error:
             fail(error)
+        except (OSError, RecipeError) as error:
+            fail(ConfigurationError(str(error) if isinstance(error, RecipeError) else f"--data {data}: {error}"))
         self.samples, self.seed = samples or _SAMPLES[name], seed
         self._start = {key: value.clone() for key, value in self.problem.model.state_dict().items()}
 
