@@ -103,6 +103,7 @@ def main(
     ] = None,
     lr: Annotated[list[float] | None, typer.Option(help="To choose from; may be repeated.")] = None,
     steps: Annotated[int, typer.Option(min=100, help="Of the run with one batch in a step.")] = 1200,
+    tokens: Annotated[int | None, typer.Option(min=64, help="In a single batch: the fewer, the more noise.")] = None,
     batches: Annotated[list[int] | None, typer.Option(min=2, help="May be repeated. [default: 4, 16]")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with other parameters and batches.")] = 2,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
@@ -110,7 +111,7 @@ def main(
     """Compare AdaScale with one batch in a step; exit code 1 if a loss is more than 2% above."""
     torch.set_num_threads(1)
     report = Report(f"AdaScale, {problem.value}, {optimizer.value}, {steps} scale-invariant steps")
-    each_seed = [Batches(problem, data, seed) for seed in range(1, seeds + 1)]
+    each_seed = [Batches(problem, data, seed, tokens) for seed in range(1, seeds + 1)]
     tried = {
         each: mean(_finite(Claim(batches_, optimizer, each, steps).scaled(1)[0]) for batches_ in each_seed)
         for each in lr or _RATES[optimizer]

@@ -118,7 +118,7 @@ def main(
         int, typer.Option(min=EVERY, help="Steps of the run with one batch, whose loss is the target.")
     ] = 400,
     batches: Annotated[list[int] | None, typer.Option(min=2, help="May be repeated. [default: 4, 16]")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="In a single batch: the more, the less noise.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=64, help="In a single batch: the more, the less noise.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with other parameters and batches.")] = 1,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
 ) -> None:
@@ -128,7 +128,7 @@ def main(
     if unknown := [name for name in names if name not in OPTIMIZERS]:
         fail(ConfigurationError(f"--optimizer {unknown[0]}: there are {', '.join(OPTIMIZERS)}"))
     report, warm_up = Report(f"{problem.value}: steps to the loss of {steps} steps with one batch"), steps // 20
-    each_seed = [Batches(problem, data, seed, samples) for seed in range(1, seeds + 1)]
+    each_seed = [Batches(problem, data, seed, tokens) for seed in range(1, seeds + 1)]
     for name in names:
         lr, target = tuned(each_seed[0], name, OPTIMIZERS[name][1], steps, warm_up)
         rows: list[dict[str, Any]] = []
