@@ -457,6 +457,20 @@ def test_a_translation_task_is_simulated_with_fairseqs_own_parts(
     assert all(row["checksum"] for row in rows)
 
 
+@pytest.mark.parametrize("languages", ["", " --source-lang en --target-lang de"])
+@pytest.mark.parametrize("made", [True, False])
+def test_translation_data_that_is_missing_is_one_line_and_leaves_nothing(
+    tmp_path: Path, languages: str, made: bool
+) -> None:
+    if made:
+        (tmp_path / "data").mkdir()
+    problem = {"type": "fairseq_translation", "data": "data", "flags": f"--arch transformer{languages}"}
+    path = experiment(tmp_path, problem=problem)
+    with pytest.raises(ConfigurationError, match=f'"data" {tmp_path / "data"} with these "flags"'):
+        Simulator(path, tmp_path / "out", resume=False)
+    assert not (tmp_path / "out").exists()
+
+
 def test_flags_that_fairseq_does_not_take_are_one_line(data: Path, tmp_path: Path) -> None:
     problem = {"type": "fairseq_translation", "data": str(data), "flags": "--arch transfarmer"}
     with pytest.raises(ConfigurationError, match='"problem": "flags"'):

@@ -77,7 +77,8 @@ def _function(kind: str, directory: Path) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f'"problem": "type": {kind} cannot be imported: {error}') from error
+        where = "; start the simulation in a checkout of the project" if module.startswith("recipes.") else ""
+        raise ConfigurationError(f'"problem": "type": {kind} cannot be imported: {error}{where}') from error
 
 
 def _located(arguments: dict[str, Any], directory: Path) -> dict[str, Any]:

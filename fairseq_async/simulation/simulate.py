@@ -26,6 +26,7 @@ from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
 
+_RECORD = "experiment.json"
 _SAVE_EVERY = 120.0  # seconds, so that a machine that goes down costs no more
 
 
@@ -62,7 +63,7 @@ class Simulator:
     def __init__(self, experiment: Experiment, out: Path, resume: bool) -> None:
         self.experiment, self.out = experiment, out
         self.console = Console(stderr=True)
-        self._claim(resume)
+        self._check_out(resume)
         self.pairs = [Pair(m, name, c) for name, c in experiment.clusters.items() for m in experiment.methods]
         device = experiment.head.device
         if device == "auto":
@@ -75,6 +76,7 @@ class Simulator:
         order = ShardOrder([problem.samples], experiment.seed)
         self.model = SharedModel(problem, experiment.head.batch_size, order, experiment.seed)
         self._stop = False
+        self._claim_out()
 
     def run(self) -> list[dict[str, Any]]:
         """The summaries of all trials.
@@ -101,17 +103,19 @@ class Simulator:
         write_whole(self.out / "results.json", {"experiment": str(self.experiment.path), "trials": rows})
         return rows
 
-    def _claim(self, resume: bool) -> None:
-        record = self.out / "experiment.json"
+    def _check_out(self, resume: bool) -> None:
+        record = self.out / _RECORD
         if record.exists() and not resume:
             raise ConfigurationError(f"--out {self.out} holds a simulation: go on with it by --resume, or change --out")
         if record.exists() and json.loads(record.read_text()) != json.loads(json.dumps(self.experiment.raw)):
             raise ConfigurationError(f"--out {self.out} holds a simulation of another experiment: change --out")
+
+    def _claim_out(self) -> None:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(f"--out {self.out} cannot be made: {error.strerror}") from error
-        write_whole(record, self.experiment.raw)
+        write_whole(self.out / _RECORD, self.experiment.raw)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self._stop = True

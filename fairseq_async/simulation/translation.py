@@ -31,12 +31,17 @@ class Translation:
             warnings.simplefilter("ignore")  # of fairseq's libraries, of themselves
             cfg = _configuration([str(data), *shlex.split(flags), "--seed", str(seed)])
         utils.set_torch_seed(seed)
-        self.task: Any = tasks.setup_task(cfg.task)
-        self.model = self.task.build_model(cfg.model).to(device)
-        self.criterion = self.task.build_criterion(cfg.criterion).to(device)
         self.device = device
-        self.train = self._batches(cfg, cfg.dataset.train_subset)
-        self.held_out = self._batches(cfg, cfg.dataset.valid_subset)[: validation or None]
+        try:
+            self.task: Any = tasks.setup_task(cfg.task)
+            self.model = self.task.build_model(cfg.model).to(device)
+            self.criterion = self.task.build_criterion(cfg.criterion).to(device)
+            self.train = self._batches(cfg, cfg.dataset.train_subset)
+            self.held_out = self._batches(cfg, cfg.dataset.valid_subset)[: validation or None]
+        except Exception as error:  # fairseq raises a bare one where it cannot infer the languages
+            raise ConfigurationError(
+                f'"problem": fairseq cannot use "data" {data} with these "flags": {error}'
+            ) from error
         self.samples = len(self.train)
 
     def _batches(self, cfg: Any, split: str) -> list[Any]:
