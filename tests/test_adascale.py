@@ -223,8 +223,8 @@ def test_the_estimates_equal_brute_force_over_per_sample_gradients() -> None:
     adascale = AdaScale(sgd(model), accumulation=32)
     train(model, adascale, samples, 32)
     variance = sum(local) / 31 - 32 / 31 * mean
-    assert adascale.whole.variance == pytest.approx(variance, rel=1e-4)
-    assert adascale.whole.square_mean == pytest.approx(mean - variance / 32, rel=1e-3)
+    assert adascale.gains.whole.variance == pytest.approx(variance, rel=1e-4)
+    assert adascale.gains.whole.square_mean == pytest.approx(mean - variance / 32, rel=1e-3)
 
 
 def test_a_step_goes_as_far_as_the_gain_says_and_the_rate_is_as_before() -> None:
@@ -274,7 +274,7 @@ def test_each_parameter_group_has_a_gain_of_its_own() -> None:
         each = [torch.autograd.grad(loss_of(model, b), layer) for b in batches]
         expected.append(AdaScaleGain(8).update(*norms([torch.cat([g.flatten() for g in e]) for e in each])))
     train(model, adascale, batches, 8)
-    assert [gain.gain for gain in adascale.groups] == pytest.approx(expected, rel=1e-4)
+    assert [gain.gain for gain in adascale.gains.groups] == pytest.approx(expected, rel=1e-4)
     assert expected[0] != pytest.approx(expected[1], rel=1e-2)
     assert min(expected) <= adascale.gain <= max(expected)
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.5]
@@ -309,7 +309,7 @@ def test_an_element_that_adam_has_never_moved_does_not_drown_the_others() -> Non
             (table(torch.tensor([row])).square().sum() / 2).backward()
         adascale.step()
         adascale.zero_grad()
-    assert adascale.whole.variance < 1e3
+    assert adascale.gains.whole.variance < 1e3
 
 
 def test_a_loss_scale_and_clipping_are_no_part_of_the_statistics() -> None:
@@ -325,7 +325,7 @@ def test_a_loss_scale_and_clipping_are_no_part_of_the_statistics() -> None:
     nn.utils.clip_grad_norm_(scaled.parameters(), 1e-3)
     other.step()
     assert other.gain == pytest.approx(one.gain, rel=1e-5)
-    assert other.whole.variance == pytest.approx(one.whole.variance, rel=1e-5)
+    assert other.gains.whole.variance == pytest.approx(one.gains.whole.variance, rel=1e-5)
 
 
 def test_it_works_with_a_grad_scaler_that_skips_a_step() -> None:
@@ -343,21 +343,21 @@ def test_it_works_with_a_grad_scaler_that_skips_a_step() -> None:
         other.zero_grad()
     assert other.steps == 2 and scaler.get_scale() == 2048.0
     assert other.gain == pytest.approx(one.gain, rel=1e-4)
-    assert other.whole.variance == pytest.approx(one.whole.variance, rel=1e-4)
+    assert other.gains.whole.variance == pytest.approx(one.gains.whole.variance, rel=1e-4)
 
 
 def test_a_step_with_nan_leaves_the_averages_as_they_were() -> None:
     model = small_model()
     adascale = AdaScale(sgd(model), accumulation=2)
     train(model, adascale, task(4), 2)
-    saved = adascale.whole.state_dict()
+    saved = adascale.gains.whole.state_dict()
     (loss_of(model, task(1)[0]) * math.nan).backward()
     loss_of(model, task(1)[0]).backward()
     adascale.measure()
     adascale.zero_grad()  # the step is not taken
-    assert adascale.whole.state_dict() == saved
+    assert adascale.gains.whole.state_dict() == saved
     train(model, adascale, task(2), 2)
-    assert adascale.whole.estimates == saved["estimates"] + 1
+    assert adascale.gains.whole.estimates == saved["estimates"] + 1
 
 
 def test_a_sum_of_losses_is_noticed() -> None:
@@ -375,7 +375,7 @@ def test_the_short_step_at_the_end_of_an_epoch_counts_for_what_it_has() -> None:
     train(model, adascale, task(4), 4)
     local, mean = norms([gradient(model, batch) for batch in task(2, seed=5)])
     expected = AdaScaleGain(4)
-    expected.load_state_dict(adascale.whole.state_dict())
+    expected.load_state_dict(adascale.gains.whole.state_dict())
     expected.scale = 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -390,7 +390,7 @@ def test_norms_may_be_taken_in_every_third_step_only() -> None:
     counts = []
     for step in range(7):
         train(model, adascale, task(2, seed=step), 2)
-        counts.append(adascale.whole.estimates)
+        counts.append(adascale.gains.whole.estimates)
     assert counts == [1, 1, 1, 2, 2, 2, 3]
     assert 7 < adascale.scale_invariant_steps <= 14
 
@@ -404,9 +404,9 @@ def test_differences_of_consecutive_gradients_estimate_the_noise_of_one_worker()
         (parameter * (0.5 + torch.randn(50))).sum().backward()
         adascale.step()
         adascale.zero_grad()
-    assert adascale.whole.variance == pytest.approx(400, rel=0.05)
-    assert adascale.whole.square_mean == pytest.approx(12.5, rel=0.15)
-    assert adascale.whole.estimates == 2999
+    assert adascale.gains.whole.variance == pytest.approx(400, rel=0.05)
+    assert adascale.gains.whole.square_mean == pytest.approx(12.5, rel=0.15)
+    assert adascale.gains.whole.estimates == 2999
 
 
 @pytest.mark.parametrize("kind", [lambda m: sgd(m, momentum=0.9), lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2)])

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fairseq_async.algorithms.adascale import AdaScaleGain
 from fairseq_async.collective.adam_norm import AdamNorm, Masters
 from fairseq_async.collective.differences import Differences
+from fairseq_async.collective.gains import Gains
 from fairseq_async.collective.square_norms import LocalSquareNorms, plain_norm, sum_of_squares
 from fairseq_async.errors import ConfigurationError
 
@@ -92,8 +92,7 @@ class AdaScale:
         self.adaptive = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) if adaptive is None else adaptive
         self._group = process_group
         self._ranks = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
-        self.whole = AdaScaleGain(1.0, smoothing)
-        self.groups = [AdaScaleGain(1.0, smoothing) for _ in optimizer.param_groups]
+        self.gains = Gains(len(optimizer.param_groups), smoothing)
         self.set_scale(scale, accumulation)
         self.interval = interval
         self.steps = 0
@@ -124,24 +123,24 @@ class AdaScale:
             )
         self.scale = float(gradients if scale is None else scale)
         self.accumulation = accumulation
-        self._set_scales(self.scale)
+        self.gains.set_scale(self.scale)
 
     # What a training loop uses
 
     @property
     def gain(self) -> float:
         """r of the whole model."""
-        return self.whole.gain
+        return self.gains.whole.gain
 
     @property
     def scale_invariant_steps(self) -> float:
         """τ."""
-        return self.whole.scale_invariant_steps
+        return self.gains.whole.scale_invariant_steps
 
     @property
     def noise_scale(self) -> float:
         """φ of the whole model, in single batches."""
-        return self.whole.noise_scale
+        return self.gains.whole.noise_scale
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -214,7 +213,7 @@ class AdaScale:
 
     def advance(self) -> None:
         """After the optimizer's step: scale-invariant steps."""
-        self.whole.advance()
+        self.gains.whole.advance()
         self.steps += 1
         self.forget()
 
@@ -235,34 +234,11 @@ class AdaScale:
         """Backward passes of this rank since the last step."""
         return self._local.passes
 
-    def observe(
-        self,
-        square_norms: Sequence[float],
-        gradients: int,
-        mean_square_norms: Sequence[float],
-        batches: float | None = None,
-    ) -> None:
-        """Takes a step's norms into the averages; NaN, Inf and a step without gradients stay out.
-
-        Args:
-            square_norms: Σ|g_i|² of each parameter group.
-            gradients: how many g_i there are, on all ranks together.
-            mean_square_norms: |ḡ|² of each parameter group.
-            batches: single batches in ḡ; by default S.
-        """
-        if not all(map(math.isfinite, (*square_norms, *mean_square_norms))):
-            return
-        rows = zip((self.whole, *self.groups), (sum(square_norms), *square_norms), strict=True)
-        means = (sum(mean_square_norms), *mean_square_norms)
-        for (gain, square), mean in zip(rows, means, strict=True):
-            if square > 0:
-                gain.observe(square, gradients, mean, batches)
-
     @contextmanager
     def stretched(self) -> Iterator[None]:
         """Learning rates of the parameter groups are multiplied by what their gains say."""
         rates = [group["lr"] for group in self.param_groups]
-        for group, gain in zip(self.param_groups, self.groups, strict=True):
+        for group, gain in zip(self.param_groups, self.gains.groups, strict=True):
             group["lr"] = group["lr"] * (math.sqrt(gain.gain) if self.adaptive else gain.gain)
         try:
             yield
@@ -280,22 +256,12 @@ class AdaScale:
 
     def statistics(self) -> dict[str, Any]:
         """The state without the optimizer's."""
-        return {
-            "whole": self.whole.state_dict(),
-            "groups": [gain.state_dict() for gain in self.groups],
-            "steps": self.steps,
-        }
+        return {**self.gains.state_dict(), "steps": self.steps}
 
     def load_statistics(self, state: dict[str, Any]) -> None:
-        self.whole.load_state_dict(state["whole"])
-        for gain, saved in zip(self.groups, state["groups"], strict=True):
-            gain.load_state_dict(saved)
+        self.gains.load_state_dict(state)
         self.steps = state["steps"]
         self.forget()
-
-    def _set_scales(self, scale: float) -> None:
-        for gain in (self.whole, *self.groups):
-            gain.scale = scale
 
     def _due(self) -> bool:
         return self.estimator == "batches" and self.steps % self.interval == 0
@@ -310,7 +276,7 @@ class AdaScale:
             passes, as a part of what a whole step has.
         """
         self._measured = True
-        self._set_scales(self.scale)
+        self.gains.set_scale(self.scale)
         if not self._due():
             return 1.0
         device = next(parameter.device for group in self._parameters for parameter in group)
@@ -321,11 +287,11 @@ class AdaScale:
             dist.all_reduce(numbers, group=self._group)
         *norms, passes, total = numbers.tolist()
         share = passes / (self._ranks * self.accumulation)  # below 1 where an epoch ends
-        self._set_scales(max(1.0, self.scale * share))
+        self.gains.set_scale(max(1.0, self.scale * share))
         if passes >= 2:
-            squares = [square * passes / total for square in norms[: len(self.groups)]]
-            means = [square / self._copies * factor(total) ** 2 for square in norms[len(self.groups) :]]
-            self.observe(squares, int(passes), means)
+            squares = [square * passes / total for square in norms[: len(self.gains.groups)]]
+            means = [square / self._copies * factor(total) ** 2 for square in norms[len(self.gains.groups) :]]
+            self.gains.observe(squares, int(passes), means)
         return float(share)
 
     def _square_norms(self, device: torch.device) -> Tensor:
@@ -353,9 +319,9 @@ class AdaScale:
 
     def _measure_differences(self, factor: float) -> None:
         self._measured = True
-        self._set_scales(self.scale)
+        self.gains.set_scale(self.scale)
         squares, means = self._differences.square_norms(factor)
-        self.observe(squares, 2, means, batches=2 * self.scale)
+        self.gains.observe(squares, 2, means, batches=2 * self.scale)
 
 
 def _parameters(stepped: Sequence[Tensor], masters: Masters | None) -> list[Tensor]:

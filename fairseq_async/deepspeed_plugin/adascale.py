@@ -82,7 +82,7 @@ class AdaScaleEngine(GroupEngine):
     def _log(self) -> None:
         """To DeepSpeed's own monitor, by samples as its other curves."""
         if self.monitor.enabled:
-            whole = self.adascale.whole
+            whole = self.adascale.gains.whole
             values = {"gain": whole.gain, "noise_scale": whole.noise_scale, "variance": whole.variance}
             values |= {"square_mean": whole.square_mean, "scale_invariant_steps": whole.scale_invariant_steps}
             scalars = [(f"AdaScale/{name}", value, self.global_samples) for name, value in values.items()]

@@ -149,7 +149,7 @@ class AdaScaleTrainer(GroupTrainer):
 
     def _reduce_and_log_stats(self, logging_outputs: Any, sample_size: Any, grad_norm: Any = None) -> Any:
         if grad_norm is not None:
-            whole = self.method.adascale.whole
+            whole = self.method.adascale.gains.whole
             values = {
                 "gain": whole.gain,
                 "noise_scale": whole.noise_scale,
