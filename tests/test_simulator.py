@@ -285,6 +285,7 @@ def test_adascale_steps_by_the_gain_of_its_ranks_and_ends_at_its_scale_invariant
         ({"steps": 0}, '"steps": Input should be greater than or equal to 1 (it is 0)'),
         ({"methods": {"DN": DN | {"outter": "sgd"}}}, 'method DN: unknown key "outter"; known are'),
         ({"methods": {"DN": {"method": "sgdd"}}}, 'method DN: "method": sgdd: there is no such method; there are'),
+        ({"methods": {"DN": {}}}, 'method DN: "method" is missing; there are'),
         ({"methods": {"DN": DN | {"outer": "sgdd"}}}, 'method DN: "outer"'),
         ({"methods": {"DN": DN | {"overlap": True}}}, 'method DN: "overlap" cannot be set for one method'),
         ({"methods": {"DN": DN | {"c": 0.1, "outer": "sgd"}}}, "c is of no use with outer sgd"),

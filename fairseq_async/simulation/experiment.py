@@ -215,7 +215,8 @@ def _method(path: Path, name: str, given: dict[str, Any], common: dict[str, Any]
     own = values.pop("optimizer", {})
     kind = values.get("method")
     if kind not in METHODS:
-        raise ConfigurationError(f'{where}: "method": {kind}: there is no such method; there are {", ".join(METHODS)}')
+        what = " is missing" if kind is None else f": {kind}: there is no such method"
+        raise ConfigurationError(f'{where}: "method"{what}; there are {", ".join(METHODS)}')
     for key in _THE_EXPERIMENTS:
         if key in values:
             raise ConfigurationError(f'{where}: "{key}" cannot be set for one method of a simulation: leave it out')
