@@ -60,6 +60,16 @@ class Claim:
     lr: float
     steps: int
 
+    def pretrain(self, steps: int) -> None:
+        """Lets every run begin with the parameters after so many steps of one batch, which are no batches of theirs."""
+        optimizer = _MAKE[self.optimizer](self.batches.fresh().parameters())
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = self.lr * min(1.0, 20 * step / steps)
+            optimizer.zero_grad()
+            self._accumulate(-1 - step, 1)
+            optimizer.step()
+        self.batches.start_here()
+
     def scaled(self, count: int) -> tuple[float, int]:
         """Validation loss after so many scale-invariant steps, and iterations."""
         optimizer = _MAKE[self.optimizer](self.batches.fresh().parameters())
@@ -105,6 +115,9 @@ def main(
     steps: Annotated[int, typer.Option(min=100, help="Of the run with one batch in a step.")] = 1200,
     tokens: Annotated[int | None, typer.Option(min=64, help="In a single batch: the fewer, the more noise.")] = None,
     batches: Annotated[list[int] | None, typer.Option(min=2, help="May be repeated. [default: 4, 16]")] = None,
+    pretraining: Annotated[
+        int, typer.Option(min=0, help="Steps of one batch, at the first learning rate, before all runs.")
+    ] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with other parameters and batches.")] = 2,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
 ) -> None:
@@ -112,9 +125,12 @@ def main(
     torch.set_num_threads(1)
     report = Report(f"AdaScale, {problem.value}, {optimizer.value}, {steps} scale-invariant steps")
     each_seed = [Batches(problem, data, seed, tokens) for seed in range(1, seeds + 1)]
+    rates = lr or _RATES[optimizer]
+    for batches_ in each_seed:
+        Claim(batches_, optimizer, rates[0], steps).pretrain(pretraining)
     tried = {
         each: mean(_finite(Claim(batches_, optimizer, each, steps).scaled(1)[0]) for batches_ in each_seed)
-        for each in lr or _RATES[optimizer]
+        for each in rates
     }
     report.table("one batch in a step", [{f"learning rate {each:g}": loss for each, loss in tried.items()}])
     best = min(tried, key=lambda each: tried[each])

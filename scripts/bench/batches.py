@@ -67,10 +67,14 @@ class Batches:
         except (OSError, RecipeError) as error:
             fail(ConfigurationError(str(error) if isinstance(error, RecipeError) else f"--data {data}: {error}"))
         self.samples, self.seed = 1 if name is Name.MULTI30K else max(1, tokens // _SEQUENCE), seed
+        self.start_here()
+
+    def start_here(self) -> None:
+        """From now on every run begins with the parameters as they are."""
         self._start = {key: value.clone() for key, value in self.problem.model.state_dict().items()}
 
     def fresh(self) -> nn.Module:
-        """The model as it was at first."""
+        """The model as every run begins with it."""
         self.problem.model.load_state_dict(self._start)
         self.problem.model.zero_grad()
         torch.manual_seed(self.seed)  # dropout
