@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fairseq_async.errors import AsyncError, ConfigurationError
-from fairseq_async.exchange import copy
+from fairseq_async.exchange import pack
 from fairseq_async.fairseq_plugin import options
 from fairseq_async.server import ServerClient
-from fairseq_async.worker.gradients import GradientWorker
+from fairseq_async.worker.gradients import GradientWorker, gradient
 
 logger = logging.getLogger(__name__)
 
@@ -165,13 +165,8 @@ class HybridAsync(FairseqOptimizer):
         self._weight, self._loss, self._skip, self._norm = 0.0, 0.0, False, None
 
     def _write(self, slot: Tensor) -> None:
-        for view, parameter in zip(self.worker.replica.layout.views(slot), self.params, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            elif self._half:
-                copy(view, parameter.grad.float().mul_(self._factor))
-            else:
-                copy(view, parameter.grad)
+        gradients = map(gradient, self.params)
+        pack(slot, (each.float() * self._factor for each in gradients) if self._half else gradients)
 
     def _bits(self) -> float:
         """Loss per token."""

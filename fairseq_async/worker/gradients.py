@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from fairseq_async.exchange import copy
+from fairseq_async.exchange import pack
 from fairseq_async.server import ServerClient
 from fairseq_async.worker.half import Half
 from fairseq_async.worker.replica import TensorReplica
@@ -91,8 +91,9 @@ class GradientWorker(Half):
         self.refusals.count(answer["refused"])
 
     def _write(self, slot: Tensor) -> None:
-        for view, parameter in zip(self.replica.layout.views(slot), self._parameters, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                copy(view, parameter.grad)
+        pack(slot, map(gradient, self._parameters))
+
+
+def gradient(parameter: Parameter) -> Tensor:
+    """Its ``grad``; zeros, of one element in memory, where no loss depends on it."""
+    return parameter.new_zeros(()).expand_as(parameter) if parameter.grad is None else parameter.grad

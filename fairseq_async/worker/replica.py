@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fairseq_async.exchange import copy
+from fairseq_async.exchange import pack, unpack
 from fairseq_async.server import Layout
 
 
@@ -42,9 +42,8 @@ class TensorReplica:
         self._speaks = speaks
 
     def read(self, flat: Tensor) -> None:
-        for view, tensor in zip(self.layout.views(flat), self._tensors, strict=True):
-            if self._speaks:
-                copy(view, tensor)
+        if self._speaks:
+            pack(flat, self._tensors)
 
     def subtract(self, flat: Tensor) -> None:
         for view, tensor in zip(self.layout.views(flat), self._tensors, strict=True):
@@ -52,8 +51,7 @@ class TensorReplica:
                 view.sub_(tensor.detach().to(view))
 
     def write(self, flat: Tensor) -> None:
-        for view, tensor in zip(self.layout.views(flat), self._tensors, strict=True):
-            copy(tensor, view)
+        unpack(self._tensors, flat)
 
 
 class MasterReplica:
