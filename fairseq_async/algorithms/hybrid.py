@@ -68,7 +68,7 @@ class HybridAccumulation:
         if self.count < self.updates_per_step:
             return False
         if self.clip_norm > 0:
-            self._clip()
+            self._clip(mean)
         self.optimizer.step()
         self.weight, self.count = 0.0, 0
         return True
@@ -107,11 +107,11 @@ class HybridAccumulation:
                 tensor.grad = self.mean.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return self.mean
 
-    def _clip(self) -> None:
+    def _clip(self, mean: Tensor) -> None:
         """As ``torch.nn.utils.clip_grad_norm_``, but for the pass over memory that multiplies by 1."""
         norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in self._tensors if tensor.grad is not None])
         if norm + 1e-6 > self.clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(self._optimized, self.clip_norm, norm)
+            mean.mul_(self.clip_norm / (norm + 1e-6))
 
 
 def pieces(parameters: Tensor) -> list[Parameter]:
