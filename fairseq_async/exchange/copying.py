@@ -31,7 +31,7 @@ def unpack(tensors: Iterable[Tensor], flat: Tensor) -> None:
 def _pairs(flat: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[Any, Any]]:
     """Each tensor's part of ``flat`` and the tensor: arrays where both are fp32 on the CPU, else tensors.
 
-    A model has hundreds of tensors, and a view costs torch twice what it costs numpy.
+    A model has hundreds of tensors, and a view of each costs torch more than numpy.
     """
     array = flat.detach().numpy() if _in_memory(flat) else None
     start = 0

@@ -52,7 +52,8 @@ class Batches:
 
     Args:
         seed: of parameters and batches.
-        tokens: in a single batch; by default 256, and for Multi30k 512. The more, the less noise.
+        tokens: in a single batch, rounded down to whole sequences of 64, or of Multi30k at most; by default 256, and
+            for Multi30k 512. The more, the less noise.
     """
 
     def __init__(self, name: Name, data: Path | None, seed: int, tokens: int | None = None) -> None:
