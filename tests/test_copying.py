@@ -37,6 +37,16 @@ def test_packed_tensors_lie_end_to_end_and_come_back(dtype: torch.dtype) -> None
     assert taken[2].stride() == given[2].stride()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_written_there(dtype: torch.dtype) -> None:
+    memory = torch.zeros(8, dtype=dtype)
+    with pytest.raises(ValueError, match="4 numbers are not enough"):
+        pack(memory[:4], [torch.ones(3), torch.ones(2)])
+    assert memory.tolist() == [1.0] * 3 + [0.0] * 5
+    with pytest.raises(ValueError, match="4 numbers are not enough"):
+        unpack([torch.ones(5, dtype=dtype)], memory[:4])
+
+
 def test_a_copy_does_not_ask_how_the_two_lie_in_memory() -> None:
     source, destination = torch.arange(12.0).view(3, 4).t(), torch.zeros(8, 3)[::2]
     copy(destination, source)

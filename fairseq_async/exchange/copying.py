@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
+from ctypes import memmove
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,42 +16,46 @@ def copy(destination: Tensor, source: Tensor) -> None:
 
 
 def pack(flat: Tensor, tensors: Iterable[Tensor]) -> None:
-    """``flat`` ← the tensors, of any shape and device, end to end."""
-    for part, tensor in _pairs(flat, tensors):
-        _assign(part, tensor)
+    """``flat`` ← the tensors, of any shape and device, end to end.
+
+    Raises:
+        ValueError: they are more than there is room for.
+    """
+    here = flat.data_ptr() if _in_memory(flat) else None
+    for start, tensor in _placed(flat, tensors):
+        if here is not None and _in_memory(tensor):
+            memmove(here + 4 * start, tensor.data_ptr(), 4 * tensor.numel())
+        else:
+            flat[start : start + tensor.numel()].view(tensor.shape).copy_(tensor.detach())
 
 
 def unpack(tensors: Iterable[Tensor], flat: Tensor) -> None:
-    """The tensors ← ``flat``."""
-    for part, tensor in _pairs(flat, tensors):
-        _assign(tensor, part)
+    """The tensors ← ``flat``.
 
-
-def _pairs(flat: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[Any, Any]]:
-    """Each tensor's part of ``flat`` and the tensor: arrays where both are fp32 on the CPU, else tensors.
-
-    A model has hundreds of tensors, and a view of each costs torch more than numpy.
+    Raises:
+        ValueError: it has less than they take.
     """
-    array = flat.detach().numpy() if _in_memory(flat) else None
-    start = 0
+    here = flat.data_ptr() if _in_memory(flat) else None
+    for start, tensor in _placed(flat, tensors):
+        if here is not None and _in_memory(tensor):
+            memmove(tensor.data_ptr(), here + 4 * start, 4 * tensor.numel())
+        else:
+            tensor.detach().copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+
+
+def _placed(flat: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    start, size = 0, flat.numel()
     for tensor in tensors:
         end = start + tensor.numel()
-        if array is not None and _in_memory(tensor):
-            yield array[start:end].reshape(tensor.shape), tensor.detach().numpy()
-        else:
-            yield flat[start:end].view(tensor.shape), tensor.detach()
+        if end > size:
+            raise ValueError(f"{size} numbers are not enough for these tensors")
+        yield start, tensor
         start = end
 
 
-def _assign(destination: Any, source: Any) -> None:
-    if isinstance(destination, np.ndarray):
-        np.copyto(destination, source)
-    else:
-        destination.copy_(source)
-
-
 def _in_memory(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.dtype is torch.float32
+    """Whether it is a plain array in memory: a model has hundreds, and views of each cost more than most copies."""
+    return tensor.is_cpu and tensor.dtype is torch.float32 and tensor.is_contiguous()
 
 
 def environment() -> dict[str, str]:
