@@ -135,9 +135,9 @@ def test_it_equals_the_papers_formula_in_float64(n: int, sent: list[tuple[float,
         batch = sent[start : start + n]
         mean = sum(w * torch.tensor([g, 1.0], dtype=torch.float64) for g, w in batch) / sum(w for _, w in batch)
         reference -= 0.1 * mean * (min(1.0, clip / (float(mean.norm()) + 1e-6)) if clip else 1.0)
-    assert rule.changes_next == (n == 1)
+    announced = [rule.changes(ahead) for ahead in range(len(sent))]
     stepped = [rule.apply(parameters, update([g, 1.0], w)) for g, w in sent]
-    assert stepped == [(i + 1) % n == 0 for i in range(len(sent))]
+    assert stepped == announced == [(i + 1) % n == 0 for i in range(len(sent))]
     assert torch.allclose(parameters.double(), reference, rtol=1e-5, atol=1e-5)
 
 

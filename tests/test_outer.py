@@ -109,12 +109,24 @@ def test_a_buffer_of_more_workers_is_emptied_by_fewer(rule: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize("make", RULES)
-def test_changes_next_says_whether_the_parameters_will_move(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("begun", range(4))
+def test_a_rule_says_which_updates_will_move_the_parameters(make: Callable[[], Any], begun: int) -> None:
     rule, theta = make(), torch.zeros(3)
+    apply_all(rule, theta, torch.ones(begun, 3))
+    announced, moved = [rule.changes(ahead) for ahead in range(7)], []
     for _ in range(7):
-        before, announced = theta.clone(), rule.changes_next
+        before = theta.clone()
         rule.apply(theta, update(torch.ones(3)))
-        assert announced == (not torch.equal(before, theta))
+        moved.append(not torch.equal(before, theta))
+    assert announced == moved
+
+
+def test_a_buffer_that_holds_more_than_it_may_by_now_is_emptied_next() -> None:
+    rule, theta = BufferedNesterov(1.0, 0.5, 4), torch.zeros(3)
+    apply_all(rule, theta, torch.ones(3, 3))
+    rule.limit_round(2)
+    assert [rule.changes(ahead) for ahead in range(4)] == [True, False, True, False]
+    assert [rule.apply(theta, update(torch.ones(3))) for _ in range(4)] == [True, False, True, False]
 
 
 def test_a_round_of_fewer_workers_is_averaged_over_them() -> None:

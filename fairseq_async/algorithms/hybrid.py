@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fairseq_async.algorithms.rule import fills
 from fairseq_async.algorithms.update import Update
 
 _PIECE = 1 << 16  # elements: gradient, two moments, parameters and a temporary of them are 1.25 MiB in fp32
@@ -60,22 +61,24 @@ class HybridAccumulation:
         """Adds one mean gradient; steps the optimizer, and returns True, on every N-th."""
         mean = self._accumulator(parameters)
         self.weight += update.weight
+        steps, norm = self.changes(), None
         if self.count == 0:
             mean.copy_(update.delta)
-        elif update.weight > 0:
+        elif update.weight > 0 and not (steps and self.clip_norm):
             mean.lerp_(update.delta, update.weight / self.weight)
+        elif update.weight > 0:
+            norm = _norm_of_lerp(mean, update.delta, update.weight / self.weight)
         self.count += 1
-        if self.count < self.updates_per_step:
+        if not steps:
             return False
-        if self.clip_norm > 0:
-            self._clip(mean)
+        if self.clip_norm:
+            self._clip(mean, norm)
         self.optimizer.step()
         self.weight, self.count = 0.0, 0
         return True
 
-    @property
-    def changes_next(self) -> bool:
-        return self.count + 1 >= self.updates_per_step
+    def changes(self, ahead: int = 0) -> bool:
+        return fills(self.count, self.updates_per_step, ahead)
 
     @property
     def direction(self) -> None:
@@ -107,11 +110,18 @@ class HybridAccumulation:
                 tensor.grad = self.mean.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return self.mean
 
-    def _clip(self, mean: Tensor) -> None:
+    def _clip(self, mean: Tensor, norm: Tensor | None) -> None:
         """As ``torch.nn.utils.clip_grad_norm_``, but for the pass over memory that multiplies by 1."""
-        norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in self._tensors if tensor.grad is not None])
+        if norm is None:
+            norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in self._tensors if tensor.grad is not None])
         if norm + 1e-6 > self.clip_norm:
             mean.mul_(self.clip_norm / (norm + 1e-6))
+
+
+def _norm_of_lerp(mean: Tensor, other: Tensor, fraction: float) -> Tensor:
+    """mean ← mean + fraction · (other − mean); returns its L2 norm, for which no part is read from memory again."""
+    parts = zip(mean.split(_PIECE), other.split(_PIECE), strict=True)
+    return torch.linalg.vector_norm(torch.stack([part.lerp_(new, fraction).norm() for part, new in parts]))
 
 
 def pieces(parameters: Tensor) -> list[Parameter]:

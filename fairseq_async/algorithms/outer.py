@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_async.algorithms.rule import fills
 from fairseq_async.algorithms.update import Update
 
 
@@ -73,8 +74,7 @@ class NesterovMomentum(_Outer):
         parameters.add_(update.delta, alpha=-self.lr / self.workers)
         return True
 
-    @property
-    def changes_next(self) -> bool:
+    def changes(self, ahead: int = 0) -> bool:
         return True
 
 
@@ -137,9 +137,8 @@ class BufferedNesterov(_Buffered):
         self.count = 0
         return True
 
-    @property
-    def changes_next(self) -> bool:
-        return self.count + 1 >= self.buffer_size
+    def changes(self, ahead: int = 0) -> bool:
+        return fills(self.count, self.buffer_size, ahead)
 
     def limit_round(self, updates: int) -> None:
         """A step waits for no more updates than a round has."""
@@ -188,8 +187,7 @@ class DelayedNesterov(_Buffered):
         parameters.add_(update.delta, alpha=-self.lr / self.delay)
         return stepped
 
-    @property
-    def changes_next(self) -> bool:
+    def changes(self, ahead: int = 0) -> bool:
         return True
 
 

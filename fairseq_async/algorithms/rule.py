@@ -14,9 +14,8 @@ class Rule(Protocol):
         """Takes one update in; ``parameters`` (flat) change in place. True when the optimizer or momentum stepped."""
         ...
 
-    @property
-    def changes_next(self) -> bool:
-        """Whether the next update will change the parameters; its sender waits for them only then."""
+    def changes(self, ahead: int = 0) -> bool:
+        """Whether the update behind ``ahead`` others will change the parameters; its sender waits only then."""
         ...
 
     @property
@@ -31,3 +30,12 @@ class Rule(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def fills(count: int, size: int, ahead: int) -> bool:
+    """Whether the update behind ``ahead`` others fills a buffer that has ``count`` and is emptied when it has ``size``.
+
+    A buffer may have become smaller than what is in it: then the next update empties it.
+    """
+    missing = max(1, size - count)
+    return ahead + 1 >= missing and (ahead + 1 - missing) % size == 0

@@ -1,14 +1,16 @@
-"""The server's connections: one thread, one selector."""
+"""The server's connections: one selector, in the thread that does all the rest."""
 
 import selectors
 import socket
 import time
+from contextlib import closing
 from typing import Protocol
 
 from fairseq_async.errors import ExchangeError, ProtocolError
 from fairseq_async.exchange import Channel
 from fairseq_async.server.door import SMALL
 from fairseq_async.server.members import Peer
+from fairseq_async.server.reception import Reception
 from fairseq_async.server.service import Service
 
 _LATE = 20.0  # seconds that a finished server stays for workers that have not come yet
@@ -30,6 +32,7 @@ class Loop:
     def __init__(self, listener: socket.socket, service: Service, lifeline: HasFileno) -> None:
         self.listener, self.service, self.lifeline = listener, service, lifeline
         self.peers: list[Peer] = []
+        self.reception = Reception(service.training)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(lifeline, selectors.EVENT_READ)
@@ -37,16 +40,19 @@ class Loop:
 
     def run(self) -> bool:
         """Returns when the run is finished: True; or when whoever started the server is gone: False."""
-        while not self._over():
-            for key, ready in self._selector.select(timeout=self.service.tick()):
-                if key.fileobj is self.lifeline:
-                    return False
-                if key.fileobj is self.listener:
-                    self._accept()
-                else:
-                    self._serve(key.data, ready)
-            self._close_strangers()
-            self._ask_to_write()
+        with closing(self.reception):
+            while not self._over():
+                for key, ready in self._selector.select(timeout=self.service.tick()):
+                    if key.fileobj is self.lifeline:
+                        return False
+                    if key.fileobj is self.listener:
+                        self._accept()
+                    else:
+                        self._serve(key.data, ready)
+                    if self._catch_up():
+                        break  # connections were read: which of them are ready is to be asked again
+                self._close_strangers()
+                self._ask_to_write()
         return True
 
     def _accept(self) -> None:
@@ -73,6 +79,14 @@ class Loop:
             self._close(peer)
         except ExchangeError:
             self._close(peer)
+
+    def _catch_up(self) -> bool:
+        """Handles what came while a step was taken; False if there was nothing."""
+        letters = 0
+        for letter in self.reception.letters():
+            letters += 1
+            self.service.receive(letter.peer, letter.message, letter.accepted)
+        return letters > 0
 
     def _close(self, peer: Peer) -> None:
         self.peers.remove(peer)

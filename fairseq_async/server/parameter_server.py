@@ -97,10 +97,9 @@ class ParameterServer:
     def finished(self) -> bool:
         return self.last_version is not None and self.version >= self.last_version
 
-    @property
-    def changes_next(self) -> bool:
-        """Whether the sender of the next update has something to wait for: a step, or the barrier."""
-        return bool(self.barrier) or self.rule.changes_next
+    def changes(self, ahead: int = 0) -> bool:
+        """Whether the sender of the update behind ``ahead`` others has to wait: for a step, or at the barrier."""
+        return bool(self.barrier) or self.rule.changes(ahead)
 
     def pull(self, worker: int) -> Parameters:
         """The current parameters, copied."""
@@ -208,7 +207,7 @@ class ParameterServer:
         cosine = _cosine(update.delta, receipt.norm, self.rule.direction)
         then = self.started_from.get(update.worker)
         worth = self.lateness.adjusted(update, receipt.staleness, self.parameters, then)
-        changes = self.rule.changes_next
+        changes = self.rule.changes()
         self.rule.apply(self.parameters, worth)
         self.sequences[update.worker] = update.sequence
         self.version += changes

@@ -73,7 +73,7 @@ class AdaScaleSteps(ScheduledSteps):
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
         self._square_norms.append(_square_norm(update.delta))
-        if self.changes_next:
+        if self.changes():
             progress = int(self.gain.scale_invariant_steps)
             gain = self.gain.update(self._square_norms, _square_norm(self._mean_with(update)))
             self._rate, self._square_norms = gain * self.rate(progress), []
@@ -117,9 +117,8 @@ class AdasumOfRanks:
         self._deltas = []
         return True
 
-    @property
-    def changes_next(self) -> bool:
-        return len(self._deltas) + 1 >= self.ranks
+    def changes(self, ahead: int = 0) -> bool:
+        return (len(self._deltas) + ahead + 1) % self.ranks == 0
 
     @property
     def direction(self) -> None:

@@ -228,7 +228,7 @@ class Trial:
             self._take(worker)
 
     def _take(self, worker: LogicalWorker) -> None:
-        early = self.deal.sends_gradients and not self.server.changes_next  # answered before it is added to others
+        early = self.deal.sends_gradients and not self.server.changes()  # answered before it is added to others
         self.answers_at = self.clock.now + (0.0 if early else self.cluster.exchange.server_seconds)
         receipt = self._push(worker)
         if receipt.status is Status.HELD:
