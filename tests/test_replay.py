@@ -3,17 +3,26 @@
 import json
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
 from fairseq_async import cli
+from fairseq_async.algorithms import Update
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin.replayed import FairseqRun
+from fairseq_async.server import Layout, ParameterServer, Segment
+from fairseq_async.server.recording import Recorder
 from fairseq_async.simulation.replay import DifferenceError, Recording, Replay
 from tests.conftest import MODEL, Processes, command
+from tests.sgd_server import build
 
 Record = Callable[..., Path]
 
@@ -66,6 +75,75 @@ def test_a_hybrid_run_is_repeated_bit_for_bit(hybrid: Path) -> None:
     ) > 1
     repeated = replay(hybrid)
     assert repeated.server.version == 24 and repeated.compared == 24
+
+
+LAYOUT = Layout((Segment("w", (3,), "float32"),))
+
+
+class Halving:
+    """A worker whose gradients are half of what it started from: a wrong start is a wrong update."""
+
+    layout = LAYOUT
+
+    def __init__(self) -> None:
+        self.sequence = -1
+
+    def take(self, parameters: Tensor, version: int) -> None:
+        self.start, self.version = parameters.clone(), version
+
+    def compute(self) -> tuple[dict[str, Any], Tensor]:
+        self.sequence += 1
+        message = {"sequence": self.sequence, "base_version": self.version, "weight": 1.0 + self.sequence % 3}
+        return message | {"report": {"position": self.sequence}}, self.start / 2
+
+
+class HalvingRun:
+    """Its server takes a step of every ``n`` updates."""
+
+    threads = 1
+
+    def __init__(self, n: int) -> None:
+        self.method = {"updates_per_step": n, "max_epoch": 0, "barrier": False}
+        self.workers = {worker: Halving() for worker in range(3)}
+
+    def build(self, layout: Layout, parameters: Tensor) -> Any:
+        return build(self.method, layout, parameters)
+
+
+def record(run_dir: Path, n: int, pushes: list[tuple[int, bool]]) -> Tensor:
+    """Workers push in this order, and go on from what is published then, or ("early") still was during the step before,
+    if their update came then and was only added to others. Returns the last parameters."""
+    run, parameters = HalvingRun(n), torch.tensor([1.0, -2.0, 3.0])
+    server = ParameterServer(parameters, run.build(LAYOUT, parameters)[0])
+    recorder, lines = Recorder(run_dir, server, resumed=False), list[dict[str, Any]]()
+    before, in_step = parameters.clone(), set[int]()  # whose pushes may have been accepted during the last step
+    for worker in run.workers.values():
+        worker.take(parameters, 0)
+    for pusher, early in pushes:
+        message, gradient = run.workers[pusher].compute()
+        report, earlier = message.pop("report"), parameters.clone()
+        receipt = server.push(Update(worker=pusher, delta=gradient, **message))
+        line = message | report | {"worker": pusher, "staleness": receipt.staleness, "norm": receipt.norm}
+        line |= {"status": receipt.status.value, "version_after": receipt.version}
+        lines.append(line | recorder.of(receipt))
+        if "checksum" in lines[-1]:
+            before, in_step = earlier, set(run.workers) - {pusher}
+        pulled = (before, server.version - 1) if early and pusher in in_step else (parameters, server.version)
+        run.workers[pusher].take(*pulled)
+        in_step.discard(pusher)
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    description = {"method": run.method, "layout": LAYOUT.to_json(), "workers": len(run.workers)}
+    (run_dir / "run.json").write_text(json.dumps(description))
+    return parameters
+
+
+@given(n=st.integers(1, 4), pushes=st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=4, max_size=40))
+def test_who_pulled_during_a_step_is_repeated_from_where_it_started(n: int, pushes: list[tuple[int, bool]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        parameters = record(Path(folder), n, pushes)
+        repeated = Replay(Recording.read(Path(folder)), HalvingRun(n))
+        assert list(repeated.steps()) == list(range(1, len(pushes) // n + 1))
+    assert torch.equal(repeated.parameters, parameters)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_async.algorithms import Lateness, NormGate, Rule, Update
 from fairseq_async.errors import AsyncError, ConfigurationError
-from fairseq_async.server import Layout, ParameterServer, Receipt
+from fairseq_async.server import Layout, Parameters, ParameterServer, Receipt
 from fairseq_async.server.checksum import checksum
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.recording import START
@@ -117,7 +117,8 @@ class Replay:
     """Repeats a recording.
 
     An update was computed from the server's parameters of its base version: each worker takes them when the server has
-    come to that version, so that no older state is kept. Updates of one round are computed first, then applied.
+    come to that version, so that no older state is kept, but for a worker that had them while its update before waited
+    for another's step. Updates of one round are computed first, then applied.
 
     Attributes:
         compared: how many states were found equal.
@@ -140,7 +141,8 @@ class Replay:
         gate = NormGate(method.get("max_update_norm_ratio"))
         self.server = ParameterServer(self.parameters, rule, barrier, method.get("last_version"), lateness, gate)
         self.server.load_state_dict(recording.start["server"])
-        self._bases = {w: [e["base_version"] for e in recording.events if e["worker"] == w] for w in run.workers}
+        self._ahead = {w: [event for event in recording.events if event["worker"] == w] for w in run.workers}
+        self._kept: dict[int, Parameters] = {}  # by worker: what it goes on from once its update in hand is settled
         self._begin()
 
     def steps(self, until: int | None = None) -> Iterator[int]:
@@ -167,18 +169,25 @@ class Replay:
                 yield self.server.version
 
     def _begin(self) -> None:
-        """Whoever computed from this version takes it now."""
-        for worker, bases in self._bases.items():
-            if bases and bases[0] == self.server.version:
+        """Whoever computed from this version takes it now, or when its update in hand is settled."""
+        version = self.server.version
+        for worker, ahead in self._ahead.items():
+            bases, kept = [event["base_version"] for event in ahead[:2]], self._kept.get(worker)
+            if bases[:1] == [version]:
                 self.server.note_pull(worker)
-                self.run.workers[worker].take(self.parameters, self.server.version)
+                self.run.workers[worker].take(self.parameters, version)
+            elif bases[1:] == [version] and _met(ahead[0]) > version:
+                self._kept[worker] = Parameters(version, self.parameters.clone())
+            elif kept and bases[:1] == [kept.version]:
+                self.run.workers[worker].take(kept.values, kept.version)
+                del self._kept[worker]
 
     def _computed(self, event: Event) -> tuple[Update, float | None]:
         """The update, and its norm where its worker knew it."""
         worker = event["worker"]
         with _threads(self.run.threads):
             message, vector = self.run.workers[worker].compute()
-        self._bases[worker].pop(0)
+        self._ahead[worker].pop(0)
         recorded = {name: event[name] for name in ("sequence", "base_version", "weight")}
         here = {name: message[name] for name in recorded}
         if here != recorded or message["report"]["position"] != event["position"]:
