@@ -16,7 +16,7 @@ def copy(destination: Tensor, source: Tensor) -> None:
 
 
 def pack(flat: Tensor, tensors: Iterable[Tensor]) -> None:
-    """``flat`` ← the tensors, of any shape and device, end to end.
+    """``flat`` ← the tensors, of any shape and device, end to end; those that lie there stay.
 
     Raises:
         ValueError: they are more than there is room for.
@@ -24,7 +24,7 @@ def pack(flat: Tensor, tensors: Iterable[Tensor]) -> None:
     here = flat.data_ptr() if _in_memory(flat) else None
     for start, tensor in _placed(flat, tensors):
         if here is not None and _in_memory(tensor):
-            memmove(here + 4 * start, tensor.data_ptr(), 4 * tensor.numel())
+            _move(here + 4 * start, tensor.data_ptr(), 4 * tensor.numel())
         else:
             flat[start : start + tensor.numel()].view(tensor.shape).copy_(tensor.detach())
 
@@ -38,9 +38,14 @@ def unpack(tensors: Iterable[Tensor], flat: Tensor) -> None:
     here = flat.data_ptr() if _in_memory(flat) else None
     for start, tensor in _placed(flat, tensors):
         if here is not None and _in_memory(tensor):
-            memmove(tensor.data_ptr(), here + 4 * start, 4 * tensor.numel())
+            _move(tensor.data_ptr(), here + 4 * start, 4 * tensor.numel())
         else:
             tensor.detach().copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+
+
+def _move(destination: int, source: int, size: int) -> None:
+    if destination != source:
+        memmove(destination, source, size)
 
 
 def _placed(flat: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:

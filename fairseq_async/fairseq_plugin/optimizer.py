@@ -52,6 +52,7 @@ class HybridAsync(FairseqOptimizer):
         self.scaler, self.barrier = scaler, barrier
         self.worker = GradientWorker(client, named, max_refused)
         self._half = any(parameter.dtype is not torch.float32 for _, parameter in named)
+        self._in_memory = not self._half and all(parameter.is_cpu for _, parameter in named)
         # Steps are taken in the server: this one holds the learning rate for fairseq's logs, and the parameters.
         self._optimizer = torch.optim.SGD([p for _, p in named], lr=cfg.lr[0])
         self.report: dict[str, Any] = {}
@@ -85,6 +86,8 @@ class HybridAsync(FairseqOptimizer):
         """By 1 / tokens; half-precision gradients are multiplied when they are pushed, in fp32."""
         if self._half:
             self._factor *= float(c)
+        elif self._in_memory:
+            self.worker.scale_into_slot(float(c))
         else:
             super().multiply_grads(c)
         self._weight = 0.0 if self.idle else round(1.0 / float(c), 9)
@@ -112,6 +115,8 @@ class HybridAsync(FairseqOptimizer):
         refused = self._norm is not None and not math.isfinite(self._norm)  # which is to be known before the next
         report = self.report | {"loss": self._bits()}
         self.worker.exchange(self._write, self._weight, report, wait=refused, norm=self._norm)
+        for parameter in self.params:
+            parameter.grad = None  # it may lie in the slot, which is the server's now
         self.set_lr(self.worker.learning_rate)
         if self.scaler is not None:
             self.scaler.update()

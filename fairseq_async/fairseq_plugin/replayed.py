@@ -51,6 +51,9 @@ class RecordedClient:
             copy(self.slot)
         return self.version
 
+    def prepare(self, write: Callable[[Tensor], object]) -> None:
+        write(self.slot)
+
     def push(self, write: Callable[[Tensor], object], **message: Any) -> dict[str, Any]:
         write(self.slot)
         self.pushed = message

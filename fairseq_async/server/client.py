@@ -97,11 +97,16 @@ class ServerClient:
         ``wait`` is not set. Then the slot is the server's for a moment longer, for which the next push waits.
         """
         with self._lock:
-            self._wait_until_taken()
-            write(self.slot)
+            self.prepare(write)
             answer = self.ask({"kind": "push", **message}, self._sent)
         self._in_slot = message["sequence"] if answer["status"] == "accepted" else -1
         return answer
+
+    def prepare(self, write: Callable[[Tensor], object]) -> None:
+        """Calls ``write(slot)`` for a push to come; the slot may be another by then."""
+        with self._lock:
+            self._wait_until_taken()
+            write(self.slot)
 
     def hold_slot(self) -> AbstractContextManager[object]:
         """Within this the slot stays where it is: a server that comes back brings another one."""

@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -50,6 +52,11 @@ class GradientWorker(Half):
         super().begin(welcome)
         self.learning_rate = welcome["learning_rate"]
 
+    def scale_into_slot(self, factor: float) -> None:
+        """Multiplies the parameters' ``grad``, which is fp32 on the CPU. The products are written into the slot, where
+        ``grad`` stays until the push, which has nothing to copy then."""
+        self.client.prepare(partial(self._scale_into, factor))
+
     def step(self, samples: int, loss: float | None) -> None:
         """Pushes the parameters' ``grad``, the mean over ``samples``; otherwise as :meth:`exchange`."""
         self.exchange(self._write, float(samples), {"loss": loss})
@@ -89,6 +96,11 @@ class GradientWorker(Half):
             "pull_seconds": time.perf_counter() - pushed,
         }
         self.refusals.count(answer["refused"])
+
+    def _scale_into(self, factor: float, slot: Tensor) -> None:
+        for parameter, room in zip(self._parameters, self.replica.layout.views(slot), strict=True):
+            if parameter.grad is not None:
+                parameter.grad = torch.mul(parameter.grad, factor, out=room)
 
     def _write(self, slot: Tensor) -> None:
         pack(slot, map(gradient, self._parameters))

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -120,14 +120,17 @@ def reduce(connection: Connection, index: int, port: int, size: int) -> None:
 
 
 def exchange(connection: Connection, parameters: int, address: str, token: str, out: Path) -> None:
-    """A worker; says how long each push and pull took, and whether the server stepped."""
+    """A worker; says how long each push (with its copy into the slot) and pull took, and whether the server stepped."""
     torch.set_num_threads(1)
     method = METHOD | {"updates_per_step": UPDATES_PER_STEP}
     optimizer = join(ServerClient(address, token, 0), parameters, method)
-    worker = optimizer.worker
+    worker, gradients = optimizer.worker, [parameter.grad for parameter in optimizer.params]
     while connection.recv():
         version = worker.version
-        optimizer.multiply_grads(1.0)
+        optimizer.zero_grad()
+        optimizer.multiply_grads(1.0)  # which writes nothing into the slot: there are no gradients yet
+        for parameter, gradient in zip(optimizer.params, gradients, strict=True):
+            parameter.grad = gradient
         optimizer.step()
         stepped = worker.version > version
         pull = worker.last["pull_seconds"] if stepped else clocked(worker.pull)
@@ -176,7 +179,7 @@ def one_by_one(parameters: int, rounds: int) -> Seconds:
     memory = SharedMemory.create(layout.size, 1)
     server = torch.cat([parameter.detach().flatten() for _, parameter in named])
     rule, _ = build(METHOD | {"updates_per_step": 3}, layout, server)
-    slot = memory.slot(0)
+    slot, gradients = memory.slot(0), [parameter.grad for _, parameter in named if parameter.grad is not None]
 
     def write() -> None:
         for view, (_, parameter) in zip(layout.views(slot), named, strict=True):
@@ -190,7 +193,14 @@ def one_by_one(parameters: int, rounds: int) -> Seconds:
     def accumulate() -> None:
         rule.apply(server, Update(0, 0, 0, 1.0, slot))
 
+    def scale(into: Iterable[torch.Tensor]) -> None:
+        for (_, parameter), out in zip(named, into, strict=True):
+            assert parameter.grad is not None
+            torch.mul(parameter.grad, 0.999, out=out)
+
     steps: dict[str, Callable[[], Any]] = {
+        "worker: divide the gradients in place": lambda: scale(gradients),
+        "worker: divide them into the slot": lambda: scale(layout.views(slot)),
         "worker: write the slot": write,
         "server: norm": lambda: float(torch.linalg.vector_norm(slot)),
         "server: first into the accumulator": accumulate,
