@@ -64,6 +64,17 @@ def test_two_workers_learn_and_leave_what_was_promised(processes: Processes, dat
     assert code == 0 and "BLEU4" in output, output
 
 
+def test_a_batch_that_fills_up_an_epoch_takes_none_from_those_accumulated_with_it(
+    processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    """fairseq would not divide the gradient of such a step by its tokens."""
+    flags = ["--outer", "diloco", "--local-steps", 1, "--update-freq", 5, "--max-epoch", 3]
+    code, output = processes.run(local_command(data, 2, tmp_path, *flags))
+    assert code == 0, output
+    left = events(tmp_path)  # each has the tokens of the step before
+    assert len(left) > 12 and all(event["tokens"] > 0 for event in left if event["sequence"])
+
+
 def test_two_workers_train_a_language_model(processes: Processes, tmp_path: Path) -> None:
     """Of sentences in which each word says what the next one is."""
     sentences = [" ".join(f"w{(start + 3 * step) % 50}" for step in range(12)) for start in range(50)]

@@ -184,6 +184,18 @@ def test_local_accumulation_pushes_once_for_several_batches(launch: Launch, tmp_
     assert len(weights) == 16 and sum(weights) / len(weights) > 400  # batches have at most 200 tokens
 
 
+def test_a_batch_that_fills_up_an_epoch_takes_none_from_those_accumulated_with_it(
+    launch: Launch, data: Path, tmp_path: Path
+) -> None:
+    """Of 25 batches worker 1 has 12, and a dummy for its thirteenth."""
+    code, output = launch(2, tmp_path, "--update-freq", 5, "--barrier", "--max-epoch", 2)
+    assert code == 0, output
+    sentences = (data.parent / "train.b").read_text().splitlines()
+    tokens = sum(len(sentence.split()) + 1 for sentence in sentences)
+    assert sum(event["weight"] for event in events(tmp_path)) == pytest.approx(2 * tokens)
+    assert len(events(tmp_path)) == 2 * 2 * 3
+
+
 def test_max_epoch_counts_the_passes_of_all_workers_together(launch: Launch, tmp_path: Path) -> None:
     code, output = launch(2, tmp_path, "--max-epoch", 20, "--updates-per-step", 1, launcher=["--slowdown", "1,3"])
     assert code == 0, output

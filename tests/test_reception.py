@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import HybridAccumulation
-from fairseq_async.server import Layout, ServerClient
+from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.server import Layout, Receipt, ServerClient
 from fairseq_async.server.plan import Passes
 from tests.servers import ThreadServer
 from tests.sgd_server import build
 from tests.test_faults import events, wait_until
+from tests.test_gradients import Job
 from tests.test_server_process import join, pull, push
 
 
@@ -187,6 +188,30 @@ def test_an_update_that_was_accepted_in_the_last_step_does_not_hold_its_sender(
     assert [(event["worker"], event["sequence"]) for event in events(tmp_path)] == [(0, 0), (1, 0)]
 
 
+def test_an_update_that_is_refused_takes_no_step_for_others_to_come_in(
+    server: ThreadServer, step: Step, beside: Beside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have taken one, had it not had NaN, which it takes the server a moment to see."""
+    workers = [join(server, worker, updates_per_step=2) for worker in range(3)]
+    assert push(workers[0], 0, 1.0)["status"] == "accepted"
+    admit, looking, seen = server.service.server.admit, threading.Event(), threading.Event()
+
+    def slowly(update: Update, norm: float | None = None) -> Receipt:
+        looking.set()
+        assert seen.wait(30)
+        return admit(update, norm)
+
+    monkeypatch.setattr(server.service.server, "admit", slowly)
+    refused = beside(push, workers[1], 0, float("nan"))
+    assert looking.wait(10)
+    stepping = beside(push, workers[2], 0, 2.0)
+    assert has_no_answer(stepping)
+    step.go_on.set()
+    seen.set()
+    assert refused.result(10)["status"] == "refused"
+    assert stepping.result(10)["version"] == 1
+
+
 def test_plain_asynchronous_sgd_has_nothing_to_accept(server: ThreadServer, step: Step, beside: Beside) -> None:
     workers = [join(server, worker, updates_per_step=1) for worker in range(3)]
     questions = [beside(push, worker, 0, 1.0) for worker in workers]
@@ -213,6 +238,21 @@ def test_every_update_of_busy_workers_counts_once(
     settled = [(event["worker"], event["sequence"]) for event in events(tmp_path)]
     assert sorted(settled) == [(worker, sequence) for worker in range(3) for sequence in range(300)]
     assert pull(workers[0]) == (300, pytest.approx(1.0 - 300 * (1 + 2 + 3) / 3, rel=1e-5))
+
+
+def test_a_worker_that_waits_for_its_slot_says_so(server: ThreadServer, step: Step, beside: Beside) -> None:
+    (first, second, third), stepping = at_a_step(server, step, beside)
+    job = Job(third)
+    for _ in range(2):  # the first is accepted, and not taken before the step ends
+        job.backward(torch.ones(2, 2))
+        scaling = beside(job.worker.scale_into_slot, 1.0)
+        if job.worker.sequence:
+            assert has_no_answer(scaling)
+            step.go_on.set()
+        scaling.result(10)
+        job.worker.step(1, None)
+    assert job.worker.last["push_seconds"] >= 0.3 and job.worker.waited == 0.0
+    assert stepping.result(10)["version"] == 1
 
 
 def test_no_thread_stays_behind(step: Step, tmp_path: Path) -> None:

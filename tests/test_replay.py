@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -137,6 +137,7 @@ def record(run_dir: Path, n: int, pushes: list[tuple[int, bool]]) -> Tensor:
     return parameters
 
 
+@example(n=2, pushes=[(1, False), *[(1, False), (0, True)] * 4])  # worker 0's come in one step after the other
 @given(n=st.integers(1, 4), pushes=st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=4, max_size=40))
 def test_who_pulled_during_a_step_is_repeated_from_where_it_started(n: int, pushes: list[tuple[int, bool]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -175,6 +175,22 @@ def test_a_worker_that_leaves_a_barrier_run_early_does_not_hold_up_the_others(se
     assert first._channel.receive()["status"] == "applied"
 
 
+def test_parameters_of_a_server_that_died_meanwhile_are_not_taken_for_the_next_ones(server: ThreadServer) -> None:
+    """Another thread of the worker has found the server that came back, while this one copied."""
+    client = join(server, 0)
+    memory = client.memory
+
+    class Old:
+        publishes = True
+
+        def read(self, copy: Any, gone: Any) -> int:
+            client.memory, client._back_at = memory, 0
+            return 57
+
+    client.memory = Old()  # type: ignore[assignment]
+    assert pull(client) == (0, 1.0)
+
+
 def test_two_runs_do_not_share_a_directory(process: ServerProcess, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="is in use by another run"):
         ServerProcess(MODULE, 1, tmp_path, tmp_path / "log")

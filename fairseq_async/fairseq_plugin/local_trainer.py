@@ -13,7 +13,7 @@ from fairseq.utils import set_torch_seed
 
 from fairseq_async.fairseq_plugin import local_options
 from fairseq_async.fairseq_plugin.local_sgd import replica_of
-from fairseq_async.fairseq_plugin.trainer import SEEDS, AppliedUpdates, AsyncTrainer
+from fairseq_async.fairseq_plugin.trainer import SEEDS, AppliedUpdates, AsyncTrainer, filled
 from fairseq_async.worker.local_sgd import LocalSGD
 from fairseq_async.worker.overlap import local_sgd
 
@@ -88,9 +88,9 @@ class LocalTrainer(AsyncTrainer):
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         self._take_own_back()
         self._started, self._in_step = time.perf_counter(), True
-        self._batches = len(samples)
+        self._batches = filled(samples)
         try:
-            return Trainer.train_step(self, samples, raise_oom)
+            return Trainer.train_step(self, self._batches or samples[:1], raise_oom)
         finally:
             self._in_step = False
 

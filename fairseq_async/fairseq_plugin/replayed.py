@@ -51,8 +51,9 @@ class RecordedClient:
             copy(self.slot)
         return self.version
 
-    def prepare(self, write: Callable[[Tensor], object]) -> None:
+    def prepare(self, write: Callable[[Tensor], object]) -> float:
         write(self.slot)
+        return 0.0
 
     def push(self, write: Callable[[Tensor], object], **message: Any) -> dict[str, Any]:
         write(self.slot)

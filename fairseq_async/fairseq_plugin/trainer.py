@@ -3,7 +3,7 @@
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -41,6 +41,11 @@ class AppliedUpdates(int):
         if int(self) // interval > self.previous // interval:
             return 0
         return int(self) % interval or interval
+
+
+def filled(samples: Sequence[Any]) -> list[Any]:
+    """Without those that fill up an epoch, for whose sake fairseq counts no token of the others in their step."""
+    return [sample for sample in samples if sample is not None and len(sample)]
 
 
 class RemoteSchedule(FairseqLRScheduler):
@@ -185,13 +190,14 @@ class AsyncTrainer(Trainer):
         if self._state is not None:  # others went on while this worker validated and saved
             self._state = None
             self.optimizer.worker.pull()
-        self.optimizer.report = {"position": self._iterator.state_dict(), "epochs": self._part_of_epoch(len(samples))}
+        real = filled(samples)
+        self.optimizer.report = {"position": self._iterator.state_dict(), "epochs": self._part_of_epoch(real)}
         self._started = time.perf_counter()
-        return super().train_step(samples, raise_oom)
+        return super().train_step(real or samples[:1], raise_oom)
 
-    def _part_of_epoch(self, batches: int) -> float:
+    def _part_of_epoch(self, batches: Sequence[Any]) -> float:
         whole = getattr(self._iterator, "frozen_batches", None)
-        return batches / len(whole) if whole else 0.0
+        return len(batches) / len(whole) if whole else 0.0
 
     def _prepare_sample(self, sample: Any, is_dummy: bool = False) -> Any:
         prepared, dummy = super()._prepare_sample(sample, is_dummy)
@@ -201,7 +207,8 @@ class AsyncTrainer(Trainer):
     def clip_grad_norm(self, clip_norm: float) -> Any:
         """The last thing before the push: here a slowed-down worker waits, so that its gradient gets old."""
         norm = super().clip_grad_norm(clip_norm)
-        time.sleep((self.session.place.slowdown - 1.0) * (time.perf_counter() - self._started))
+        computed = time.perf_counter() - self._started - self.optimizer.worker.waited
+        time.sleep((self.session.place.slowdown - 1.0) * computed)
         return norm
 
     def _set_seed(self) -> None:

@@ -99,14 +99,21 @@ class ServerClient:
         with self._lock:
             self.prepare(write)
             answer = self.ask({"kind": "push", **message}, self._sent)
-        self._in_slot = message["sequence"] if answer["status"] == "accepted" else -1
+            self._in_slot = message["sequence"] if answer["status"] == "accepted" else -1
         return answer
 
-    def prepare(self, write: Callable[[Tensor], object]) -> None:
-        """Calls ``write(slot)`` for a push to come; the slot may be another by then."""
+    def prepare(self, write: Callable[[Tensor], object]) -> float:
+        """Calls ``write(slot)`` for a push to come, at which the slot may be another.
+
+        Returns:
+            Seconds for which the server had not taken the update before out of the slot.
+        """
         with self._lock:
+            began = time.perf_counter()
             self._wait_until_taken()
+            waited = time.perf_counter() - began
             write(self.slot)
+        return waited
 
     def hold_slot(self) -> AbstractContextManager[object]:
         """Within this the slot stays where it is: a server that comes back brings another one."""
@@ -128,8 +135,11 @@ class ServerClient:
         """Calls ``copy(flat parameters)`` on one version and returns it; other workers may do so at the same time."""
         while (memory := self.memory) is not None and memory.publishes:
             try:
-                version, self._back_at = memory.read(copy, partial(self._has_lost, memory)), None
-                return version
+                version = memory.read(copy, partial(self._has_lost, memory))
+                with self._lock:
+                    if memory is self.memory:  # and not that of a server that died meanwhile
+                        self._back_at = None
+                        return version
             except ExchangeError as error:  # the server died while it published
                 with self._lock:
                     if memory is self.memory:
@@ -245,8 +255,7 @@ class ServerClient:
         try:
             self.memory.wait_until_taken(self.worker, self._in_slot, partial(self._has_lost, self.memory))
         except ExchangeError as error:
-            with self._lock:
-                self._come_back(error)
+            self._come_back(error)
 
     def _has_lost(self, memory: SharedMemory) -> bool:
         """Whether the server has ended, or another has come since."""

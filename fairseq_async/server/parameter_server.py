@@ -125,6 +125,11 @@ class ParameterServer:
         Raises:
             RefusedError: see :meth:`check`.
         """
+        receipt = self.admit(update, norm)
+        return self.take(update, receipt) if receipt.status is Status.APPLIED else receipt
+
+    def admit(self, update: Update, norm: float | None = None) -> Receipt:
+        """The first half of :meth:`push`: what becomes of the update. APPLIED: it is for :meth:`take`."""
         self.check(update)
         if update.sequence <= self.sequences.get(update.worker, -1):
             return self._receipt(update, Status.DUPLICATE)
@@ -142,6 +147,10 @@ class ParameterServer:
         if self.gate.refuses(receipt.norm):
             return self._refuse(update, receipt, Status.OUTLIER)
         self.gate.note(receipt.norm)
+        return receipt
+
+    def take(self, update: Update, receipt: Receipt) -> Receipt:
+        """The other half: applies an update, or holds it behind the barrier; ``receipt`` is from :meth:`admit`."""
         if not self.barrier:
             return self._apply(update, receipt)
         self._held[update.worker] = update, receipt

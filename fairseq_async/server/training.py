@@ -35,7 +35,7 @@ class Training:
 
     Attributes:
         finished: the run has taken its last step, or a worker has ended it.
-        meanwhile: what goes on while an update is taken in, which changes nothing but parameters and rule.
+        meanwhile: what goes on while an update is applied, which changes nothing but parameters and rule.
     """
 
     def __init__(self, job: Job, members: Members, clock: Callable[[], float], answer: Answer) -> None:
@@ -80,9 +80,11 @@ class Training:
         server = self.job.server
         if self.job.terms.publishes and not message["wait"] and not server.changes() and not accepted:
             self._answer(peer, self.acceptance(update, server.version))
-        with self.meanwhile():
-            receipt = server.push(update, norm)
-            self._publish()
+        receipt = server.admit(update, norm)
+        if receipt.status is Status.APPLIED:
+            with self.meanwhile():
+                receipt = server.take(update, receipt)
+                self._publish()
         if receipt.status is Status.HELD:
             self._wait_for_others(peer)
             self._settle(self.job.server.released())

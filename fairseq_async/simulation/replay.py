@@ -113,6 +113,14 @@ def _met(event: Event) -> int:
     return int(event["base_version"] + event["staleness"])
 
 
+def _pulls_early(ahead: list[Event], version: int) -> bool:
+    """Whether a worker took this version, not having had it, while its update in hand waited for another's step."""
+    if len(ahead) < 2:
+        return False
+    now, then = ahead[:2]
+    return bool(now["base_version"] < then["base_version"] == version < _met(now))
+
+
 class Replay:
     """Repeats a recording.
 
@@ -172,15 +180,14 @@ class Replay:
         """Whoever computed from this version takes it now, or when its update in hand is settled."""
         version = self.server.version
         for worker, ahead in self._ahead.items():
-            bases, kept = [event["base_version"] for event in ahead[:2]], self._kept.get(worker)
-            if bases[:1] == [version]:
+            kept = self._kept.get(worker)
+            if ahead and ahead[0]["base_version"] == version:
                 self.server.note_pull(worker)
                 self.run.workers[worker].take(self.parameters, version)
-            elif bases[1:] == [version] and _met(ahead[0]) > version:
-                self._kept[worker] = Parameters(version, self.parameters.clone())
-            elif kept and bases[:1] == [kept.version]:
+            elif ahead and kept and ahead[0]["base_version"] == kept.version:
                 self.run.workers[worker].take(kept.values, kept.version)
-                del self._kept[worker]
+            if _pulls_early(ahead, version):
+                self._kept[worker] = Parameters(version, self.parameters.clone())
 
     def _computed(self, event: Event) -> tuple[Update, float | None]:
         """The update, and its norm where its worker knew it."""

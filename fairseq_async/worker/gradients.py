@@ -25,12 +25,13 @@ class GradientWorker(Half):
 
     Attributes:
         shard: this worker's part of the training set, of which it has drawn ``offset`` batches.
+        waited: seconds for which this worker's next push has waited for the slot already.
     """
 
     def __init__(self, client: ServerClient, named: Sequence[tuple[str, Parameter]], max_refused: int) -> None:
         super().__init__(client, TensorReplica(named), max_refused)
         self._parameters = [parameter for _, parameter in named]
-        self.learning_rate = 0.0
+        self.learning_rate = self.waited = 0.0
         self.last = {"staleness": 0.0, "push_seconds": 0.0, "pull_seconds": 0.0}
 
     @property
@@ -55,7 +56,7 @@ class GradientWorker(Half):
     def scale_into_slot(self, factor: float) -> None:
         """Multiplies the parameters' ``grad``, which is fp32 on the CPU. The products are written into the slot, where
         ``grad`` stays until the push, which has nothing to copy then."""
-        self.client.prepare(partial(self._scale_into, factor))
+        self.waited = self.client.prepare(partial(self._scale_into, factor))
 
     def step(self, samples: int, loss: float | None) -> None:
         """Pushes the parameters' ``grad``, the mean over ``samples``; otherwise as :meth:`exchange`."""
@@ -92,9 +93,10 @@ class GradientWorker(Half):
             self.pull()
         self.last = {
             "staleness": answer["staleness"],
-            "push_seconds": pushed - started,
+            "push_seconds": self.waited + pushed - started,
             "pull_seconds": time.perf_counter() - pushed,
         }
+        self.waited = 0.0
         self.refusals.count(answer["refused"])
 
     def _scale_into(self, factor: float, slot: Tensor) -> None:
