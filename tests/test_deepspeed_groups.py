@@ -234,7 +234,8 @@ def test_a_mistake_in_the_section_names_its_key(change: dict[str, Any], message:
         configuration.split({"async_training": change}, "file.json")
 
 
-def test_options_of_a_server_are_refused() -> None:
-    _, section, options = configuration.split({"async_training": ADASUM | {"island_size": 2}}, "file.json")
-    with pytest.raises(ConfigurationError, match='"island_size" is of no use with method adasum'):
+@pytest.mark.parametrize(("key", "value"), [("island_size", 2), ("max_update_norm_ratio", 10), ("record", True)])
+def test_options_of_a_server_are_refused(key: str, value: Any) -> None:
+    _, section, options = configuration.split({"async_training": ADASUM | {key: value}}, "file.json")
+    with pytest.raises(ConfigurationError, match=f'"{key}" is of no use with method adasum'):
         configuration.check_group(section, options.method, "file.json")

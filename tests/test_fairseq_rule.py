@@ -142,6 +142,7 @@ def test_a_rule_goes_on_from_its_state_with_moments_schedule_and_half_a_step(mon
         (["--use-bmuf"], "--use-bmuf"),
         (["--amp"], "--amp"),
         (["--store-ema"], "--store-ema"),
+        (["--quantization-config-path", "pq.yaml"], "--quantization-config-path: not possible"),
         (["--max-refused", "0"], "--max-refused 0: must be at least 1"),
         (["--lr-scheduler", "pass_through"], "--lr-scheduler pass_through"),
     ],
@@ -160,6 +161,7 @@ def test_options_that_cannot_work_are_refused_by_name(
         (["--inner-optimizer", "adem"], "--inner-optimizer adem: not one that can run in the server; choose from"),
         (["--inner-optimizer", "hybrid_async"], "--inner-optimizer hybrid_async"),
         (["--distributed-world-size", "2"], "--distributed-world-size is 2: workers would wait for each other"),
+        (["--distributed-init-method", "tcp://127.0.0.1:1"], "--distributed-init-method: is for processes that wait"),
     ],
 )
 def test_flags_that_fairseq_would_act_upon_first_are_refused_while_it_parses(

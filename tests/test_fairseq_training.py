@@ -196,6 +196,11 @@ def test_a_batch_that_fills_up_an_epoch_takes_none_from_those_accumulated_with_i
     assert len(events(tmp_path)) == 2 * 2 * 3
 
 
+def test_a_worker_without_a_batch_is_a_mistake_in_one_line(launch: Launch, tmp_path: Path) -> None:
+    code, output = launch(2, tmp_path, "--max-tokens", 100_000, "--max-update", 4)
+    assert code != 0 and "the training set has 1 batches for 2 workers" in output and "Traceback" not in output
+
+
 def test_max_epoch_counts_the_passes_of_all_workers_together(launch: Launch, tmp_path: Path) -> None:
     code, output = launch(2, tmp_path, "--max-epoch", 20, "--updates-per-step", 1, launcher=["--slowdown", "1,3"])
     assert code == 0, output

@@ -44,6 +44,13 @@ def test_scaled_gradients_are_in_the_slot_and_arrive(serve: Serve) -> None:
     assert job.parameters() == [-0.25, -1.75, -2.5, -4.0, 0.0, 0.0]
 
 
+def test_a_worker_that_was_not_announced_draws_from_a_shard_that_is_there(serve: Serve) -> None:
+    server = serve(2)
+    enter(server, 0)
+    joined = [Job(enter(server, None)) for _ in range(3)]
+    assert [job.worker.shard for job in joined] == [0, 1, 0]
+
+
 def test_a_gradient_is_not_scaled_into_a_slot_that_the_server_still_reads(serve: Serve) -> None:
     job = Job(enter(serve(1), 0, updates_per_step=50))
     for value in range(50):

@@ -72,6 +72,18 @@ def test_slower_workers_get_fewer_steps_once_they_are_measured() -> None:
     assert [plan.assign(w)["local_steps"] for w in (0, 1)] == [20, 5]
 
 
+def test_the_speed_of_a_worker_that_has_left_counts_until_then_and_when_it_is_back() -> None:
+    plan = Rounds(workers=2, maximum=50, total_steps=0, dynamic=True, shards=[], seed=1)
+    for worker, speed in enumerate((1.0, 1.0, 10.0)):
+        plan.assign(worker)
+        plan.record(worker, 50, report(50, 1 / speed))
+    assert [plan.assign(worker)["local_steps"] for worker in range(3)] == [5, 5, 50]
+    plan.forget(2)
+    assert [plan.assign(worker)["local_steps"] for worker in range(2)] == [50, 50]
+    assert plan.assign(0)["pace"] == 1.0
+    assert [plan.assign(worker)["local_steps"] for worker in (2, 0)] == [50, 5]
+
+
 def test_a_run_has_its_steps_and_no_more_and_the_last_ones_are_waited_for() -> None:
     plan = Rounds(workers=2, maximum=8, total_steps=10, dynamic=False, shards=[], seed=1)
     assert [plan.assign(w)["local_steps"] for w in (0, 1)] == [8, 8]
@@ -182,6 +194,15 @@ def test_a_plan_for_other_workers_goes_on_with_shards_of_its_own(sizes: list[int
     assert second.steps == 4 * steps and second.speeds.keys() == {0, 1}
     given_ = second.assign(1)
     assert given_["local_steps"] == 5 and given_["shard"] in (range(len(sizes)) if sizes else [None])
+
+
+def test_what_workers_were_at_that_are_no_more_does_not_count_as_drawn() -> None:
+    first = Rounds(workers=3, maximum=5, total_steps=0, dynamic=False, shards=[9, 9, 9], seed=1)
+    for worker in range(3):
+        first.assign(worker)
+    second = Rounds(workers=2, maximum=5, total_steps=0, dynamic=False, shards=[9, 9, 9], seed=1)
+    second.load_state_dict(first.state_dict())
+    assert second.assigned.keys() == second.awaited == {0, 1}
 
 
 def test_a_worker_that_has_connected_again_is_counted_where_it_was() -> None:

@@ -111,6 +111,30 @@ def test_the_whole_state_comes_back_from_a_snapshot(server: ThreadServer, tmp_pa
         other.stop()
 
 
+def taken_up(server: ThreadServer, tmp_path: Path, before: str, now: str) -> dict[str, Any]:
+    """A run of one pass, which has ended with the one inner optimizer and is taken up with the other."""
+    first = join(server, 0, max_epoch=1, inner_optimizer={"_name": before})
+    last = {"sequence": 0, "base_version": 0, "weight": 1.0, "report": {"epochs": 1.0}, "wait": False}
+    assert first.push(lambda slot: slot.fill_(0.5), **last)["finished"]
+    first.ask({"kind": "snapshot", "path": str(tmp_path / "state.pt")})
+    other = ThreadServer(2, tmp_path / "other")
+    try:
+        client = ServerClient(other.address, other.token, 0)
+        client.join(LAYOUT, METHOD | {"max_epoch": 1, "inner_optimizer": {"_name": now}})
+        return client.initialise(str(tmp_path / "state.pt"))
+    finally:
+        other.stop()
+
+
+def test_a_run_that_had_passed_its_data_is_finished_when_it_is_taken_up(server: ThreadServer, tmp_path: Path) -> None:
+    assert taken_up(server, tmp_path, "adam", "adam")["finished"]
+
+
+def test_the_state_of_another_inner_optimizer_is_refused(server: ThreadServer, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="inner optimizer is adam, this run's is nag: give --inner-optimizer adam"):
+        taken_up(server, tmp_path, "adam", "nag")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

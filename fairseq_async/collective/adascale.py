@@ -191,7 +191,7 @@ class AdaScale:
         Args:
             tokens: 0 for a batch that does not count.
         """
-        self._local.active = self._due() and tokens > 0
+        self._local.active = self.due and tokens > 0
         self._local.weight = 1.0 / tokens if tokens else 0.0
 
     def measure_sums(self, tokens: float, factor: float = 1.0, loss_scale: float = 1.0) -> None:
@@ -221,7 +221,7 @@ class AdaScale:
         """Forgets the norms of a step that was not taken."""
         self._measured = False
         self._local.clear()
-        self._local.active = self._due()
+        self._local.active = self.due
         if isinstance(self._norm, AdamNorm):
             self._norm.forget()
 
@@ -263,7 +263,8 @@ class AdaScale:
         self.steps = state["steps"]
         self.forget()
 
-    def _due(self) -> bool:
+    @property
+    def due(self) -> bool:
         return self.estimator == "batches" and self.steps % self.interval == 0
 
     def _measure(self, weight: float, factor: Callable[[float], float]) -> float:
@@ -277,7 +278,7 @@ class AdaScale:
         """
         self._measured = True
         self.gains.set_scale(self.scale)
-        if not self._due():
+        if not self.due:
             return 1.0
         device = next(parameter.device for group in self._parameters for parameter in group)
         local = self._local.sums(device) * self._local_scale**2

@@ -109,9 +109,9 @@ def check_group(section: Section, method: str, name: str) -> None:
     Raises:
         ConfigurationError: names the key.
     """
-    for key in ("island_size", "server"):
-        if key in section.model_fields_set:
-            raise ConfigurationError(f'{name}: "{key}" is of no use with method {method}, which has no server')
+    if section.model_fields_set:
+        key = min(section.model_fields_set)
+        raise ConfigurationError(f'{name}: "{key}" is of no use with method {method}, which has no server')
 
 
 def own_monitor(config: dict[str, Any], worker: int) -> dict[str, Any]:

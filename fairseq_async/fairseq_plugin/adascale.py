@@ -129,7 +129,8 @@ class AdaScaleTrainer(GroupTrainer):
         half = isinstance(optimizer, FP16Optimizer)
         factor = float(optimizer._multiply_factor) if half else 1.0
         loss_scale = float(optimizer.scaler.loss_scale) if half and optimizer.scaler is not None else 1.0
-        if adascale.estimator == "batches" and adascale.passes < len(self._weights) and not self._warned:
+        unseen = adascale.due and adascale.estimator == "batches" and adascale.passes < len(self._weights)
+        if unseen and not self._warned:
             self._warned = True
             logger.warning(
                 "adascale saw %d backward passes for %d batches: a loss that is summed over batches before backward "

@@ -10,7 +10,7 @@ from fairseq.trainer import Trainer
 from torch import Tensor
 
 from fairseq_async.errors import AsyncError, ConfigurationError
-from fairseq_async.fairseq_plugin.trainer import plain
+from fairseq_async.fairseq_plugin.trainer import filled, plain
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class GroupTrainer(Trainer):
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         self._in_step, self._weights = True, []
         try:
-            return super().train_step(samples, raise_oom)
+            return super().train_step(filled(samples) or samples[:1], raise_oom)
         finally:
             self._in_step = False
 

@@ -72,7 +72,10 @@ def check_processes() -> str:
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--inner-optimizer", default="adam")
     parser.add_argument("--distributed-world-size", type=int, default=max(1, torch.cuda.device_count()))
+    parser.add_argument("--distributed-init-method")
     given = parser.parse_known_args()[0]
+    if given.distributed_init_method is not None:
+        fail("--distributed-init-method: is for processes that wait for each other; leave it out")
     if given.distributed_world_size != 1:
         fail(
             f"--distributed-world-size is {given.distributed_world_size}: workers would wait for each other; "
@@ -146,6 +149,7 @@ def check_common(args: Namespace, cfg: DictConfig) -> None:
         "--amp": common.amp,
         "--model-parallel-size": common.model_parallel_size > 1,
         "--store-ema": cfg.ema.store_ema,
+        "--quantization-config-path": common.quantization_config_path is not None,
         "--fp16-adam-stats": getattr(args, "fp16_adam_stats", False),
         "--lr-scheduler pass_through": getattr(args, "lr_scheduler", None) == "pass_through",
     }

@@ -81,7 +81,7 @@ def build(method: dict[str, Any], layout: Layout, parameters: Tensor) -> tuple[S
             optimizer = build_optimizer(_config(inner, "optimizer"), pieces(parameters))
         schedule = build_lr_scheduler(_config(scheduler, "lr_scheduler"), optimizer)
         rule = ScheduledAccumulation(optimizer, schedule, method["updates_per_step"], method["clip_norm"], views)
-    except (ValueError, TypeError, AssertionError, RuntimeError) as error:
+    except Exception as error:  # fairseq finds mistakes by whatever goes wrong with them
         raise ConfigurationError(
             f"--inner-optimizer {inner['_name']} with --lr-scheduler {scheduler['_name']}: {error}"
         ) from error

@@ -118,10 +118,19 @@ class AsyncTrainer(Trainer):
                 # fairseq makes a cached iterator's batches once, from the number of the epoch in which it makes them:
                 # the run that is resumed made them in its first
                 self._iterator = super().get_train_iterator(1, load_dataset=False)
+        self._check_shares()
         if self._position:
             self._iterator.load_state_dict(self._position)
             self._position = None
         return self._iterator
+
+    def _check_shares(self) -> None:
+        batches, workers = getattr(self._iterator, "frozen_batches", None), self.session.place.workers
+        if batches is not None and len(batches) < workers and not self.session.method["barrier"]:
+            raise ConfigurationError(
+                f"the training set has {len(batches)} batches for {workers} workers, which each need one: "
+                "lower --max-tokens or --batch-size, or give fewer --workers"
+            )
 
     def _cached(self) -> dict[Any, Any]:
         return self.task.dataset_to_epoch_iter
@@ -164,10 +173,9 @@ class AsyncTrainer(Trainer):
         return self._place_in_data(extra_state, welcome["position"])
 
     def _place_in_data(self, extra_state: Any, position: dict[str, Any] | None) -> Any:
-        """A worker that comes back goes on where it was, whatever the checkpoint says of worker 0."""
-        if extra_state is None:
-            self._position = position
-        else:
+        """A worker that comes back goes on where it was, whatever checkpoint or flags say of the run's beginning."""
+        self._position = position
+        if extra_state is not None:
             extra_state["train_iterator"] = position or extra_state["train_iterator"]
             self.lr_step(extra_state["train_iterator"]["epoch"])
         return extra_state

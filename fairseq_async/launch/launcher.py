@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError
@@ -49,8 +50,8 @@ class Launcher:
             )
         if slowdown and len(slowdown) != workers:
             raise ConfigurationError(f"--slowdown has {len(slowdown)} factors for {workers} workers; give one for each")
-        if any(factor < 1 for factor in slowdown):
-            raise ConfigurationError("--slowdown: a factor must be at least 1")
+        if not all(1 <= factor < inf for factor in slowdown):
+            raise ConfigurationError("--slowdown: a factor must be a number of at least 1")
         self.slowdown = slowdown or [1.0] * workers
         self.host, self.token = host, read_token(token_file) if token_file else None
         self.command, self.max_restarts, self.port = command, max_restarts, port
@@ -112,6 +113,12 @@ class Launcher:
             for worker in self.processes.failed:
                 self._after_death(worker)
         self.display.refresh()
+        self.progress.poll()
+        if not any(self.progress.updates.values()):  # nothing was left to do, or nothing was done: the server knows
+            self.server.join(_FINISHING)
+            if self.server.poll() != 0:
+                log = self.command.run_dir / "logs" / "worker-0.log"
+                raise RunFailedError(f"the workers ended without having trained anything; log: {log}")
 
     def _after_death(self, worker: Worker) -> None:
         code = worker.process.returncode

@@ -119,9 +119,13 @@ class ServerProcess:
         """The exit code of a server that has ended and is not started again; else None."""
         return self._code
 
-    def wait(self, seconds: float) -> None:
+    def join(self, seconds: float) -> None:
         """Waits for the end of a finished run's server."""
         self._supervisor.join(seconds)
+
+    def wait(self, seconds: float) -> None:
+        """As :meth:`join`; then it is stopped."""
+        self.join(seconds)
         self.stop()
 
     def stop(self) -> None:

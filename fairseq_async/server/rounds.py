@@ -2,6 +2,7 @@
 
 import math
 from itertools import accumulate, pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Rounds:
         self.shards, self.max_epoch = shards, max_epoch
         self.epochs = 0.0
         self.speeds: dict[int, float] = {}
+        self.gone: set[int] = set()
         self.steps = 0
         self.used = [0] * len(shards)  # local steps on each shard, which are as many batches
         self.assigned: dict[int, tuple[int | None, int, int]] = {}  # worker: shard, steps, and batches before them
@@ -60,7 +62,8 @@ class Rounds:
         this worker's steps.
         """
         before = self.assigned.get(worker) if worker in self.awaited else None
-        self.forget(worker)
+        self._close(worker)
+        self.gone.discard(worker)
         steps = self._steps_for(worker)
         if before is not None and before[0] is not None and steps:
             shard, _, offset = before
@@ -91,7 +94,7 @@ class Rounds:
         """Takes the worker's median seconds per step, which one slow step does not move."""
         steps = int(report["local_steps"])
         assigned = self.assigned.get(worker, (None,))[0]
-        self.forget(worker)
+        self._close(worker)
         shard = report.get("shard", assigned)  # one that has connected again is still at what it was told before
         self.steps += steps
         self.epochs += report.get("epochs", 0.0)
@@ -103,9 +106,9 @@ class Rounds:
             self.speeds[worker] = before + _NEWEST * (measured - before)
 
     def forget(self, worker: int) -> None:
-        """What it was at is open again."""
-        self.assigned.pop(worker, None)
-        self.awaited.discard(worker)
+        """What it was at is open again, and its speed counts no more, unless it comes back."""
+        self._close(worker)
+        self.gone.add(worker)
 
     def hear(self, worker: int, message: Message) -> Message:
         raise KeyError("kind")
@@ -118,17 +121,27 @@ class Rounds:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """There may be other workers and other shards than before: then what was used counts for each by its size."""
         self.steps, self.epochs = state["steps"], state["epochs"]
-        self.used, self.assigned = list(state["used"]), dict(state["assigned"])
+        self.used = list(state["used"])
+        self.assigned = {worker: work for worker, work in state["assigned"].items() if worker < self.workers}
         if len(self.used) != len(self.shards):
             self.used, self.assigned = _by_share(self.steps, self.shards), {}
         self.awaited = set(self.assigned)
         self.speeds = {worker: speed for worker, speed in state["speeds"].items() if worker < self.workers}
         self._generator.set_state(state["generator"])
 
+    def _close(self, worker: int) -> None:
+        self.assigned.pop(worker, None)
+        self.awaited.discard(worker)
+
+    @property
+    def _present(self) -> dict[int, float]:
+        """The speeds of those who are there."""
+        return {worker: speed for worker, speed in self.speeds.items() if worker not in self.gone}
+
     def _steps_for(self, worker: int) -> int:
         steps = self.maximum
         if self.dynamic and worker in self.speeds:
-            steps = local_steps(self.speeds, self.maximum)[worker]
+            steps = local_steps(self._present, self.maximum)[worker]
         if self.total_steps:
             promised = sum(work[1] for other, work in self.assigned.items() if other not in self.awaited)
             steps = min(steps, self.total_steps * self.workers - self.steps - promised)
@@ -161,7 +174,7 @@ class Rounds:
             return sum(self.shards) / self.shards[shard] / self.workers
         if worker not in self.speeds:
             return 1.0
-        return sum(self.speeds.values()) / len(self.speeds) / self.speeds[worker]
+        return fmean(self._present.values()) / self.speeds[worker]
 
 
 def _by_share(total: int, sizes: list[int]) -> list[int]:

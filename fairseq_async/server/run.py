@@ -102,6 +102,7 @@ class Run:
         """All that another server needs to go on, with workers that have been told the method."""
         return {
             "method": name_of(self.method),
+            "inner_optimizer": _inner(self.method),
             "server": self.server.state_dict(),
             "positions": self.positions,
             "plan": self.plan.state_dict(),
@@ -114,6 +115,12 @@ class Run:
     def _load_state_dict(self, state: State) -> None:
         if state["method"] != name_of(self.method):
             raise RefusedError(f"the checkpoint is of {state['method']}, this run is of {name_of(self.method)}")
+        before, now = state.get("inner_optimizer"), _inner(self.method)
+        if before != now and before is not None:
+            raise RefusedError(
+                f"the checkpoint's inner optimizer is {before}, this run's is {now}: give --inner-optimizer {before}, "
+                "or --reset-optimizer"
+            )
         self.server.load_state_dict(state["server"])
         self.plan.load_state_dict(state["plan"])
         self.positions = dict(state["positions"])
@@ -123,6 +130,12 @@ class Run:
 def name_of(method: Message) -> str:
     """A method in words."""
     return " with outer ".join(str(method[key]) for key in ("method", "outer") if key in method)
+
+
+def _inner(method: Message) -> str | None:
+    """The optimizer that steps in the server, by fairseq's name."""
+    inner = method.get("inner_optimizer")
+    return inner.get("_name") if isinstance(inner, dict) else None
 
 
 def read(path: Path) -> State:

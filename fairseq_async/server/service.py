@@ -178,6 +178,7 @@ class Service:
             return self._welcome(0)
         state = None if message["state"] is None else runs.read(Path(message["state"]))
         self.job.begin(self.job.memory.slot(0).clone(), state, "the beginning" if state is None else "a checkpoint")
+        self.training.finished = self.run.finished  # as the run of the checkpoint may be
         self.job.keep_snapshots()
         self.job.snapshots.wait()  # until it is there nobody is told of parameters, and a server that dies begins anew
         for other in list(self.members.peers.values()):

@@ -36,7 +36,7 @@ class GradientWorker(Half):
 
     @property
     def shard(self) -> int:
-        return self.client.worker
+        return self.client.worker % self.client.workers  # one that joins shares with another
 
     @property
     def offset(self) -> int:

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def _slowdown(worker: int, workers: int) -> float:
         factors = [float(part) for part in given.split(",")]
     except ValueError as error:
         raise ConfigurationError(f"{SLOWDOWN}={given}: numbers with commas between them, as in 1,4") from error
-    if len(factors) != workers or min(factors) < 1:
+    if len(factors) != workers or not all(1 <= factor < inf for factor in factors):
         raise ConfigurationError(f"{SLOWDOWN}={given}: give each of the {workers} workers a factor of at least 1")
     return factors[worker]
 
