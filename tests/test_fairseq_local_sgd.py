@@ -75,6 +75,20 @@ def test_a_batch_that_fills_up_an_epoch_takes_none_from_those_accumulated_with_i
     assert len(left) > 12 and all(event["tokens"] > 0 for event in left if event["sequence"])
 
 
+def test_gradients_with_nan_are_left_out_until_there_are_too_many(
+    processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    """The first three of a worker are spoilt."""
+    flags = ["--user-dir", Path(__file__).parent / "spoiler", "--local-steps", 4, "--max-update", 12]
+    code, output = processes.run(local_command(data, 1, tmp_path / "goes-on", *flags, "--max-refused", 4))
+    assert code == 0, output
+    assert {event["status"] for event in events(tmp_path / "goes-on")} == {"applied"}
+    moments = load(tmp_path / "goes-on" / "checkpoint_last.pt")["last_optimizer_state"]["state"]
+    assert all(torch.isfinite(moment["exp_avg"]).all() for moment in moments.values())
+    code, output = processes.run(local_command(data, 1, tmp_path / "stops", *flags, "--max-refused", 2))
+    assert code != 0 and "2 updates of worker 0 had NaN or Inf" in output and "Traceback" not in output
+
+
 def test_two_workers_train_a_language_model(processes: Processes, tmp_path: Path) -> None:
     """Of sentences in which each word says what the next one is."""
     sentences = [" ".join(f"w{(start + 3 * step) % 50}" for step in range(12)) for start in range(50)]

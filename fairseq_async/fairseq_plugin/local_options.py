@@ -28,7 +28,7 @@ _HELP = {
     "staleness_limit": "drop updates of a higher staleness",
     "delay_compensation": "lambda of delay compensation (0)",
     "overlap": "go on computing while the server's answer is on its way",
-    "max_refused": "end a worker when this many of its updates in a row had NaN or Inf (3)",
+    "max_refused": "end a worker when this many of its updates, or local gradients, in a row had NaN or Inf (3)",
 }
 _TYPES = {"outer": str, "outer_lr": float, "outer_momentum": float, "c": float, "grace_period": float}
 _SWITCHES = ("dynamic_local_steps", "overlap")

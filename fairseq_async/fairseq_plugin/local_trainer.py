@@ -14,6 +14,7 @@ from fairseq.utils import set_torch_seed
 from fairseq_async.fairseq_plugin import local_options
 from fairseq_async.fairseq_plugin.local_sgd import replica_of
 from fairseq_async.fairseq_plugin.trainer import SEEDS, AppliedUpdates, AsyncTrainer, filled
+from fairseq_async.worker.half import Refusals
 from fairseq_async.worker.local_sgd import LocalSGD
 from fairseq_async.worker.overlap import local_sgd
 
@@ -42,7 +43,9 @@ class LocalTrainer(AsyncTrainer):
             flags.optimizer = "local_sgd"
         if self._local is None:
             replica = replica_of(self._named(), self._optimizer)
-            self._local = local_sgd(self.session.client, replica, local_options.options_of(flags, self.cfg))
+            options = local_options.options_of(flags, self.cfg)
+            self._local = local_sgd(self.session.client, replica, options)
+            self._left_out = Refusals(self.session.place.worker, options.max_refused)
         self._in_step = False
         self._own: Any = None
         self._last: tuple[float, float] | None = None
@@ -95,10 +98,21 @@ class LocalTrainer(AsyncTrainer):
             self._in_step = False
 
     def clip_grad_norm(self, clip_norm: float) -> Any:
-        """Of the local gradient, as in a synchronous run of one worker; here a slowed-down worker waits."""
+        """Of the local gradient, as in a synchronous run of one worker; here a slowed-down worker waits.
+
+        A gradient with NaN or Inf, which would stay in the inner optimizer's moments, is left out of its step.
+
+        Raises:
+            RefusedError: the last ``max_refused`` of them had.
+        """
         norm = Trainer.clip_grad_norm(self, clip_norm)
         time.sleep((self.session.place.slowdown - 1.0) * (time.perf_counter() - self._started))
-        return norm
+        finite = bool(torch.isfinite(norm))
+        self._left_out.count(self._left_out.total + (not finite))
+        if finite:
+            return norm
+        self.zero_grad()
+        return torch.zeros_like(norm)
 
     def _set_seed(self) -> None:
         """By this worker's own steps: the run's progress jumps."""
