@@ -109,8 +109,9 @@ def check_group(section: Section, method: str, name: str) -> None:
     Raises:
         ConfigurationError: names the key.
     """
-    if section.model_fields_set:
-        key = min(section.model_fields_set)
+    of_a_server = section.model_fields_set - {"run_dir"}  # which a script may set for whatever method
+    if of_a_server:
+        key = min(of_a_server)
         raise ConfigurationError(f'{name}: "{key}" is of no use with method {method}, which has no server')
 
 
