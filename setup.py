@@ -10,7 +10,7 @@ INSTALL += ["pyyaml>=6", "matplotlib>=3.8"]  # the simulator and its report
 DEEPSPEED = ["deepspeed==0.19.8"]
 RECIPES = [*DEEPSPEED, "sentencepiece>=0.2", "sacrebleu>=2.4", "tensorboard>=2.16"]
 RECIPES += ["transformers>=5", "datasets>=4"]  # the language-model recipe
-DEV = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100"]
+DEV = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"]
 DEV += ["ruff==0.17.5", "mypy==2.4.1"]
 
 setup(

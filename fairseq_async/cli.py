@@ -1,17 +1,22 @@
-"""``fairseq-async``: the command line."""
+"""``fairseq-async``: the command line.
+
+Each command imports what it needs when it is called, and says what is wrong with its arguments before that: torch and
+matplotlib take seconds to import.
+"""
 
 import logging
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fairseq_async.errors import AsyncError, ConfigurationError
-from fairseq_async.launch import command
 
 _MAX_RESTARTS = 3
+_LOOPBACK = "127.0.0.1"
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -45,11 +50,9 @@ def launch(
     ] = None,
 ) -> None:
     """Train one job with several workers on this machine."""
-    from fairseq_async.launch.launcher import Launcher
-    from fairseq_async.launch.synchronous import GroupLauncher
-    from fairseq_async.server.connection import LOOPBACK
+    from fairseq_async.launch.command import WorkerCommand  # start-up time
 
-    given = command.WorkerCommand(worker_command)
+    given, factors = WorkerCommand(worker_command, workers), _factors(slowdown)
     if given.synchronous:
         asynchronous = {
             "--slowdown": slowdown or None,
@@ -63,9 +66,13 @@ def launch(
                 f"{' and '.join(flags)}: the ranks of a synchronous method wait for each other and have no server; "
                 "leave it out"
             )
+        from fairseq_async.launch.synchronous import GroupLauncher  # start-up time
+
         return GroupLauncher(given, workers, port).run()
+    from fairseq_async.launch.launcher import Launcher  # start-up time
+
     restarts = _MAX_RESTARTS if max_restarts is None else max_restarts
-    Launcher(given, workers, _factors(slowdown), restarts, port, host or LOOPBACK, token_file).run()
+    Launcher(given, workers, factors, restarts, port, host or _LOOPBACK, token_file).run()
 
 
 @app.command()
@@ -77,15 +84,18 @@ def join(
     ],
 ) -> None:
     """Become one more worker of a run that is going on, with the same command as its other workers."""
-    from fairseq_async.launch.join import join as begin
+    from fairseq_async.launch.join import join as begin  # start-up time
 
+    _find(token_file, lambda error: f"--token-file {token_file}: cannot be read: {error}")
     begin(address, worker_command, token_file)
 
 
 @app.command()
 def audit(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)]) -> None:
     """Show from a run's logs that every update that was acknowledged counts once, or was taken back by a rollback."""
-    from rich.console import Console
+    without = f"{run_dir}: there is no events.jsonl; give the --run-dir or --save-dir of a run"
+    _find(run_dir / "events.jsonl", lambda _: without)
+    from rich.console import Console  # start-up time
 
     from fairseq_async.reporting.audit import audit as check
     from fairseq_async.reporting.audit import show
@@ -94,9 +104,11 @@ def audit(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_defaul
 
 
 @app.command("user-dir")
-def user_dir() -> None:
+def print_user_dir() -> None:
     """Print the directory for fairseq's --user-dir."""
-    print(command.user_dir())
+    from fairseq_async.launch.command import user_dir  # start-up time
+
+    print(user_dir())
 
 
 @app.command()
@@ -106,13 +118,15 @@ def simulate(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the simulation in --out.")] = False,
 ) -> None:
     """Train by several methods on simulated machines: real gradients, a virtual clock, one process."""
-    from rich.console import Console
+    from rich.console import Console  # start-up time
 
     from fairseq_async.simulation import experiment as experiments
+
+    given = experiments.read(experiment)
     from fairseq_async.simulation.simulate import Interrupted, Simulator, table
 
     directory = out or Path("runs/simulate") / experiment.stem
-    simulator = Simulator(experiments.read(experiment), directory, resume)
+    simulator = Simulator(given, directory, resume)
     try:
         rows = simulator.run()
     except Interrupted:
@@ -125,7 +139,8 @@ def simulate(
 @app.command()
 def watch(run_dir: Annotated[Path, typer.Argument(help="--run-dir (or --save-dir) of a run.")]) -> None:
     """Show a run as it goes on, from any machine that sees its directory; Ctrl-C ends the view, not the run."""
-    from fairseq_async.reporting.watch import follow
+    _find(run_dir / "run.json", lambda error: f"{run_dir}: no run there yet ({error})")
+    from fairseq_async.reporting.watch import follow  # start-up time
 
     follow(run_dir)
 
@@ -138,10 +153,10 @@ def capacity(
     servers: Annotated[str, typer.Option(help="Shards of the parameters, a server each.")] = "1,2,4,8",
 ) -> None:
     """Say how many workers one server holds before it is the bottleneck, and what sharding would give."""
-    from rich.console import Console
+    _find(run_dir / "run.json", lambda error: f"{run_dir}: no run that can be read there: {error}")
+    from rich.console import Console  # start-up time
 
-    from fairseq_async.reporting.capacity import tables
-    from fairseq_async.simulation.capacity import measure
+    from fairseq_async.reporting.capacity import measure, tables
 
     sizes = [round(size) for size in _positive("--parameters", parameters)]
     counts = [round(count) for count in _positive("--servers", servers)]
@@ -156,11 +171,15 @@ def report(
     out: Annotated[Path | None, typer.Option(help="For report.html and PNGs (default: report/ in the first).")] = None,
 ) -> None:
     """Draw runs and simulations: one HTML page that needs no network, and PNGs."""
+    for path in runs:
+        _find(path, lambda _, path=path: f"{path}: no run and no simulation there (no run.json)")  # type: ignore[misc]
+    from fairseq_async.reporting.runs import load  # start-up time
+
+    loaded = load(runs)
     from fairseq_async.reporting import page
-    from fairseq_async.reporting.runs import load
 
     title = ", ".join(path.resolve().name for path in runs)
-    print(page.write(load(runs), title, out or runs[0] / "report"))
+    print(page.write(loaded, title, out or runs[0] / "report"))
 
 
 @app.command()
@@ -169,25 +188,35 @@ def replay(
     until: Annotated[int | None, typer.Option(min=1, help="Stop at this update.")] = None,
 ) -> None:
     """Repeat a recorded run in one process, bit for bit, and name the first update that differs."""
-    from rich.progress import Progress
+    path = run_dir.resolve()
+    _find(path, lambda _: f"{path}: no run there; give the --run-dir (or --save-dir) of one")
+    from rich.progress import Progress  # start-up time
 
-    from fairseq_async.simulation.replay import Recording, Replay
+    from fairseq_async.replay import Recording, Replay
 
-    recording = Recording.read(run_dir.resolve())
+    recording = Recording.read(path)
     if recording.cut:
         print("events.jsonl ends in the middle of a line: the replay goes to the last whole one")
     warnings.simplefilter("ignore")  # what fairseq has to say was said by the run
     logging.disable(logging.WARNING)
     from fairseq_async.fairseq_plugin.replayed import FairseqRun
 
-    repeated = Replay(recording, FairseqRun(recording.run_dir, recording.description, recording.events))
-    last = recording.events[-1]["version_after"]
+    repeated = Replay(recording, FairseqRun(recording.run_dir, recording.spec, recording.events))
+    last = recording.events[-1].version_after
     with Progress() as progress:
         task = progress.add_task("replaying", total=min(last, until or last))
         for version in repeated.steps(until):
             progress.update(task, completed=version)
     here = repeated.server.version
     print(f"replayed to update {here} of {last}: {repeated.compared} checksums, all equal to the recorded ones")
+
+
+def _find(path: Path, otherwise: Callable[[OSError], str]) -> None:
+    """Says that a file is missing before the modules that would read it are imported."""
+    try:
+        path.stat()
+    except OSError as error:
+        raise ConfigurationError(otherwise(error)) from error
 
 
 def _positive(flag: str, text: str) -> list[float]:
@@ -208,6 +237,7 @@ def _factors(text: str) -> list[float]:
 
 
 def main() -> None:
+    """Runs the command line; a mistake of the user's is one line and exit code 2."""
     try:
         app()
     except AsyncError as error:

@@ -1,11 +1,12 @@
-"""Errors that a user can mend: each is printed as one line, without a traceback."""
+"""Errors that a user can act upon: each is printed as one line, without a traceback."""
 
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 
 class AsyncError(Exception):
-    """Something that stops a run and that its owner can act upon."""
+    """Something that stops a run and that its user can act upon."""
 
 
 class ConfigurationError(AsyncError):
@@ -22,6 +23,29 @@ class ProtocolError(ExchangeError):
 
 class RefusedError(AsyncError):
     """The server does not take this worker or its updates."""
+
+
+def option(name: str) -> str:
+    """An option as the user has written it: ``--token-file`` in a command, ``"token_file"`` in a DeepSpeed JSON."""
+    return _spell[0](name)
+
+
+def spell_options(spell: Callable[[str], str]) -> None:
+    """Sets how :func:`option` writes options in this process; by default as flags."""
+    _spell[0] = spell
+
+
+def as_key(name: str) -> str:
+    """An option as a key of a DeepSpeed configuration."""
+    return f'"{name}"'
+
+
+def as_flag(name: str) -> str:
+    """An option as a flag of a command."""
+    return "--" + name.replace("_", "-")
+
+
+_spell: list[Callable[[str], str]] = [as_flag]
 
 
 def fail(error: object) -> NoReturn:

@@ -17,9 +17,9 @@ class RecipeError(SystemExit):
 def once(directory: Path, make: Callable[[Path], None]) -> Path:
     """Return `directory`, made by `make` unless it is there already.
 
-    `make` fills a directory of another name that is renamed when it is done, so a broken run leaves nothing that
-    the next one could take for finished; what a broken run had made is lost. Of two programs that make it at the same
-    time, the second uses what the first has made.
+    `make` fills a directory of another name that is renamed when it is done, so an interrupted run leaves no
+    directory that looks finished; its partial result is lost. If two programs make it at the same time, the second uses
+    the result of the first.
     """
     if not directory.exists():
         partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")

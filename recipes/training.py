@@ -1,10 +1,9 @@
-"""Trains one fairseq model by one of four methods whose commands differ in nothing but the method."""
+"""Trains one fairseq model by one of five methods whose commands differ in nothing but the method."""
 
 from __future__ import annotations
 
 import json
 import shlex
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,17 +14,19 @@ from pathlib import Path
 
 import torch
 
+from fairseq_async.exchange.ports import free_port
 from recipes.steps import RecipeError, console_script, environment, write_whole
 from recipes.translation import USER_DIR
 
 
 class Method(str, Enum):
-    """How the gradients of the workers meet the parameters."""
+    """How the gradients of the workers are applied to the parameters."""
 
     SINGLE = "single"  # one plain process with the batch of all workers
     SYNC = "sync"  # fairseq's own data parallelism: every update waits for every worker
     ASYNC = "async"  # one update a gradient
-    HYBRID = "hybrid"  # one update per as many gradients as there are workers
+    PAPER = "paper"  # one update per as many gradients as there are workers (Aji & Heafield 2019)
+    HYBRID = "hybrid"  # our default: workers that are in step wait for each other, the others start from ahead
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,20 @@ class Training:
         return self.save_dir / "events.jsonl"
 
     def command(self) -> list[str]:
-        """The fairseq-train command, without what tells synchronous ranks apart."""
+        """The fairseq-train command, without the flags in which synchronous ranks differ."""
         max_tokens = self.max_tokens * (self.workers if self.method is Method.SINGLE else 1)
         rim = {"user-dir": USER_DIR, "save-dir": self.save_dir, "log-format": "json", "log-interval": 50}
         settings = rim | {"max-tokens": max_tokens} | dict(self.settings) | self.optimizer()
         return [console_script("fairseq-train"), str(self.data), *flags(settings)]
 
     def optimizer(self) -> dict[str, object]:
-        """Adam, or Adam on a server that steps every `updates-per-step` gradients."""
+        """Adam, or Adam on a server."""
         if self.method in (Method.SINGLE, Method.SYNC):
             return {"optimizer": "adam"}
-        updates = self.workers if self.method is Method.HYBRID else 1
-        return {"optimizer": "hybrid_async", "inner-optimizer": "adam", "updates-per-step": updates}
+        ours: dict[str, object] = {"optimizer": "hybrid_async", "inner-optimizer": "adam"}
+        if self.method is Method.HYBRID:
+            return ours
+        return ours | {"updates-per-step": self.workers if self.method is Method.PAPER else 1, "look-ahead": "off"}
 
 
 def flags(settings: Mapping[str, object]) -> list[str]:
@@ -71,7 +74,7 @@ def flags(settings: Mapping[str, object]) -> list[str]:
 
 
 def train(run: Training) -> dict:
-    """Train, or go on from the last checkpoint of a run that was broken off; return what it took."""
+    """Train, or resume an interrupted run from its last checkpoint; return tokens, updates and seconds."""
     summary = run.save_dir / "training.json"
     claim(run)
     if not summary.exists():
@@ -81,7 +84,7 @@ def train(run: Training) -> dict:
 
 
 def claim(run: Training) -> None:
-    """Refuse a directory with checkpoints of another command, which would be taken for this one's."""
+    """Refuse a directory with checkpoints of another command, which fairseq would load as this one's."""
     record, command = run.save_dir / "command.txt", shlex.join(run.command())
     other = record.exists() and record.read_text() != command
     if other and any(run.save_dir.glob("checkpoint*.pt")):
@@ -91,7 +94,7 @@ def claim(run: Training) -> None:
 
 
 def start(command: Sequence[str], log: Path) -> subprocess.Popen:
-    """Start `command`; a run that goes on after a break also goes on in its log."""
+    """Start `command`; a resumed run appends to its log."""
     with log.open("a", encoding="utf-8") as output:
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())
 
@@ -123,7 +126,7 @@ def train_asynchronous(run: Training) -> None:
 
 
 def rank(index: int, workers: int, devices: int, port: int) -> dict[str, object]:
-    """What tells one rank from another. NCCL wants a GPU a rank; Gloo serves CPUs and ranks that share a GPU."""
+    """The flags of one rank. NCCL needs one GPU per rank; Gloo serves CPUs and ranks that share a GPU."""
     return {
         "distributed-world-size": workers,
         "distributed-rank": index,
@@ -133,13 +136,6 @@ def rank(index: int, workers: int, devices: int, port: int) -> dict[str, object]
         "distributed-backend": "nccl" if devices >= workers else "gloo",
         "ddp-backend": "legacy_ddp",
     }
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def wait(processes: Sequence[subprocess.Popen], logs: Sequence[Path]) -> None:
@@ -157,7 +153,7 @@ def wait(processes: Sequence[subprocess.Popen], logs: Sequence[Path]) -> None:
 def done(log: Path) -> bool:
     """Whether rank 0 has saved its last checkpoint, after which exit codes mean nothing.
 
-    Ranks exit after rank 0 has said so, and torch's Gloo threads sometimes abort a process that is about to exit.
+    Ranks exit after rank 0 has saved, and torch's Gloo threads sometimes abort a process that is about to exit.
     """
     return "done training" in log.read_text(encoding="utf-8")
 
@@ -183,7 +179,7 @@ def measure(run: Training) -> dict:
 
 
 def target_tokens(run: Training, epochs: Sequence[Mapping[str, str]]) -> int:
-    """The target tokens of all workers' batches; the log of an asynchronous worker knows but its own."""
+    """The target tokens of all workers' batches; an asynchronous worker logs only its own."""
     if run.events.exists():
         events = map(json.loads, run.events.open(encoding="utf-8"))
         return round(sum(event["weight"] for event in events if event["status"] == "applied"))

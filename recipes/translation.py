@@ -1,4 +1,4 @@
-"""The shared steps of a translation recipe, text to BLEU; each reuses what an earlier call has left.
+"""The shared steps of a translation recipe, text to BLEU; each reuses the files of an earlier call.
 
 A corpus is a directory that holds `{train,valid,test}.{source,target}`, one sentence a line.
 """
@@ -76,7 +76,7 @@ def binarise(corpus: Path, pair: tuple[str, str], out: Path) -> Path:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Read a fairseq checkpoint; it holds an `argparse.Namespace`, which torch must be told to trust."""
+    """Read a fairseq checkpoint; it holds an `argparse.Namespace`, which must be on torch's list of trusted types."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -84,7 +84,7 @@ def load_checkpoint(path: Path) -> dict:
 def last_checkpoints(save_dir: Path, count: int) -> list[dict]:
     """The newest states at the ends of epochs and at the end of training, oldest first.
 
-    An asynchronous run ends with the workers' last target token, amid an epoch of worker 0, who saves.
+    An asynchronous run ends at a total of target tokens, in the middle of an epoch of worker 0, which saves.
     """
     paths = [p for p in save_dir.glob("checkpoint*.pt") if re.fullmatch(r"checkpoint(\d+|_last)", p.stem)]
     states = {state["optimizer_history"][-1]["num_updates"]: state for state in map(load_checkpoint, paths)}
@@ -115,7 +115,7 @@ def averaged(states: list[dict]) -> dict:
 
 
 def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The mean of tensors of one dtype, in that dtype; summed in double precision, or half would lose its last bits."""
+    """The mean of tensors of one dtype, in that dtype; summed in double precision, so that fp16 loses no bits."""
     return torch.stack([tensor.double() for tensor in tensors]).mean(dim=0).to(tensors[0].dtype)
 
 
@@ -139,7 +139,7 @@ def hypotheses(log: Path) -> list[str]:
 
 
 def bleu(translations: list[str], references: list[str], metric: BLEU) -> Score:
-    """Corpus BLEU by sacrebleu, which takes texts of different lengths without a word."""
+    """Corpus BLEU by sacrebleu, which accepts texts of different lengths without an error."""
     if len(translations) != len(references):
         raise RecipeError(f"{len(translations)} translations for {len(references)} references: nothing to compare")
     score = metric.corpus_score(translations, [references])

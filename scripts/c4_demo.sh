@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # From nothing to a perplexity: makes a virtual environment and a text in an invented language, trains a tiny language
 # model with two asynchronous workers under DeepSpeed (local SGD, delayed Nesterov), scores it on documents that it has
-# not seen. A second call reuses all of it, and goes on with a training that was broken off.
-#   --data DIR  train on your own text instead: recipes/c4_lm/README.md says how it must look
+# not seen. A second call reuses all files, and resumes an interrupted training.
+#   --data DIR  train on your own text instead: recipes/c4_lm/README.md describes the format
 # Options go to recipes/c4_lm/train.py (--help lists them).
 set -euo pipefail
 here=$PWD
@@ -27,6 +27,6 @@ if [ "$devices" -lt 2 ]; then
     export DS_ACCELERATOR=cpu
 fi
 cd "$here"  # where relative paths among the options belong
-# a port of its own, or two demos at a time would take each other's workers
+# an own port: with the same port, the workers of two demos would connect to one server
 exec deepspeed --log_level warning --num_accelerators 2 --master_port "$port" "$recipe/train.py" --deepspeed \
     --deepspeed_config "$recipe/demo.json" --model tiny --eval-every 200 --resume "$@"

@@ -1,9 +1,9 @@
-"""A storm of faults over a run of a recipe, beside a calm run of the same length.
+"""Injects many faults (a *storm*) into a run of a recipe, and compares it with a run without faults (a *calm* run).
 
-Worker 0 has shared memory with the server. Worker 1 is on another host, which is a network namespace, or an address of
-this one where nobody may make namespaces; it has TCP, through a proxy that delays, drops, doubles and spoils its
-messages, and cuts it off. Processes are killed and stopped by signals. Dead workers are started again here, as
-``fairseq-async launch`` does it; the server by itself, from its last snapshot.
+Worker 0 shares memory with the server. Worker 1 is on another host: a network namespace, or another address of this
+host without the rights to create namespaces. It uses TCP, through a proxy that delays, drops, doubles and corrupts its
+messages, and disconnects it. Signals kill and stop processes. This program restarts dead workers, as
+``fairseq-async launch`` does; the server is restarted from its last snapshot by the process that started it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,26 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from fairseq_async.environment import SERVER, TOKEN, WORKER, WORKERS  # noqa: E402
 from fairseq_async.errors import AsyncError, ConfigurationError, fail  # noqa: E402
 from fairseq_async.exchange import copy  # noqa: E402
+from fairseq_async.launch.command import SERVERS  # noqa: E402
+from fairseq_async.method_spec import MethodSpec  # noqa: E402
 from fairseq_async.reporting.audit import audit  # noqa: E402
-from fairseq_async.server import Layout, ServerClient  # noqa: E402
-from fairseq_async.server.process import TOKEN, ServerProcess  # noqa: E402
-from fairseq_async.worker.place import SERVER, SERVERS, WORKER, WORKERS  # noqa: E402
+from fairseq_async.server import Layout  # noqa: E402
+from fairseq_async.server.process import ServerProcess  # noqa: E402
+from fairseq_async.worker.client import Client  # noqa: E402
 from recipes.multi30k_en_de.presets import PRESETS, Size  # noqa: E402
 from recipes.steps import environment  # noqa: E402
 from recipes.training import Method, Training  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
+from scripts.faults import schedule  # noqa: E402
+from scripts.faults.digest import digest, read_snapshot  # noqa: E402
+from scripts.faults.hosts import LOOPBACK, Cable, Host, other_host  # noqa: E402
+from scripts.faults.injector import Injector  # noqa: E402
+from scripts.faults.proxy import Proxy  # noqa: E402
+from scripts.faults.schedule import Fault, Schedule  # noqa: E402
 from scripts.storm_figures import (  # noqa: E402
     Log,
     entrances,
@@ -51,15 +60,9 @@ from scripts.storm_figures import (  # noqa: E402
     useful_share,
     waits,
 )
-from tests.chaos import schedule  # noqa: E402
-from tests.chaos.hosts import LOOPBACK, Cable, Host, other_host  # noqa: E402
-from tests.chaos.injector import Injector  # noqa: E402
-from tests.chaos.proxy import Proxy  # noqa: E402
-from tests.chaos.runs import digest, read_snapshot  # noqa: E402
-from tests.chaos.schedule import Fault, Schedule  # noqa: E402
 
 COUNT = 2  # workers
-_PROBE_EVERY = 20.0  # seconds between two comparisons of what server and a worker hold
+_PROBE_EVERY = 20.0  # seconds between two comparisons of the server's parameters with a worker's
 _START = 300.0  # seconds for all workers to send their first update
 _LONGEST = 1_000_000  # updates: a run ends by time
 _LONG = 20_000  # local steps, which the learning rate follows: an hour's
@@ -77,7 +80,7 @@ class Job:
     command: list[str]
     server: str
     run_dir: Path
-    address_flag: bool  # the command takes --server; else the environment tells
+    address_flag: bool  # the command has --server; otherwise an environment variable has the address
     variables: dict[str, str] = field(default_factory=dict)
 
 
@@ -123,7 +126,7 @@ def c4(out: Path, text: Path | None) -> Job:
 
 
 def storm(minutes: float, per_hour: float, seed: int) -> Schedule:
-    """Faults at even distances in an order that the seed decides, each kind as often as it is listed."""
+    """Faults at equal intervals, in an order that depends on the seed, each kind as often as it is listed."""
     kinds: list[dict[str, Any]] = [
         {"kind": "kill", "target": 0},
         {"kind": "kill", "target": 1},
@@ -165,10 +168,10 @@ class Run:
         self._paused: set[int] = set()
 
     def go(self, seconds: float, faults: Schedule) -> None:
-        """Returns when the time is over, which is counted from the moment at which all have sent an update.
+        """Runs for the given time, which starts when all workers have sent an update.
 
         Raises:
-            AsyncError: the run did not begin.
+            AsyncError: the run did not start.
         """
         try:
             for worker in range(COUNT):
@@ -209,13 +212,13 @@ class Run:
     def _start(self, worker: int) -> None:
         self.timeline.note("start", worker)
         address = self.proxy.address if worker else self.server.address
-        place = {WORKER: str(worker), WORKERS: str(COUNT), TOKEN: self.server.token} | self.job.variables
+        variables = {WORKER: str(worker), WORKERS: str(COUNT), TOKEN: self.server.token} | self.job.variables
         if not self.job.address_flag:
-            place[SERVER] = address
+            variables[SERVER] = address
         line = [*self.prefixes[worker], *self.job.command] + (["--server", address] if self.job.address_flag else [])
         with (self.logs / f"worker-{worker}.log").open("ab") as log:
             self.workers[worker] = subprocess.Popen(
-                line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment() | place
+                line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment() | variables
             )
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(self.workers[worker].pid, {cores[worker % len(cores)]})
@@ -224,7 +227,7 @@ class Run:
         deadline = time.monotonic() + _START
         while len({event["worker"] for event in read_lines(self.job.run_dir / "events.jsonl")}) < COUNT:
             if time.monotonic() > deadline or any(process.poll() for process in self.workers.values()):
-                raise AsyncError(f"the run did not begin: see {self.logs}")
+                raise AsyncError(f"the run did not start: see {self.logs}")
             time.sleep(0.2)
 
     def _probe(self) -> None:
@@ -232,13 +235,13 @@ class Run:
         path = self.job.run_dir / ".probe.pt"
         try:
             description = json.loads((self.job.run_dir / "run.json").read_text())
-            client = ServerClient(self.server.address, self.server.token, None)
+            client = Client(self.server.address, self.server.token, None)
             layout = Layout.from_json(description["layout"])
-            client.join(layout, description["method"])
+            client.join(layout, MethodSpec.from_json(description["method"]))
             mine = torch.empty(layout.size)
             for _ in range(20):
                 version = client.pull(lambda published: copy(mine, published))
-                client.ask({"kind": "snapshot", "path": str(path.resolve())})
+                client.save_state(str(path.resolve()))
                 state = read_snapshot(path)["server"]
                 if state["version"] == version:
                     self.probes += 1
@@ -266,7 +269,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def judge(report: Report, name: str, quiet: Log, wild: Log) -> None:
-    """A storm too short for a kind of fault has no figure for it."""
+    """Checks the bounds; a figure is missing if its kind of fault did not occur."""
     report.bound(f"{name}: share of useful work", useful_share(wild), 0.95, at_least=True)
     report.bound(f"{name}: final loss beside that of the calm run", loss_ratio(quiet, wild), 1.01)
     if gaps := gaps_after_kills(wild):
@@ -280,20 +283,20 @@ def judge(report: Report, name: str, quiet: Log, wild: Log) -> None:
 
 def main(
     recipe: Annotated[list[Recipe], typer.Option(help="May be repeated.")] = [Recipe.MULTI30K, Recipe.C4],  # noqa: B006
-    minutes: Annotated[float, typer.Option(min=0.5, help="Of each run, the calm one and the storm.")] = 30,
+    minutes: Annotated[float, typer.Option(min=0.5, help="Of each run, the one without faults and the one with.")] = 30,
     faults_per_hour: Annotated[float, typer.Option(min=1)] = 150,
     seed: Annotated[int, typer.Option(help="Of the order of the faults.")] = 1,
     data: Annotated[Path | None, typer.Option(help="Multi30k, binarised by its recipe; else a made-up pair.")] = None,
     text: Annotated[Path | None, typer.Option(help="Shards of C4, for its recipe; else a made-up text.")] = None,
-    faults: Annotated[Path | None, typer.Option(help="A schedule in YAML, in place of the storm.")] = None,
+    faults: Annotated[Path | None, typer.Option(help="A schedule in YAML, instead of the random faults.")] = None,
     loopback: Annotated[bool, typer.Option("--loopback", help="Worker 1 is on this host in any case.")] = False,
     latency: Annotated[float, typer.Option(min=0, help="Milliseconds to worker 1's host.")] = 0,
-    loss: Annotated[float, typer.Option(min=0, max=0.5, help="Share of packets lost on the way there.")] = 0,
+    loss: Annotated[float, typer.Option(min=0, max=0.5, help="Share of packets lost between the hosts.")] = 0,
     mbit: Annotated[float | None, typer.Option(min=0.1, help="Mbit/s to worker 1's host.")] = None,
     out: Annotated[Path, typer.Option(help="For all files.")] = Path("runs/chaos"),
     json_file: Annotated[Path | None, typer.Option("--json", help="For what is printed.")] = None,
 ) -> None:
-    """Print what a storm of faults costs a run, and whether its logs prove that nothing was lost."""
+    """Print the cost of many faults in a run, and whether its logs prove that nothing was lost."""
     cable = Cable(latency / 1000, loss, mbit and mbit * 1e6 / 8)
     if loopback and not cable.good:
         fail(ConfigurationError("--loopback has no cable: leave out --latency, --loss and --mbit"))

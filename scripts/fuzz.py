@@ -17,10 +17,10 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fairseq_async.server import ServerClient  # noqa: E402
-from tests.chaos.fuzz import Fuzzer, read_corpus, write_corpus  # noqa: E402
-from tests.chaos.runs import Adder  # noqa: E402
-from tests.servers import ThreadServer  # noqa: E402
+from fairseq_async.worker.client import Client  # noqa: E402
+from scripts.faults.adder import Adder  # noqa: E402
+from scripts.faults.fuzzer import Fuzzer, read_corpus, write_corpus  # noqa: E402
+from scripts.faults.thread_server import ThreadServer  # noqa: E402
 
 _ROUND = 5.0  # seconds between two checks
 _WARM_UP = 3  # rounds in which memory may still grow
@@ -32,22 +32,22 @@ def main(
     seed: Annotated[int | None, typer.Option(help="Of the noise; another each time by default.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep one message of each kind in tests/chaos/corpus.")] = False,
 ) -> None:
-    """Print how much was tried, and what came of it; end with code 1 when the server has changed, grown or died."""
+    """Print the number of messages and their results; end with code 1 when the server has changed, grown or died."""
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as directory, open(Path(directory) / "refusals.log", "w") as refusals:
         sys.stderr = refusals  # the server's, which is in a thread
         server = ThreadServer(2, Path(directory), "127.0.0.2")
-        adder = Adder(ServerClient(server.address, server.token, 0, 30.0))
+        adder = Adder(Client(server.address, server.token, 0, 30.0))
         fuzzer = Fuzzer(server, random.Random(seed), corpus=read_corpus())
         sizes, end = [], time.monotonic() + 60 * minutes
         while time.monotonic() < end:
             before = fuzzer.state()
             fuzzer.run(min(_ROUND, max(0.1, end - time.monotonic())))
-            adder.client.ask({"kind": "plan", "number": "x", "event": "begin_epoch", "epoch": 1})
+            adder.client.schedule_event("begin_epoch", 1)
             if fuzzer.state() != before:
                 raise SystemExit("the server's state has changed")
-            if adder.step()["version"] != adder.sequence:
+            if adder.step().version != adder.sequence:
                 raise SystemExit("the server does not count right any more")
             sizes.append(_resident())
         server.stop()

@@ -1,4 +1,4 @@
-"""What a storm of faults has cost, from the logs of the run and of a calm one."""
+"""The cost of many faults (a *storm*), from the logs of the run and of a run without faults (a *calm* run)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _AWAY = ("pause", "partition")  # a worker cannot work then, by the fault itself
 
 @dataclass(frozen=True)
 class Push:
-    """One applied update; ``kept`` if no restart of the server took it back.
+    """One applied update; ``kept`` if no restart of the server rolled it back.
 
     Attributes:
-        waited: seconds for which its worker waited before it began to compute the update: for others, in local SGD.
+        waited: seconds for which its worker waited for others before it computed the update, in local SGD.
     """
 
     time: float
@@ -58,7 +58,7 @@ class Log:
 
 
 def figures(quiet: Log, wild: Log) -> dict[str, str]:
-    """What is to be printed of a calm run and a storm, in words."""
+    """The printed figures of a run without faults and one with."""
     hours = (wild.end - wild.begin) / 3600
     version = common_version(quiet, wild)
     losses = [final_loss(log, version) for log in (quiet, wild)]
@@ -80,8 +80,8 @@ def figures(quiet: Log, wild: Log) -> dict[str, str]:
 
 
 def useful_share(log: Log) -> float:
-    """Tokens (or local steps) kept, of those that every worker, in the time in which it was in the run, could have
-    done at the speed that it had while nothing went wrong."""
+    """Tokens (or local steps) kept, over the number that all workers could have done while they were in the run, each
+    at its speed without faults."""
     kept = possible = 0.0
     for worker in log.workers:
         pushes = log.of(worker)
@@ -95,13 +95,13 @@ def useful_share(log: Log) -> float:
 
 
 def live_seconds(log: Log, worker: int) -> float:
-    """Up to its last update, as what it had in hand at the end is neither kept nor lost; without its absences."""
+    """Seconds up to its last update, without its absences; an unfinished update at the end is neither kept nor lost."""
     last = log.of(worker)[-1].time
     return last - log.begin - _union([(begin, min(end, last)) for begin, end in absences(log, worker) if begin < last])
 
 
 def absences(log: Log, worker: int) -> list[tuple[float, float]]:
-    """From its death to its first update after that, and while it was paused or cut off."""
+    """The intervals from its death to its next update, and those in which it was paused or disconnected."""
     times = [push.time for push in log.of(worker)]
     away = []
     for moment in log.moments:
@@ -117,12 +117,12 @@ def absences(log: Log, worker: int) -> list[tuple[float, float]]:
 
 
 def common_version(quiet: Log, wild: Log) -> int:
-    """To which both runs have come."""
+    """The last version that both runs have reached."""
     return min(max(push.version for push in log.inside) for log in (quiet, wild))
 
 
 def loss_ratio(quiet: Log, wild: Log) -> float:
-    """Of the final losses after the same number of applied updates: above 1 the storm's is worse."""
+    """Ratio of the final losses after the same number of applied updates: above 1 the run with faults is worse."""
     version = common_version(quiet, wild)
     return final_loss(wild, version) / final_loss(quiet, version)
 
@@ -134,10 +134,10 @@ def final_loss(log: Log, version: int) -> float:
 
 
 def gaps_after_kills(log: Log, waits: bool = True) -> list[float]:
-    """The longest of each survivor, where nothing else happened to it at the same time.
+    """The longest gap of each survivor, where no other fault hit it at the same time.
 
     Args:
-        waits: with the time for which it waited for others, of which the one that comes back is one.
+        waits: includes the time for which it waited for others, one of which is the restarted worker.
     """
     found = []
     for worker in log.workers:
@@ -155,14 +155,14 @@ def _is_away(log: Log, worker: int, moment: float) -> bool:
 
 
 def gaps_in_windows(log: Log, waits: bool = True) -> list[float]:
-    """The longest of each worker in windows of the same length."""
+    """The longest gap of each worker in windows of the same length."""
     count = int((log.end - log.begin) / _AFTER)
     starts = [log.begin + _AFTER * n for n in range(count)]
     return [_longest_gap(log.of(worker), start, waits) for worker in log.workers for start in starts]
 
 
 def _longest_gap(pushes: Sequence[Push], start: float, waits: bool) -> float:
-    """How long a worker waited until its update was taken, it says with the next one."""
+    """The longest time between two updates; a worker reports the wait for an answer with its next update."""
     times = [push.time for push in pushes]
     waited = [0.0 if waits else push.waited for push in pushes[1:]] + [0.0]
     ends = [time - seconds for time, seconds in zip(times, waited, strict=True)]
@@ -177,7 +177,7 @@ def waits(log: Log, moments: Sequence[float]) -> list[float]:
 
 
 def entrances(log: Log) -> list[float]:
-    """From the start of each process that came in, to its first update."""
+    """Seconds from the start of each process that joined to its first update."""
     found = []
     for start in log.moments:
         if start["what"] != "start":
@@ -222,7 +222,7 @@ def _pushes(path: Path, kept: bool) -> Iterator[Push]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Up to the last whole one."""
+    """The lines of the file up to the last whole one."""
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         if line.endswith("\n"):
             yield json.loads(line)

@@ -4,4 +4,4 @@
 ruff check .
 ruff format --check .
 mypy
-python -m pytest "$@"
+python -m pytest -n 2 --dist loadfile "$@"

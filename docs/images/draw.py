@@ -1,4 +1,5 @@
-"""Draws hybrid.png: what three workers and the server do, synchronous above and hybrid asynchronous below.
+"""Draws hybrid.png: what three workers and the server do, synchronous, with steps of three gradients, and with steps
+that close when nobody is near.
 
 A schematic, not a measurement: batches take the times that are written here.
 """
@@ -13,6 +14,8 @@ from matplotlib import pyplot  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
+
+from fairseq_async.server.near_arrivals import NearArrivals  # noqa: E402
 
 SECONDS = (1.0, 1.2, 2.9)  # per batch, of each worker
 END = 12.5
@@ -69,9 +72,39 @@ def hybrid(axes: Axes) -> int:
     return steps
 
 
+def closed_steps(axes: Axes) -> tuple[int, int]:
+    """A step waits for who is about to come; returns how many steps there are, and how many gradients they have."""
+    near, arrives = NearArrivals(share=0.5), dict(enumerate(SECONDS))
+    waiting: dict[int, float] = {}
+    steps = gradients = 0
+    for worker, seconds in arrives.items():
+        near.begin_work(worker, 0.0)
+        bar(axes, worker, 0.0, seconds)
+    while (time := min([*arrives.values(), *([near.deadline] if waiting and near.deadline else [])])) < END:
+        for worker in [worker for worker, at in arrives.items() if at == time]:
+            waiting[worker] = arrives.pop(worker)
+            near.arrive(worker, time)
+        if near.continues(arrives, time):
+            continue
+        steps, gradients = steps + 1, gradients + len(waiting)
+        near.close()
+        step(axes, time, max((worker for worker, since in waiting.items() if since == time), default=SERVER))
+        for worker, since in waiting.items():
+            if since < time:
+                bar(axes, worker, since, time, wait=True)
+                axes.plot([since, since], [worker + HEIGHT / 2, SERVER], color=ARRIVE, linewidth=1.0, zorder=0)
+                axes.plot(since, SERVER, marker="o", color=ARRIVE, markersize=5)
+            begin = time + EXCHANGE
+            near.begin_work(worker, begin)
+            arrives[worker] = begin + SECONDS[worker]
+            bar(axes, worker, begin, arrives[worker])
+        waiting = {}
+    return steps, gradients
+
+
 def step(axes: Axes, time: float, worker: int) -> None:
     """The optimizer's step in the server."""
-    axes.plot([time, time], [worker - HEIGHT / 2, SERVER], color=STEP, linewidth=1.2, zorder=0)
+    axes.plot([time, time], [min(worker - HEIGHT / 2, SERVER), SERVER], color=STEP, linewidth=1.2, zorder=0)
     axes.plot(time, SERVER, marker="D", color=STEP, markersize=8, zorder=3)
 
 
@@ -88,13 +121,16 @@ def dress(axes: Axes, title: str, lowest: str) -> None:
 
 def main() -> None:
     """Draw the picture beside this file."""
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 5), layout="constrained")
+    figure, (above, middle, below) = pyplot.subplots(3, 1, figsize=(9, 7.2), layout="constrained")
     steps = synchronous(above)
     title = f"Synchronous: everybody waits for the slowest worker ({steps} steps, {steps * WORKERS} gradients)"
     dress(above, title, "optimizer")
-    steps = hybrid(below)
+    steps = hybrid(middle)
     gradients = sum(1 for _ in arrivals())
-    title = f"Hybrid: nobody waits; one step per {WORKERS} gradients ({steps} steps, {gradients} gradients)"
+    title = f"--updates-per-step {WORKERS}: nobody waits, and gradients get old ({steps} steps, {gradients} gradients)"
+    dress(middle, title, "server")
+    steps, gradients = closed_steps(below)
+    title = f"The default: a step waits for who is about to come ({steps} steps, {gradients} gradients)"
     dress(below, title, "server")
     below.set_xlabel("time \N{RIGHTWARDS ARROW}", loc="right")
     legend = [

@@ -2,12 +2,11 @@
 
 from fairseq_async.algorithms.adascale import AdaScaleGain
 from fairseq_async.algorithms.adasum import adasum
+from fairseq_async.algorithms.admission import NormGate, StalenessPolicy
 from fairseq_async.algorithms.hybrid import HybridAccumulation
-from fairseq_async.algorithms.outer import BufferedNesterov, DelayedNesterov, NesterovMomentum
-from fairseq_async.algorithms.outliers import NormGate
-from fairseq_async.algorithms.rounds import local_steps, shard_probabilities
+from fairseq_async.algorithms.local_steps import local_steps, shard_probabilities
+from fairseq_async.algorithms.outer_optimizers import BufferedNesterov, DelayedNesterov, NesterovMomentum
 from fairseq_async.algorithms.rule import Rule
-from fairseq_async.algorithms.staleness import Lateness
 from fairseq_async.algorithms.update import Update
 
 __all__ = [
@@ -15,10 +14,10 @@ __all__ = [
     "BufferedNesterov",
     "DelayedNesterov",
     "HybridAccumulation",
-    "Lateness",
     "NesterovMomentum",
     "NormGate",
     "Rule",
+    "StalenessPolicy",
     "Update",
     "adasum",
     "local_steps",

@@ -2,15 +2,25 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
 SMALLEST_VARIANCE = 1e-6
 
 
-class AdaScaleGain:
-    """Johnson et al. 2020, "AdaScale SGD: A User-Friendly Algorithm for Distributed Training" (arXiv 2007.05105).
+class GainState(TypedDict):
+    """What a checkpoint holds of :class:`AdaScaleGain`."""
 
-    From the gradients g_i of S batches and their mean ḡ, in each iteration::
+    variance: float
+    square_mean: float
+    estimates: int
+    scale_invariant_steps: float
+
+
+class AdaScaleGain:
+    """The gain of AdaScale: how many single-batch steps a step on S batches is worth.
+
+    Johnson et al. 2020, "AdaScale SGD: A User-Friendly Algorithm for Distributed Training" (arXiv 2007.05105). From the
+    gradients g_i of S batches and their mean ḡ, in each iteration::
 
         σ̂² = Σ|g_i|²/(S−1) − S/(S−1)·|ḡ|²                (at least 1e-6)
         μ̂² = |ḡ|² − σ̂²/S                                  (at least 0; from σ̂² before its bound)
@@ -21,8 +31,8 @@ class AdaScaleGain:
     of the estimates: exponential with θ = max(1 − S/1000, 0), and the plain mean while t < 1/(1 − θ). Before the first
     estimate r is 1.
 
-    It knows nothing of how the norms are gathered. Both σ² and μ² are of single batches, so ``scale`` may be changed at
-    any time, and after loading a state.
+    The caller gathers the norms. Both σ² and μ² are of single batches, so ``scale`` may be changed at any time, and
+    after loading a state.
 
     Args:
         scale: S, at least 1: single batches in one step.
@@ -50,6 +60,7 @@ class AdaScaleGain:
 
     @property
     def scale(self) -> float:
+        """S, single batches in one step."""
         return self._scale
 
     @scale.setter
@@ -60,6 +71,7 @@ class AdaScaleGain:
 
     @property
     def smoothing(self) -> float:
+        """θ of the averages."""
         return max(1 - self.scale / 1000, 0.0) if self._smoothing is None else self._smoothing
 
     @property
@@ -68,25 +80,25 @@ class AdaScaleGain:
         if not self.estimates:
             return 1.0
         r = (self.variance + self.square_mean) / (self.variance / self.scale + self.square_mean)
-        return min(max(r, 1.0), self.scale)  # it leaves the interval by rounding only
+        return min(max(r, 1.0), self.scale)  # outside the interval only by rounding
 
     @property
     def noise_scale(self) -> float:
         """φ = σ²/μ² in single batches (Qiao et al. 2021, Pollux, arXiv 2008.12260); NaN before the first estimate.
 
-        The batch size at which noise and signal are even: r = S·(φ + 1)/(φ + S), so more than a few φ batches in a
-        step hardly pay.
+        The number of batches at which noise and signal are equal: r = S·(φ + 1)/(φ + S), so more than a few φ batches
+        in a step hardly help.
         """
         if not self.estimates:
             return math.nan
         return self.variance / self.square_mean if self.square_mean > 0 else math.inf
 
     def update(self, local_square_norms: Sequence[float], mean_square_norm: float) -> float:
-        """One iteration: takes the estimates into the averages, and advances τ by the gain.
+        """One iteration: adds the estimates to the averages and advances τ by the gain.
 
         Args:
-            local_square_norms: |g_i|² of at least two gradients that share the S batches evenly: S of one batch each,
-                or fewer of more. With S = 1 there may be one.
+            local_square_norms: |g_i|² of at least two gradients, each of an equal share of the S batches: S gradients
+                of one batch each, or fewer of more. With S = 1 there may be one.
             mean_square_norm: |ḡ|².
 
         Returns:
@@ -102,7 +114,7 @@ class AdaScaleGain:
     def observe(
         self, square_norms: float, gradients: int, mean_square_norm: float, batches: float | None = None
     ) -> None:
-        """Takes one estimate of σ² and μ² into the averages.
+        """Adds one estimate of σ² and μ² to the averages.
 
         Args:
             square_norms: Σ|g_i|².
@@ -126,7 +138,7 @@ class AdaScaleGain:
         self.scale_invariant_steps += self.gain
         return self.gain
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> GainState:
         """The averages and τ; scale and smoothing are settings of the run that loads it."""
         return {
             "variance": self.variance,
@@ -135,6 +147,7 @@ class AdaScaleGain:
             "scale_invariant_steps": self.scale_invariant_steps,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: GainState) -> None:
+        """Restores what :meth:`state_dict` returned."""
         self.variance, self.square_mean = state["variance"], state["square_mean"]
         self.estimates, self.scale_invariant_steps = state["estimates"], state["scale_invariant_steps"]

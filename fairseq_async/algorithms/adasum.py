@@ -200,4 +200,5 @@ def _in_float32(values: Tensor, factors: Sequence[float]) -> bool:
 
 def _pair(a: Tensor, b: Tensor) -> Tensor:
     of_a, of_b = pair_coefficients(pair_products(a, b))
-    return of_a * a + of_b * b
+    combined: Tensor = of_a * a + of_b * b
+    return combined

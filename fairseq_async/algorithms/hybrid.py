@@ -1,13 +1,13 @@
 """Hybrid asynchronous SGD: sum several asynchronous gradients, then step."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fairseq_async.algorithms.rule import fills
+from fairseq_async.algorithms.rule import State, fills
 from fairseq_async.algorithms.update import Update
 
 _PIECE = 1 << 16  # elements: gradient, two moments, parameters and a temporary of them are 1.25 MiB in fp32
@@ -26,12 +26,18 @@ class HybridAccumulation:
     a synchronous run would take on the same batches. With N = 1 this is plain asynchronous SGD, and the
     optimizer sees the worker's gradient unchanged, to the bit.
 
+    A partial step, of n < N gradients, is n/N of a step: it is taken with n/N of the learning rate, and counts as so
+    much in the schedule. So a gradient moves the parameters as far as in a whole step, whoever it steps with (the
+    linear scaling of Goyal et al. 2017, arXiv 1706.02677, section 2.1, downwards).
+
     Args:
         optimizer: a torch optimizer over ``parameters``, as one tensor or as views into it.
         updates_per_step: N, at least 1.
         clip_norm: largest L2 norm of the aggregated gradient; 0 does not clip.
         tensors: views into ``parameters`` whose norms make up that norm, if not those that the optimizer has. In
             another order of summation it would differ in its last bits.
+        partial_steps: :meth:`limit_round` says how many gradients the next step has, and one of fewer than N is a
+            partial step. Otherwise all steps are whole ones.
 
     Raises:
         ValueError: N below 1, or a negative ``clip_norm``.
@@ -43,25 +49,26 @@ class HybridAccumulation:
         updates_per_step: int,
         clip_norm: float = 0.0,
         tensors: Sequence[Tensor] | None = None,
+        partial_steps: bool = False,
     ) -> None:
         if updates_per_step < 1:
             raise ValueError(f"updates_per_step is {updates_per_step}; it must be at least 1")
         if clip_norm < 0:
             raise ValueError(f"clip_norm is {clip_norm}; it must not be negative")
         self.optimizer = optimizer
-        self.updates_per_step = self._wanted = updates_per_step
-        self.clip_norm = clip_norm
+        self.updates_per_step = self.whole_step = updates_per_step
+        self.clip_norm, self.partial_steps = clip_norm, partial_steps
         self._optimized = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         self._tensors = self._optimized if tensors is None else tensors
         self.mean: Tensor | None = None
         self.weight = 0.0
         self.count = 0
 
-    def apply(self, parameters: Tensor, update: Update) -> bool:
-        """Adds one mean gradient; steps the optimizer, and returns True, on every N-th."""
+    def apply(self, parameters: Tensor, update: Update) -> float:
+        """Adds one mean gradient; steps the optimizer on every N-th, and returns how much of a step that is."""
         mean = self._accumulator(parameters)
         self.weight += update.weight
-        steps, norm = self.changes(), None
+        steps, norm = self.moves_parameters(), None
         if self.count == 0:
             mean.copy_(update.delta)
         elif update.weight > 0 and not (steps and self.clip_norm):
@@ -70,25 +77,27 @@ class HybridAccumulation:
             norm = _norm_of_lerp(mean, update.delta, update.weight / self.weight)
         self.count += 1
         if not steps:
-            return False
+            return 0.0
         if self.clip_norm:
             self._clip(mean, norm)
-        self.optimizer.step()
+        share = min(1.0, self.count / self.whole_step) if self.partial_steps else 1.0
+        with _scaled_learning_rate(self.optimizer, share):
+            self.optimizer.step()
         self.weight, self.count = 0.0, 0
-        return True
+        return share
 
-    def changes(self, ahead: int = 0) -> bool:
+    def moves_parameters(self, ahead: int = 0) -> bool:
         return fills(self.count, self.updates_per_step, ahead)
 
     @property
-    def direction(self) -> None:
+    def momentum_buffer(self) -> None:
         return None
 
     def limit_round(self, updates: int) -> None:
         """A step waits for no more gradients than a round has."""
-        self.updates_per_step = min(self._wanted, updates)
+        self.updates_per_step = updates if self.partial_steps else min(self.whole_step, updates)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The optimizer's state and the gradients that wait for their step."""
         return {
             "optimizer": self.optimizer.state_dict(),
@@ -97,7 +106,7 @@ class HybridAccumulation:
             "count": self.count,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.weight, self.count = state["weight"], state["count"]
         if state["mean"] is not None:
@@ -116,6 +125,19 @@ class HybridAccumulation:
             norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in self._tensors if tensor.grad is not None])
         if norm + 1e-6 > self.clip_norm:
             mean.mul_(self.clip_norm / (norm + 1e-6))
+
+
+@contextmanager
+def _scaled_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+    """Within this the optimizer's learning rate is so many times what it was."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = factor * rate
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def _norm_of_lerp(mean: Tensor, other: Tensor, fraction: float) -> Tensor:

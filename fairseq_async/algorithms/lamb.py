@@ -1,16 +1,20 @@
-"""LAMB as a torch optimizer: fairseq's and DeepSpeed's are compiled for GPUs."""
+"""LAMB as a torch optimizer that runs on a CPU; fairseq's and DeepSpeed's are compiled for GPUs."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+Loss = TypeVar("Loss")
 
 
 class Lamb(torch.optim.Optimizer):
-    """You et al. 2020, "Large Batch Optimization for Deep Learning" (arXiv 1904.00962, algorithm 2).
+    """LAMB: Adam whose step in each tensor is scaled by the tensor's own norm.
 
-    For each tensor, with the moments m̂, v̂ of Adam::
+    You et al. 2020, "Large Batch Optimization for Deep Learning" (arXiv 1904.00962, algorithm 2). For each tensor, with
+    the moments m̂, v̂ of Adam::
 
         u = m̂/(√v̂ + eps) + λ·θ        θ ← θ − lr · (|θ| / |u|) · u
 
@@ -25,7 +29,7 @@ class Lamb(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
@@ -34,7 +38,8 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:  # type: ignore[override]
+        """Takes one step; a closure computes the gradients first, and its loss is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -42,21 +47,22 @@ class Lamb(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
+                    lr, betas, eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+                    self._update(parameter, parameter.grad, lr, betas, eps, decay)
         return loss
 
-    def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(
+        self, parameter: Tensor, gradient: Tensor, lr: float, betas: tuple[float, float], eps: float, decay: float
+    ) -> None:
         state = self.state[parameter]
         if not state:
             state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
         state["step"] += 1
-        first, second = group["betas"]
+        first, second = betas
         state["exp_avg"].lerp_(gradient, 1 - first)
         state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        root = (state["exp_avg_sq"] / (1 - second ** state["step"])).sqrt_().add_(group["eps"])
-        update = (
-            (state["exp_avg"] / (1 - first ** state["step"])).div_(root).add_(parameter, alpha=group["weight_decay"])
-        )
+        root = (state["exp_avg_sq"] / (1 - second ** state["step"])).sqrt_().add_(eps)
+        update = (state["exp_avg"] / (1 - first ** state["step"])).div_(root).add_(parameter, alpha=decay)
         length, step = parameter.norm(), update.norm()
         ratio = torch.where((length > 0) & (step > 0), length / step, 1.0)
-        parameter.sub_(update.mul_(ratio * group["lr"]))
+        parameter.sub_(update.mul_(ratio * lr))

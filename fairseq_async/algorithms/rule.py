@@ -6,30 +6,45 @@ from torch import Tensor
 
 from fairseq_async.algorithms.update import Update
 
+State = dict[str, Any]
+"""What ``state_dict`` returns: tensors, numbers, and containers of them, which torch loads with ``weights_only``."""
+
 
 class Rule(Protocol):
-    """Turns updates, in the order of their arrival, into changes of the parameters."""
+    """Turns updates, in the order of their arrival, into changes of the parameters.
 
-    def apply(self, parameters: Tensor, update: Update) -> bool:
-        """Takes one update in; ``parameters`` (flat) change in place. True when the optimizer or momentum stepped."""
+    A rule of your own is a subclass with ``apply``, ``state_dict`` and ``load_state_dict``; the other methods say by
+    default that every update moves the parameters, and that there is no momentum.
+    """
+
+    def apply(self, parameters: Tensor, update: Update) -> float:
+        """Takes one update in; ``parameters`` (flat) change in place.
+
+        Returns:
+            How much of a step of the optimizer or momentum was taken: 0 for none, 1 (or True) for a whole one.
+        """
         ...
 
-    def changes(self, ahead: int = 0) -> bool:
-        """Whether the update behind ``ahead`` others will change the parameters; its sender waits only then."""
-        ...
+    def moves_parameters(self, ahead: int = 0) -> bool:
+        """Whether the update behind ``ahead`` others will move the parameters; its sender waits only then."""
+        return True
 
     @property
-    def direction(self) -> Tensor | None:
+    def momentum_buffer(self) -> Tensor | None:
         """The momentum, with which updates can be compared; None where there is none."""
-        ...
+        return None
 
     def limit_round(self, updates: int) -> None:
-        """A round behind the barrier has only this many updates from now on: no step is to wait for more."""
+        """A round has only this many updates from now on: a rule that waits for N updates must not wait for more."""
+        return None
+
+    def state_dict(self) -> State:
+        """All that the rule needs to go on: tensors, numbers, and containers of them."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: State) -> None:
+        """Goes on from :meth:`state_dict`."""
+        ...
 
 
 def fills(count: int, size: int, ahead: int) -> bool:

@@ -1,4 +1,4 @@
-"""Whether the ranks of a group hold the same parameters."""
+"""A check that the ranks of a group hold the same parameters."""
 
 import zlib
 from collections.abc import Sequence
@@ -9,23 +9,27 @@ from torch import Tensor
 
 from fairseq_async.errors import ConfigurationError
 
+_AT_ONCE = 1 << 20  # elements, so that the int64 copies stay small
+_FACTOR = 0x13C6EF372FE94E  # even: every weight is odd, so that a change of one word is never lost
+
 
 def check_equal(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup | None = None) -> None:
-    """Every rank calls it with its parameters.
+    """Checks that all ranks hold the same parameters, to the bit. Every rank must call it.
 
-    What goes round is a checksum of 8 bytes for each tensor: of its bits, so that two ranks with the same NaN agree.
+    The ranks exchange a checksum of 8 bytes for each tensor: of its bits, so that two ranks with the same NaN agree.
 
     Raises:
         ConfigurationError: on all ranks, if a name, a shape, a type or a value differs. It names the first tensor.
     """
     device = named[0][1].device
     layout = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
-    if not _same(torch.tensor([zlib.crc32("\n".join(layout).encode())], device=device), group)[0]:
+    # First the layout: with another number of parameters the second reduction would be of another size on some ranks.
+    if not _equal_on_all_ranks(torch.tensor([zlib.crc32("\n".join(layout).encode())], device=device), group)[0]:
         raise ConfigurationError(
             "the ranks have different models (names, shapes or types of their parameters): start the same command "
             "with the same data on all of them"
         )
-    same = _same(torch.stack([checksum(tensor) for _, tensor in named]), group)
+    same = _equal_on_all_ranks(torch.stack([checksum(tensor) for _, tensor in named]), group)
     if not bool(same.all()):
         first = int((~same).nonzero()[0])
         raise ConfigurationError(
@@ -35,7 +39,10 @@ def check_equal(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup | 
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Of the bits, each weighted by its place: int64, without dimensions. Wrapping round is part of it."""
+    """A checksum of a tensor's bits, each word weighted by its place: int64, without dimensions.
+
+    The sum may overflow; integers wrap around, the same on every rank.
+    """
     values = tensor.detach().reshape(-1)
     words = values.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -46,12 +53,8 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-_AT_ONCE = 1 << 20  # elements
-_FACTOR = 0x13C6EF372FE94E  # even: every weight is odd, so that a change of one word is never lost
-
-
-def _same(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Which of them are equal on all ranks."""
+def _equal_on_all_ranks(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Tells for each number whether all ranks have the same."""
     least, most = numbers.clone(), numbers.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)

@@ -1,35 +1,43 @@
-"""AdaScale in DeepSpeed's engine."""
+"""DeepSpeed's engine for AdaScale."""
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fairseq_async.collective.adascale import AdaScale
-from fairseq_async.deepspeed_plugin import gradients
-from fairseq_async.deepspeed_plugin.engine import check_scheduler, follow
-from fairseq_async.deepspeed_plugin.group import GroupEngine, finite, on_any_rank
+from fairseq_async.config import AdaScaleOptions
+from fairseq_async.deepspeed_plugin import tensors
+from fairseq_async.deepspeed_plugin.engine import ClientState, check_schedule, run_or_exit, set_schedule
+from fairseq_async.deepspeed_plugin.synchronous_engine import SynchronousEngine, all_finite, on_any_rank
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.worker.config import AdaScaleOptions
 
-_STATE = "fairseq_async.adascale"
+_STATE = "fairseq_async.adascale"  # the key in a checkpoint's client state
 
 
-class AdaScaleEngine(GroupEngine):
-    """Steps as far as the batches of a step are worth; the schedule follows scale-invariant steps."""
+class AdaScaleEngine(SynchronousEngine):
+    """The engine of AdaScale: steps as far as the batches of a step are worth.
+
+    The learning-rate schedule follows scale-invariant steps, which are also the progress of the run.
+    """
 
     options: AdaScaleOptions
+    adascale: AdaScale
 
-    def enter(self, options: AdaScaleOptions) -> None:
-        super().enter(options)
-        check_scheduler(self.lr_scheduler)
+    def set_up(self, options: AdaScaleOptions) -> None:
+        """Sets the attributes of this class; all ranks call it.
+
+        Raises:
+            ConfigurationError: the configuration does not go with AdaScale, or the ranks differ.
+        """
+        self.set_up_group(options)
+        check_schedule(self.lr_scheduler)
         name = type(self.basic_optimizer).__name__.lower()
         if not any(known in name for known in ("sgd", "adam")):
             raise ConfigurationError(f"adascale has rules for SGD and Adam, and the optimizer is {name}")
         accumulation = self.gradient_accumulation_steps()
         scale = options.scale_of(dist.get_world_size() * accumulation)
-        masters = gradients.masters(self.optimizer)
+        masters = tensors.masters_of(self.optimizer)
         if options.estimator == "differences" and masters is not None:
             raise ConfigurationError("adascale: the estimator differences is for fp32 without ZeRO: leave it out")
         self.adascale = AdaScale(
@@ -42,45 +50,58 @@ class AdaScaleEngine(GroupEngine):
             interval=options.interval,
             masters=masters,
             preconditioned="adam" in name and masters is None,
-            reduced=None if masters is None else lambda: gradients.reduced(self),
+            reduced=None if masters is None else lambda: tensors.step_gradients_by_group(self),
             partitioned=self.zero_optimization(),
         )
 
     @property
     def progress(self) -> float:
+        """Scale-invariant steps of the run so far."""
         return self.adascale.scale_invariant_steps
 
-    def save_checkpoint(self, save_dir: str, tag: Any = None, client_state: Any = None, **kwargs: Any) -> Any:
-        """DeepSpeed's, with the averages and scale-invariant steps."""
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: ClientState | None = None,
+        **kwargs: object,
+    ) -> object:
+        """Saves as DeepSpeed does, with AdaScale's averages and scale-invariant steps in the client state."""
         state = {**(client_state or {}), _STATE: self.adascale.statistics()}
         return super().save_checkpoint(save_dir, tag, state, **kwargs)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """S is not in it: a run may go on with more or fewer ranks."""
-        path, state = super().load_checkpoint(*args, **kwargs)
+    def load_checkpoint(
+        self, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
+    ) -> tuple[str | None, ClientState]:
+        """Loads as DeepSpeed does, with what :meth:`save_checkpoint` has added.
+
+        The scale S is not in it: a run may go on with more or fewer ranks.
+        """
+        path, state = super().load_checkpoint(load_dir, tag, *args, **kwargs)
         if path is not None and _STATE in state:
             self.adascale.load_statistics(state[_STATE])
-            follow(self.lr_scheduler, self.progress)
+            set_schedule(self.lr_scheduler, self.progress)
         return path, state
 
-    def _take_model_step(self, lr_kwargs: Any) -> None:
-        loss_scale = float(getattr(self.optimizer, "cur_scale", 1.0)) if self.fp16_enabled() else 1.0
+    def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
+        """Takes the norms, then steps as DeepSpeed does with the learning rates that follow from the gains."""
+        loss_scale = tensors.loss_scale(self)
         self.adascale.measure(loss_scale, in_gradients=loss_scale)
-        bad = on_any_rank(not finite(gradients.of(self)), torch.device(self.device))
-        if self._calling(self._skips, bad):
-            self.adascale.forget()
+        bad = on_any_rank(not all_finite(tensors.step_gradients(self)), torch.device(self.device))
+        if run_or_exit(self._skip_step, bad):
+            self.adascale.discard_norms()
             return
-        with self.adascale.stretched():
+        with self.adascale.scaled_learning_rate():
             super()._take_model_step(lr_kwargs)
-        if self._step_applied:
+        if self.was_step_applied():
             self.adascale.advance()
         else:
-            self.adascale.forget()
-        follow(self.lr_scheduler, self.progress)
+            self.adascale.discard_norms()
+        set_schedule(self.lr_scheduler, self.progress)
         self._log()
 
     def _log(self) -> None:
-        """To DeepSpeed's own monitor, by samples as its other curves."""
+        """Writes the gain and what it is made of to DeepSpeed's monitor, by samples as its other curves."""
         if self.monitor.enabled:
             whole = self.adascale.gains.whole
             values = {"gain": whole.gain, "noise_scale": whole.noise_scale, "variance": whole.variance}

@@ -1,111 +1,132 @@
-"""Adasum in DeepSpeed's engine."""
+"""DeepSpeed's engine for Adasum."""
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fairseq_async.collective.adasum import DistributedAdasum, check_dense
-from fairseq_async.collective.hierarchy import NodeAdasum
-from fairseq_async.collective.rank_states import RankStates
-from fairseq_async.deepspeed_plugin import gradients
-from fairseq_async.deepspeed_plugin.group import GroupEngine, finite, on_any_rank
-from fairseq_async.deepspeed_plugin.masters import replica_of
+from fairseq_async.collective.adasum import DistributedAdasum, NodeAdasum, RankStates, check_dense
+from fairseq_async.config import AdasumOptions
+from fairseq_async.deepspeed_plugin import tensors
+from fairseq_async.deepspeed_plugin.engine import ClientState, checkpoint_directory, run_or_exit
+from fairseq_async.deepspeed_plugin.synchronous_engine import SynchronousEngine, all_finite, on_any_rank
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.worker.config import AdasumOptions
 
 
-class Alone:
-    """What DeepSpeed calls a model-parallel unit: it tells every rank that it has no other in its data-parallel group,
-    so DeepSpeed reduces nothing, and every rank has whole optimizer states."""
+class SingleRankGroups:
+    """A model-parallel unit (``mpu``) for ``deepspeed.initialize`` in which every rank is alone in its groups.
+
+    With it DeepSpeed reduces no gradients, and ZeRO divides nothing: every rank has whole optimizer states. Every rank
+    must make one, at the same point: making process groups is a collective call.
+    """
 
     def __init__(self) -> None:
         self._rank = dist.get_rank()
+        # all ranks make all groups, in the same order, as dist.new_group demands
         self._group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][self._rank]
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """The group of this rank alone."""
         return self._group
 
     get_model_parallel_group = get_data_parallel_group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
+        """This rank alone."""
         return [self._rank]
 
     def get_data_parallel_rank(self) -> int:
+        """This rank's number in the group: 0."""
         return 0
 
     get_model_parallel_rank = get_data_parallel_rank
 
     def get_data_parallel_world_size(self) -> int:
+        """The size of the group: 1."""
         return 1
 
     get_model_parallel_world_size = get_data_parallel_world_size
 
 
-class AdasumEngine(GroupEngine):
-    """Combines gradients, or what each rank's own step has done, by Adasum.
+class AdasumEngine(SynchronousEngine):
+    """The engine of Adasum: combines gradients, or what each rank's own step has changed.
 
-    Every rank is alone to DeepSpeed: with ZeRO 1 and 2 there is nothing to divide, since every rank steps by itself.
+    DeepSpeed must have been given :class:`SingleRankGroups`. ZeRO 1 and 2 then have nothing to divide.
     """
 
     options: AdasumOptions
 
-    def enter(self, options: AdasumOptions) -> None:
-        super().enter(options)
+    def set_up(self, options: AdasumOptions) -> None:
+        """Sets the attributes of this class; all ranks call it.
+
+        Raises:
+            ConfigurationError: the configuration does not go with Adasum, or the ranks differ.
+        """
+        self.set_up_group(options)
         name = type(self.basic_optimizer).__name__
         self.form = options.form_for(f"the optimizer {name}", adaptive="sgd" not in name.lower())
         device = torch.device(self.device)
         self._combine = NodeAdasum(device=device) if options.hierarchy == "node" else DistributedAdasum()
-        self._replica = replica_of(self, rank=0)
+        self._replica = tensors.replica_of(self, rank=0)
         self._states = RankStates(self.basic_optimizer)
 
-    def save_checkpoint(self, save_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's, of every rank (ranks but 0 in a directory of their own), since optimizer states may differ."""
-        tag = f"global_step{self.global_steps}" if tag is None else tag
-        return super().save_checkpoint(self._own(save_dir), tag, *args, **kwargs)
+    def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: object, **kwargs: object) -> object:
+        """Saves every rank as DeepSpeed does, since optimizer states may differ.
 
-    def load_checkpoint(self, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """A rank without a checkpoint of its own begins with rank 0's optimizer state."""
-        own = self._own(load_dir)
+        Rank 0's checkpoint is in ``save_dir``, that of rank n in its subdirectory ``worker-n``.
+        """
+        tag = f"global_step{self.global_steps}" if tag is None else tag
+        return super().save_checkpoint(checkpoint_directory(save_dir, self.worker), tag, *args, **kwargs)
+
+    def load_checkpoint(
+        self, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
+    ) -> tuple[str | None, ClientState]:
+        """Loads this rank's checkpoint; a rank without one starts with rank 0's optimizer state."""
+        own = checkpoint_directory(load_dir, self.worker)
         if tag is None:
-            tag = self._calling(_latest, load_dir)
+            tag = run_or_exit(_latest_tag, load_dir)
         return super().load_checkpoint(own if (Path(own) / str(tag)).is_dir() else load_dir, tag, *args, **kwargs)
 
-    def _own(self, directory: str) -> str:
-        return directory if self.worker == 0 else str(Path(directory) / f"worker-{self.worker}")
-
-    def _take_model_step(self, lr_kwargs: Any) -> None:
-        """In place of DeepSpeed's, at the end of the micro-batches."""
-        own = gradients.of(self)
-        self._calling(check_dense, own)
+    def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
+        """Combines and steps where DeepSpeed would only step, after the last micro-batch."""
+        gradients = tensors.step_gradients(self)
+        run_or_exit(check_dense, gradients)
         if self.form == "gradient":
-            self._combine(own)
-            bad = not finite(own)
+            self._combine(gradients)
+            bad = not all_finite(gradients)  # the same on all ranks, which have the same gradients now
         else:
-            bad = on_any_rank(not finite(own), own[0].device)
+            bad = on_any_rank(not all_finite(gradients), gradients[0].device)
             if bad:
-                own[0].fill_(math.nan)  # for DeepSpeed's own check, which then skips on all ranks
-        if self._calling(self._skips, bad):
+                gradients[0].fill_(math.nan)  # so that the optimizer's own check skips the step on all ranks
+        if run_or_exit(self._skip_step, bad):
             return
         if self.form == "gradient" or bad:
             super()._take_model_step(lr_kwargs)
-            return
-        start = torch.zeros(self._replica.layout.size, device=own[0].device)
+        else:
+            self._step_and_combine(lr_kwargs, gradients[0].device)
+
+    def _step_and_combine(self, lr_kwargs: dict[str, object] | None, device: torch.device) -> None:
+        """The delta form: steps on this rank alone, then replaces what that changed by the ranks' Adasum of it."""
+        start = torch.zeros(self._replica.layout.size, device=device)
         self._replica.read(start)
         super()._take_model_step(lr_kwargs)
-        moved = start.clone()
-        self._replica.subtract(moved)
-        self._combine([view.view(-1) for view in self._replica.layout.views(moved)])
+        delta = start.clone()
+        self._replica.subtract(delta)
+        self._combine([view.view(-1) for view in self._replica.layout.views(delta)])
         if self.options.clip_delta:
-            moved.mul_((self.options.clip_delta / moved.norm()).clamp(max=1.0))
-        self._replica.write(start.sub_(moved))
+            delta.mul_((self.options.clip_delta / delta.norm()).clamp(max=1.0))
+        self._replica.write(start.sub_(delta))
         if self.options.sync_state and self.global_steps % self.options.sync_state == 0:
             self._states.average(None)
 
 
-def _latest(directory: str) -> str:
+def _latest_tag(directory: str) -> str:
+    """The tag of the last checkpoint in a directory.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
     path = Path(directory) / "latest"
     try:
         return path.read_text().strip()

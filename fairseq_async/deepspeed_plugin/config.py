@@ -5,24 +5,13 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from fairseq_async import methods
+from fairseq_async.config import Section
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.worker.config import (
-    AdaScaleOptions,
-    AdasumOptions,
-    HybridOptions,
-    LocalSGDOptions,
-    Section,
-    checked,
-)
+from fairseq_async.methods import MethodOptions
+from fairseq_async.validation import checked
 
 SECTION = "async_training"
-Options = LocalSGDOptions | HybridOptions | AdasumOptions | AdaScaleOptions
-_METHODS: dict[str, type[Options]] = {
-    "local_sgd": LocalSGDOptions,
-    "hybrid_async": HybridOptions,
-    "adasum": AdasumOptions,
-    "adascale": AdaScaleOptions,
-}
 
 
 def read(args: Any, config: str | dict[str, Any] | None) -> tuple[dict[str, Any], str]:
@@ -44,7 +33,7 @@ def read(args: Any, config: str | dict[str, Any] | None) -> tuple[dict[str, Any]
         raise ConfigurationError(f"--deepspeed_config {given}: not JSON ({error})") from error
 
 
-def split(config: dict[str, Any], name: str) -> tuple[dict[str, Any], Section, Options]:
+def split(config: dict[str, Any], name: str) -> tuple[dict[str, Any], Section, MethodOptions]:
     """What is DeepSpeed's, and what is ours.
 
     Raises:
@@ -57,11 +46,11 @@ def split(config: dict[str, Any], name: str) -> tuple[dict[str, Any], Section, O
     where = f'{name}, "{SECTION}"'
     common = {key: given.pop(key) for key in list(given) if key in Section.model_fields}
     method = given.get("method", "local_sgd")
-    if method not in _METHODS:
-        raise ConfigurationError(f'{where}: "method": {method!r} is none of {", ".join(sorted(_METHODS))}')
+    if method not in methods.METHODS:
+        raise ConfigurationError(f'{where}: "method": {method!r} is none of {", ".join(sorted(methods.METHODS))}')
     section = checked(Section, common, where)
     try:
-        return theirs, section, checked(_METHODS[method], given, where)
+        return theirs, section, methods.parse(methods.METHODS[method], given, where)
     except ConfigurationError as error:  # the known keys are those of both
         extra = ", ".join(sorted(Section.model_fields))
         raise ConfigurationError(f"{error}, {extra}" if "known are" in str(error) else str(error)) from error

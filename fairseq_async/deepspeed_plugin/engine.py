@@ -2,93 +2,130 @@
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from fairseq_async.errors import AsyncError, ConfigurationError, fail
-from fairseq_async.worker.gradients import GradientWorker
-from fairseq_async.worker.local_sgd import LocalSGD
-from fairseq_async.worker.place import Place
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.hybrid import HybridWorker
+from fairseq_async.worker.local_sgd import LocalSGDWorker
 
 logger = logging.getLogger(__name__)
 
-_STATE = "async_server.pt"
+_SERVER_STATE = "async_server.pt"  # in the directory of a checkpoint
+ClientState: TypeAlias = dict[str, Any]  # what a script saves in a checkpoint besides the engine
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+@runtime_checkable
+class DeepSpeedSchedule(Protocol):
+    """A learning-rate schedule of DeepSpeed's: ``step(n)`` sets the rate of step n + 1."""
+
+    last_batch_iteration: int
+
+    def step(self, last_batch_iteration: int | None = None, /) -> None: ...
+
+
+Schedule: TypeAlias = DeepSpeedSchedule | LRScheduler
 
 
 class AsyncEngine(DeepSpeedEngine):
-    """An engine that was made by ``deepspeed.initialize`` and then entered a run.
+    """A DeepSpeed engine that is one rank of a worker of an asynchronous run.
 
-    It joins when its first batch is drawn or computed, or at ``load_checkpoint``, whichever comes first, and exchanges
-    in ``step``. ``pull()`` takes the server's current parameters into the model, for validation.
+    ``deepspeed.initialize`` makes the engine; its class is changed to this one afterwards, and :meth:`set_up` stands
+    for the constructor, which never runs. The engine joins the run when its first batch is drawn or computed, or at
+    ``load_checkpoint``, whichever comes first, and exchanges with the server in ``step``.
 
     Attributes:
-        local: this worker's half of the method.
-        worker: its number; worker 0 is to validate and save.
+        async_worker: the worker side of the method.
+        worker: the worker's number; worker 0 is to validate and save.
+        context: which rank of which worker this process is.
     """
 
-    local: LocalSGD | GradientWorker
+    async_worker: LocalSGDWorker | HybridWorker
     worker: int
+    context: WorkerContext
 
-    def enter(self, local: LocalSGD | GradientWorker, method: dict[str, Any], place: Place) -> None:
-        """Becomes a worker."""
-        self.local, self.method, self.place, self.worker = local, method, place, place.worker
-        self._loss: torch.Tensor | None = None
+    def set_up(self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext) -> None:
+        """Sets the attributes of this class.
+
+        Args:
+            async_worker: not joined yet.
+            spec: the method, with which it will join.
+            context: with the number that the server has given to the worker.
+
+        Raises:
+            ConfigurationError: the learning-rate schedule cannot follow the run.
+        """
+        self.async_worker, self.spec, self.context, self.worker = async_worker, spec, context, context.worker
+        self._loss: Tensor | None = None
         self._step_ended = 0.0
-        check_scheduler(self.lr_scheduler)
+        check_schedule(self.lr_scheduler)
 
     @property
     def finished(self) -> bool:
-        """The run is over; the model has the server's last parameters."""
-        return self.local.finished
+        """Whether the run is over; then the model has the server's last parameters."""
+        return self.async_worker.finished
 
     @property
     def progress(self) -> float:
-        """Of the run so far: mean local steps of a worker, or applied updates."""
-        return self.local.total_progress
+        """How far the whole run is: mean local steps of a worker, or applied updates."""
+        return self.async_worker.total_progress
 
-    def join_run(self) -> LocalSGD | GradientWorker:
-        """Enters the run, if that has not happened yet."""
-        if not self.local.joined:
+    def join_run(self) -> LocalSGDWorker | HybridWorker:
+        """Joins the run if that has not happened yet; returns the worker side of the method."""
+        if not self.async_worker.joined:
             self._join(None)
-        return self.local
+        return self.async_worker
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> object:
+        """Computes as DeepSpeed does; the first call joins the run."""
         self.join_run()
         self._step_ended = self._step_ended or time.perf_counter()
         return super().forward(*inputs, **kwargs)
 
-    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
+        """Computes gradients as DeepSpeed does, and keeps the loss for the server's log."""
         self._loss = loss.detach()
         return super().backward(loss, *args, **kwargs)
 
-    def save_checkpoint(self, save_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's, of this worker (workers but 0 in a directory of their own); and from worker 0 the server's whole
-        state beside it."""
+    def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: object, **kwargs: object) -> object:
+        """Saves this worker's engine, and from worker 0 also the server's whole state.
+
+        Worker 0's checkpoint is in ``save_dir``, that of worker n in its subdirectory ``worker-n``.
+        """
         tag = f"global_step{self.global_steps}" if tag is None else tag
-        self._calling(self.local.settle)
-        saved = super().save_checkpoint(self._own(save_dir), tag, *args, **kwargs)
-        if self.worker == 0 and self.local.joined:
-            path = Path(save_dir).resolve() / str(tag) / _STATE
-            self._calling(self.local.client.ask, {"kind": "snapshot", "path": str(path)})
+        run_or_exit(self.async_worker.settle)
+        saved = super().save_checkpoint(checkpoint_directory(save_dir, self.worker), tag, *args, **kwargs)
+        if self.worker == 0 and self.async_worker.joined:
+            path = Path(save_dir).resolve() / str(tag) / _SERVER_STATE
+            run_or_exit(self.async_worker.client.save_state, str(path))
         return saved
 
-    def load_checkpoint(self, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's, and joins the run: with worker 0 the server's state comes back, where the checkpoint has one.
+    def load_checkpoint(
+        self, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
+    ) -> tuple[str | None, ClientState]:
+        """Loads this worker's checkpoint and joins the run; worker 0 also brings the server its state back.
 
-        A worker without a checkpoint of its own begins with a new inner optimizer.
+        A worker without a checkpoint of its own starts with a new inner optimizer. Where the checkpoint has no server
+        state, a new run starts from worker 0's parameters.
         """
-        if self.local.joined:
-            self._calling(_refuse, "load_checkpoint must come before the first batch of an asynchronous run")
-        own = Path(self._own(load_dir))
+        if self.async_worker.joined:
+            fail("load_checkpoint must come before the first batch of an asynchronous run")
+        own = Path(checkpoint_directory(load_dir, self.worker))
         if self.worker > 0 and not own.is_dir():
             logger.warning("worker %d: no checkpoint in %s, its inner optimizer begins anew", self.worker, own)
             self._join(None)
             return None, {}
-        loaded = super().load_checkpoint(str(own), tag, *args, **kwargs)
-        state = Path(loaded[0]).resolve().parent / _STATE if loaded[0] is not None else None
+        loaded: tuple[str | None, ClientState] = super().load_checkpoint(str(own), tag, *args, **kwargs)
+        state = Path(loaded[0]).resolve().parent / _SERVER_STATE if loaded[0] is not None else None
         if state is None or not state.exists():
             state = None
             if self.worker == 0:
@@ -96,49 +133,44 @@ class AsyncEngine(DeepSpeedEngine):
         self._join(state)
         return loaded
 
-    def _own(self, directory: str) -> str:
-        return directory if self.worker == 0 else str(Path(directory) / f"worker-{self.worker}")
+    def _join(self, server_state: Path | None) -> None:
+        run_or_exit(self._exchange_first_parameters, server_state)
+        set_schedule(self.lr_scheduler, self.async_worker.progress)
 
-    def _join(self, state: Path | None) -> None:
-        self._calling(self._enter_run, state)
-        follow(self.lr_scheduler, self.local.progress)
+    def _exchange_first_parameters(self, server_state: Path | None) -> None:
+        """Joins; gives a server that has none the parameters, then takes the server's."""
+        welcome = self.async_worker.join(self.spec)
+        if not welcome.initialised:
+            welcome = self.async_worker.bring_parameters(None if server_state is None else str(server_state))
+        self.async_worker.begin(welcome)
 
-    def _enter_run(self, state: Path | None) -> None:
-        welcome = self.local.join(self.method)
-        if not welcome["initialised"]:
-            welcome = self.local.bring_parameters(None if state is None else str(state))
-        self.local.begin(welcome)
-
-    def _calling(self, call: Any, *arguments: Any) -> Any:
-        """A mistake of the user's ends the process with one line, not with a traceback."""
-        try:
-            return call(*arguments)
-        except AsyncError as error:
-            fail(error)
+    def _sleep_if_slowed_down(self) -> None:
+        """Makes this step as many times longer as an experiment wants it."""
+        time.sleep((self.context.slowdown - 1.0) * (time.perf_counter() - self._step_ended))
 
     def _log(self) -> None:
-        """To DeepSpeed's own monitor, by samples as its other curves."""
+        """Writes figures of the last exchange to DeepSpeed's monitor, by samples as its other curves."""
         if self.monitor.enabled:
-            scalars = [(f"Async/{name}", value, self.global_samples) for name, value in self.local.last.items()]
+            scalars = [(f"Async/{name}", value, self.global_samples) for name, value in self.async_worker.last.items()]
             self.monitor.write_events(scalars)
 
 
 class LocalEngine(AsyncEngine):
-    """Steps as DeepSpeed does, and exchanges after its local steps."""
+    """The engine of local SGD: steps as DeepSpeed does, and exchanges after its local steps."""
 
-    local: LocalSGD
+    async_worker: LocalSGDWorker
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's step; after the last one of a round, the exchange."""
+    def step(self, *args: object, **kwargs: object) -> None:
+        """Steps as DeepSpeed does; after the last local step of a round, exchanges with the server."""
         before = self.global_steps
         super().step(*args, **kwargs)
         if self.global_steps == before:  # more micro-batches are to come
             return
-        time.sleep((self.place.slowdown - 1.0) * (time.perf_counter() - self._step_ended))
+        self._sleep_if_slowed_down()
         seconds = time.perf_counter() - self._step_ended
-        if self._calling(self.local.step, seconds, self._loss):
+        if run_or_exit(self.async_worker.step, seconds, self._loss):
             self._log()
-        follow(self.lr_scheduler, self.local.progress)
+        set_schedule(self.lr_scheduler, self.async_worker.progress)
         self._step_ended = time.perf_counter()
 
     def pull(self) -> None:
@@ -146,27 +178,27 @@ class LocalEngine(AsyncEngine):
 
         Local steps that are done are sent first; the rest of the round is given up.
         """
-        self._calling(self.local.settle)
+        run_or_exit(self.async_worker.settle)
         if self.finished:
             return
-        if self.local.done:
-            self._calling(self.local.exchange)
+        if self.async_worker.done:
+            run_or_exit(self.async_worker.exchange)
         else:
-            self._calling(self.local.pull)
+            run_or_exit(self.async_worker.pull)
 
 
 class HybridEngine(AsyncEngine):
-    """Pushes its gradients where DeepSpeed would step: the optimizer steps in the server."""
+    """The engine of hybrid asynchronous SGD: pushes gradients to the server, whose optimizer steps."""
 
-    local: GradientWorker
+    async_worker: HybridWorker
 
-    def _take_model_step(self, lr_kwargs: Any) -> None:
-        """In place of DeepSpeed's, at the end of the micro-batches."""
-        time.sleep((self.place.slowdown - 1.0) * (time.perf_counter() - self._step_ended))
+    def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
+        """Exchanges with the server where DeepSpeed would step its optimizer, after the last micro-batch."""
+        self._sleep_if_slowed_down()
         loss = None if self._loss is None else float(self._loss)
-        self._calling(self.local.step, self.train_batch_size(), loss)
+        run_or_exit(self.async_worker.step, self.train_batch_size(), loss)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.local.learning_rate
+            group["lr"] = self.async_worker.learning_rate
         self.zero_grad()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
@@ -175,31 +207,38 @@ class HybridEngine(AsyncEngine):
 
     def pull(self) -> None:
         """Takes the server's current parameters into the model, for validation."""
-        self._calling(self.local.pull)
+        run_or_exit(self.async_worker.pull)
 
 
-def _refuse(message: str) -> None:
-    raise ConfigurationError(message)
+def run_or_exit(call: Callable[_Parameters, _Result], *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+    """Calls; an error that the user can act on ends the process with one line instead of a traceback."""
+    try:
+        return call(*args, **kwargs)
+    except AsyncError as error:
+        fail(error)
 
 
-def check_scheduler(scheduler: Any) -> None:
-    """Only a schedule that is a function of a count can follow the run.
+def checkpoint_directory(directory: str, worker: int) -> str:
+    """Where worker or rank ``worker`` saves: ``directory`` itself for 0, a subdirectory for each other."""
+    return directory if worker == 0 else str(Path(directory) / f"worker-{worker}")
+
+
+def check_schedule(schedule: Schedule | None) -> None:
+    """Checks that a schedule is a function of a count, which alone can follow the run.
 
     Raises:
         ConfigurationError: it is another.
     """
-    if scheduler is None or hasattr(scheduler, "last_batch_iteration"):
-        return
-    if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
-        name = type(scheduler).__name__
+    if schedule is not None and not isinstance(schedule, DeepSpeedSchedule | LambdaLR):
+        name = type(schedule).__name__
         raise ConfigurationError(f"{name} cannot follow the run's progress; use one of DeepSpeed's, or LambdaLR")
 
 
-def follow(scheduler: Any, progress: float) -> None:
-    """Sets the schedule to where the run is: after n steps of a synchronous run its count is n − 1."""
-    if hasattr(scheduler, "last_batch_iteration"):
+def set_schedule(schedule: Schedule | None, progress: float) -> None:
+    """Sets a schedule to where the run is: after n steps of a synchronous run its count is n − 1."""
+    if isinstance(schedule, DeepSpeedSchedule):
         if progress >= 1:
-            scheduler.step(int(progress) - 1)
-    elif scheduler is not None:
-        scheduler.last_epoch = int(progress) - 1
-        scheduler.step()
+            schedule.step(int(progress) - 1)
+    elif schedule is not None:
+        schedule.last_epoch = int(progress) - 1
+        schedule.step()

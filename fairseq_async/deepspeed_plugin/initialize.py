@@ -1,46 +1,72 @@
-"""``initialize``: what ``deepspeed.initialize`` does, and entering an asynchronous run."""
+"""``initialize``: what ``deepspeed.initialize`` does, and joining an asynchronous run or a synchronous group."""
 
 import atexit
 import os
 import sys
-from collections.abc import Sized
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, cast
 
 import deepspeed
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+from torch.utils.data import Dataset
 
+from fairseq_async.config import (
+    AdaScaleOptions,
+    AdasumOptions,
+    AsyncLocalSGDOptions,
+    HybridOptions,
+    LocalSGDOptions,
+    Section,
+)
 from fairseq_async.deepspeed_plugin import config as configuration
-from fairseq_async.deepspeed_plugin.data import ShardedLoader
-from fairseq_async.deepspeed_plugin.engine import HybridEngine, LocalEngine
-from fairseq_async.deepspeed_plugin.island import IslandClient, become_a_world
-from fairseq_async.deepspeed_plugin.leftovers import unlink_buffer
-from fairseq_async.deepspeed_plugin.masters import replica_of
-from fairseq_async.deepspeed_plugin.synchronous import initialize_group
-from fairseq_async.errors import AsyncError, ConfigurationError, fail
+from fairseq_async.deepspeed_plugin.adascale import AdaScaleEngine
+from fairseq_async.deepspeed_plugin.adasum import AdasumEngine, SingleRankGroups
+from fairseq_async.deepspeed_plugin.data import Collate, DataPosition, ShardedLoader, length_of, sizes_of_shards
+from fairseq_async.deepspeed_plugin.engine import AsyncEngine, HybridEngine, LocalEngine, Schedule
+from fairseq_async.deepspeed_plugin.island import IslandClient, start_world
+from fairseq_async.deepspeed_plugin.synchronous_engine import (
+    GroupPosition,
+    SynchronousEngine,
+    set_environment_without_launcher,
+)
+from fairseq_async.deepspeed_plugin.tensors import DeepSpeedOptimizer, replica_of
+from fairseq_async.errors import AsyncError, ConfigurationError, as_key, fail, spell_options
+from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.server.process import ServerProcess
-from fairseq_async.worker.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, Section
-from fairseq_async.worker.gradients import GradientWorker
-from fairseq_async.worker.local_sgd import LocalSGD
-from fairseq_async.worker.overlap import local_sgd
-from fairseq_async.worker.place import SERVERS, Place
-from fairseq_async.worker.shards import shard_sizes
+from fairseq_async.worker.client import Client
+from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.hybrid import HybridWorker
+from fairseq_async.worker.local_sgd import LocalSGDWorker
+from fairseq_async.worker.overlap import local_sgd_worker
 
-Options = LocalSGDOptions | HybridOptions
+_LOCAL_SGD_SERVER = "fairseq_async.server.local_sgd_main"
 _HYBRID_SERVER = "fairseq_async.deepspeed_plugin.server"  # with torch's optimizers and DeepSpeed's schedules
-_GOODBYE = 60.0  # seconds for the other workers' last words to a server that is ours
+_LAST_WORKER_SECONDS = 60.0  # for which a server that this process started waits for the other workers to leave
+
+AsyncOptions: TypeAlias = LocalSGDOptions | HybridOptions
+Config: TypeAlias = dict[str, Any]  # DeepSpeed's configuration, without our section: JSON
+MethodEngine: TypeAlias = AsyncEngine | SynchronousEngine
+Initialized: TypeAlias = tuple[MethodEngine, DeepSpeedOptimizer, ShardedLoader | None, Schedule | None]
+_Made: TypeAlias = tuple[DeepSpeedEngine, DeepSpeedOptimizer, Schedule | None]
+_Join: TypeAlias = Callable[[], DataPosition]
+_Engine = TypeVar("_Engine", bound=MethodEngine)
 
 
 def initialize(
-    args: Any = None,
-    model: Any = None,
-    optimizer: Any = None,
-    model_parameters: Any = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    collate_fn: Any = None,
-    config: str | dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> tuple[Any, Any, Any, Any]:
+    args: object = None,
+    model: nn.Module | None = None,
+    optimizer: object = None,
+    model_parameters: object = None,
+    training_data: Dataset[object] | None = None,
+    lr_scheduler: object = None,
+    collate_fn: Collate | None = None,
+    config: str | Config | None = None,
+    **kwargs: object,
+) -> Initialized:
     """``deepspeed.initialize`` for a worker of an asynchronous run; takes and returns what that does.
 
     The method is the section ``"async_training"`` of the DeepSpeed configuration. The engine trains as DeepSpeed's,
@@ -50,7 +76,7 @@ def initialize(
     and ``pull()``, see :class:`~fairseq_async.deepspeed_plugin.engine.AsyncEngine`.
 
     The synchronous methods, ``adasum`` and ``adascale``, have no server: the ranks train as one group, by
-    :class:`~fairseq_async.deepspeed_plugin.group.GroupEngine`.
+    :class:`~fairseq_async.deepspeed_plugin.synchronous_engine.SynchronousEngine`.
 
     A mistake in the configuration ends the process with one line.
 
@@ -61,110 +87,203 @@ def initialize(
             engine.backward(engine(batch))
             engine.step()
     """
-    theirs = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler} | kwargs
+    others = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler} | kwargs
+    spell_options(as_key)
     try:
-        return _initialize(args, model, training_data, collate_fn, config, theirs)
+        return _initialize(_Arguments(args, model, training_data, collate_fn, others), config)
     except AsyncError as error:
         fail(error)
 
 
-def _initialize(
-    args: Any, model: Any, data: Any, collate: Any, config: str | dict[str, Any] | None, theirs: dict[str, Any]
-) -> tuple[Any, Any, Any, Any]:
-    given, name = configuration.read(args, config)
+@dataclass(frozen=True)
+class _Arguments:
+    """What a script has given ``initialize``, but for the configuration.
+
+    Attributes:
+        others: passed on to ``deepspeed.initialize`` as they are.
+    """
+
+    args: object
+    model: nn.Module | None
+    training_data: Dataset[object] | None
+    collate_fn: Collate | None
+    others: dict[str, object]
+
+    def make_engine(self, config: Config, **more: object) -> _Made:
+        """DeepSpeed's own engine, optimizer and schedule. The data is not given: it would make a loader of its own."""
+        args = configuration.without_file(self.args)
+        engine, optimizer, _, schedule = deepspeed.initialize(
+            args=args, model=self.model, collate_fn=self.collate_fn, config=config, **self.others | more
+        )
+        return engine, optimizer, schedule
+
+    def make_loader(
+        self, engine: MethodEngine, sizes: list[int], seed: int, ranks: tuple[int, int], join: _Join
+    ) -> ShardedLoader | None:
+        """A loader of this rank's batches; None without training data.
+
+        Args:
+            sizes: samples in each shard.
+            ranks: this rank, and how many share the batches.
+        """
+        if self.training_data is None:
+            return None
+        batch_size, micro_batches = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        data, collate = self.training_data, self.collate_fn
+        return ShardedLoader(data, sizes, batch_size, micro_batches, *ranks, seed, collate, join)
+
+
+def _initialize(arguments: _Arguments, config: str | Config | None) -> Initialized:
+    given, name = configuration.read(arguments.args, config)
     plain, section, options = configuration.split(given, name)
     configuration.check(plain, name)
     if isinstance(options, AdasumOptions | AdaScaleOptions):
         configuration.check_group(section, options.method, name)
-        return initialize_group(options, args, model, data, collate, plain, theirs)
-    hybrid = isinstance(options, HybridOptions)
-    if hybrid:
+        return _initialize_synchronous(arguments, options, plain)
+    if isinstance(options, HybridOptions):
         configuration.check_hybrid(plain, section, name)
-    if getattr(options, "overlap", False) and section.island_size > 1:
+    elif isinstance(options, AsyncLocalSGDOptions) and options.overlap and section.island_size > 1:
         raise ConfigurationError(f'{name}: "overlap" is not supported with "island_size" above 1')
-    place = Place.find(section.island_size)
-    if not place.joins:  # a mistake is to show before anything starts
-        _describe(options, plain, place, _shards(data, options, place, name))
-    place, client, server = _connect(place, section, _HYBRID_SERVER if hybrid else SERVERS["local_sgd"])
-    sizes = _shards(data, options, place, name)
-    method = _describe(options, plain, place, sizes) | section.describe()
-    become_a_world(place)
-    own = configuration.own_monitor(plain, place.worker)
-    if hybrid:
+    return _initialize_asynchronous(arguments, options, section, plain, name)
+
+
+def _initialize_synchronous(
+    arguments: _Arguments, options: AdasumOptions | AdaScaleOptions, config: Config
+) -> Initialized:
+    """An engine whose ranks, all that were started, are one data-parallel group."""
+    set_environment_without_launcher()
+    deepspeed.init_distributed()
+    _unlink_reduction_buffer()
+    engine: AdasumEngine | AdaScaleEngine
+    if isinstance(options, AdasumOptions):
+        if dist.get_world_size() == 1:
+            raise ConfigurationError("adasum combines the gradients of several ranks, and this run has one")
+        made, optimizer, schedule = arguments.make_engine(config, mpu=SingleRankGroups())
+        engine = _change_class(made, AdasumEngine)
+        engine.set_up(options)
+    else:
+        made, optimizer, schedule = arguments.make_engine(config)
+        engine = _change_class(made, AdaScaleEngine)
+        engine.set_up(options)
+    data, position = arguments.training_data, GroupPosition(engine)
+    sizes = [] if data is None else [length_of(data)]
+    ranks = dist.get_rank(), dist.get_world_size()
+    return engine, optimizer, arguments.make_loader(engine, sizes, options.seed, ranks, lambda: position), schedule
+
+
+def _initialize_asynchronous(
+    arguments: _Arguments, options: AsyncOptions, section: Section, config: Config, name: str
+) -> Initialized:
+    """An engine that is a worker, or one rank of it; a server is started if this process is to start one.
+
+    Args:
+        name: of the configuration, for errors.
+    """
+    is_local = isinstance(options, LocalSGDOptions)
+    data, shards = arguments.training_data, options.shards if isinstance(options, LocalSGDOptions) else 0
+    context = WorkerContext.find(section.island_size)
+    if not context.joins:  # a mistake is to show before anything starts
+        _describe(options, config, section, context, sizes_of_shards(data, shards, context.workers, name))
+    context, client, server = _connect(context, section, _LOCAL_SGD_SERVER if is_local else _HYBRID_SERVER)
+    sizes = sizes_of_shards(data, shards, context.workers, name)
+    spec = _describe(options, config, section, context, sizes)
+    start_world(context)
+    own = configuration.own_monitor(config, context.worker)
+    if not is_local:
         own = {key: value for key, value in own.items() if key != "scheduler"}  # it is in the server
-    engine, optimizer, _, scheduler = deepspeed.initialize(
-        args=configuration.without_file(args), model=model, collate_fn=collate, config=own, **theirs
-    )
-    unlink_buffer()
-    local = _half(client, engine, options, place)
-    engine.__class__ = HybridEngine if hybrid else LocalEngine
-    engine.enter(local, method, place)
-    atexit.register(_leave, client, local, server)
-    loader = None if data is None else _loader(engine, data, sizes, options, place, collate)
-    return engine, optimizer, loader, scheduler
+    made, optimizer, schedule = arguments.make_engine(own)
+    _unlink_reduction_buffer()
+    async_worker = _make_worker(client, made, options, context)
+    engine: AsyncEngine = _change_class(made, LocalEngine if is_local else HybridEngine)
+    engine.set_up(async_worker, spec, context)
+    atexit.register(_leave_at_exit, client, async_worker, server)
+    ranks = context.rank, context.island_size
+    return engine, optimizer, arguments.make_loader(engine, sizes, options.seed, ranks, engine.join_run), schedule
 
 
-def _shards(data: Any, options: Options, place: Place, name: str) -> list[int]:
-    """Samples in each: as many shards as workers, unless local SGD is to have another number."""
-    wanted = options.shards if isinstance(options, LocalSGDOptions) else 0
-    if data is None:
-        if wanted:
-            raise ConfigurationError(f'{name}: "shards" needs training_data=, of which the shards are parts')
-        return []
-    count = wanted or place.workers
-    if _length(data) < count:
-        raise ConfigurationError(f"training_data has {_length(data)} samples, too few for {count} shards")
-    return shard_sizes(_length(data), count)
+def _change_class(engine: DeepSpeedEngine, engine_class: type[_Engine]) -> _Engine:
+    """Makes an engine of DeepSpeed's an instance of one of our engine classes, and returns the same object."""
+    # Reason: deepspeed.initialize builds its engine class itself and takes no other, and calling the constructor in
+    # its place would copy what it does besides. A wrapper round the engine would not be the DeepSpeedEngine that
+    # DeepSpeed's and users' functions expect, and could not override _take_model_step, which the engine calls.
+    # Hazards: the new class's __init__ never runs, so set_up must set every attribute, before anything else is called.
+    # The engine must be of class DeepSpeedEngine itself: methods of PipelineEngine or DeepSpeedHybridEngine would be
+    # lost (configuration.check refuses their keys). Methods that DeepSpeed's constructor has bound, for hooks, stay
+    # those of DeepSpeedEngine: do not override one of them.
+    engine.__class__ = engine_class
+    return cast(_Engine, engine)
 
 
-def _describe(options: Options, config: dict[str, Any], place: Place, sizes: list[int]) -> dict[str, Any]:
+def _describe(
+    options: AsyncOptions, config: Config, section: Section, context: WorkerContext, sizes: list[int]
+) -> MethodSpec:
+    """The method as the server builds it and all workers must have it."""
     if isinstance(options, LocalSGDOptions):
-        return options.describe(place.workers, sizes)
+        return local_sgd_spec(options, context.workers, sizes, section, {})
     clip_norm = float(config.get("gradient_clipping", 0.0))
     inner = {"optimizer": config["optimizer"], "scheduler": config.get("scheduler"), "clip_norm": clip_norm}
-    return options.describe(place.workers, inner)
+    return hybrid_spec(options, context.workers, section, inner, options.total_steps)
 
 
-def _half(client: Any, engine: Any, options: Options, place: Place) -> LocalSGD | GradientWorker:
-    if isinstance(options, LocalSGDOptions):
-        return local_sgd(client, replica_of(engine, place.rank), options)
-    named = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
-    return GradientWorker(client, named, options.max_refused)
-
-
-def _length(data: Any) -> int:
-    if not isinstance(data, Sized) or len(data) == 0:
-        raise ConfigurationError("training_data must be a data set with a length above 0, to be divided into shards")
-    return len(data)
-
-
-def _connect(place: Place, section: Section, module: str) -> tuple[Place, Any, ServerProcess | None]:
-    if place.rank > 0:
-        return place, IslandClient(None, place), None
+def _connect(
+    context: WorkerContext, section: Section, server_module: str
+) -> tuple[WorkerContext, Client, ServerProcess | None]:
+    """The context with the worker's number, the connection, and the server if this process has started it."""
+    if context.rank > 0:
+        return context, _island_client(None, context), None
     run_dir, patience = Path(section.run_dir), section.server_timeout
-    place, client, server = place.connect(module, section.server, section.token_file, run_dir, patience, on_loss=_die)
-    return place, (client if place.island_size == 1 else IslandClient(client, place)), server
+    context, client, server = context.connect(
+        server_module, section.server, section.token_file, run_dir, patience, on_loss=_exit_from_thread
+    )
+    return context, (client if context.island_size == 1 else _island_client(client, context)), server
 
 
-def _loader(engine: Any, data: Any, sizes: list[int], options: Options, place: Place, collate: Any) -> ShardedLoader:
-    micro_batches, size = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()
-    ranks = place.rank, place.island_size
-    return ShardedLoader(data, sizes, size, micro_batches, *ranks, options.seed, collate, engine.join_run)
+def _island_client(client: Client | None, context: WorkerContext) -> Client:
+    """A client for one rank of an island. It has those of Client's methods that LocalSGDWorker calls."""
+    return cast(Client, IslandClient(client, context))
 
 
-def _leave(client: Any, local: LocalSGD | GradientWorker, server: ServerProcess | None) -> None:
-    """At the end of the process, however it comes; the server stays for the last words of the others."""
+def _make_worker(
+    client: Client, engine: DeepSpeedEngine, options: AsyncOptions, context: WorkerContext
+) -> LocalSGDWorker | HybridWorker:
+    """The worker side of the method, which has not joined the run yet."""
+    if isinstance(options, LocalSGDOptions):
+        return local_sgd_worker(client, replica_of(engine, context.rank), options)
+    named = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+    return HybridWorker(client, named, options.max_refused)
+
+
+def _unlink_reduction_buffer() -> None:
+    """Removes the name of DeepSpeed's reduction buffer of this rank from /dev/shm; the memory stays in use.
+
+    DeepSpeed opens the buffer in ``init_distributed`` on CPUs and never removes it: 66 MiB for each rank of each run.
+    Collective: every rank of the world calls it after ``init_distributed``. The barrier is needed, since a rank opens
+    the others' buffers by name.
+    """
+    dist.barrier()
+    get = os.environ.get
+    world = f"{os.getuid()}_{get('MASTER_ADDR')}_{get('MASTER_PORT')}"
+    (Path("/dev/shm") / f"deepspeed_allreduce_buffer_{world}_{dist.get_rank()}").unlink(missing_ok=True)
+
+
+def _leave_at_exit(client: Client, async_worker: LocalSGDWorker | HybridWorker, server: ServerProcess | None) -> None:
+    """Leaves the run when the process ends, for whatever reason; a server of its own waits for the other workers."""
     try:
-        local.settle()
+        async_worker.settle()
     except AsyncError:
-        pass  # it had ended before us
+        pass  # the server had ended before
     client.leave(finished=False)
     if server is not None:
-        server.wait(_GOODBYE)
+        server.wait(_LAST_WORKER_SECONDS)
 
 
-def _die(reason: str) -> None:
-    """Ends a worker that computes for a server that is no more; called from another thread."""
+def _exit_from_thread(reason: str) -> None:
+    """Ends the process of a worker that computes for a server that is gone; called from the client's thread.
+
+    It ends at once, without exit handlers: ``sys.exit`` would only end that thread, and the main thread may be in a
+    long computation or a collective call that nothing can interrupt. What the worker has computed since its last
+    exchange is lost, and so is output that is still buffered.
+    """
     sys.stderr.write(f"fairseq-async: error: {reason}\n")
     sys.stderr.flush()
     os._exit(2)

@@ -1,124 +1,175 @@
-"""The ranks that train synchronously among themselves and are one worker to the server."""
+"""An island: ranks that train synchronously among themselves and are one worker to the server."""
 
-import json
 import os
 import socket
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import NamedTuple, TypeVar
 
 import deepspeed.comm
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange import SharedMemory
-from fairseq_async.server import Layout, ServerClient
-from fairseq_async.worker.place import Place
+from fairseq_async.exchange.ports import free_port
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server import Layout
+from fairseq_async.server.protocol import Push, PushReply, Welcome, WorkReply
+from fairseq_async.worker.client import Client
+from fairseq_async.worker.context import WorkerContext
+
+_Answer = TypeVar("_Answer")
 
 
-def become_a_world(place: Place) -> None:
-    """Makes the island a distributed world of its own, so that no collective call of DeepSpeed waits for another.
+def start_world(context: WorkerContext) -> None:
+    """Sets torch.distributed's variables so that the island is a distributed world of its own.
+
+    No collective call of DeepSpeed then waits for another island. Rank 0 chooses the port and tells it to the other
+    ranks of the island through the launcher's store.
 
     Raises:
-        ConfigurationError: torch.distributed runs already, with every rank in it.
+        ConfigurationError: torch.distributed is initialised already, with every rank in it, or the island is not on
+            one machine.
+        ExchangeError: rank 0 of the island did not tell its port.
     """
     if torch.distributed.is_initialized():
         raise ConfigurationError(
             "torch.distributed was initialised with all ranks; call fairseq_async.deepspeed_plugin.initialize before "
             "anything that does so (deepspeed.init_distributed, for one)"
         )
-    host, port = "127.0.0.1", _free_port()
-    if place.island_size > 1:
-        key = f"island-{place.worker}"
-        if place.rank == 0:
-            place.tell(key, [socket.gethostname(), port])
+    host, port = "127.0.0.1", free_port()
+    if context.island_size > 1:
+        key = f"island-{context.worker}"
+        if context.rank == 0:
+            context.tell(key, [socket.gethostname(), port])
         else:
-            machine, port = place.ask(key, f"rank 0 of island {place.worker} did not start")
+            machine, port = context.ask(key, f"rank 0 of island {context.worker} did not start")
             if machine != socket.gethostname():
-                raise ConfigurationError(f"island_size is {place.island_size}: an island must be on one machine")
-    world = {"RANK": place.rank, "WORLD_SIZE": place.island_size, "MASTER_ADDR": host, "MASTER_PORT": port}
+                raise ConfigurationError(f"island_size is {context.island_size}: an island must be on one machine")
+    world = {"RANK": context.rank, "WORLD_SIZE": context.island_size, "MASTER_ADDR": host, "MASTER_PORT": port}
     os.environ.setdefault("LOCAL_RANK", "0")  # a worker that no launcher has started
-    for name, value in (world | {"LOCAL_SIZE": place.island_size, "LOCAL_WORLD_SIZE": place.island_size}).items():
+    for name, value in (world | {"LOCAL_SIZE": context.island_size, "LOCAL_WORLD_SIZE": context.island_size}).items():
         os.environ[name] = str(value)
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+class _SlotLocation(NamedTuple):
+    """Where the other ranks of an island find the worker's slot: the shared memory, its shape, the slot's number.
+
+    The inode tells two memories apart that had the same path, one after the other.
+    """
+
+    path: str
+    inode: int
+    workers: int
+    publishes: bool
+    slot: int
 
 
 class IslandClient:
-    """One connection for all ranks of an island: rank 0 speaks, and what it hears is told to the others.
+    """A :class:`Client` for all ranks of an island: rank 0 has the connection and broadcasts the answers.
 
-    All ranks must make the same calls in the same order: each holds a collective call within the island. They share
-    the slot, into which each writes its own part.
+    The ranks share the worker's slot, into which each writes its own part.
+
+    Hazard: every method but ``leave`` makes collective calls within the island. All ranks must call the same methods
+    in the same order, from the thread in which DeepSpeed makes its own collective calls, or the island hangs, or one
+    rank takes the answer to another question. Rank 0's request may fail; it then broadcasts that before it raises, so
+    that no rank waits for an answer that never comes.
+
+    Args:
+        client: rank 0's connection; None on the other ranks.
+        context: this rank's.
     """
 
-    def __init__(self, client: ServerClient | None, place: Place) -> None:
-        self.client, self.place, self.worker = client, place, place.worker
+    def __init__(self, client: Client | None, context: WorkerContext) -> None:
+        self.client, self.context, self.worker = client, context, context.worker
         self._size = 0
         self._slot: Tensor | None = None
-        self._where: list[Any] = []
+        self._location: _SlotLocation | None = None
 
-    def join(self, layout: Layout, method: dict[str, Any]) -> dict[str, Any]:
+    def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
+        """See :meth:`Client.join`."""
         self._size = layout.size
-        return self._told(lambda client: client.join(layout, method))
+        return self._broadcast_answer(lambda client: client.join(layout, spec), Welcome)
 
-    def initialise(self, state: str | None) -> dict[str, Any]:
-        self._barrier()
-        return self._told(lambda client: client.initialise(state))
+    def initialise(self, state: str | None) -> Welcome:
+        """See :meth:`Client.initialise`; each rank has written its part of the parameters before."""
+        self._barrier()  # all parts are in the slot before rank 0 says so
+        return self._broadcast_answer(lambda client: client.initialise(state), Welcome)
 
-    def push(self, write: Callable[[Tensor], object], **message: Any) -> dict[str, Any]:
+    def push(self, write: Callable[[Tensor], object], push: Push) -> PushReply:
+        """See :meth:`Client.push`; ``write`` writes this rank's part."""
         with nullcontext() if self.client is None else self.client.hold_slot():
-            self._told(lambda client: {})  # where the slot is: the server may have come back meanwhile
+            # The slot's location first: it is another one if the server has come back since the last exchange. Rank 0
+            # holds the slot until the push, since its background thread may reconnect, too.
+            self._broadcast_answer(lambda client: None, type(None))
             write(self.slot)
-            self._barrier()
-            return self._told(lambda client: client.push(lambda slot: None, **message))
+            self._barrier()  # all parts are in the slot before rank 0 pushes
+            return self._broadcast_answer(lambda client: client.push(lambda slot: None, push), PushReply)
 
     def pull(self, copy: Callable[[Tensor], object]) -> int:
-        version = self._told(lambda client: {"version": client.pull(lambda flat: None)})["version"]
+        """See :meth:`Client.pull`; every rank copies from the slot."""
+        version = self._broadcast_answer(lambda client: client.pull(lambda flat: None), int)
         copy(self.slot)
         self._barrier()  # nobody writes before all have read
-        return int(version)
+        return version
 
-    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        return self._told(lambda client: client.ask(message))
+    def wait_for_work(self) -> WorkReply:
+        """See :meth:`Client.wait_for_work`."""
+        return self._broadcast_answer(lambda client: client.wait_for_work(), WorkReply)
+
+    def save_state(self, path: str) -> int:
+        """See :meth:`Client.save_state`."""
+        return self._broadcast_answer(lambda client: client.save_state(path), int)
 
     def leave(self, finished: bool) -> None:
+        """Ends rank 0's connection; no collective call, since it runs when a process ends."""
         if self.client is not None:
             self.client.leave(finished)
 
     @property
     def slot(self) -> Tensor:
+        """The worker's slot, flat, in memory that all ranks of the island share.
+
+        Raises:
+            ExchangeError: the worker has not joined the run.
+        """
         if self.client is not None:
             return self.client.slot
         if self._slot is None:
             raise ExchangeError("this worker has not joined the run")
         return self._slot
 
-    def _find_slot(self, where: list[Any]) -> None:
-        """It moves with a server that comes back."""
-        if self.client is None and where != self._where:
-            self._where = where
-            path, _, workers, publishes, index = where
-            memory = SharedMemory.attach(path, self._size, workers, publishes)
-            self._slot = memory.slot(index)
+    def _attach_slot(self, location: _SlotLocation) -> None:
+        """Opens rank 0's slot, and again when a server that came back has brought another one."""
+        if self.client is None and location != self._location:
+            self._location = location
+            memory = SharedMemory.attach(location.path, self._size, location.workers, location.publishes)
+            self._slot = memory.slot(location.slot)
             memory.close()
 
     def _barrier(self) -> None:
         deepspeed.comm.barrier()
 
-    def _told(self, speak: Callable[[ServerClient], dict[str, Any]]) -> dict[str, Any]:
-        """Rank 0's answer, on every rank; as JSON, since broadcasting objects would unpickle them."""
+    def _broadcast_answer(self, request: Callable[[Client], _Answer], kind: type[_Answer]) -> _Answer:
+        """Makes the request on rank 0 and returns its answer on every rank.
+
+        Two broadcasts, on every rank in this order: the answer's length, −1 for a request that failed; then the answer
+        with the slot's location. They go as JSON, because broadcasting objects would unpickle them.
+
+        Raises:
+            AsyncError: on rank 0, the request's own.
+            ExchangeError: on the other ranks, if rank 0's request failed.
+        """
         device = deepspeed.get_accelerator().current_device_name()
         body = b""
         if self.client is not None:
             try:
-                answer = speak(self.client)
-                body = json.dumps([answer, _shared_slot(self.client, self._size)]).encode()
+                answer = request(self.client)
+                body = _adapter(kind).dump_json((answer, _share_slot(self.client, self._size)))
             except BaseException:
+                # whatever it was, KeyboardInterrupt too: the other ranks are in the broadcast below already
                 deepspeed.comm.broadcast(torch.tensor([-1], device=device), 0)
                 raise
         length = torch.tensor([len(body)], device=device)
@@ -127,17 +178,21 @@ class IslandClient:
             raise ExchangeError("rank 0 of this island could not exchange with the server; its own line says why")
         content = torch.frombuffer(bytearray(body or bytes(int(length))), dtype=torch.uint8).to(device)
         deepspeed.comm.broadcast(content, 0)
-        told: dict[str, Any]
-        told, where = json.loads(bytes(content.cpu().tolist()))
-        self._find_slot(where)
-        return told
+        received, location = _adapter(kind).validate_json(bytes(content.cpu().tolist()))
+        self._attach_slot(location)
+        return received
 
 
-def _shared_slot(client: ServerClient, size: int) -> list[Any]:
-    """Where the other ranks find the slot; one that came over the network is moved to shared memory first."""
+def _adapter(kind: type[_Answer]) -> TypeAdapter[tuple[_Answer, _SlotLocation]]:
+    """The parser of an answer of this type with the slot's location."""
+    return TypeAdapter(tuple[kind, _SlotLocation])  # type: ignore[valid-type]
+
+
+def _share_slot(client: Client, size: int) -> _SlotLocation:
+    """Where the other ranks find the slot; one that goes over the network is moved to shared memory first."""
     if client.memory is None:
         client.use(SharedMemory.create(size, 1, publishes=False))
         assert client.memory is not None
         client.memory.open(0)
-    memory, index = client.memory, 0 if client.remote else client.worker
-    return [memory.path, memory.inode, memory.workers, memory.publishes, index]
+    memory, slot = client.memory, 0 if client.remote else client.worker
+    return _SlotLocation(memory.path, memory.inode, memory.workers, memory.publishes, slot)

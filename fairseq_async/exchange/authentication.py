@@ -10,7 +10,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, option
 
 _SHORTEST = 16  # characters of a token
 
@@ -32,6 +32,7 @@ def proves(given: object, token: str, role: str, server_challenge: str, worker_c
 
 
 def new_token() -> str:
+    """A random secret of 128 bits."""
     return secrets.token_hex(16)
 
 
@@ -54,11 +55,12 @@ def read_token(path: Path) -> str:
             mode = os.fstat(file.fileno()).st_mode
             token = file.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--token-file {path}: cannot be read: {error}") from error
+        raise ConfigurationError(f"{option('token_file')} {path}: cannot be read: {error}") from error
     if stat.S_IMODE(mode) & 0o077:
-        raise ConfigurationError(f"--token-file {path}: others can read it; run chmod 600 {path}")
+        raise ConfigurationError(f"{option('token_file')} {path}: others can read it; run chmod 600 {path}")
     if len(token) < _SHORTEST:
         raise ConfigurationError(
-            f"--token-file {path}: a token has at least {_SHORTEST} characters; make one with: openssl rand -hex 16"
+            f"{option('token_file')} {path}: a token has at least {_SHORTEST} characters; make one with: "
+            "openssl rand -hex 16"
         )
     return token

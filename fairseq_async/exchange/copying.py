@@ -1,17 +1,15 @@
 """Copies of whole models on one machine."""
 
-import os
 from collections.abc import Iterable, Iterator
 from ctypes import memmove
 
 import torch
 from torch import Tensor
 
-_NON_TEMPORAL = "glibc.cpu.x86_non_temporal_threshold=0x20000"
-
 
 def copy(destination: Tensor, source: Tensor) -> None:
-    """``destination.copy_(source)``; between fp32 tensors on the CPU through the C library, see :func:`environment`."""
+    """``destination.copy_(source)``; between fp32 tensors on the CPU through the C library, with the tunables of
+    :func:`~fairseq_async.exchange.linux.environment`."""
     unpack([destination], source.detach().reshape(-1))
 
 
@@ -61,12 +59,3 @@ def _placed(flat: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tens
 def _in_memory(tensor: Tensor) -> bool:
     """Whether it is a plain array in memory: a model has hundreds, and views of each cost more than most copies."""
     return tensor.is_cpu and tensor.dtype is torch.float32 and tensor.is_contiguous()
-
-
-def environment() -> dict[str, str]:
-    """What a process needs at its start for fast copies: glibc then stores more than 128 KiB past the cache.
-
-    Who copies parameters does not read the copy: bringing its lines into the cache first is half of the work.
-    """
-    given = os.environ.get("GLIBC_TUNABLES")
-    return {"GLIBC_TUNABLES": f"{given}:{_NON_TEMPORAL}" if given else _NON_TEMPORAL}

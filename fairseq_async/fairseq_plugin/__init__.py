@@ -1,18 +1,35 @@
-"""What ``fairseq-train --user-dir`` finds here: the optimizers, and checkpoints that load under torch 2.6 and later."""
+"""The fairseq plugin: ``fairseq-train --user-dir`` imports it, and it registers its optimizers with fairseq.
+
+Every method is registered here, once: its flags, its trainer and what else it needs.
+"""
 
 import atexit
-from argparse import Namespace
 
-import torch
+from fairseq_async.fairseq_plugin import flags
+from fairseq_async.fairseq_plugin.adascale import AdaScaleOptimizer, AdaScaleTrainer
+from fairseq_async.fairseq_plugin.adasum import AdasumOptimizer, AdasumTrainer
+from fairseq_async.fairseq_plugin.compat.checkpoints import trust_namespace
+from fairseq_async.fairseq_plugin.compat.shutdown import end_prefetching
+from fairseq_async.fairseq_plugin.hybrid import HybridAsync, HybridTrainer
+from fairseq_async.fairseq_plugin.local_sgd import LocalSGDFlags, LocalSGDTrainer
+from fairseq_async.fairseq_plugin.registry import AsynchronousMethod, SynchronousMethod, register_method
 
-from fairseq_async.fairseq_plugin.adascale import AdaScaleOptimizer
-from fairseq_async.fairseq_plugin.adasum import AdasumOptimizer
-from fairseq_async.fairseq_plugin.local_sgd import LocalSGDFlags
-from fairseq_async.fairseq_plugin.optimizer import HybridAsync
-from fairseq_async.fairseq_plugin.prefetch import end_prefetching
+_HYBRID_SERVER, _LOCAL_SGD_SERVER = "fairseq_async.fairseq_plugin.server", "fairseq_async.server.local_sgd_main"
 
-# torch loads only types that it trusts; fairseq's own checkpoints hold one more, which is plain data.
-torch.serialization.add_safe_globals([Namespace])
+register_method(
+    "hybrid_async",
+    HybridAsync,
+    AsynchronousMethod(HybridTrainer, flags.describe_hybrid, _HYBRID_SERVER),
+)
+register_method(
+    "local_sgd",
+    LocalSGDFlags,
+    AsynchronousMethod(LocalSGDTrainer, flags.describe_local_sgd, _LOCAL_SGD_SERVER),
+)
+register_method("adasum", AdasumOptimizer, SynchronousMethod(AdasumTrainer, AdasumTrainer.check))
+register_method("adascale", AdaScaleOptimizer, SynchronousMethod(AdaScaleTrainer, AdaScaleTrainer.check))
+
+trust_namespace()
 atexit.register(end_prefetching)
 
 __all__ = ["AdaScaleOptimizer", "AdasumOptimizer", "HybridAsync", "LocalSGDFlags"]

@@ -4,38 +4,31 @@ import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from fairseq.optim import OPTIMIZER_REGISTRY, FP16Optimizer, register_optimizer
+from fairseq.optim import OPTIMIZER_REGISTRY
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fairseq_async.collective.adasum import DistributedAdasum, check_dense
+from fairseq_async.collective.adasum import DistributedAdasum, NodeAdasum, RankStates, check_dense
 from fairseq_async.collective.agreement import check_equal
-from fairseq_async.collective.hierarchy import NodeAdasum
-from fairseq_async.collective.rank_states import RankStates
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.fairseq_plugin import group_options
-from fairseq_async.fairseq_plugin.group_session import attach
-from fairseq_async.fairseq_plugin.group_trainer import GroupTrainer
-from fairseq_async.fairseq_plugin.wrapped import WrappedOptimizer
-from fairseq_async.worker.config import AdasumOptions
+from fairseq_async.fairseq_plugin import flags, refused
+from fairseq_async.fairseq_plugin.compat.precision import has_flat_master
+from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
+from fairseq_async.fairseq_plugin.session import attach
+from fairseq_async.fairseq_plugin.synchronous_trainer import SynchronousTrainer, WrappedOptimizer
 
-_HELP = {
-    "form": "what is combined: gradient, delta (what each rank's own step has done), or auto: gradient for sgd and nag",
-    "hierarchy": "node: the mean of a node's ranks, Adasum across nodes (none)",
-    "sync_state": "delta form: average the ranks' optimizer states every so many steps (0: never)",
-    "clip_delta": "delta form: largest L2 norm of the combined step (0: any)",
-}
-_NOT_INNER = {"hybrid_async", "local_sgd", "adasum", "adascale", "composite", "cpu_adam"}
+_NOT_INNER = flags.OURS | {"composite", "cpu_adam"}
 _PLAIN = {"sgd", "nag"}
+_Aggregate = Callable[[Tensor], Tensor]
 
 
-@register_optimizer("adasum")
 class AdasumOptimizer(WrappedOptimizer):
-    """Gradient form: the ranks' mean gradients are combined, then every rank's inner optimizer takes the same step.
+    """An optimizer that combines the ranks' gradients, or their steps, by Adasum.
+
+    Gradient form: the ranks' mean gradients are combined, then every rank's inner optimizer takes the same step.
     Delta form: every rank's inner optimizer takes a step by the rank's own mean gradient, these steps are combined,
     and every rank takes the result. Moments are then each rank's own. Parameters are equal on all ranks in both.
 
@@ -50,7 +43,7 @@ class AdasumOptimizer(WrappedOptimizer):
 
     def __init__(self, args: Namespace, params: Iterable[Parameter]) -> None:
         super().__init__(args, params)
-        self.options = group_options.options_of(args, AdasumOptions, _HELP)
+        self.options = flags.adasum_options(args)
         inner = args.inner_optimizer
         self.form = self.options.form_for(f"--inner-optimizer {inner}", adaptive=inner not in _PLAIN)
         self.group: dist.ProcessGroup | None = None
@@ -62,13 +55,18 @@ class AdasumOptimizer(WrappedOptimizer):
 
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
+        """Adds the method's flags; fairseq calls this for the optimizer that is chosen."""
         inner = set(OPTIMIZER_REGISTRY) - _NOT_INNER
-        group_options.add_arguments(parser, "adasum", _HELP, inner, legacy=True)
+        flags.add_synchronous_method(parser, "adasum", inner, legacy=True)
         attach(sys.modules)
 
-    # What fairseq's trainer does in one step, in its order
+    # What fairseq's trainer calls in one step, in its order
 
     def all_reduce_grads(self, module: nn.Module) -> None:
+        """Makes gradients this rank's mean, and combines them in the gradient form.
+
+        Every rank combines the same tensors: a parameter that no loss of this rank depends on gets a gradient of zeros.
+        """
         parameters = [each for each in module.parameters() if each.requires_grad and not hasattr(each, "expert")]
         for parameter in parameters:
             if parameter.grad is None:
@@ -79,14 +77,18 @@ class AdasumOptimizer(WrappedOptimizer):
         if self.form == "gradient":
             self.combine(gradients)
 
-    def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """In the delta form by the root of the mean square of the ranks' norms: all are clipped by one factor, and all
-        learn of a NaN."""
+    def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: _Aggregate | None = None) -> Tensor:
+        """Clips gradients by their norm.
+
+        In the delta form that is the root of the mean square of the ranks' norms: all are clipped by one factor, and
+        all learn of a NaN.
+        """
         together = self._mean_norm if self.form == "delta" else aggregate_norm_fn
         norm: Tensor = super().clip_grad_norm(max_norm, together)
         return norm
 
-    def step(self, closure: Any = None, scale: float = 1.0, groups: Any = None) -> None:
+    def step(self, closure: object = None, scale: float = 1.0, groups: object = None) -> None:
+        """Steps the inner optimizer; in the delta form every rank then takes the combined step in place of its own."""
         if self.form == "gradient" or self.skip:
             return super().step(closure, scale, groups)
         tensors = self._tensors()
@@ -105,16 +107,18 @@ class AdasumOptimizer(WrappedOptimizer):
     # Checkpoints
 
     def gather(self) -> None:
-        """Collects for rank 0 what only other ranks have; all ranks call it."""
+        """Collects on rank 0 what only other ranks have; all ranks call it."""
         if self.form == "delta":
             self.states.gather(self.group)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
+        """The inner optimizer's state of this rank, and what was gathered of the others'."""
         own = {"steps": self.steps, "ranks": self.states.gathered}
         self.states.gathered = []
         return {**self.inner.state_dict(), "adasum": own}
 
-    def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: dict[str, Any] | None = None) -> None:
+    def load_state_dict(self, state_dict: StateDict, optimizer_overrides: StateDict | None = None) -> None:
+        """Restores this rank's own state in the delta form, and rank 0's in the gradient form."""
         own = state_dict["adasum"]
         self.steps = own["steps"]
         state = self.states.of_this_rank(state_dict["state"], own["ranks"], self.group)
@@ -123,7 +127,7 @@ class AdasumOptimizer(WrappedOptimizer):
     # Details
 
     def _tensors(self) -> list[Tensor]:
-        """What Adasum is to take one by one."""
+        """The tensors that Adasum combines one by one."""
         parts: list[Tensor] = []
         for parameter in self.params:
             parts += parameter.data.view(-1).split(self.sizes) if self.sizes else [parameter.data]
@@ -142,17 +146,18 @@ class AdasumOptimizer(WrappedOptimizer):
             torch._foreach_mul_(deltas, (self.options.clip_delta / norm).clamp(max=1.0).to(deltas[0].dtype))
 
 
-class AdasumTrainer(GroupTrainer):
-    """Gives :class:`AdasumOptimizer` what it needs to know of the ranks and their batches."""
+class AdasumTrainer(SynchronousTrainer):
+    """The trainer of ``--optimizer adasum``, which tells :class:`AdasumOptimizer` of the ranks and their batches."""
 
     @classmethod
-    def check(cls, cfg: Any) -> None:
-        """
+    def check(cls, cfg: FairseqConfig) -> None:
+        """Checks the flags.
+
         Raises:
             ConfigurationError: flags that do not go together, or a run of one rank.
         """
-        group_options.check(cfg.optimizer, cfg, legacy=True)
-        options = group_options.options_of(cfg.optimizer, AdasumOptions, _HELP)
+        refused.check_synchronous(cfg.optimizer, cfg, legacy=True)
+        options = flags.adasum_options(cfg.optimizer)
         inner = cfg.optimizer.inner_optimizer
         options.form_for(f"--inner-optimizer {inner}", inner not in _PLAIN)
         if cfg.distributed_training.distributed_world_size == 1:
@@ -161,35 +166,44 @@ class AdasumTrainer(GroupTrainer):
                 "fairseq-async launch --workers N or with torchrun, without --distributed-world-size"
             )
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: FairseqObject, **kwargs: FairseqObject) -> None:
         super().__init__(*args, **kwargs)
         self._combine: DistributedAdasum | NodeAdasum | None = None
 
     def _build_optimizer(self) -> None:
         super()._build_optimizer()
-        method, group = self.method, self.data_parallel_process_group
+        wrapped, group = self.wrapped, self.data_parallel_process_group
         if self._combine is None:
-            nodes = method.options.hierarchy == "node"
+            nodes = wrapped.options.hierarchy == "node"
             self._combine = NodeAdasum(group, device=self.device) if nodes else DistributedAdasum(group)
-        method.group, method.combine = group, self._combine
-        if isinstance(self.optimizer, FP16Optimizer) and self.optimizer.has_flat_params:
-            method.sizes = [parameter.numel() for _, parameter in self.named()]
+        wrapped.group, wrapped.combine = group, self._combine
+        if has_flat_master(self.optimizer):
+            wrapped.sizes = [parameter.numel() for _, parameter in self.trainable_parameters()]
 
     def begin_epoch(self, epoch: int) -> None:
-        check_equal(self.named(), self.data_parallel_process_group)
+        """Checks that all ranks have the same parameters, which Adasum relies on and would not restore."""
+        check_equal(self.trainable_parameters(), self.data_parallel_process_group)
         super().begin_epoch(epoch)
 
-    def _aggregate_logging_outputs(self, logging_outputs: Any, sample_size: Any, *more: Any, **kwargs: Any) -> Any:
-        """Here all ranks' tokens are known, by which fairseq will divide the sum of all gradients."""
+    def _aggregate_logging_outputs(
+        self, logging_outputs: FairseqObject, sample_size: FairseqObject, *more: object, **kwargs: object
+    ) -> FairseqObject:
+        """Adds the ranks' logging outputs, and sets this rank's share.
+
+        Here all ranks' tokens are known, by which fairseq will divide the sum of all gradients.
+        """
         outputs, totals = super()._aggregate_logging_outputs(logging_outputs, sample_size, *more, **kwargs)
         if self._in_step:
             own, total = math.fsum(self._weights), float(totals[0]) or 1.0
             mean = self._combine.share(own) if isinstance(self._combine, NodeAdasum) else 1 / own if own else 0.0
-            self.method.share = mean * total / self.data_parallel_world_size
+            self.wrapped.share = mean * total / self.data_parallel_world_size
         return outputs, totals
 
     def consolidate_optimizer(self) -> None:
-        """Called on all ranks before a checkpoint is written; after an error in a step, on this one alone."""
+        """Gathers the ranks' states. fairseq calls it on all ranks before a checkpoint is written.
+
+        After an error in a step it calls it on this rank alone, where a collective call would wait for ever.
+        """
         super().consolidate_optimizer()
         if not (self._in_step or self.cfg.checkpoint.no_save_optimizer_state):
-            self.method.gather()
+            self.wrapped.gather()

@@ -1,10 +1,9 @@
-"""The command of a recorded run: written down by worker 0, and parsed again for the replay."""
+"""The command of a recorded run, which worker 0 writes and the replay parses again."""
 
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -12,19 +11,20 @@ from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.fairseq_plugin.compat.types import FairseqConfig
 
 _FILE = "command.json"
 
 
 def write_command(run_dir: Path) -> None:
-    """This process's arguments, and what else its arithmetic depends on."""
+    """Writes this process's arguments, and what else its arithmetic depends on."""
     run_dir.mkdir(parents=True, exist_ok=True)
     command = {"arguments": sys.argv[1:], "directory": os.getcwd(), "threads": torch.get_num_threads()}
     (run_dir / _FILE).write_text(json.dumps(command | {"torch": torch.__version__}, indent=1) + "\n")
 
 
-def read_command(run_dir: Path) -> tuple[Any, dict[str, Any]]:
-    """fairseq's configuration, as the recorded process had it, and the rest of what was written.
+def read_command(run_dir: Path) -> tuple[FairseqConfig, int]:
+    """fairseq's configuration, as the recorded process had it, and the number of its threads.
 
     Changes to the directory in which the run was started, to which its paths are relative.
 
@@ -43,11 +43,11 @@ def read_command(run_dir: Path) -> tuple[Any, dict[str, Any]]:
             cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, arguments))
         except SystemExit as error:
             raise ConfigurationError(f"{run_dir / _FILE}: fairseq-train does not take this command here") from error
-    return cfg, command
+    return cfg, int(command["threads"])
 
 
 def _without_our_directory(arguments: list[str]) -> list[str]:
-    """Without ``--user-dir`` where it names this package, which is imported already."""
+    """The arguments without ``--user-dir`` where it names this package, which is imported already."""
     kept = list(arguments)
     for index, (flag, value) in enumerate(zip(arguments, arguments[1:], strict=False)):
         if flag == "--user-dir" and Path(value).name == Path(__file__).parents[1].name:

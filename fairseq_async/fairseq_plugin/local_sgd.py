@@ -1,37 +1,218 @@
-"""``--optimizer local_sgd``: fairseq's own optimizer on each worker, and an exchange every H steps."""
+"""``--optimizer local_sgd``: fairseq's own optimizer on each worker, and an exchange with the server every H steps."""
 
+import logging
+import math
 import sys
+import time
 from argparse import ArgumentParser
-from typing import Any
+from collections.abc import Sequence
 
-from fairseq.optim import FairseqOptimizer, FP16Optimizer, register_optimizer
+import torch
+from fairseq.logging import metrics
+from fairseq.optim import FairseqOptimizer
+from fairseq.trainer import Trainer
+from fairseq.utils import set_torch_seed
 from torch import Tensor
 from torch.nn import Parameter
 
-from fairseq_async.fairseq_plugin import local_options
+from fairseq_async.fairseq_plugin import flags
+from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
+from fairseq_async.fairseq_plugin.compat.batches import real_batches
+from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings
+from fairseq_async.fairseq_plugin.compat.precision import finite_norm, fp32_masters
+from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
+from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
+from fairseq_async.fairseq_plugin.session import attach
+from fairseq_async.server.protocol import Welcome
+from fairseq_async.worker.async_worker import Refusals
+from fairseq_async.worker.local_sgd import LocalSGDWorker
+from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import MasterReplica, Replica, TensorReplica
 
+logger = logging.getLogger(__name__)
 
-@register_optimizer("local_sgd")
+_UPDATE_SEEDS = 7919  # between two exchanges' seeds: a prime above the usual numbers of local steps
+
+
 class LocalSGDFlags(FairseqOptimizer):
-    """Carries the flags: the optimizer that is built is the inner one, by :class:`LocalTrainer`."""
+    """The flags of ``--optimizer local_sgd``. The optimizer that is built is the inner one, by the trainer."""
 
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
-        from fairseq_async.fairseq_plugin.session import attach
-
-        local_options.add_arguments(parser)
+        """Adds the method's flags; fairseq calls this for the optimizer that is chosen."""
+        flags.add_server_method(parser, "local_sgd")
         attach(sys.modules)
 
 
 def replica_of(named: list[tuple[str, Parameter]], optimizer: FairseqOptimizer) -> Replica:
     """The parameters that fairseq's optimizer steps: fp32 masters where it keeps them, else the model's own."""
-    if not isinstance(optimizer, FP16Optimizer):
+    masters = fp32_masters(optimizer)
+    if masters is None:
         return TensorReplica(named)
-    masters: Any = optimizer.fp32_params
-    if isinstance(masters, dict):  # one flat master a device, of which there is one
-        (flat,) = masters.values()
-        parts: list[Tensor] = list(flat.data.split([parameter.numel() for _, parameter in named]))
-    else:
-        parts = [master.data.view(-1) for master in masters]
+    parts = [master.data.view(-1).narrow(0, start, parameter.numel()) for parameter, master, start in masters]
     return MasterReplica(named, [(0, part) for part in parts])
+
+
+class LocalSGDTrainer(AsynchronousTrainer):
+    """The trainer of a ``local_sgd`` worker: fairseq's own optimizer steps, and every H steps are exchanged.
+
+    ``num_updates`` is the mean number of local steps of the workers in the run so far: the learning-rate schedule and
+    ``--max-update`` mean what they mean in a synchronous run. Worker 0 validates and saves the server's parameters, and
+    its own inner optimizer's state, with which every worker of a resumed run begins.
+    """
+
+    _worker: LocalSGDWorker | None = None
+
+    @property
+    def worker(self) -> LocalSGDWorker:
+        assert self.optimizer is not None  # fairseq builds it when it is first asked for
+        assert self._worker is not None
+        return self._worker
+
+    def _build_optimizer(self) -> None:
+        arguments = self.session.arguments
+        vars(arguments).update(betas_as_strings(arguments))
+        arguments.optimizer = arguments.inner_optimizer  # fairseq builds the optimizer of this name
+        try:
+            super()._build_optimizer()
+        finally:
+            arguments.optimizer = "local_sgd"
+        if self._worker is None:  # fairseq builds its optimizer anew for a checkpoint
+            replica = replica_of(self.trainable_parameters(), self._optimizer)
+            options = flags.local_sgd_options(arguments, self.cfg)
+            self._worker = local_sgd_worker(self.session.client, replica, options)
+            self._left_out = Refusals(self.session.context.worker, options.max_refused)
+        self._in_step = False
+        self._own_parameters: Tensor | None = None  # while the model has the server's
+        self._last_step: tuple[float, float] | None = None  # its loss and its tokens
+
+    def load_checkpoint(
+        self, filename: str, reset_optimizer: bool = False, *args: object, **kwargs: object
+    ) -> StateDict | None:
+        """Joins the run and loads what fairseq loads, of which worker 0 brings a new server its state.
+
+        With ``--reset-optimizer``, or for ``--finetune-from-model``, it brings the parameters alone: a new run.
+        """
+        welcome = self.worker.join(self.session.spec)
+        before = self.optimizer
+        extra_state = self.load_fairseq_checkpoint(welcome.initialised, filename, reset_optimizer, *args, **kwargs)
+        if self.optimizer is before:
+            self._build_optimizer()  # the masters of a half-precision model are still those of before
+        self.worker.replica = replica_of(self.trainable_parameters(), self.optimizer)
+        if not welcome.initialised:
+            welcome = self._initialise(None if reset_optimizer else (extra_state or {}).get("async_server"))
+        elif extra_state is None and welcome.sequence:
+            logger.warning("worker %d is back; its inner optimizer begins anew", self.session.context.worker)
+        self.worker.begin(welcome)
+        self.set_num_updates(int(self.worker.progress))
+        return self.resume_data(extra_state, welcome.position)
+
+    def _initialise(self, state: StateDict | None) -> Welcome:
+        if state is not None and self.cfg.checkpoint.reset_dataloader:
+            state["positions"] = {}
+            state["plan"]["epochs"] = 0.0
+        return self.session.with_file(state, self.worker.bring_parameters)
+
+    # One local step, in the order of fairseq's train_step: _set_seed, clip_grad_norm, the optimizer's step,
+    # set_num_updates, _reduce_and_log_stats
+
+    def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
+        """One local step, from this worker's own parameters."""
+        self._restore_own_parameters()
+        self._started, self._in_step = time.perf_counter(), True
+        self._batches = real_batches(samples)
+        try:
+            return super().train_step(self._batches or samples[:1], raise_oom)
+        finally:
+            self._in_step = False
+
+    def _set_seed(self) -> None:
+        """Seeds by this worker's own steps, since the run's progress jumps."""
+        own = SEED_SPACING * self.session.context.worker
+        set_torch_seed(self.cfg.common.seed + own + _UPDATE_SEEDS * self.worker.sequence + self.worker.done)
+
+    def clip_grad_norm(self, clip_norm: float) -> Tensor:
+        """Clips the local gradient, as in a synchronous run of one worker; here a slowed-down worker waits.
+
+        A gradient with NaN or Inf, which would stay in the inner optimizer's moments, is left out of its step.
+
+        Raises:
+            RefusedError: the last ``max_refused`` of them had.
+        """
+        norm: Tensor = super().clip_grad_norm(clip_norm)
+        time.sleep((self.session.context.slowdown - 1.0) * (time.perf_counter() - self._started))
+        finite = bool(torch.isfinite(norm))
+        self._left_out.count(self._left_out.total + (not finite))
+        if not finite:
+            self.zero_grad()
+        return finite_norm(norm)
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """Sets the run's progress. fairseq calls this after its optimizer's step: that is the end of a local step."""
+        if self._worker is None or not self._worker.joined:
+            return super().set_num_updates(num_updates)
+        if self._in_step:
+            self._in_step = False
+            self._end_step()
+        previous = int(self._num_updates)
+        applied = self._applied_updates(max(previous, int(self.worker.progress)), previous)
+        super().set_num_updates(int(applied))
+        self._num_updates = applied
+
+    def _end_step(self) -> None:
+        self.worker.epochs += self.fraction_of_epoch(self._batches)
+        loss, tokens = self._last_step or (None, 0.0)  # of the step before: fairseq adds them up after this
+        self._last_step = None
+        self.worker.tokens += tokens
+        position = self._iterator.state_dict()
+        if self.worker.step(time.perf_counter() - self._started, loss, position):
+            self._server_state = None
+
+    def _applied_updates(self, progress: int, previous: int) -> AppliedUpdates:
+        """The progress as fairseq's loop is to see it.
+
+        The loop ends where the number comes to ``max_update``: when the server has all local steps, and no sooner,
+        though the schedule of a worker in its last round may be ahead.
+        """
+        if self.worker.finished:
+            self.cfg.optimization.max_update = progress
+        elif self.cfg.optimization.max_update:
+            progress = max(previous, min(progress, self.cfg.optimization.max_update - 1))
+        return AppliedUpdates(progress, previous)
+
+    def _reduce_and_log_stats(
+        self, logging_outputs: Sequence[FairseqObject], sample_size: float, grad_norm: Tensor | None = None
+    ) -> FairseqObject:
+        if grad_norm is not None:
+            loss = sum(float(output.get("loss", 0.0)) for output in logging_outputs)
+            self._last_step = loss / max(1.0, float(sample_size)) / math.log(2), float(sample_size)
+            for name, value in self.worker.last.items():
+                metrics.log_scalar(name, value, priority=600, round=3)
+        return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
+
+    # Worker 0 validates and saves the server's parameters, and goes on with its own afterwards
+
+    def fetch_server_state(self) -> StateDict:
+        if self._server_state is None:
+            self.worker.settle()
+            self._own_parameters = torch.zeros(self.worker.replica.layout.size)
+            self.worker.replica.read(self._own_parameters)
+            self._server_state = self.session.snapshot()
+            self.worker.replica.write(self._server_state["server"]["parameters"])
+        return self._server_state
+
+    def _restore_own_parameters(self) -> None:
+        self._server_state = None
+        if self._own_parameters is not None:
+            self.worker.replica.write(self._own_parameters)
+            self._own_parameters = None
+
+    def state_dict(self) -> StateDict:
+        """fairseq's, of the server's parameters and this worker's optimizer, with the server's state beside it."""
+        state = self.fetch_server_state()
+        # Past our own method, which would set the progress again: a checkpoint is to have a plain number.
+        Trainer.set_num_updates(self, int(self._num_updates))
+        checkpoint: StateDict = super().state_dict()
+        checkpoint["cfg"] = self.session.given
+        checkpoint["extra_state"]["async_server"] = state
+        return checkpoint

@@ -1,10 +1,13 @@
-"""fairseq's workers in a replay: real trainers, which a recorded run tells when to compute and from what."""
+"""fairseq's workers in a replay: real trainers, whose server is the record of a run.
 
+The record says when each computed, and from which parameters.
+"""
+
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from fairseq import tasks, utils
@@ -12,119 +15,146 @@ from fairseq.data import iterators
 from torch import Tensor
 
 import fairseq_async.fairseq_plugin  # noqa: F401  registers the optimizers
+from fairseq_async.algorithms import Rule
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.fairseq_plugin import rule
+from fairseq_async.fairseq_plugin import server
+from fairseq_async.fairseq_plugin.asynchronous_trainer import AsynchronousTrainer
 from fairseq_async.fairseq_plugin.command_line import read_command
-from fairseq_async.fairseq_plugin.local_trainer import LocalTrainer
-from fairseq_async.fairseq_plugin.session import DOORS
-from fairseq_async.server import Layout
-from fairseq_async.worker import outer
-from fairseq_async.worker.half import Half
-from fairseq_async.worker.place import Place
-
-Event = dict[str, Any]
+from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
+from fairseq_async.fairseq_plugin.registry import METHODS
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server import Layout, Status, local_sgd_main
+from fairseq_async.server.events import Event
+from fairseq_async.server.plan import Plan
+from fairseq_async.server.protocol import Assignment, Push, PushReply, ScheduleReply, Welcome
+from fairseq_async.worker.context import WorkerContext
 
 
 class RecordedClient:
-    """Stands for the connection: answers from the events what the server had answered, and keeps what is pushed.
+    """A worker's connection to the server of a recorded run: it answers from the events what the server answered.
 
     Args:
         events: this worker's, those to come.
+
+    Attributes:
+        parameters, version: what the next pull gives.
+        slot: the flat vector that is pushed.
+        pushed: the message that went with it, until the worker starts again.
     """
 
     def __init__(self, worker: int, events: Sequence[Event]) -> None:
         self.worker, self.events = worker, list(events)
         self.parameters, self.version = torch.empty(0), 0
         self.slot = torch.empty(0)
-        self.pushed: dict[str, Any] | None = None
+        self.pushed: Push | None = None
 
-    def join(self, layout: Layout, method: dict[str, Any]) -> dict[str, Any]:
+    def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
+        """The server's welcome, as of a run that is going on."""
         self.layout, self.slot = layout, torch.zeros(layout.size)
         first = self.events[0]
-        return {"initialised": True, "sequence": first["sequence"], "refused": 0, **self._answer(first)}
+        assignment = _assignment(first)
+        return Welcome(True, memory="", publishes=False, slots=0, sequence=first.sequence, assignment=assignment)
 
     def pull(self, copy: Callable[[Tensor], object]) -> int:
-        """As where nothing is published: the parameters come in the slot, and stay there. Not while an update is there
-        that has not been taken: then the worker is told later what to start from."""
+        """Copies the parameters by way of the slot, where they stay, as from a server that publishes nothing.
+
+        While an update lies in the slot it does nothing: the replay says later what the worker starts from.
+        """
         if self.pushed is None:
             self.slot.copy_(self.parameters)
             copy(self.slot)
         return self.version
 
     def prepare(self, write: Callable[[Tensor], object]) -> float:
+        """Writes into the slot, for which nobody has to wait."""
         write(self.slot)
         return 0.0
 
-    def push(self, write: Callable[[Tensor], object], **message: Any) -> dict[str, Any]:
+    def push(self, write: Callable[[Tensor], object], push: Push) -> PushReply:
+        """Keeps the update, and answers as the server did."""
         write(self.slot)
-        self.pushed = message
+        self.pushed = push
         self.events.pop(0)
-        nothing = {"staleness": 0, "refused": 0, "norm": 0.0, "cosine": 0.0, "status": "applied"}
-        return nothing | {"version": message["base_version"], **self._answer(self.events[0] if self.events else {})}
+        assignment = _assignment(self.events[0]) if self.events else Assignment(learning_rate=0.0, local_steps=_FOREVER)
+        return PushReply(
+            Status.APPLIED, push.base_version, staleness=0, refused=0, finished=False, assignment=assignment
+        )
 
-    def plan(self, **message: Any) -> dict[str, Any]:
-        """Of its epochs worker 0 tells a rule that has heard of them from the record."""
-        return {"learning_rate": 0.0}
+    def schedule_event(self, event: str, epoch: int, loss: float | None = None) -> ScheduleReply:
+        """Ignores worker 0's report of its epochs, which the replay gives the schedule from the record."""
+        return ScheduleReply(0.0)
 
-    @staticmethod
-    def _answer(then: Event) -> dict[str, Any]:
-        """What the worker did next is what it was told to do."""
-        place = {"local_steps": 1 << 30, "shard": None, "offset": 0, "progress": 0.0, "pace": 1.0}
-        told = {name: then.get(name, otherwise) for name, otherwise in place.items()}
-        return {"learning_rate": 0.0, "finished": False, "total_progress": 0.0, **told}
+
+_FOREVER = 1 << 30  # local steps: the record ends before
+
+
+def _assignment(following: Event) -> Assignment:
+    """What the server said of the worker's next work: it is what the following event reports."""
+    return Assignment(
+        learning_rate=0.0,
+        local_steps=_FOREVER if following.local_steps is None else following.local_steps,
+        shard=following.shard,
+        offset=following.offset or 0,
+        progress=following.progress or 0.0,
+        progress_per_step=1.0 if following.progress_per_step is None else following.progress_per_step,
+    )
 
 
 @dataclass
 class ReplayedSession:
-    """What a trainer asks of its session."""
+    """What a trainer uses of a :class:`~fairseq_async.fairseq_plugin.session.WorkerSession`, for a replay."""
 
-    arguments: Any
-    place: Place
-    method: dict[str, Any]
+    arguments: Namespace
+    context: WorkerContext
+    spec: MethodSpec
     client: RecordedClient
-    given: dict[str, Any] = field(default_factory=dict)
+    given: StateDict = field(default_factory=dict)
 
 
 class ReplayedWorker:
-    """One worker of the run; ``events`` are its own."""
+    """One worker of a recorded run, which computes again what it computed then.
 
-    def __init__(self, cfg: Any, method: dict[str, Any], place: Place, events: Sequence[Event]) -> None:
+    Args:
+        events: its own.
+    """
+
+    def __init__(self, cfg: FairseqConfig, spec: MethodSpec, context: WorkerContext, events: Sequence[Event]) -> None:
         cfg = deepcopy(cfg)
-        if method["max_epoch"]:
+        if spec.max_epoch:
             cfg.optimization.max_epoch = 0  # as in the run: the server counts the passes
-        self.client = RecordedClient(place.worker, events)
-        session = ReplayedSession(cfg.optimizer, place, method, self.client)
+        self.client = RecordedClient(context.worker, events)
+        session = ReplayedSession(cfg.optimizer, context, spec, self.client)
         utils.set_torch_seed(cfg.common.seed)
-        self.task: Any = tasks.setup_task(cfg.task)
+        self.task: FairseqObject = tasks.setup_task(cfg.task)
         model, criterion = self.task.build_model(cfg.model), self.task.build_criterion(cfg.criterion)
-        trainer: Any = DOORS[cfg.optimizer.optimizer].trainer
-        self.trainer: Any = trainer(session, cfg, self.task, model, criterion)
+        trainer = METHODS[cfg.optimizer.optimizer].trainer
+        self.trainer: AsynchronousTrainer = trainer(session, cfg, self.task, model, criterion)
         self.cfg = cfg
-        optimizer = self.trainer.optimizer
-        self._half: Half = self.trainer.local if isinstance(self.trainer, LocalTrainer) else optimizer.worker
+        self._worker = self.trainer.worker
         self._batches = self._draw()
 
     @property
     def layout(self) -> Layout:
-        return self._half.replica.layout
+        """The layout of its parameters."""
+        return self._worker.replica.layout
 
-    def take(self, parameters: Tensor, version: int) -> None:
+    def start_from(self, parameters: Tensor, version: int) -> None:
         """Starts from these parameters."""
         self.client.parameters, self.client.version, self.client.pushed = parameters, version, None
-        if self._half.joined:
-            self._half.pull()
+        if self._worker.joined:
+            self._worker.pull()
         else:
-            self._half.begin(self._half.join({}))
+            self._worker.begin(self._worker.join(self.trainer.session.spec))
         self.trainer.set_num_updates(0)
 
-    def compute(self) -> tuple[dict[str, Any], Tensor]:
+    def compute(self) -> tuple[Push, Tensor]:
         """Trains until there is something to push: its message, and the gradient or pseudo-gradient."""
         self.client.pushed = None
         while self.client.pushed is None:
             self.trainer.train_step(next(self._batches))
         return self.client.pushed, self.client.slot
 
-    def _draw(self) -> Iterator[Any]:
+    def _draw(self) -> Iterator[Sequence[FairseqObject]]:
         """Batches as ``fairseq_cli.train`` draws them, epoch after epoch."""
         cfg, epochs = self.cfg, self.trainer.get_train_iterator(epoch=1)
         while True:
@@ -149,26 +179,26 @@ class FairseqRun:
         ConfigurationError: the recorded command is missing, or is not of this method.
     """
 
-    def __init__(self, run_dir: Path, description: dict[str, Any], events: Sequence[Event]) -> None:
-        self.cfg, command = read_command(run_dir)
-        self.threads: int = command["threads"]
-        self.method, workers = description["method"], description["workers"]
-        _check(run_dir, self.cfg, self.method)
-        own = {w: [event for event in events if event["worker"] == w] for w in {event["worker"] for event in events}}
-        self.workers = {w: ReplayedWorker(self.cfg, self.method, Place(w, workers), own[w]) for w in sorted(own)}
+    def __init__(self, run_dir: Path, spec: MethodSpec, events: Sequence[Event]) -> None:
+        self.cfg, self.threads = read_command(run_dir)
+        self.spec = spec
+        _check(run_dir, self.cfg, spec)
+        own = {w: [event for event in events if event.worker == w] for w in {event.worker for event in events}}
+        self.workers = {w: ReplayedWorker(self.cfg, spec, WorkerContext(w, spec.workers), own[w]) for w in sorted(own)}
 
-    def build(self, layout: Layout, parameters: Tensor) -> tuple[Any, Any]:
-        """Rule and plan, as the server of the run had them."""
-        build: Any = rule.build if self.method["method"] == "hybrid_async" else outer.build
-        return build(self.method, layout, parameters)
+    def build(self, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
+        """The rule and the plan, as the server of the run had them."""
+        if self.spec.method == "hybrid_async":
+            return server.build(self.spec, layout, parameters)
+        return local_sgd_main.build(self.spec, layout, parameters)
 
 
-def _check(run_dir: Path, cfg: Any, method: dict[str, Any]) -> None:
-    if getattr(cfg.optimizer, "optimizer", None) != method["method"]:
+def _check(run_dir: Path, cfg: FairseqConfig, spec: MethodSpec) -> None:
+    if getattr(cfg.optimizer, "optimizer", None) != spec.method:
         raise ConfigurationError(f"{run_dir}: command.json and run.json are of two runs")
     if cfg.common.fp16 or cfg.common.bf16 or not (cfg.common.cpu or not torch.cuda.is_available()):
         raise ConfigurationError(f"{run_dir}: only runs in fp32 on a CPU can be repeated bit for bit")
-    if method.get("overlap"):
+    if spec.options.get("overlap"):
         raise ConfigurationError(f"{run_dir}: a run with --overlap depends on when answers came; it cannot be repeated")
-    if method["method"] == "local_sgd" and cfg.lr_scheduler._name == "reduce_lr_on_plateau":
+    if spec.method == "local_sgd" and cfg.lr_scheduler._name == "reduce_lr_on_plateau":
         raise ConfigurationError(f"{run_dir}: reduce_lr_on_plateau follows validations, which a replay omits")

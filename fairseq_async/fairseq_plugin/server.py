@@ -1,7 +1,89 @@
-"""``python -m fairseq_async.fairseq_plugin.server``: the server of a fairseq run."""
+"""``python -m fairseq_async.fairseq_plugin.server``: the server of a ``hybrid_async`` run.
 
-from fairseq_async.fairseq_plugin.rule import build
+It builds fairseq's optimizer and schedule over the flat parameters. The package does not import this module, so that
+Python can run it as a program.
+"""
+
+from fairseq.optim import FairseqOptimizer, build_optimizer
+from fairseq.optim.lr_scheduler import FairseqLRScheduler, build_lr_scheduler
+from torch import Tensor
+from torch.nn import Parameter
+
+from fairseq_async import methods
+from fairseq_async.algorithms.hybrid import pieces
+from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.fairseq_plugin.compat.optimizers import component_config
+from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_options
+from fairseq_async.server.layout import Layout
+from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.process import serve
+from fairseq_async.server.scheduled_rule import ScheduledRule
+
+
+class FairseqSchedule:
+    """fairseq's learning-rate schedule of an optimizer in the server, counted in its steps."""
+
+    def __init__(self, optimizer: FairseqOptimizer, scheduler: FairseqLRScheduler) -> None:
+        self.optimizer, self.scheduler = optimizer, scheduler
+
+    @property
+    def learning_rate(self) -> float:
+        """The present learning rate, for workers' logs."""
+        return float(self.optimizer.get_lr())
+
+    def follow(self, steps: int) -> None:
+        """Sets the learning rate for the step after so many steps."""
+        self.scheduler.step_update(steps)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Worker 0 begins an epoch."""
+        self.scheduler.step_begin_epoch(epoch)
+
+    def end_epoch(self, epoch: int, loss: float | None) -> None:
+        """Worker 0 has ended an epoch, with this validation loss."""
+        self.scheduler.step(epoch, loss)
+
+    def state_dict(self) -> State:
+        """fairseq's own."""
+        return dict(self.scheduler.state_dict())
+
+    def load_state_dict(self, state: State) -> None:
+        self.scheduler.load_state_dict(state)
+
+
+def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[ScheduledRule, EpochPlan]:
+    """The rule of a run, with its schedule, and its plan.
+
+    Raises:
+        ConfigurationError: fairseq does not take the configuration.
+    """
+    options = hybrid_options(spec)
+    views = [Parameter(view) for view in layout.views(parameters)]
+    inner, scheduler = _component(spec, "inner_optimizer"), _component(spec, "lr_scheduler")
+    try:
+        optimizer = build_optimizer(component_config(inner, "optimizer"), views)
+        if optimizer.supports_flat_params:
+            optimizer = build_optimizer(component_config(inner, "optimizer"), pieces(parameters))
+        schedule = build_lr_scheduler(component_config(scheduler, "lr_scheduler"), optimizer)
+        clip_norm = float(str(spec.framework["clip_norm"]))
+        context = methods.GradientRuleContext(optimizer.optimizer, clip_norm, views, spec.workers)
+        rule = methods.gradient_rule(options.gradient_rule).build(options, context)
+        scheduled = ScheduledRule(rule, FairseqSchedule(optimizer, schedule))
+    except Exception as error:  # fairseq finds mistakes by whatever goes wrong with them
+        raise ConfigurationError(
+            f"--inner-optimizer {inner['_name']} with --lr-scheduler {scheduler['_name']}: {error}"
+        ) from error
+    return scheduled, EpochPlan(scheduled, spec.max_epoch, spec.whole_steps)
+
+
+def _component(spec: MethodSpec, name: str) -> JsonObject:
+    """The description of an optimizer or schedule, as the worker's flags have it."""
+    component = spec.framework[name]
+    if not isinstance(component, dict):
+        raise ConfigurationError(f"{name} is {component!r}: not a description of one of fairseq's")
+    return component
+
 
 if __name__ == "__main__":
     serve(build)

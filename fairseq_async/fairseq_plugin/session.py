@@ -1,151 +1,207 @@
-"""One worker's part in a run, from fairseq's ``main`` to its end."""
+"""A training session: what surrounds fairseq's ``main``, from the command line to the end of the process."""
 
+import importlib
 import os
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
-from fairseq import checkpoint_utils
 
 from fairseq_async.errors import AsyncError, fail
-from fairseq_async.fairseq_plugin import local_options, options
+from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.command_line import write_command
-from fairseq_async.fairseq_plugin.local_trainer import LocalTrainer
-from fairseq_async.fairseq_plugin.trainer import AsyncTrainer, plain
-from fairseq_async.worker.place import SERVERS, Place
+from fairseq_async.fairseq_plugin.compat.checkpoints import leave_directory_check_to_worker_0, plain_config
+from fairseq_async.fairseq_plugin.compat.precision import convert_without_tpu
+from fairseq_async.fairseq_plugin.compat.shutdown import leave_process_group
+from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
+from fairseq_async.fairseq_plugin.registry import METHODS, AsynchronousMethod, Method, SynchronousMethod
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.protocol import Welcome
+from fairseq_async.server.state_files import write_state
+from fairseq_async.worker.context import WorkerContext
+
+_COMMAND = "fairseq_cli.train"
+_RANK_0_FIRST = 5.0  # seconds for which another rank keeps back an error that rank 0 may print as well
+_TrainerClass = Callable[..., FairseqObject]
 
 
 def attach(modules: Mapping[str, ModuleType]) -> None:
-    """Puts this worker between ``fairseq-train``'s command line and its ``main``.
+    """Puts the method between ``fairseq-train``'s command line and its ``main``.
 
-    fairseq looks both names up when it calls them, so that nothing of it has to be copied or changed: ``main`` is
-    wrapped and ``Trainer`` is replaced in the module of the command that is running, and only there.
+    An optimizer's ``add_args`` calls this: fairseq asks for the flags of the chosen optimizer only, and before it looks
+    ``main``, ``Trainer`` and ``convert_namespace_to_omegaconf`` up in the module of the command that is running. They
+    are replaced in that module alone, so that nothing of fairseq has to be copied.
     """
-    for name in ("__main__", "fairseq_cli.train"):
+    for name in ("__main__", _COMMAND):
         module = modules.get(name)
-        if module is not None and hasattr(module, "Trainer") and not isinstance(module.main, partial):
-            module.main = partial(_main, module, module.main)  # type: ignore[attr-defined]
+        if module is not None and hasattr(module, "Trainer") and not isinstance(module.main, Main):
+            module.main = Main(module, module.main)  # type: ignore[attr-defined]
+            convert = module.convert_namespace_to_omegaconf
+            module.convert_namespace_to_omegaconf = partial(  # type: ignore[attr-defined]
+                convert_without_tpu, convert
+            )
 
 
-def _main(module: ModuleType, main: Callable[..., None], cfg: Any, **kwargs: Any) -> None:
-    try:
-        session = Session(cfg)
-        module.Trainer = partial(session.door.trainer, session)  # type: ignore[attr-defined]
+class Main:
+    """fairseq's ``main`` with the method's trainer in place of fairseq's.
+
+    fairseq's own spawn can send it to the processes that it starts.
+    """
+
+    def __init__(self, module: ModuleType, main: Callable[..., None]) -> None:
+        self.module, self.main = module, main
+
+    def __reduce__(self) -> tuple[Callable[[], "Main"], tuple[()]]:
+        return _main_of_spawned_process, ()
+
+    def __call__(self, cfg: FairseqConfig, **kwargs: object) -> None:
+        fairseqs_trainer = self.module.Trainer
         try:
-            main(cfg, **kwargs)
-            session.end()
+            with _run(METHODS[cfg.optimizer.optimizer], cfg) as trainer:
+                self.module.Trainer = trainer  # type: ignore[attr-defined]
+                self.main(cfg, **kwargs)
+        except AsyncError as error:
+            fail(error)
+        except KeyboardInterrupt:
+            sys.stderr.write("fairseq-async: interrupted\n")
+            raise SystemExit(130) from None
         finally:
-            session.close()
-    except AsyncError as error:
-        fail(error)
-    except KeyboardInterrupt:
-        sys.stderr.write("fairseq-async: interrupted\n")
-        raise SystemExit(130) from None
+            self.module.Trainer = fairseqs_trainer  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
-class Door:
-    """What belongs to one ``--optimizer``."""
-
-    trainer: type[AsyncTrainer]
-    describe: Callable[[Namespace, Any, int], dict[str, Any]]
-    server: str
+def _main_of_spawned_process() -> Main:
+    module = importlib.import_module(_COMMAND)
+    return Main(module, module.main)
 
 
-DOORS = {
-    "hybrid_async": Door(AsyncTrainer, options.describe, SERVERS["hybrid_async"]),
-    "local_sgd": Door(LocalTrainer, local_options.describe, SERVERS["local_sgd"]),
-}
+def _run(method: Method, cfg: FairseqConfig) -> AbstractContextManager[_TrainerClass]:
+    """A context that gives the trainer for fairseq's ``main``, which runs inside it."""
+    return _asynchronous_run(method, cfg) if isinstance(method, AsynchronousMethod) else _synchronous_run(method, cfg)
 
 
-class Session:
-    """Connects to the server before fairseq loads anything, so that a mistake shows at once.
+@contextmanager
+def _asynchronous_run(method: AsynchronousMethod, cfg: FairseqConfig) -> Iterator[_TrainerClass]:
+    session = WorkerSession(method, cfg)
+    try:
+        yield partial(method.trainer, session)
+        session.end()
+    finally:
+        session.close()
+
+
+@contextmanager
+def _synchronous_run(method: SynchronousMethod, cfg: FairseqConfig) -> Iterator[_TrainerClass]:
+    try:
+        method.check(cfg)
+        yield method.trainer
+    except AsyncError:
+        if cfg.distributed_training.distributed_rank:
+            # All ranks come to the same error. A launcher ends this process when rank 0 has ended with it, so that it
+            # is printed once.
+            time.sleep(_RANK_0_FIRST)
+        raise
+    leave_process_group()
+
+
+class WorkerSession:
+    """One worker's part in an asynchronous run.
+
+    It connects to the server before fairseq loads anything, so that a mistake shows at once.
 
     Attributes:
         arguments: every flag of the command line, as fairseq hands them to an old-style optimizer.
         given: the configuration as it was given, in plain types, for checkpoints.
-        method: what all workers must agree upon.
+        context: which worker this is.
+        client: the connection to the server.
+        spec: what all workers must agree on.
     """
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, method: AsynchronousMethod, cfg: FairseqConfig) -> None:
         self.arguments: Namespace = cfg.optimizer
-        self.given = plain(cfg)
-        self.door = DOORS[self.arguments.optimizer]
+        self.given = plain_config(cfg)
         self.run_dir = Path(self.arguments.run_dir or cfg.checkpoint.save_dir)
-        place = Place.find()
-        if not place.joins:  # it does not know the number of workers yet
-            self.door.describe(self.arguments, cfg, place.workers)  # a mistake is to show before anything starts
-        given = options.run_options(self.arguments)
-        self.place, self.client, self._server = place.connect(
-            self.door.server, given.server, given.token_file, self.run_dir, given.server_timeout, on_loss=_die
+        context = WorkerContext.find()
+        if not context.joins:  # a worker that joins does not know yet how many there are
+            method.describe(self.arguments, cfg, context.workers)  # mistakes show before a server is started
+        run = flags.server_options(self.arguments)
+        self.context, self.client, self._server = context.connect(
+            method.server, run.server, run.token_file, self.run_dir, run.server_timeout, on_loss=_end_process
         )
-        self.method = self.door.describe(self.arguments, cfg, self.place.workers)
+        self.spec: MethodSpec = method.describe(self.arguments, cfg, self.context.workers)
         self._adjust(cfg)
-        if self.method["record"] and self.place.worker == 0:
+        if self.spec.server.record and self.context.worker == 0:
             write_command(self.run_dir)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> StateDict:
         """The server's whole state."""
-        path = self.run_dir / f".state-{self.place.worker}.pt"
+        path = self.run_dir / ".state-for-checkpoint.pt"
         try:
-            self.client.ask({"kind": "snapshot", "path": str(path.resolve())})
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            self.client.save_state(str(path.resolve()))
+            state: StateDict = torch.load(path, map_location="cpu", weights_only=True)
         finally:
             path.unlink(missing_ok=True)
         return state
 
-    def with_file(self, state: dict[str, Any] | None, bring: Callable[[str | None], dict[str, Any]]) -> dict[str, Any]:
-        """Calls ``bring`` with a file that holds the state, for as long as that takes; with None for no state."""
+    def with_file(self, state: StateDict | None, initialise: Callable[[str | None], Welcome]) -> Welcome:
+        """The server's answer to ``initialise``, which is called with a file that holds the state; with None for none.
+
+        The file is there for as long as the call takes.
+        """
         if state is None:
-            return bring(None)
-        path = self.run_dir / ".state-restored.pt"
+            return initialise(None)
+        path = self.run_dir / ".state-of-checkpoint.pt"
         try:
-            torch.save(state, path)
-            return bring(str(path.resolve()))
+            write_state(path, state)
+            return initialise(str(path.resolve()))
         finally:
             path.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """fairseq has come to its end. That of worker 0 is everybody's: it sees the limits, and the patience."""
-        self.client.leave(finished=self.place.worker == 0)
+        """Leaves the run after fairseq's ``main`` has returned.
+
+        The end of worker 0 is that of all: it alone sees fairseq's limits and its ``--patience``.
+        """
+        self.client.leave(finished=self.context.worker == 0)
         if self._server is not None:
             self._server.wait(seconds=60)
 
     def close(self) -> None:
+        """Stops the server if this worker has started it."""
         if self._server is not None:
             self._server.stop()
 
-    def _adjust(self, cfg: Any) -> None:
-        worker = self.place.worker
+    def _adjust(self, cfg: FairseqConfig) -> None:
+        """Changes of the configuration that follow from being one worker of several."""
         if torch.cuda.is_available() and not cfg.common.cpu:
-            torch.cuda.set_device(self.place.local_rank % torch.cuda.device_count())
-        if self.method["max_epoch"]:
+            torch.cuda.set_device(self.context.local_rank % torch.cuda.device_count())
+        if self.spec.max_epoch:
             cfg.optimization.max_epoch = 0  # the server counts the passes of all workers together
-        if cfg.common.bf16:
-            cfg.common.tpu = self.arguments.tpu = False  # fairseq takes --bf16 for a TPU; CPUs and GPUs have it too
-        if worker > 0:
-            # each worker is its own master to fairseq, which tries the directory out by a file of one name
-            checkpoint_utils.verify_checkpoint_directory = _trust_worker_0
-            cfg.dataset.disable_validation = True
-            cfg.common.wandb_project = cfg.common.aim_repo = None
-            if cfg.common.log_file:
-                cfg.common.log_file += f".worker{worker}"
-            if cfg.common.tensorboard_logdir:
-                cfg.common.tensorboard_logdir += f"/worker{worker}"
+        if self.context.worker > 0:
+            self._leave_to_worker_0(cfg)
+
+    def _leave_to_worker_0(self, cfg: FairseqConfig) -> None:
+        """Worker 0 alone validates and reports. To fairseq every worker is the master of a group of its own."""
+        leave_directory_check_to_worker_0()
+        cfg.dataset.disable_validation = True
+        cfg.common.wandb_project = cfg.common.aim_repo = None
+        if cfg.common.log_file:
+            cfg.common.log_file += f".worker{self.context.worker}"
+        if cfg.common.tensorboard_logdir:
+            cfg.common.tensorboard_logdir += f"/worker{self.context.worker}"
 
 
-def _trust_worker_0(directory: str) -> None:
-    """Worker 0 finds out whether checkpoints can be written."""
+def _end_process(reason: str) -> None:
+    """Ends a worker that computes for a server that is no more.
 
-
-def _die(reason: str) -> None:
-    """Ends a worker that computes for a server that is no more; called from another thread than fairseq's."""
+    The client's second thread calls this while fairseq's may be in the middle of a step. An exception or ``sys.exit``
+    would end that second thread only, so the process is ended at once, without its exit handlers.
+    """
     sys.stderr.write(f"fairseq-async: error: {reason}\n")
     sys.stderr.flush()
     os._exit(2)

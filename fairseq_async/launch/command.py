@@ -7,9 +7,14 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.worker.place import SERVERS
+from fairseq_async.methods import SYNCHRONOUS
+from fairseq_async.option_flags import check_command
 
-SYNCHRONOUS = ("adasum", "adascale")
+# the module that is the server of each --optimizer
+SERVERS = {
+    "hybrid_async": "fairseq_async.fairseq_plugin.server",
+    "local_sgd": "fairseq_async.server.local_sgd_main",
+}
 
 
 def user_dir() -> str:
@@ -20,15 +25,19 @@ def user_dir() -> str:
 class WorkerCommand:
     """One ``fairseq-train`` command, the same for every worker.
 
+    Args:
+        workers: how many will run it; None where that is not known.
+
     Attributes:
         synchronous: the workers are the ranks of one data-parallel group, and there is no server.
         server: the module that is the server of the others.
 
     Raises:
-        ConfigurationError: no such program, another optimizer, or a flag that the launcher gives itself.
+        ConfigurationError: no such program, another optimizer, a flag that the launcher gives itself, or options of the
+            method that cannot work.
     """
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], workers: int | None = None) -> None:
         if not arguments:
             raise ConfigurationError("nothing to launch; give the command after --, as in: -- fairseq-train DATA ...")
         self.program = find_program(arguments[0])
@@ -41,6 +50,7 @@ class WorkerCommand:
             )
         if given.server:
             raise ConfigurationError("--server: launch starts its own server; leave the flag out")
+        check_command(given.optimizer, self.arguments, workers)
         self.synchronous = given.optimizer in SYNCHRONOUS
         self.server = SERVERS.get(given.optimizer, "")
         self.run_dir = Path(given.run_dir or given.save_dir)
@@ -59,6 +69,11 @@ class WorkerCommand:
 
 
 def find_program(program: str) -> str:
+    """The path of a program, in PATH or beside this Python.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
     beside = os.path.dirname(sys.executable)
     found = shutil.which(program) or shutil.which(program, path=beside)
     if found is None:

@@ -4,11 +4,10 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
+from fairseq_async.environment import JOINS, SERVER, TOKEN, WORKER
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.exchange.authentication import read_token
 from fairseq_async.launch.command import WorkerCommand, find_program
-from fairseq_async.server.process import TOKEN
-from fairseq_async.worker.place import JOINS, SERVER, WORKER, split_address
+from fairseq_async.validation import split_address
 
 
 def join(address: str, arguments: list[str], token_file: Path) -> NoReturn:
@@ -21,8 +20,10 @@ def join(address: str, arguments: list[str], token_file: Path) -> NoReturn:
         split_address(address)
     except ValueError as error:
         raise ConfigurationError(f"{address}: {error}") from error
-    variables = {WORKER: JOINS, SERVER: address, TOKEN: read_token(token_file), "OMP_WAIT_POLICY": "PASSIVE"}
     line = _line(arguments)
+    from fairseq_async.exchange.authentication import read_token  # start-up time: torch comes with it
+
+    variables = {WORKER: JOINS, SERVER: address, TOKEN: read_token(token_file), "OMP_WAIT_POLICY": "PASSIVE"}
     os.execve(line[0], line, {"OMP_NUM_THREADS": "1"} | os.environ | variables)
 
 

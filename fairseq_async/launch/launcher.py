@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
+from fairseq_async.environment import SLOWDOWN, TOKEN, WORKER, WORKERS
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.exchange.addresses import LOOPBACK, is_loopback
 from fairseq_async.exchange.authentication import read_token
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt
 from fairseq_async.launch.progress import Display, Progress
-from fairseq_async.server.connection import LOOPBACK, is_loopback
-from fairseq_async.server.process import TOKEN, ServerProcess, manner
-from fairseq_async.worker.place import SLOWDOWN, WORKER, WORKERS
+from fairseq_async.server.process import ServerProcess, manner
 
-_FINISHING = 60.0  # seconds for the workers to end after the server; worker 0 may still write its checkpoint
+_FINISHING = 60.0  # seconds for worker 0 to end after the server; it may still write its checkpoint
+_LEAVING = 5.0  # seconds for the other workers; what does not end by then hangs
 _USER_ERROR = 2  # exit code of a worker that cannot run as it was asked to: starting it again would not help
 
 
@@ -135,7 +136,10 @@ class Launcher:
         self.display.refresh()
         if code != 0:
             raise RunFailedError(f"the server {manner(code)}; log: {self.command.run_dir / 'logs' / 'server.log'}")
-        self.processes.wait(_FINISHING)
+        self.processes.wait(_FINISHING, [0])
+        self.processes.wait(_LEAVING)
         for worker in self.processes.workers:
+            if worker.process.poll() is None:
+                self.display.say(f"worker {worker.id} did not end with the run, and is killed")
             if worker.process.poll() != 0 and (worker.id == 0 or worker.process.returncode == _USER_ERROR):
                 raise RunFailedError(self.processes.epitaph(worker))

@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from fairseq_async.errors import AsyncError
-from fairseq_async.exchange import environment
+from fairseq_async.exchange.linux import environment
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.server.process import manner
 
@@ -22,6 +22,8 @@ _ENDING = 5.0  # seconds between SIGTERM and SIGKILL
 
 @dataclass
 class Worker:
+    """One worker's process and its log."""
+
     id: int
     log: Path
     process: subprocess.Popen[bytes] = field(init=False)
@@ -73,9 +75,9 @@ class Processes:
         """Those that have ended with an error."""
         return [worker for worker in self.workers if worker.process.poll() not in (None, 0)]
 
-    def wait(self, seconds: float) -> None:
-        """Until all have ended, or for so long."""
-        _wait(self.workers, seconds)
+    def wait(self, seconds: float, ids: Sequence[int] | None = None) -> None:
+        """Until these, or all, have ended, or for so long."""
+        _wait([worker for worker in self.workers if ids is None or worker.id in ids], seconds)
 
     def epitaph(self, worker: Worker) -> str:
         """How it ended. The worker's own last line, without our prefix, says more than its exit code."""

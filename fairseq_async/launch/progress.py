@@ -1,95 +1,132 @@
-"""How a run is doing, read from its ``events.jsonl`` while it is written."""
+"""The progress of a run, read from its ``events.jsonl`` while it is written."""
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from fairseq_async.server.events import Event, LineReader
+from fairseq_async.server.parameter_server import Status
+
 _WINDOW = 15.0  # seconds over which rates and means are taken
 _LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
 
 
-class Progress:
-    """The events of the last seconds, and what follows from them. Starts at the end of the file that is there."""
+class Row(NamedTuple):
+    """What the last seconds had of one worker, or of all.
 
-    def __init__(self, path: Path, workers: int, clock: Callable[[], float] = time.time) -> None:
-        self.path, self.workers, self.clock = path, workers, clock
-        self._offset = path.stat().st_size if path.exists() else 0
-        self._recent: deque[dict[str, Any]] = deque()
+    Attributes:
+        name: of the worker.
+        updates: since the beginning.
+        tokens: target tokens/s.
+        staleness: mean of the updates.
+        held_seconds: mean time for which an update waited for others.
+        look_ahead: mean number of versions at which the worker started ahead.
+        loss: bits per token.
+    """
+
+    name: str
+    updates: int
+    tokens: float
+    staleness: float
+    held_seconds: float
+    look_ahead: float
+    loss: float
+
+
+class Progress:
+    """A run's updates, and its rates and means over the last seconds.
+
+    Args:
+        path: the ``events.jsonl``.
+        workers: how many there are to begin with; others are added when they appear.
+        clock: seconds since 1970.
+        from_start: whether to count the events that are there already.
+    """
+
+    def __init__(
+        self, path: Path, workers: int, clock: Callable[[], float] = time.time, from_start: bool = False
+    ) -> None:
+        self.workers, self.clock = workers, clock
+        self._events = LineReader(path, Event.from_json)
+        if not from_start:
+            self._events.skip()
+        self._recent: deque[Event] = deque()
         self._began = clock()
         self.updates = {worker: 0 for worker in range(workers)}
         self.refused = self.version = 0
 
     def poll(self) -> None:
-        """Takes the whole lines that were added."""
-        if self.path.exists():
-            if self.path.stat().st_size < self._offset:
-                self._offset = 0  # a restart has taken events back
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._offset += len(line)
-                    self._take(json.loads(line))
-        self._forget()
+        """Reads the events that were added since."""
+        for event in self._events:
+            self._add(event)
+        self._drop_old()
 
-    def _forget(self) -> None:
-        while self._recent and self._recent[0]["time"] < self.clock() - _WINDOW:
+    def _drop_old(self) -> None:
+        while self._recent and self._recent[0].time < self.clock() - _WINDOW:
             self._recent.popleft()
 
-    def _take(self, event: dict[str, Any]) -> None:
-        if event["time"] < self._began:
+    def _add(self, event: Event) -> None:
+        if event.time < self._began:
             return
         self._recent.append(event)
-        self.updates[event["worker"]] = self.updates.get(event["worker"], 0) + 1
-        self.version = max(self.version, event["version_after"])
-        self.refused += event["status"] == "refused"
+        self.updates[event.worker] = self.updates.get(event.worker, 0) + 1
+        self.version = max(self.version, event.version_after)
+        self.refused += event.status is Status.REFUSED
 
-    def rows(self) -> list[tuple[str, int, float, float, float]]:
-        """Name, updates, target tokens/s, mean staleness and loss (bits per token) of each worker and of all."""
+    def rows(self) -> list[Row]:
+        """A row for each worker, and one for all."""
         each = [
-            self._row(f"worker {w}", n, [e for e in self._recent if e["worker"] == w]) for w, n in self.updates.items()
+            self._row(f"worker {w}", n, [e for e in self._recent if e.worker == w]) for w, n in self.updates.items()
         ]
         return [*each, self._row("all", sum(self.updates.values()), list(self._recent))]
 
-    def _row(self, name: str, updates: int, events: list[dict[str, Any]]) -> tuple[str, int, float, float, float]:
-        applied = [event for event in events if event["status"] == "applied"]
-        tokens = sum(_tokens(event) for event in applied)
-        known = [event for event in applied if event.get("loss") is not None]
-        loss = sum(event["loss"] * _tokens(event) for event in known) / max(1.0, sum(map(_tokens, known)))
-        staleness = sum(event["staleness"] for event in applied) / max(1, len(applied))
-        return name, updates, tokens / self._seconds(), staleness, loss
+    def _row(self, name: str, updates: int, events: list[Event]) -> Row:
+        applied = [event for event in events if event.status is Status.APPLIED]
+        tokens = sum(event.target_tokens for event in applied)
+        losses = [(event.loss, event.target_tokens) for event in applied if event.loss is not None]
+        return Row(
+            name,
+            updates,
+            tokens / self._seconds(),
+            _mean([event.staleness for event in applied]),
+            _mean([event.held_seconds or 0.0 for event in applied]),
+            _mean([event.look_ahead or 0.0 for event in applied]),
+            sum(loss * weight for loss, weight in losses) / max(1.0, sum(weight for _, weight in losses)),
+        )
+
+    @property
+    def updates_in_a_step(self) -> float:
+        """Mean number of updates with which the server has stepped; 0 where it has not stepped."""
+        applied = [event for event in self._recent if event.status is Status.APPLIED]
+        steps = applied[-1].version_after - applied[0].version_after if applied else 0
+        return (len(applied) - 1) / steps if steps else 0.0
 
     @property
     def updates_per_second(self) -> float:
-        """Applied updates: steps of the server."""
-        versions = [event["version_after"] for event in self._recent]
+        """Steps of the server per second."""
+        versions = [event.version_after for event in self._recent]
         return (versions[-1] - versions[0]) / self._seconds() if versions else 0.0
 
     def _seconds(self) -> float:
         return max(1.0, min(_WINDOW, self.clock() - self._began))
 
     def summary(self) -> str:
-        _, _, tokens, staleness, loss = self.rows()[-1]
-        text = f"update {self.version}, {self.updates_per_second:.1f} updates/s, {tokens:,.0f} tokens/s, "
-        text += f"staleness {staleness:.2f}, loss {loss:.3f}"
+        """The progress in one line."""
+        every = self.rows()[-1]
+        text = f"update {self.version}, {self.updates_per_second:.1f} updates/s, {every.tokens:,.0f} tokens/s, "
+        text += f"{self.updates_in_a_step:.1f} in a step, staleness {every.staleness:.2f}, loss {every.loss:.3f}"
         return text + (f", {self.refused} refused" if self.refused else "")
 
 
-def _tokens(event: dict[str, Any]) -> float:
-    """Target tokens of an update, whose weight may be another number."""
-    return float(event.get("tokens") or event["weight"])
-
-
 class Display:
-    """A table on a terminal; a line now and then elsewhere."""
+    """Shows a run's progress: a table on a terminal, a line every few seconds elsewhere."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -107,9 +144,11 @@ class Display:
             self._live.stop()
 
     def say(self, text: str) -> None:
+        """Prints a line above the table."""
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def refresh(self) -> None:
+        """Reads the new events and shows what follows from them."""
         self.progress.poll()
         if self._live:
             self._live.update(self._table(), refresh=True)
@@ -119,8 +158,14 @@ class Display:
 
     def _table(self) -> Table:
         table = Table(title=self.progress.summary())
-        for column in ("", "gradients", "tokens/s", "staleness", "loss"):
+        for column in ("", "gradients", "tokens/s", "staleness", "held (s)", "ahead", "loss"):
             table.add_column(column, justify="right")
-        for name, updates, tokens, staleness, loss in self.progress.rows():
-            table.add_row(name, f"{updates:,}", f"{tokens:,.0f}", f"{staleness:.2f}", f"{loss:.3f}")
+        for name, updates, *rates, loss in self.progress.rows():
+            tokens, staleness, held, ahead = rates
+            cells = f"{tokens:,.0f}", f"{staleness:.2f}", f"{held:.3f}", f"{ahead:.2f}", f"{loss:.3f}"
+            table.add_row(name, f"{updates:,}", *cells)
         return table
+
+
+def _mean(values: list[float]) -> float:
+    return fmean(values) if values else 0.0

@@ -2,15 +2,15 @@
 
 import json
 import signal
-import socket
 import time
 from pathlib import Path
 
 from rich.console import Console
 
+from fairseq_async.exchange.addresses import LOOPBACK
+from fairseq_async.exchange.ports import free_port
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt
-from fairseq_async.server.connection import LOOPBACK
 
 _LINE_EVERY = 10.0  # seconds between two lines of progress
 _DYING = 10.0  # seconds for the other ranks to end by themselves after one died
@@ -34,7 +34,7 @@ class GroupLauncher:
             KeyboardInterrupt: it was interrupted; likewise.
         """
         signal.signal(signal.SIGTERM, interrupt)
-        self.port = self.port or _free_port()
+        self.port = self.port or free_port()
         try:
             for worker in self.processes.workers:
                 self.processes.start(worker, None, self._ranks(worker))
@@ -87,9 +87,3 @@ def _progress(log: Path) -> str:
         if found:
             return record
     return "starting"
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        return int(listener.getsockname()[1])

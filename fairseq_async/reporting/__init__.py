@@ -1,1 +1,1 @@
-"""What people look at: runs and simulations as pictures and tables."""
+"""Tables and pictures of runs and simulations, from the files that they leave."""

@@ -1,42 +1,36 @@
-"""Proof, from the logs that a run has left, that every update which a worker was told of counts once."""
+"""``fairseq-async audit``: checks from a run's logs that every acknowledged update counts exactly once."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
 from fairseq_async.errors import AsyncError, ConfigurationError
-from fairseq_async.server.events import EVENTS, ROLLBACKS, ROLLED_BACK
-from fairseq_async.server.parameter_server import Status
+from fairseq_async.server.event_log import BAD, EVENTS, ROLLBACKS, ROLLED_BACK
+from fairseq_async.server.events import Event, LineReader
+from fairseq_async.server.parameter_server import SETTLED, Status
 
-_SETTLED = (Status.APPLIED, Status.REFUSED, Status.STALE, Status.OUTLIER)  # these use their sequence number up
-_UNSEEN = -1  # in the place of a worker of which no line tells yet
-_COLUMNS = (*_SETTLED, Status.DUPLICATE, Status.FINISHED)
+_UNSEEN = -1  # stands for a worker of which the logs have no line yet
+_COLUMNS = tuple(status for status in Status if status in SETTLED) + (Status.DUPLICATE, Status.FINISHED)
 
 
 class AuditError(AsyncError):
     """The logs contradict themselves, or what the server promises."""
 
 
-class Event(BaseModel):
-    """What of a line of ``events.jsonl`` the audit needs."""
-
-    worker: int
-    sequence: int
-    base_version: int
-    staleness: int
-    version_after: int
-    status: Status
-
-
 class Rollback(BaseModel):
-    """A line of ``rollbacks.jsonl``: the server went on from a state after ``sequences``, and took ``events`` back."""
+    """One line of ``rollbacks.jsonl``: a restart of the server from an older state.
+
+    Attributes:
+        source: the state.
+        sequences: the last update of each worker that is in it.
+        events: how many later events were taken back.
+    """
 
     time: float
     source: str
@@ -44,21 +38,24 @@ class Rollback(BaseModel):
     events: int
 
 
-_Line = TypeVar("_Line", Event, Rollback)
 _Update = tuple[int, int]  # worker and sequence number
 
 
 @dataclass
 class Audit:
-    """What was found.
+    """The findings of an audit.
 
     Attributes:
         counts: events of each worker by status.
         rolled_back: settled events of each worker that a restart of the server took back.
-        covered: acknowledged updates that are missing, each with the rollback that covers it.
-        first_version: the server's before the first line: above 0 where the run goes on from another directory's.
-        version: the server's after the last line.
-        cut: files whose last line is not whole; the audit goes to the line before it.
+        covered: acknowledged updates that are missing, each with the rollback that explains it.
+        first_version: the server's version before the first line: above 0 where the run goes on from another directory.
+        version: the server's version after the last line.
+        cut: files whose last line is not whole; the audit ends at the line before it.
+        bad: what is wrong with each line that is no event.
+        set_aside: how many such lines a restart has moved to another file.
+        unread: updates that are missing, and of which one of these lines may have told.
+        unread_versions: the versions that they have made.
     """
 
     counts: dict[int, Counter[Status]] = field(default_factory=lambda: defaultdict(Counter))
@@ -68,14 +65,24 @@ class Audit:
     first_version: int | None = None
     version: int = 0
     cut: list[str] = field(default_factory=list)
+    bad: list[str] = field(default_factory=list)
+    set_aside: int = 0
+    unread: list[_Update] = field(default_factory=list)
+    unread_versions: int = 0
+
+    @property
+    def unreadable(self) -> int:
+        """How many lines are no events."""
+        return len(self.bad) + self.set_aside
 
     @property
     def applied(self) -> int:
+        """How many updates were applied."""
         return sum(count[Status.APPLIED] for count in self.counts.values())
 
 
 def audit(run_dir: Path) -> Audit:
-    """Reads the logs of a run, which may still be going on.
+    """Checks the logs of a run, which may still be going on.
 
     A worker takes the next sequence number only when the one before was acknowledged. So a number that is missing is
     an acknowledged update that was lost, unless the server's restart from a snapshot took it back, and a number that
@@ -88,12 +95,14 @@ def audit(run_dir: Path) -> Audit:
     if not (run_dir / EVENTS).is_file():
         raise ConfigurationError(f"{run_dir}: there is no {EVENTS}; give the --run-dir or --save-dir of a run")
     found = Audit()
+    found.set_aside = _lines(run_dir / BAD)
     covering = _covering(run_dir, found)
     last: dict[int, int] = {}
-    for number, event in _read(run_dir / EVENTS, Event, found):
-        where = f"{EVENTS}, line {number}: worker {event.worker}'s update {event.sequence}"
+    events = LineReader(run_dir / EVENTS, Event.from_json, found.bad.append)
+    for event in events:
+        where = f"{EVENTS}, line {events.number}: worker {event.worker}'s update {event.sequence}"
         found.counts[event.worker][event.status] += 1
-        if event.status in _SETTLED:
+        if event.status in SETTLED:
             if found.first_version is None:
                 found.first_version = found.version = event.base_version + event.staleness
             _check_sequence(event, last.get(event.worker), covering, found, where)
@@ -101,52 +110,65 @@ def audit(run_dir: Path) -> Audit:
             last[event.worker] = event.sequence
         elif event.status is Status.DUPLICATE and event.sequence > last.get(event.worker, -1):
             raise AuditError(f"{where} was called a duplicate, but was never settled")
+    if found.bad and not found.counts:
+        raise ConfigurationError(found.bad[0])
+    _note_cut(events, found)
     return found
 
 
 def _check_version(event: Event, found: Audit, where: str) -> None:
-    """A step makes a version, and nothing else does; an update starts from a version that there was."""
+    """Checks that only an applied update makes a version, and that the update started from a version that existed."""
     before, found.version = found.version, event.version_after
-    if not 0 <= found.version - before <= (event.status is Status.APPLIED):
+    missing = max(0, found.version - before - (event.status is Status.APPLIED))
+    found.unread_versions += missing
+    if found.version < before or found.unread_versions > found.unreadable:
         raise AuditError(f"{where} ({event.status.value}) took the server from version {before} to {found.version}")
-    if min(event.staleness, event.base_version) < 0 or event.base_version + event.staleness > before:
+    if min(event.staleness, event.base_version) < 0 or event.base_version + event.staleness > before + missing:
         raise AuditError(f"{where} started from version {event.base_version}, {event.staleness} before {before}")
 
 
 def _check_sequence(
     event: Event, last: int | None, covering: dict[_Update, Rollback], found: Audit, where: str
 ) -> None:
+    """Checks that no number comes twice, and that a rollback explains each one that is missing."""
     if last is None:
-        last = event.sequence - 1 if found.first_version else -1  # before the first line it may have sent others
+        # where the run goes on from another directory, earlier numbers are in that one's log
+        last = event.sequence - 1 if found.first_version else -1
     if event.sequence <= last:
         raise AuditError(f"{where} comes after its update {last}: it counts twice")
     for missing in range(last + 1, event.sequence):
         update = event.worker, missing
         rollback = covering.get(update) or (covering.get((_UNSEEN, missing)) if last == -1 else None)
         if rollback is None:
+            found.unread.append(update)
+            if len(found.unread) <= found.unreadable:
+                continue
             raise AuditError(f"{where} comes after its update {last}: update {missing} was acknowledged and is lost")
         found.covered.append((update, rollback))
 
 
 def _covering(run_dir: Path, found: Audit) -> dict[_Update, Rollback]:
-    """The rollback by which each update was taken back.
+    """For each update that was taken back, the rollback that took it.
 
-    For each worker it may be one more than the log knows of: a server that dies may have acknowledged an update, and
-    not have written its line.
+    It may be one update more of each worker than the log has: a server that dies may have acknowledged an update and
+    not yet written its line.
     """
-    found.rollbacks = [rollback for _, rollback in _read(run_dir / ROLLBACKS, Rollback, found)]
-    lines = _read(run_dir / ROLLED_BACK, Event, found)
+    rollbacks = LineReader(run_dir / ROLLBACKS, Rollback.model_validate_json)
+    found.rollbacks = list(rollbacks)
+    _note_cut(rollbacks, found)
+    taken_back = LineReader(run_dir / ROLLED_BACK, Event.from_json)
+    lines = iter(taken_back)
     covering: dict[_Update, Rollback] = {}
     latest: dict[int, int] = defaultdict(lambda: -1)
     for index, rollback in enumerate(found.rollbacks):
         covering[_UNSEEN, index] = rollback
         for worker, sequence in rollback.sequences.items():
             latest[worker] = max(latest[worker], sequence)
-        for number, event in islice(lines, rollback.events):
-            if event.status not in _SETTLED:
+        for event in islice(lines, rollback.events):
+            if event.status not in SETTLED:
                 continue
             if event.sequence <= rollback.sequences.get(event.worker, -1):
-                what = f"{ROLLED_BACK}, line {number}: worker {event.worker}'s update {event.sequence}"
+                what = f"{ROLLED_BACK}, line {taken_back.number}: worker {event.worker}'s update {event.sequence}"
                 raise AuditError(f"{what} is part of {rollback.source}, and was taken back")
             found.rolled_back[event.worker] += 1
             covering[event.worker, event.sequence] = rollback
@@ -154,11 +176,24 @@ def _covering(run_dir: Path, found: Audit) -> dict[_Update, Rollback]:
         for worker in latest:
             latest[worker] += 1
             covering.setdefault((worker, latest[worker]), rollback)
+    _note_cut(taken_back, found)
     return covering
 
 
+def _lines(path: Path) -> int:
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
+
+
+def _note_cut(reader: LineReader[Event] | LineReader[Rollback], found: Audit) -> None:
+    if reader.cut:
+        found.cut.append(reader.path.name)
+
+
 def show(found: Audit, console: Console) -> None:
-    """The counts, what was taken back, and what the audit does not see."""
+    """Prints the counts, what was taken back, and what the audit does not see."""
     table = Table("worker", *(status.value for status in _COLUMNS), "rolled back")
     for worker in sorted({*found.counts, *found.rolled_back}):
         counts = (found.counts[worker][status] for status in _COLUMNS)
@@ -171,6 +206,11 @@ def show(found: Audit, console: Console) -> None:
 def _remarks(found: Audit) -> Iterator[str]:
     for name in found.cut:
         yield f"{name}: the last line is cut; the audit goes to the line before it"
+    yield from found.bad
+    if found.set_aside:
+        yield f"{BAD}: {found.set_aside} lines that were no events, set aside when the server began again"
+    for worker, sequence in found.unread:
+        yield f"worker {worker}'s update {sequence} is missing: one of these lines may have been its own"
     if found.first_version:
         yield f"the log begins at version {found.first_version}: what was before is in another directory"
     for rollback in found.rollbacks:
@@ -178,22 +218,3 @@ def _remarks(found: Audit) -> Iterator[str]:
     for (worker, sequence), rollback in found.covered:
         yield f"worker {worker}'s update {sequence} is covered by the rollback to {rollback.source}"
     yield f"version {found.version}: each of {found.applied} applied updates counts once"
-
-
-def _read(path: Path, kind: type[_Line], found: Audit) -> Iterator[tuple[int, _Line]]:
-    """The lines with their numbers, up to the last whole one."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                found.cut.append(path.name)
-                return
-            try:
-                yield number, kind.model_validate_json(line)
-            except ValidationError as error:
-                first = error.errors()[0]
-                key = ".".join(map(str, first["loc"]))
-                raise ConfigurationError(
-                    f"{path}, line {number}: not a line of fairseq-async: {key + ': ' if key else ''}{first['msg']}"
-                ) from error

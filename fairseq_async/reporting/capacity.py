@@ -1,19 +1,157 @@
-"""Tables of how many workers a server holds."""
+"""``fairseq-async capacity``: how many workers one server can serve, from the times that a run has measured."""
 
+import json
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from pathlib import Path
+from statistics import fmean, median
 
 from rich import box
 from rich.table import Table
 
-from fairseq_async.simulation.capacity import Costs, Measured
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.reporting.runs import has_barrier
+from fairseq_async.server import Layout
+from fairseq_async.server.event_log import EVENTS
+from fairseq_async.server.events import Event, read_events
 
-WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 10_000)
-_GIGABIT = 1e9 / 8
+WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 10_000)  # rows of the table of speed-ups
+_WARM_UP = 2  # a worker's first updates do not count: they touch memory for the first time
+_FEWEST = 5  # exchanges to measure by
+_GIGABIT = 1e9 / 8  # bytes
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The time that one update of one worker takes, in seconds.
+
+    A worker computes for ``step``, then exchanges for ``exchange``; for ``server`` of that the server is busy with this
+    update alone. Over a network the update goes out and the parameters come back, on the worker's link and on the
+    server's.
+
+    Attributes:
+        step: to compute the update.
+        exchange: from the end of computing to the new parameters, where no other worker has to be waited for.
+        server: of ``exchange``, what the server cannot spend on another worker at the same time.
+        parameters: number of parameters, of 4 bytes each.
+        link: bytes per second in each direction; infinite on one machine.
+        servers: shards of the parameters, each on a server with a link of its own.
+    """
+
+    step: float
+    exchange: float
+    server: float
+    parameters: int
+    link: float = math.inf
+    servers: int = 1
+
+    @property
+    def alone(self) -> float:
+        """Seconds from update to update of a single worker."""
+        return self.step + self.exchange - self.server + self.server / self.servers + 2 * self._transfer
+
+    @property
+    def busiest(self) -> float:
+        """Seconds per update of the bottleneck: the server's processor, or its link in one direction."""
+        return max(self.server, self._transfer) / self.servers
+
+    def updates_per_second(self, workers: int) -> float:
+        """Updates of all workers together: as if each had the server alone, until the bottleneck is always busy.
+
+        This is the asymptotic bound of a closed queue (Denning & Buzen 1978), which steady times reach.
+        """
+        return min(workers / self.alone, 1 / self.busiest)
+
+    @property
+    def workers_held(self) -> float:
+        """The number of workers beyond which the server is the bottleneck and more workers add nothing."""
+        return self.alone / self.busiest
+
+    def of_size(self, parameters: int) -> "Costs":
+        """The costs of another model, all in proportion to its parameters."""
+        by = parameters / self.parameters
+        return replace(
+            self, parameters=parameters, step=self.step * by, exchange=self.exchange * by, server=self.server * by
+        )
+
+    @property
+    def _transfer(self) -> float:
+        return 4 * self.parameters / self.link
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run's events say: its costs, its workers, and the updates per second that they reached."""
+
+    costs: Costs
+    workers: int
+    updates_per_second: float
+
+
+def measure(run_dir: Path) -> Measured:
+    """Measures the costs of a run without a barrier, best of one or two workers, which do not wait for each other.
+
+    Raises:
+        ConfigurationError: there is no such run, or too little of it.
+    """
+    try:
+        description = json.loads((run_dir / "run.json").read_text())
+        if not (run_dir / EVENTS).is_file():
+            raise FileNotFoundError(f"there is no {EVENTS}")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{run_dir}: no run that can be read there: {error}") from error
+    if has_barrier(description["method"]):
+        raise ConfigurationError(f"{run_dir}: a run with a barrier says nothing of what an exchange costs by itself")
+    events = read_events(run_dir / EVENTS)
+    if "simulated" in description or any(event.server_seconds is None for event in events):
+        raise ConfigurationError(f"{run_dir}: no measured times of the server in events.jsonl")
+    own = [list(of) for _, of in groupby(sorted(events, key=lambda e: e.worker), lambda e: e.worker)]
+    cycles = [cycle for each in own for cycle in _cycles(each)]
+    if len(cycles) < _FEWEST:
+        raise ConfigurationError(f"{run_dir}: {len(events)} updates are too few to measure costs by")
+    exchange, gap = median(each.exchange for each in cycles), median(each.gap - each.held for each in cycles)
+    # the mean, since all of the server's time counts, but without the slowest tenth: other programs interrupt it
+    server = fmean(sorted(cycle.server for cycle in cycles)[: math.ceil(0.9 * len(cycles))])
+    costs = Costs(max(gap - exchange, 1e-9), exchange, server, Layout.from_json(description["layout"]).size)
+    rate = sum(1 / median(cycle.gap for cycle in _cycles(each)) for each in own if _cycles(each))
+    return Measured(costs, len(own), rate)
+
+
+@dataclass(frozen=True)
+class _Cycle:
+    """The seconds between two updates of one worker, for how many of them the second was held for other workers, and
+    how many were exchange, without the hold of the first, and server time."""
+
+    gap: float
+    held: float
+    exchange: float
+    server: float
+
+
+def _cycles(events: Sequence[Event]) -> list[_Cycle]:
+    """The cycles of one worker's events. Each has the times of the exchange before it, and the time of the end of its
+    own hold."""
+    return [
+        _Cycle(
+            after.time - before.time,
+            after.held_seconds or 0.0,
+            max(0.0, after.exchange_seconds - (before.held_seconds or 0.0)),
+            after.server_seconds or 0.0,
+        )
+        for before, after in pairwise(events[_WARM_UP:])
+    ]
 
 
 def tables(measured: Measured, sizes: Sequence[int], links: Sequence[float], servers: Sequence[int]) -> Iterator[Table]:
-    """What was measured; how many workers are held, by model, link (Gbit/s) and number of servers; and the speed-up."""
+    """Tables of what was measured, of the workers that a server holds, and of the speed-up by number of workers.
+
+    Args:
+        sizes: numbers of parameters of other models.
+        links: of a network, in Gbit/s.
+        servers: numbers of servers.
+    """
     costs = measured.costs
     yield _measured(measured)
     yield _held(costs, sizes or [costs.parameters], links, servers)

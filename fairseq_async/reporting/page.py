@@ -1,19 +1,19 @@
-"""The report: one HTML page that needs no network, and the same pictures as PNG files."""
+"""``fairseq-async report``: one HTML page that needs no network, and its pictures as PNG files."""
 
 import base64
 import html
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.plots import figures
-from fairseq_async.reporting.runs import COMPUTING, Run, tokens_of
+from fairseq_async.reporting.runs import COMPUTING, Run
+from fairseq_async.server.parameter_server import Status
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -31,7 +31,8 @@ def write(runs: Sequence[Run], title: str, out: Path) -> Path:
     Raises:
         ConfigurationError: the directory cannot be written to.
     """
-    parts = [f"<h1>{html.escape(title)}</h1>", table(runs)]
+    parts = [f"<h1>{html.escape(title)}</h1>", _table([row(run) for run in runs])]
+    parts += ["<h2>Workers</h2>", _table([worker_row(run, w) for run in runs for w in range(run.workers)])]
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, (caption, figure) in _figures(runs):
@@ -51,34 +52,57 @@ def write(runs: Sequence[Run], title: str, out: Path) -> Path:
 
 
 def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, tuple[str, Figure]]]:
-    """Those of each group of runs, by file name."""
+    """File name, caption and figure, for each group of runs."""
     for group in dict.fromkeys(run.group for run in runs):
         for name, (caption, figure) in figures([run for run in runs if run.group == group]).items():
             yield (f"{group}-{name}", (f"{caption}: {group}", figure)) if group else (name, (caption, figure))
 
 
-def table(runs: Sequence[Run]) -> str:
-    """The runs side by side, in HTML."""
-    rows = [row(run) for run in runs]
+def _table(rows: Sequence[dict[str, str | int]]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
     body = "".join("<tr>" + "".join(f"<td>{html.escape(str(v))}</td>" for v in r.values()) + "</tr>" for r in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def row(run: Run) -> dict[str, Any]:
-    """One run in figures."""
+def row(run: Run) -> dict[str, str | int]:
+    """The table's cells for one run, by column."""
     _, losses = run.losses("updates")
-    seconds, tokens = run.events[-1]["time"], sum(map(tokens_of, run.applied))
-    refused = sum(event["status"] == "refused" for event in run.events)
+    seconds, tokens = run.events[-1].time, sum(event.target_tokens for event in run.applied)
+    refused = sum(event.status is Status.REFUSED for event in run.events)
     return {
-        "run": f"{run.name}, {run.group}" if run.group else run.name,
+        "run": _name(run),
         "workers": run.workers,
         "last loss": f"{losses[-1]:.4f}" if losses else "-",
-        "updates": f"{max(event['version_after'] for event in run.events):,}",
+        "updates": f"{max(event.version_after for event in run.events):,}",
         "tokens": f"{tokens:,.0f}",
         "seconds": f"{seconds:,.1f}",
         "tokens/s": f"{tokens / seconds:,.0f}" if seconds else "-",
-        "mean staleness": f"{fmean(e['staleness'] for e in run.applied):.2f}" if run.applied else "-",
+        "updates in a step": f"{fmean(run.step_sizes):.2f}" if run.step_sizes else "-",
+        "mean staleness": _mean(event.staleness for event in run.applied),
         "computing": f"{fmean(run.shares(w)[COMPUTING] for w in range(run.workers)):.0%}",
         "refused": refused,
     }
+
+
+def worker_row(run: Run, worker: int) -> dict[str, str | int]:
+    """The cells of one worker of a run, by column: means over its applied updates."""
+    applied = [event for event in run.applied if event.worker == worker]
+    return {
+        "run": _name(run),
+        "worker": worker,
+        "updates": len(applied),
+        "staleness": _mean(event.staleness for event in applied),
+        "versions ahead at its start": _mean(event.look_ahead or 0.0 for event in applied),
+        "seconds held for others": _mean(event.held_seconds or 0.0 for event in applied),
+        "longest": f"{max((event.held_seconds or 0.0 for event in applied), default=0.0):.2f}",
+        "computing": f"{run.shares(worker)[COMPUTING]:.0%}",
+    }
+
+
+def _name(run: Run) -> str:
+    return f"{run.name}, {run.group}" if run.group else run.name
+
+
+def _mean(values: Iterable[float]) -> str:
+    known = list(values)
+    return f"{fmean(known):.2f}" if known else "-"

@@ -1,130 +1,177 @@
-"""Runs as their directories tell of them: real ones and simulated ones in the same terms."""
+"""Runs and simulated trials, read from their directories into one form."""
 
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Literal
+
+from pydantic import TypeAdapter
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.method_spec import JsonObject
+from fairseq_async.server.event_log import EVENTS
+from fairseq_async.server.events import Event, LineReader, read_events
+from fairseq_async.server.parameter_server import Status
 
-Event = dict[str, Any]
 COMPUTING, WAITING, AWAY = "computing", "waiting", "not training"
-_GONE = 3.0  # times its usual round: a worker of which nothing was heard for longer was not there
+Axis = Literal["updates", "tokens", "time"]
+_GONE = 3.0  # times its usual cycle: a worker without an update for longer was not there
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """What a worker did from one second of the run to another."""
+class Evaluation:
+    """One line of a simulation's ``curve.jsonl``: the server's parameters evaluated on the validation data."""
+
+    time: float
+    updates: int
+    tokens: float
+    loss: float | None
+
+
+_EVALUATION = TypeAdapter(Evaluation)
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a worker did for some time.
+
+    Attributes:
+        kind: :data:`COMPUTING`, :data:`WAITING` or :data:`AWAY`.
+        begin: seconds since the run's beginning.
+    """
 
     worker: int
-    what: str
+    kind: str
     begin: float
     end: float
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run.
+    """One run, or one trial of a simulation.
 
     Attributes:
-        name: to call it by, in a legend.
-        group: the cluster of a simulated one; runs of one group are drawn together.
-        events: in the order of their settlement; ``time`` in seconds since the beginning.
-        curve: evaluations (``time``, ``updates``, ``tokens``, ``loss``) of a simulation; else empty.
-        description: ``run.json``.
+        name: in legends.
+        group: the cluster of a simulated trial; runs of one group are drawn together.
+        number: the trial's place in its experiment.
+        started_workers: how many the run was started with.
+        barrier: whether workers wait for each other.
+        events: in the order in which they were settled; ``time`` in seconds since the run's beginning.
+        curve: the evaluations of a simulation; else empty.
     """
 
     name: str
     group: str
-    path: Path
+    number: int
+    started_workers: int
+    barrier: bool
     events: list[Event]
-    curve: list[dict[str, float]]
-    description: dict[str, Any]
+    curve: list[Evaluation]
 
     @cached_property
     def applied(self) -> list[Event]:
-        return [event for event in self.events if event["status"] == "applied"]
+        """The events of applied updates."""
+        return [event for event in self.events if event.status is Status.APPLIED]
+
+    @cached_property
+    def step_sizes(self) -> list[int]:
+        """With how many updates each step of the server was taken."""
+        sizes, size = [], 0
+        version = self.applied[0].base_version if self.applied else 0
+        for event in self.applied:
+            size += 1
+            if event.version_after > version:
+                sizes.append(size)
+                version, size = event.version_after, 0
+        return sizes
 
     @property
     def workers(self) -> int:
-        return max(int(self.description["workers"] or 0), 1 + max(event["worker"] for event in self.events))
+        """The number of workers, with those that joined later."""
+        return max(self.started_workers, 1 + max(event.worker for event in self.events))
 
     @property
     def measured(self) -> str:
-        """What :meth:`losses` are."""
+        """What kind of loss :meth:`losses` has."""
         return "validation loss" if self.curve else "training loss"
 
-    def losses(self, by: str) -> tuple[list[float], list[float]]:
-        """Loss by ``updates``, ``tokens`` or ``time``: as it was evaluated, or a running mean of what workers said."""
+    def losses(self, by: Axis) -> tuple[list[float], list[float]]:
+        """The loss curve: from evaluations where there are any, else a running mean of the workers' training losses.
+
+        Returns:
+            values on the axis, and losses.
+        """
         if self.curve:
-            rows = [row for row in self.curve if row["loss"] is not None]
-            return [row[by] for row in rows], [row["loss"] for row in rows]
-        at = {"updates": [float(e["version_after"]) for e in self.applied], "time": [e["time"] for e in self.applied]}
-        at["tokens"] = list(accumulate(map(tokens_of, self.applied)))
-        known = [(x, e["loss"]) for x, e in zip(at[by], self.applied, strict=True) if e.get("loss") is not None]
-        width = max(1, len(known) // 50)
-        means = [fmean(loss for _, loss in known[max(0, i - width + 1) : i + 1]) for i in range(len(known))]
-        return [x for x, _ in known], means
+            rows = [(float(getattr(row, by)), row.loss) for row in self.curve if row.loss is not None]
+            return [x for x, _ in rows], [loss for _, loss in rows]
+        known = [(x, e.loss) for x, e in zip(self._axis(by), self.applied, strict=True) if e.loss is not None]
+        return [x for x, _ in known], running_mean([loss for _, loss in known])
+
+    def _axis(self, by: Axis) -> list[float]:
+        """Where each applied update is on the axis."""
+        match by:
+            case "updates":
+                return [float(event.version_after) for event in self.applied]
+            case "time":
+                return [event.time for event in self.applied]
+        return list(accumulate(event.target_tokens for event in self.applied))
 
     @cached_property
-    def stretches(self) -> list[Stretch]:
-        """Every worker's time."""
-        barrier = bool(self.description["method"]["barrier"])
-        own = [[event for event in self.events if event["worker"] == w] for w in range(self.workers)]
-        return [stretch for events in own for stretch in _stretches(events, barrier)]
+    def activities(self) -> list[Activity]:
+        """How every worker spent its time."""
+        own = [[event for event in self.events if event.worker == w] for w in range(self.workers)]
+        return [activity for events in own for activity in _activities(events, self.barrier)]
 
     def shares(self, worker: int) -> dict[str, float]:
-        """What part of its time the worker did what."""
-        own = {what: 0.0 for what in (COMPUTING, WAITING, AWAY)}
-        for stretch in self.stretches:
-            if stretch.worker == worker:
-                own[stretch.what] += stretch.end - stretch.begin
+        """The fraction of its time that the worker spent on each kind of activity."""
+        own = {kind: 0.0 for kind in (COMPUTING, WAITING, AWAY)}
+        for activity in self.activities:
+            if activity.worker == worker:
+                own[activity.kind] += activity.end - activity.begin
         whole = sum(own.values())
-        return {what: seconds / whole if whole else 0.0 for what, seconds in own.items()}
+        return {kind: seconds / whole if whole else 0.0 for kind, seconds in own.items()}
 
 
-def tokens_of(event: Event) -> float:
-    """Target tokens of an update, whose weight may be another number."""
-    return float(event.get("tokens") or event["weight"])
+def running_mean(values: Sequence[float]) -> list[float]:
+    """For each value the mean of it and the values before it, over a fiftieth of all."""
+    width = max(1, len(values) // 50)
+    return [fmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
 
 
-def _stretches(events: Sequence[Event], barrier: bool) -> Iterator[Stretch]:
-    """Between two settlements a worker computes, then waits for its answer; for what both do not explain it was dead,
-    or validated.
+def _activities(events: Sequence[Event], barrier: bool) -> Iterator[Activity]:
+    """The activities of one worker, from its events.
 
-    How long it waited after one update it says with the next; after the last one, for as long as the barrier did.
+    Between two events a worker computes, then waits for its answer. Time that neither explains it was away: dead, or
+    validating. How long it waited after an update is reported with the next one; after the last one it is unknown, and
+    taken as all the time left with a barrier, else as none.
     """
-    waits = [*map(_waited, events[1:]), math.inf if barrier else 0.0][: len(events)]
-    gaps = [b["time"] - a["time"] for a, b in zip(events, events[1:], strict=False)]
+    waits = [*(event.exchange_seconds for event in events[1:]), math.inf if barrier else 0.0][: len(events)]
+    gaps = [after.time - before.time for before, after in pairwise(events)]
     usual = median(gaps) if gaps else 0.0
-    before = 0.0
+    previous = 0.0
     for event, waited in zip(events, waits, strict=True):
-        gap = event["time"] - before
-        hold = max(0.0, min(waited, gap - event.get("computing_seconds", 0.0)))
-        computing = event.get("computing_seconds", min(gap - hold, _GONE * usual or gap))
-        begin = max(before, event["time"] - hold - computing)
-        if begin > before:
-            lost = begin - before > max(0.5 * usual, 1e-9) and bool(usual)
-            yield Stretch(event["worker"], AWAY if lost else WAITING, before, begin)
-        yield Stretch(event["worker"], COMPUTING, begin, event["time"] - hold)
-        if hold > 0:
-            yield Stretch(event["worker"], WAITING, event["time"] - hold, event["time"])
-        before = event["time"]
-
-
-def _waited(event: Event) -> float:
-    if "waiting_seconds" in event:
-        return float(event["waiting_seconds"])
-    return float(event.get("push_seconds") or 0.0) + float(event.get("pull_seconds") or 0.0)
+        gap = event.time - previous
+        wait = max(0.0, min(waited, gap - (event.computing_seconds or 0.0)))
+        computing = event.computing_seconds
+        if computing is None:
+            computing = min(gap - wait, _GONE * usual or gap)
+        begin = max(previous, event.time - wait - computing)
+        if begin > previous:
+            away = begin - previous > max(0.5 * usual, 1e-9) and bool(usual)
+            yield Activity(event.worker, AWAY if away else WAITING, previous, begin)
+        yield Activity(event.worker, COMPUTING, begin, event.time - wait)
+        if wait > 0:
+            yield Activity(event.worker, WAITING, event.time - wait, event.time)
+        previous = event.time
 
 
 def load(paths: Sequence[Path]) -> list[Run]:
-    """The runs in these directories: of each the run itself, or the trials of a simulation.
+    """Reads the runs in these directories: of each the run itself, or the trials of a simulation.
 
     Raises:
         ConfigurationError: there is none in one of them, or it cannot be read.
@@ -135,28 +182,35 @@ def load(paths: Sequence[Path]) -> list[Run]:
         if not found:
             raise ConfigurationError(f"{path}: no run and no simulation there (no run.json)")
         read = [run for directory in sorted(found) if (run := _read(directory, path)) is not None]
-        runs += sorted(read, key=lambda run: run.description.get("simulated", {}).get("number", 0))
+        runs += sorted(read, key=lambda run: run.number)
     if not runs:
         raise ConfigurationError(f"{', '.join(map(str, paths))}: no update was settled there yet")
     return runs
 
 
+def has_barrier(method: JsonObject) -> bool:
+    """Whether a run whose ``run.json`` has this ``method`` has rounds of a fixed size."""
+    return bool(method["barrier"]) and not method.get("closes_early", False)
+
+
 def _read(directory: Path, given: Path) -> Run | None:
+    """One run; None while it has no event."""
     try:
         description = json.loads((directory / "run.json").read_text())
-        events, curve = _lines(directory / "events.jsonl"), _lines(directory / "curve.jsonl")
+        events = read_events(directory / EVENTS)
+        curve = list(LineReader(directory / "curve.jsonl", _EVALUATION.validate_json))
         if not events:
             return None
-        names = description.get("simulated", {})
-        first = 0.0 if names else min(e["time"] - e.get("computing_seconds", 0.0) for e in events)
-        shifted = [event | {"time": event["time"] - first} for event in events]
+        trial = description.get("simulated", {})
+        first = 0.0 if trial else min(event.time - (event.computing_seconds or 0.0) for event in events)
+        return Run(
+            name=trial.get("name") or given.resolve().name,
+            group=trial.get("cluster", ""),
+            number=trial.get("number", 0),
+            started_workers=int(description["workers"] or 0),
+            barrier=has_barrier(description["method"]),
+            events=[replace(event, time=event.time - first) for event in events],
+            curve=curve,
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"{directory}: the run there cannot be read: {error!r}") from error
-    name = names.get("name") or given.resolve().name
-    return Run(name, names.get("cluster", ""), directory, shifted, curve, description)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,96 +1,157 @@
-"""``events.jsonl``: one line for every update that was settled."""
+"""Reads ``events.jsonl``, for replays, reports, audits and live views."""
 
-import json
-import math
-import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Generic, TypeVar
 
-from fairseq_async.server.parameter_server import Receipt
+from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
 
-EVENTS, ROLLED_BACK, ROLLBACKS = "events.jsonl", "events.rolled-back.jsonl", "rollbacks.jsonl"
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.method_spec import JsonObject
+from fairseq_async.server.coordinator import ControlEvent
+from fairseq_async.server.event_log import PADDING
+from fairseq_async.server.parameter_server import Status
 
 
-class EventLog:
-    """Appends whole lines, so that a reader may follow the file while the run goes on.
+@dataclass(frozen=True)
+class Event:
+    """One line of ``events.jsonl``: an update that reached the server, and what became of it.
 
-    Args:
-        run_dir: where the file is.
-        sequences: the last settled update of each worker. Events after these are taken back by a restart, or belong to
-            another run: they go to ``events.rolled-back.jsonl``, and ``rollbacks.jsonl`` says how many, when and why;
-            none, where only an update was lost that was acknowledged and not written yet.
-        source: the state from which the run goes on.
-        time: seconds since 1970.
+    The fields down to ``status`` are the server's and always there. The others are the worker's report, which depends
+    on the method, and what a recording adds; None where the line does not have them. The README has a table of all.
     """
 
-    def __init__(self, run_dir: Path, sequences: Mapping[int, int], source: str, time: float) -> None:
-        self._full = False
-        path = run_dir / EVENTS
-        if path.exists():
-            _take_back(path, {"time": time, "source": source, "sequences": dict(sequences)})
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    time: float
+    worker: int
+    sequence: int
+    base_version: int
+    staleness: int
+    weight: float
+    version_after: int
+    status: Status
+    norm: float | None = None
+    cosine: float | None = None
+    gain: float | None = None
+    server_seconds: float | None = None
+    position: JsonObject | None = None
+    epochs: float | None = None
+    loss: float | None = None
+    tokens: float | None = None
+    push_seconds: float | None = None
+    pull_seconds: float | None = None
+    local_steps: int | None = None
+    step_seconds: float | None = None
+    computing_seconds: float | None = None
+    waiting_seconds: float | None = None
+    held_seconds: float | None = None
+    look_ahead: float | None = None
+    shard: int | None = None
+    offset: int | None = None
+    progress: float | None = None
+    # The second name is that of the first edition's files.
+    progress_per_step: Annotated[float | None, Field(validation_alias=AliasChoices("progress_per_step", "pace"))] = None
+    checksum: str | None = None
+    control_events: Annotated[
+        tuple[ControlEvent, ...], Field(validation_alias=AliasChoices("control_events", "told"))
+    ] = ()
 
-    def write(self, time: float, receipt: Receipt, report: dict[str, Any]) -> None:
-        """``time`` in seconds since 1970; ``report`` is what the worker says of itself.
+    @staticmethod
+    def from_json(line: bytes) -> "Event":
+        """Reads one line; fields that are not known here are left out.
 
-        On a full disk the run goes on without the line.
+        Raises:
+            pydantic.ValidationError: it is not JSON, or a field is missing or of another type.
         """
-        own = {
-            "time": time,
-            "worker": receipt.worker,
-            "sequence": receipt.sequence,
-            "base_version": receipt.base_version,
-            "staleness": receipt.staleness,
-            "weight": receipt.weight,
-            "norm": receipt.norm,
-            "cosine": receipt.cosine,
-            "version_after": receipt.version,
-            "status": receipt.status.value,
-        }
-        event = own | report | own  # a report does not change what the server knows
-        line = json.dumps({key: _finite(value) for key, value in event.items()}).encode() + b"\n"
+        return _EVENT.validate_json(line)
+
+    @property
+    def target_tokens(self) -> float:
+        """Target tokens of the update, whose weight may be another number: sentences, or local steps."""
+        return self.tokens or self.weight
+
+    @property
+    def exchange_seconds(self) -> float:
+        """How long the worker's exchange before this one took."""
+        if self.waiting_seconds is not None:
+            return self.waiting_seconds
+        return (self.push_seconds or 0.0) + (self.pull_seconds or 0.0)
+
+
+_EVENT = TypeAdapter(Event)
+_Line = TypeVar("_Line")
+
+
+class LineReader(Generic[_Line]):
+    """Reads the whole lines of a ``.jsonl`` file, each once, while it may still be written.
+
+    Iterating yields the lines that were added since; of a file that has become shorter, as after a restart that took
+    events back, all. A file that does not exist has no lines.
+
+    Args:
+        parse: makes a value of a line, or raises a pydantic.ValidationError.
+        skip: called with what is wrong with a line that cannot be parsed, and then it is left out.
+
+    Attributes:
+        number: of the last line that was read, from 1.
+        cut: whether the file ended in the middle of a line when it was last read.
+    """
+
+    def __init__(
+        self, path: Path, parse: Callable[[bytes], _Line], skip: Callable[[str], object] | None = None
+    ) -> None:
+        self.path, self._parse, self._skip = path, parse, skip
+        self.number, self.cut = 0, False
+        self._offset = 0
+
+    def __iter__(self) -> Iterator[_Line]:
+        """
+        Raises:
+            ConfigurationError: a line cannot be parsed; names the file, the line and the key.
+        """
+        for line in self._new_lines():
+            try:
+                yield self._parsed(line)
+            except ConfigurationError as error:
+                if self._skip is None:
+                    raise
+                self._skip(str(error))
+
+    def skip(self) -> None:
+        """Goes to the end of the lines that are there now."""
+        for _ in self._new_lines():
+            pass
+
+    def _new_lines(self) -> Iterator[bytes]:
+        if not self.path.exists():
+            return
+        if self.path.stat().st_size < self._offset:
+            self.number = self._offset = 0
+        self.cut = False
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    self.cut = True
+                    return
+                self._offset += len(line)
+                self.number += 1
+                yield line
+
+    def _parsed(self, line: bytes) -> _Line:
         try:
-            size = os.fstat(self._file).st_size
-            if os.write(self._file, line) < len(line):
-                os.ftruncate(self._file, size)  # readers see whole lines only
-                raise OSError("the disk is full")
-            self._full = False
-        except OSError as error:
-            if not self._full:
-                print(f"events are not recorded: {error}; the run goes on", file=sys.stderr, flush=True)
-            self._full = True
+            return self._parse(line.lstrip(PADDING))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            what = f"{key}: {first['msg']}" if key else first["msg"]
+            raise ConfigurationError(f"{self.path}, line {self.number}: not a line of fairseq-async: {what}") from error
 
 
-def _take_back(path: Path, rollback: dict[str, Any]) -> None:
-    """Moves the events; a death before the last line here leaves it all to the next restart."""
-    rolled_back, rollbacks = path.with_name(ROLLED_BACK), path.with_name(ROLLBACKS)
-    lines = _whole_lines(path)
-    covered = [_covered(json.loads(line), rollback["sequences"]) for line in lines]
-    taken_back = [line for line, kept in zip(lines, covered, strict=True) if not kept]
-    recorded = [*_whole_lines(rollbacks), json.dumps(rollback | {"events": len(taken_back)}) + "\n"]
-    before = sum(json.loads(line)["events"] for line in recorded[:-1])
-    _write_whole(rolled_back, _whole_lines(rolled_back)[:before] + taken_back)
-    _write_whole(rollbacks, recorded)
-    _write_whole(path, [line for line, kept in zip(lines, covered, strict=True) if kept])
+def read_events(path: Path) -> list[Event]:
+    """The events of a file up to its last whole line; none where there is no file.
 
-
-def _whole_lines(path: Path) -> list[str]:
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [line for line in lines if line.endswith("\n")]
-
-
-def _write_whole(path: Path, lines: list[str]) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text("".join(lines))
-    part.replace(path)
-
-
-def _covered(event: dict[str, Any], sequences: Mapping[int, int]) -> bool:
-    return int(event["sequence"]) <= sequences.get(event["worker"], -1)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no Inf: they become null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    Raises:
+        ConfigurationError: a line is not an event.
+    """
+    return list(LineReader(path, Event.from_json))

@@ -1,24 +1,26 @@
-"""For how long an update waits for others, to start again together (Liu et al. 2024, arXiv 2401.09135)."""
+"""For how long a round stays open for workers that are about to come (Liu et al. 2024, arXiv 2401.09135)."""
 
 from collections.abc import Iterable
-from typing import Any
+from math import inf
 
+from fairseq_async.algorithms.rule import State
 from fairseq_async.server.plan import Plan
 
 _ROUNDING = 1e-6  # of the time that work takes
 
 
-class Grace:
+class GracePeriod:
     """A grace period. It begins with the first update of a round, and ends early when nobody can be expected in it.
 
-    When a worker comes is told by the steps that it is at and by its speed before; one without a speed may come at any
-    time. To wait for those who will be late anyway would cost everybody the whole period in every round.
+    A worker is expected when its present steps, at the speed of its last ones, are done in time; a worker without a
+    speed may come at any time. To wait for workers that will be late anyway would cost all others the whole period in
+    every round.
 
     Args:
-        seconds: None for none.
+        seconds: None for a round that stays open until it is complete.
 
     Attributes:
-        deadline: when the present one ends, by the driver's clock; None while there is none.
+        deadline: when the present period ends; None while there is none.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -27,31 +29,35 @@ class Grace:
         self._begun: dict[int, float] = {}
 
     def begin_work(self, worker: int, now: float) -> None:
-        """The worker was told what to do next."""
+        """The worker was given its work."""
         self._begun[worker] = now
 
-    def goes_on(self, arrived: int, others: Iterable[int], plan: Plan, now: float) -> bool:
-        """Whether the round waits, now that this worker's update has joined it, for any of those at work."""
+    def continues(self, arrived: int, others: Iterable[int], plan: Plan, now: float) -> bool:
+        """Whether the round stays open, now that this worker's update has joined it, for any of the others at work."""
         if self.seconds is None:
             return True
         if self.deadline is None:
             self.deadline = now + self.seconds
-        pace = min(1.0, self._pace(arrived, plan, now))
-        return any(self._may_come(worker, plan, pace) for worker in others)
+        factor = min(1.0, self._seconds_over_expected(arrived, plan, now))
+        return any(self._may_come(worker, plan, factor) for worker in others)
 
-    def _pace(self, worker: int, plan: Plan, now: float) -> float:
-        """The time that it took, of the time that it was expected to take: what speeds up one may speed up all."""
+    def close(self) -> None:
+        """The round is over."""
+        self.deadline = None
+
+    def _seconds_over_expected(self, worker: int, plan: Plan, now: float) -> float:
+        """How long its work took, over what was expected: what speeds up one worker may speed up all."""
         expected = plan.expected_seconds(worker)
         return (now - self._begun[worker]) / expected if expected and worker in self._begun else 1.0
 
-    def _may_come(self, worker: int, plan: Plan, pace: float) -> bool:
+    def _may_come(self, worker: int, plan: Plan, factor: float) -> bool:
         assert self.deadline is not None
         expected = plan.expected_seconds(worker)
-        begun = self._begun.get(worker, 0.0)  # before this server was: it is due
-        return expected is None or begun + (pace - _ROUNDING) * expected <= self.deadline
+        begun = self._begun.get(worker, -inf)  # its work began before this server did: it is due
+        return expected is None or begun + (factor - _ROUNDING) * expected <= self.deadline
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"deadline": self.deadline, "begun": self._begun}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.deadline, self._begun = state["deadline"], dict(state["begun"])

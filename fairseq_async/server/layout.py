@@ -3,17 +3,23 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
+from pydantic import AfterValidator, ConfigDict, Field, JsonValue, TypeAdapter, with_config
 from torch import Tensor
 
+_STRICT = ConfigDict(extra="forbid", strict=True)
+_ROWS = TypeAdapter(list[tuple[str, list[int], str]])
+_LARGEST = 1 << 42  # parameters: 16 TiB of fp32
 
+
+@with_config(_STRICT)
 @dataclass(frozen=True)
 class Segment:
     """One named tensor; ``dtype`` is the worker's (the buffer itself is fp32)."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Field(ge=0)], ...]
     dtype: str
 
     @property
@@ -24,11 +30,18 @@ class Segment:
         return f"{self.name} {'x'.join(map(str, self.shape)) or 'scalar'} {self.dtype}"
 
 
+def _sized(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    if not 0 < sum(segment.size for segment in segments) <= _LARGEST:
+        raise ValueError("these tensors are no model: they have no parameters, or more than any memory")
+    return segments
+
+
+@with_config(_STRICT)
 @dataclass(frozen=True)
 class Layout:
     """The model's tensors in the order of the buffer."""
 
-    segments: tuple[Segment, ...]
+    segments: Annotated[tuple[Segment, ...], AfterValidator(_sized)]
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, Tensor]]) -> "Layout":
@@ -54,9 +67,11 @@ class Layout:
     def _at(self, index: int) -> str:
         return str(self.segments[index]) if index < len(self.segments) else "missing"
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[JsonValue]:
+        """One row a tensor: name, shape, type."""
         return [[s.name, list(s.shape), s.dtype] for s in self.segments]
 
     @classmethod
-    def from_json(cls, rows: list[Any]) -> "Layout":
-        return cls(tuple(Segment(str(name), tuple(map(int, shape)), str(dtype)) for name, shape, dtype in rows))
+    def from_json(cls, rows: object) -> "Layout":
+        """The layout of such rows; a pydantic ``ValidationError``, which is a ValueError, for others."""
+        return cls(tuple(Segment(name, tuple(shape), dtype) for name, shape, dtype in _ROWS.validate_python(rows)))

@@ -3,12 +3,12 @@
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Lateness, NormGate, Rule, Update
+from fairseq_async.algorithms import NormGate, Rule, StalenessPolicy, Update
+from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError
 
 
@@ -16,12 +16,22 @@ class Status(str, Enum):
     """What became of an update."""
 
     APPLIED = "applied"
+    ACCEPTED = "accepted"  # will be added to others without a step: answered before it is applied
     HELD = "held"  # behind the barrier, until its round is complete
     REFUSED = "refused"  # NaN or Inf
     STALE = "stale"  # its staleness is above the limit
     OUTLIER = "outlier"  # its norm is too far above those before it
     DUPLICATE = "duplicate"  # its sequence number was settled before
     FINISHED = "finished"  # the run had taken its last step
+
+
+OPEN = 1 << 30
+"""A barrier that never completes a round by itself."""
+
+_LOST = 1 << 32  # updates of one worker that a restart may have taken back
+
+SETTLED = frozenset({Status.APPLIED, Status.REFUSED, Status.STALE, Status.OUTLIER})
+"""What uses a sequence number up: the worker's steps count, and its data goes on behind them."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +77,17 @@ class ParameterServer:
             of the workers' ids; 0 applies each at once. Who has a clock makes a grace period of it, by
             :meth:`complete_round`.
         last_version: the run is finished when this version is reached; None for no end.
-        lateness: what a stale update is worth.
+        staleness: what a stale update is worth.
         gate: which norms are taken.
+        keeps_last_step: keep the parameters before the last step, from which :meth:`write_ahead` looks ahead; one more
+            copy.
+
+    Attributes:
+        round_size: the barrier that was asked for; ``barrier`` may be lower while workers are away.
+        sequences: the last settled update of each worker.
+        refused: how many updates of each worker had NaN, Inf or a norm above the gate.
+        started_from: the parameters that each worker started from, where delay compensation needs them.
+        before_last_step: the parameters of the version before this one; None where they are not kept.
     """
 
     def __init__(
@@ -77,38 +96,53 @@ class ParameterServer:
         rule: Rule,
         barrier: int = 0,
         last_version: int | None = None,
-        lateness: Lateness | None = None,
+        staleness: StalenessPolicy | None = None,
         gate: NormGate | None = None,
+        keeps_last_step: bool = False,
     ) -> None:
         self.parameters = parameters
         self.rule = rule
-        self.barrier = self._round = barrier
+        self.round_size = self.barrier = barrier
         self.last_version = last_version
-        self.lateness = lateness or Lateness()
+        self.staleness = staleness or StalenessPolicy()
         self.gate = gate or NormGate()
         self.version = 0
         self.sequences: dict[int, int] = {}
         self.refused: dict[int, int] = {}
         self.started_from: dict[int, Tensor] = {}
+        self.before_last_step = parameters.clone() if keeps_last_step else None
         self._held: dict[int, tuple[Update, Receipt]] = {}
         self._released: list[Receipt] = []
+        self._restarted = False
+        self._heard_since: set[int] = set()  # workers of which an update was settled since the restart
 
     @property
     def finished(self) -> bool:
         return self.last_version is not None and self.version >= self.last_version
 
-    def changes(self, ahead: int = 0) -> bool:
+    def moves_parameters(self, ahead: int = 0) -> bool:
         """Whether the sender of the update behind ``ahead`` others has to wait: for a step, or at the barrier."""
-        return bool(self.barrier) or self.rule.changes(ahead)
+        return bool(self.barrier) or self.rule.moves_parameters(ahead)
 
     def pull(self, worker: int) -> Parameters:
         """The current parameters, copied."""
         self.note_pull(worker)
         return Parameters(self.version, self.parameters.clone())
 
+    def write_ahead(self, out: Tensor, versions: float) -> None:
+        """Writes the parameters so many versions ahead, along the last step: θ_v + τ · (θ_v − θ_(v−1)).
+
+        It is for gradients that will be applied τ versions later; pipelines know it as weight prediction (Chen et al.
+        2018, arXiv 1809.02839).
+        """
+        if self.before_last_step is None or not versions:
+            out.copy_(self.parameters)
+        else:
+            torch.lerp(self.before_last_step, self.parameters, 1.0 + versions, out=out)
+
     def note_pull(self, worker: int) -> None:
         """The worker starts from the current parameters, which delay compensation compares with later ones."""
-        if self.lateness.compensation:
+        if self.staleness.compensation:
             self.started_from[worker] = self.parameters.clone()
 
     @property
@@ -126,10 +160,10 @@ class ParameterServer:
             RefusedError: see :meth:`check`.
         """
         receipt = self.admit(update, norm)
-        return self.take(update, receipt) if receipt.status is Status.APPLIED else receipt
+        return self.apply(update, receipt) if receipt.status is Status.APPLIED else receipt
 
     def admit(self, update: Update, norm: float | None = None) -> Receipt:
-        """The first half of :meth:`push`: what becomes of the update. APPLIED: it is for :meth:`take`."""
+        """Decides what becomes of an update; one with status APPLIED is for :meth:`apply`."""
         self.check(update)
         if update.sequence <= self.sequences.get(update.worker, -1):
             return self._receipt(update, Status.DUPLICATE)
@@ -137,8 +171,8 @@ class ParameterServer:
             return self._receipt(update, Status.HELD)
         if self.finished:
             return self._receipt(update, Status.FINISHED)
-        if self.lateness.drops(self.version - update.base_version):
-            self.sequences[update.worker] = update.sequence
+        if self.staleness.drops(self.version - update.base_version):
+            self._use_up(update)
             return self._receipt(update, Status.STALE)
         norm = float(torch.linalg.vector_norm(update.delta)) if norm is None else norm
         receipt = self._receipt(update, Status.APPLIED, norm)
@@ -149,8 +183,8 @@ class ParameterServer:
         self.gate.note(receipt.norm)
         return receipt
 
-    def take(self, update: Update, receipt: Receipt) -> Receipt:
-        """The other half: applies an update, or holds it behind the barrier; ``receipt`` is from :meth:`admit`."""
+    def apply(self, update: Update, receipt: Receipt) -> Receipt:
+        """Applies an admitted update, or holds it behind the barrier; ``receipt`` is from :meth:`admit`."""
         if not self.barrier:
             return self._apply(update, receipt)
         self._held[update.worker] = update, receipt
@@ -164,11 +198,22 @@ class ParameterServer:
             raise RefusedError(f"base version {update.base_version}: the server is at {self.version}")
         if not (math.isfinite(update.weight) and update.weight >= 0):
             raise RefusedError(f"weight {update.weight}: it must be a finite number, not below 0")
-        if not 0 <= update.sequence < 1 << 63:
-            raise RefusedError(f"sequence number {update.sequence}: the first is 0, and the next one more")
+        self._check_sequence(update)
+
+    def _check_sequence(self, update: Update) -> None:
+        """Numbers grow by one. After a restart a worker's first may be further on: the server has taken back what it
+        had acknowledged."""
+        expected = self.sequences.get(update.worker, -1) + 1
+        may_skip = self._restarted and update.worker not in self._heard_since
+        if not 0 <= update.sequence <= expected + (_LOST if may_skip else 0):
+            raise RefusedError(f"sequence number {update.sequence}: the next of worker {update.worker} is {expected}")
+
+    def _use_up(self, update: Update) -> None:
+        self.sequences[update.worker] = update.sequence
+        self._heard_since.add(update.worker)
 
     def _refuse(self, update: Update, receipt: Receipt, status: Status) -> Receipt:
-        self.sequences[update.worker] = update.sequence
+        self._use_up(update)
         self.refused[update.worker] = self.refused.get(update.worker, 0) + 1
         return replace(receipt, status=status)
 
@@ -178,8 +223,8 @@ class ParameterServer:
 
     def limit_barrier(self, workers: int) -> None:
         """Only this many workers are there now: no round waits for more."""
-        if self._round:
-            self.barrier = min(self._round, max(1, workers))
+        if self.round_size:
+            self.barrier = min(self.round_size, max(1, workers))
             if len(self._held) >= self.barrier:
                 self.complete_round()
 
@@ -188,7 +233,7 @@ class ParameterServer:
         receipts, self._released = self._released, []
         return receipts
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Everything that a restart needs; held updates are not part of it: their workers compute them again."""
         return {
             "version": self.version,
@@ -197,15 +242,20 @@ class ParameterServer:
             "sequences": self.sequences,
             "refused": self.refused,
             "norms": self.gate.state_dict(),
+            "before_last_step": self.before_last_step,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
+        self._restarted, self._heard_since = True, set()
         self.version = state["version"]
         self.parameters.copy_(state["parameters"])
         self.rule.load_state_dict(state["rule"])
         self.sequences = dict(state["sequences"])
         self.refused = dict(state["refused"])
         self.gate.load_state_dict(state["norms"])
+        if self.before_last_step is not None:  # a state without them has no last step to look along
+            before = state.get("before_last_step")
+            self.before_last_step.copy_(state["parameters"] if before is None else before)
 
     def complete_round(self) -> None:
         """Applies the updates that are held, in the order of the workers' ids, and waits for no other."""
@@ -213,12 +263,14 @@ class ParameterServer:
         self._released += [self._apply(*held[worker]) for worker in sorted(held)]
 
     def _apply(self, update: Update, receipt: Receipt) -> Receipt:
-        cosine = _cosine(update.delta, receipt.norm, self.rule.direction)
+        cosine = _cosine(update.delta, receipt.norm, self.rule.momentum_buffer)
         then = self.started_from.get(update.worker)
-        worth = self.lateness.adjusted(update, receipt.staleness, self.parameters, then)
-        changes = self.rule.changes()
+        worth = self.staleness.adjusted(update, receipt.staleness, self.parameters, then)
+        changes = self.rule.moves_parameters()
+        if changes and self.before_last_step is not None:
+            self.before_last_step.copy_(self.parameters)
         self.rule.apply(self.parameters, worth)
-        self.sequences[update.worker] = update.sequence
+        self._use_up(update)
         self.version += changes
         return replace(receipt, version=self.version, cosine=cosine)
 

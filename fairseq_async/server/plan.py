@@ -1,16 +1,18 @@
-"""What the server tells its workers of their work, and when the work is done."""
+"""What workers are to do next, and when the run is finished."""
 
-import math
-from typing import Any, Protocol
+from typing import Protocol
 
-Message = dict[str, Any]
+from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import RefusedError
+from fairseq_async.server.protocol import Assignment, Report, ScheduleEvent
+
+_PASSES = 100  # over the data in one step: micro-batches may be accumulated over a small set
+_ROUNDING = 1e-6  # of a pass over the data, and of a step: parts of them are added up
 
 
-def checked_number(value: object, name: str) -> float:
-    """A finite number that is not below 0; a ValueError for another."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} is {value!r}: not a finite number of at least 0")
-    return float(value)
+def whole_steps(steps: float) -> int:
+    """How many are complete; parts of steps are added up, and rounded each time."""
+    return int(steps + _ROUNDING)
 
 
 class Plan(Protocol):
@@ -19,37 +21,42 @@ class Plan(Protocol):
     @property
     def finished(self) -> bool: ...
 
-    def assign(self, worker: int) -> Message:
-        """What an answer says of the worker's next work; ``idle`` in it: nothing, as long as others do theirs."""
+    def assign(self, worker: int) -> Assignment:
+        """The worker's next work; an idle one as long as there is none."""
         ...
 
     def expected_seconds(self, worker: int) -> float | None:
         """What the worker's present work takes, from its speed before; None where that is not known."""
         ...
 
-    def check(self, report: Message) -> None:
-        """Raises a KeyError, TypeError or ValueError for a report that :meth:`record` could not take."""
+    def check(self, report: Report) -> None:
+        """Raises a RefusedError for a report that no worker of this method can have sent."""
         ...
 
-    def record(self, worker: int, weight: float, report: Message) -> None:
-        """An update was settled; ``report`` is what its worker said of it."""
+    def record(self, worker: int, report: Report) -> None:
+        """Counts the work of an update that was settled."""
         ...
 
-    def forget(self, worker: int) -> None:
-        """The worker is gone, with what it was at."""
+    def release(self, worker: int) -> None:
+        """The worker is gone: its work is open again."""
         ...
 
-    def hear(self, worker: int, message: Message) -> Message:
-        """A message of this method's own."""
+    def follow(self, event: ScheduleEvent) -> float:
+        """Worker 0 has begun or ended an epoch; returns the learning rate."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> State: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: State) -> None: ...
 
 
-class Schedule(Protocol):
+class EpochSchedule(Protocol):
     """A learning rate that may change at the ends of epochs."""
+
+    @property
+    def steps(self) -> float:
+        """Of the optimizer so far; a partial one counts as the part that it is."""
+        ...
 
     @property
     def learning_rate(self) -> float: ...
@@ -59,46 +66,68 @@ class Schedule(Protocol):
     def end_epoch(self, epoch: int, loss: float | None) -> None: ...
 
 
-class Passes:
-    """The plan of gradient methods: a schedule beside the optimizer, and an end after so many passes over the data.
+class EpochPlan:
+    """The plan of gradient methods: a schedule beside the optimizer, and an end after so many steps or passes over the
+    data.
 
     Args:
         max_epoch: passes of all workers together; 0 for no end.
+        total_steps: whole steps, of which parts are added up; 0 for no end.
     """
 
-    def __init__(self, schedule: Schedule, max_epoch: int) -> None:
-        self.schedule, self.max_epoch = schedule, max_epoch
+    def __init__(self, schedule: EpochSchedule, max_epoch: int, total_steps: int = 0) -> None:
+        self.schedule, self.max_epoch, self.total_steps = schedule, max_epoch, total_steps
         self.epochs = 0.0
 
     @property
     def finished(self) -> bool:
-        return bool(self.max_epoch and self.epochs > self.max_epoch - 1e-6)
+        if self.max_epoch and self.epochs > self.max_epoch - _ROUNDING:
+            return True
+        return self.total_steps > 0 and whole_steps(self.schedule.steps) >= self.total_steps
 
-    def assign(self, worker: int) -> Message:
-        return {"learning_rate": self.schedule.learning_rate}
+    def assign(self, worker: int) -> Assignment:
+        """The learning rate, which the worker logs, and the steps so far."""
+        return Assignment(learning_rate=self.schedule.learning_rate, total_progress=self.schedule.steps)
 
     def expected_seconds(self, worker: int) -> float | None:
         return None
 
-    def check(self, report: Message) -> None:
-        checked_number(report.get("epochs", 0.0), "epochs")
+    def check(self, report: Report) -> None:
+        """
+        Raises:
+            RefusedError: more data than one gradient can be of.
+        """
+        check_epochs(report.epochs, 1)
 
-    def record(self, worker: int, weight: float, report: Message) -> None:
-        self.epochs += report.get("epochs", 0.0)
+    def record(self, worker: int, report: Report) -> None:
+        self.epochs += report.epochs
 
-    def forget(self, worker: int) -> None:
+    def release(self, worker: int) -> None:
         """Nothing was promised to it."""
 
-    def hear(self, worker: int, message: Message) -> Message:
-        """Worker 0, who validates, tells of its epochs."""
-        if message["event"] == "begin_epoch":
-            self.schedule.begin_epoch(int(message["epoch"]))
+    def follow(self, event: ScheduleEvent) -> float:
+        if event.event == "begin_epoch":
+            self.schedule.begin_epoch(event.epoch)
         else:
-            self.schedule.end_epoch(int(message["epoch"]), message["loss"])
-        return self.assign(worker)
+            self.schedule.end_epoch(event.epoch, event.loss)
+        return self.schedule.learning_rate
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"epochs": self.epochs}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.epochs = state["epochs"]
+
+
+def check_epochs(epochs: float, steps: int) -> None:
+    """
+    Raises:
+        RefusedError: no worker has gone through the data so often in so many steps.
+    """
+    if epochs > _PASSES * max(1, steps):
+        raise RefusedError(f"epochs {epochs:g}: a step is of {_PASSES} passes over the data at most")
+
+
+def no_schedule(event: ScheduleEvent) -> float:
+    """The answer of a method whose server has no learning-rate schedule."""
+    raise RefusedError(f"{event.event}: this method has no learning-rate schedule in the server")

@@ -8,19 +8,22 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fairseq_async.errors import ConfigurationError, RefusedError
-from fairseq_async.exchange import environment
+from fairseq_async.environment import TOKEN
+from fairseq_async.errors import ConfigurationError, RefusedError, option
+from fairseq_async.exchange.addresses import LOOPBACK
 from fairseq_async.exchange.authentication import new_token, write_token
-from fairseq_async.server.connection import LOOPBACK
-from fairseq_async.server.loop import Loop
+from fairseq_async.exchange.linux import environment
+from fairseq_async.server.event_loop import EventLoop
+from fairseq_async.server.notices import Notices, tell_log
 from fairseq_async.server.run import Build
 from fairseq_async.server.service import Service
 
 _BACKLOG = 128  # workers that may come before the server has imported what it needs
-TOKEN = "FAIRSEQ_ASYNC_TOKEN"  # the environment, unlike a command line, is not for other users to read
+_PORT_SECONDS = 10.0  # for which a dead server's port may still be held: by a snapshot that was just begun
 
 
 def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
@@ -30,10 +33,12 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--recover", type=int, help="go on from the last snapshot; descriptor for its name or an error")
+    parser.add_argument("--notices", type=int, help="descriptor of a pipe for lines that the user is to see")
     options = parser.parse_args(arguments)
-    service = Service(os.environ[TOKEN], options.workers, options.run_dir, build)
+    tell = tell_log if options.notices is None else Notices(options.notices)
+    service = Service(os.environ[TOKEN], options.workers, options.run_dir, build, tell=tell)
     if options.recover is None:
-        service.job.snapshots.clear()  # of a run before
+        service.snapshots.clear()  # of a run before
     else:
         with open(options.recover, "w") as report:  # not stdout, where an imported library may write too
             try:
@@ -41,9 +46,9 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
             except RefusedError as error:
                 report.write(f"error: {error}")
                 raise SystemExit(2) from None
-    if Loop(socket.socket(fileno=options.listener), service, sys.stdin).run():
-        service.job.snapshots.wait()
-        service.job.snapshots.clear()  # a finished run goes on from its checkpoint, if at all
+    if EventLoop(socket.socket(fileno=options.listener), service, sys.stdin).run():
+        service.snapshots.wait()
+        service.snapshots.clear()  # a finished run goes on from its checkpoint, if at all
 
 
 def _claim(run_dir: Path) -> int:
@@ -53,7 +58,7 @@ def _claim(run_dir: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
-        raise ConfigurationError(f"{run_dir} (--save-dir or --run-dir) is in use by another run") from error
+        raise ConfigurationError(f"{run_dir} ({option('run_dir')}) is in use by another run") from error
     return descriptor
 
 
@@ -61,8 +66,19 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
-        where = f"port {port} (--port)" if host == LOOPBACK else f"address {host}:{port} (--server)"
+        where = f"port {port} ({option('port')})" if host == LOOPBACK else f"address {host}:{port} ({option('server')})"
         raise ConfigurationError(f"{where} cannot be used: {error}") from error
+
+
+def _listen_again(host: str, port: int) -> socket.socket:
+    deadline = time.monotonic() + _PORT_SECONDS
+    while True:
+        try:
+            return _listen(host, port)
+        except ConfigurationError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 class ServerProcess:
@@ -99,7 +115,7 @@ class ServerProcess:
             run_dir.mkdir(parents=True, exist_ok=True)
             log.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigurationError(f"{run_dir} (--save-dir or --run-dir) cannot be made: {error.strerror}") from error
+            raise ConfigurationError(f"{run_dir} ({option('run_dir')}) cannot be made: {error.strerror}") from error
         self.token, self.log, self.restarts = token or new_token(), log, restarts
         self.token_file = run_dir / ".token"
         self._command = [sys.executable, "-m", module, "--workers", str(workers), "--run-dir", str(run_dir)]
@@ -139,18 +155,26 @@ class ServerProcess:
             self._claimed = -1
 
     def _start(self, listener: socket.socket, *arguments: str, report: Sequence[int] = ()) -> None:
-        with self.log.open("a") as output, self._starting:
-            if self._stopping.is_set():
-                raise ConfigurationError("the server was stopped")
-            self.process = subprocess.Popen(
-                [*self._command, "--listener", str(listener.fileno()), *arguments],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[listener.fileno(), self._claimed, *report],
-                start_new_session=True,
-                env=self._environment | environment(),
-            )
+        reader, writer = os.pipe()
+        try:
+            with self.log.open("a") as output, self._starting:
+                if self._stopping.is_set():
+                    raise ConfigurationError("the server was stopped")
+                self.process = subprocess.Popen(
+                    [*self._command, "--listener", str(listener.fileno()), "--notices", str(writer), *arguments],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[listener.fileno(), self._claimed, writer, *report],
+                    start_new_session=True,
+                    env=self._environment | environment(),
+                )
+        except BaseException:
+            os.close(reader)
+            raise
+        finally:
+            os.close(writer)
+        threading.Thread(target=_pass_on, args=(reader,), daemon=True).start()
 
     def _start_again(self) -> str:
         """The name of the snapshot that it goes on from."""
@@ -158,7 +182,7 @@ class ServerProcess:
         reader, writer = os.pipe()
         with open(reader) as report:
             try:
-                with _listen(host, int(port)) as listener:
+                with _listen_again(host, int(port)) as listener:
                     self._start(listener, "--recover", str(writer), report=[writer])
             finally:
                 os.close(writer)
@@ -189,6 +213,13 @@ def manner(code: int | None) -> str:
     if code is None:
         return "did not end"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def _pass_on(notices: int) -> None:
+    """In a thread: says what the server tells, until it has ended."""
+    with open(notices, errors="replace") as lines:
+        for line in lines:
+            _say(line.rstrip("\n"))
 
 
 def _say(what: str) -> None:

@@ -1,151 +1,169 @@
-"""All that the workers of a run have in common: begun anew, or from a state on disk."""
+"""A run in the server process: its model and method, and, once it has parameters, its coordinator and its log."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Lateness, NormGate, Rule
-from fairseq_async.errors import RefusedError
-from fairseq_async.server.events import EventLog
+from fairseq_async.algorithms import Rule
+from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import RefusedError, option
+from fairseq_async.exchange import SharedMemory, linux
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.coordinator import Coordinator, Instruction, Settled, build_coordinator
+from fairseq_async.server.event_log import EventLog, Recorder
 from fairseq_async.server.layout import Layout
-from fairseq_async.server.parameter_server import ParameterServer, Receipt, Status
-from fairseq_async.server.plan import Message, Plan
-from fairseq_async.server.recording import Recorder
+from fairseq_async.server.membership import Membership
+from fairseq_async.server.notices import Tell, tell_log
+from fairseq_async.server.plan import Plan
+from fairseq_async.server.protocol import PushReply, Welcome, WorkReply
+from fairseq_async.server.state_files import restored_path
 
-Build = Callable[[Message, Layout, Tensor], tuple[Rule, Plan]]
-"""Makes rule and plan from a method's description, the layout and the flat parameters."""
-State = dict[str, Any]
+Build = Callable[[MethodSpec, Layout, Tensor], tuple[Rule, Plan]]
+"""Makes rule and plan from a method, the layout and the flat parameters, which the rule changes in place."""
 
 
 class Run:
-    """Server, rule and plan of one method, with where each worker is in its data, and the log of events.
+    """What the workers of a server have in common. The first worker describes it; worker 0 brings the parameters.
 
     Args:
-        parameters: flat fp32; the run's own from now on.
-        state: of :meth:`state_dict`, to go on from; None begins anew.
-        source: what to call it in the log of rollbacks.
-        now: seconds since 1970.
-
-    Attributes:
-        positions: where in its data each worker was with its last update.
-        heard: the number of each worker's last plan message, and the answer.
+        run_dir: where ``events.jsonl`` and ``run.json`` go.
+        slots: how many workers there can be at one time.
+        tell: what to do with a line for whoever runs it.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        build: Build,
-        method: Message,
-        layout: Layout,
-        parameters: Tensor,
-        state: State | None,
-        source: str,
-        now: float,
-    ) -> None:
-        self.method, self.layout = method, layout
-        self.rule, self.plan = build(method, layout, parameters)
-        self.server = ParameterServer(
-            parameters,
-            self.rule,
-            barrier=int(method["barrier"]),
-            last_version=method.get("last_version"),
-            lateness=Lateness(**method.get("lateness", {})),
-            gate=NormGate(method.get("max_update_norm_ratio")),
-        )
-        self.positions: dict[int, Message] = {}
-        self.heard: dict[int, tuple[int, Message]] = {}
-        if state is not None:
-            self._load_state_dict(state)
-        self.recorder = Recorder(run_dir, self.server, state is not None) if method.get("record") else None
-        self.events = EventLog(run_dir, self.server.sequences, source, now)
-        description = {"workers": method.get("workers"), "method": method, "layout": layout.to_json()}
-        (run_dir / "run.json").write_text(json.dumps(description, indent=1) + "\n")
+    def __init__(self, run_dir: Path, spec: MethodSpec, layout: Layout, slots: int, tell: Tell = tell_log) -> None:
+        self.run_dir, self.spec, self.layout, self._tell = run_dir, spec, layout, tell
+        self.memory = SharedMemory.create(layout.size, slots, spec.publishes)
+        self._coordinator: Coordinator | None = None
+        self._published = -1
 
     @property
-    def finished(self) -> bool:
-        return self.server.finished or self.plan.finished
+    def begun(self) -> bool:
+        """Whether there are parameters."""
+        return self._coordinator is not None
 
-    def assignment(self, worker: int) -> Message:
-        """What an answer says to a worker, besides the receipt."""
-        refused = self.server.refused.get(worker, 0)
-        return {"version": self.server.version, "refused": refused, **self.plan.assign(worker)}
+    @property
+    def coordinator(self) -> Coordinator:
+        """
+        Raises:
+            RefusedError: there are no parameters yet.
+        """
+        if self._coordinator is None:
+            raise RefusedError("the server has no parameters yet")
+        return self._coordinator
 
-    def record(self, receipt: Receipt, report: Message, now: float) -> None:
-        """An update was settled: notes where in its data the worker was, for its restart, and writes the event."""
-        if receipt.status in (Status.APPLIED, Status.REFUSED, Status.STALE, Status.OUTLIER):
-            self.positions[receipt.worker] = report.get("position", {})
-            self.plan.record(receipt.worker, receipt.weight, report)
-        recorded = {} if self.recorder is None else self.recorder.of(receipt)
-        self.events.write(now, receipt, report | recorded)
+    def check(self, name: str, spec: MethodSpec, layout: Layout) -> None:
+        """
+        Raises:
+            RefusedError: a worker trains something else, or in another way.
+        """
+        if difference := layout.difference(self.layout):
+            raise RefusedError(f"{name} has another model than the others: {difference}")
+        if option := self.spec.difference(spec):
+            raise RefusedError(f"{name} was started with another {option} than the others")
 
-    def limit_round(self, updates: int) -> None:
-        """No step is to wait for more updates than these."""
-        self.rule.limit_round(updates)
-        if self.recorder is not None:
-            self.recorder.note(event="limit_round", updates=updates)
+    def begin(
+        self, build: Build, parameters: Tensor, state: State | None, source: str, membership: Membership, time: float
+    ) -> None:
+        """Takes the parameters (flat, fp32, the run's own from now on), or a state that has others in it.
 
-    def hear(self, worker: int, message: Message) -> Message:
-        """A message of the method's own, which may come a second time when the answer to it was lost."""
-        number, answer = self.heard.get(worker, (None, {}))
-        if number is None or number != message["number"]:
-            answer = self.plan.hear(worker, message)
-            if self.recorder is not None:
-                self.recorder.note(**{key: value for key, value in message.items() if key not in ("kind", "number")})
-            self.heard[worker] = message["number"], answer
-        return answer
+        Args:
+            state: of :meth:`state_dict`, to go on from; None begins anew.
+            source: what to call the beginning in the log of rollbacks.
+            time: seconds since 1970.
+        """
+        rule, plan = build(self.spec, self.layout, parameters)
+        coordinator = build_coordinator(self.spec, rule, plan, parameters, membership)
+        if state is not None:
+            self._check_state(state)
+            coordinator.load_state_dict(state)
+        server = coordinator.server
+        self._recorder = Recorder(self.run_dir, server, state is not None) if self.spec.server.record else None
+        self._events = EventLog(self.run_dir, server.sequences, source, time, self._tell)
+        description = {"workers": self.spec.workers, "method": self.spec.to_json(), "layout": self.layout.to_json()}
+        (self.run_dir / "run.json").write_text(json.dumps(description, indent=1) + "\n")
+        self._coordinator = coordinator
+        self.publish()
+
+    def publish(self) -> None:
+        """Shows the parameters to workers, if they have changed and workers read them by themselves."""
+        server, before = self.coordinator.server, self._published
+        self._published = server.version
+        if server.version == before:
+            return
+        if self.spec.publishes:
+            self.memory.publish(server.parameters, server.version)
+        if before == 0:
+            linux.trim()
+
+    def log(self, settled: list[Settled], time: float) -> None:
+        """Writes the events of updates that were settled together; ``time`` in seconds since 1970."""
+        for each in settled:
+            recorded = {} if self._recorder is None else self._recorder.of(each)
+            self._events.write(time, each.receipt, each.report, each.recorded | recorded)
+
+    def welcome(self, worker: int, slots: int, now: float) -> Welcome:
+        """The answer to a worker that has joined; ``slots`` is how many workers there is room for."""
+        state_path = str(restored_path(self.run_dir))
+        if not self.begun:
+            return Welcome(False, self.memory.path, self.spec.publishes, slots, state_path)
+        coordinator, server = self.coordinator, self.coordinator.server
+        instruction = coordinator.instruct(worker, None, now)
+        return Welcome(
+            initialised=True,
+            state_path=state_path,
+            memory=self.memory.path,
+            publishes=self.spec.publishes,
+            slots=slots,
+            version=server.version,
+            sequence=1 + server.sequences.get(worker, -1),
+            position=coordinator.positions.get(worker),
+            refused=server.refused.get(worker, 0),
+            finished=instruction.finished,
+            assignment=instruction.assignment,
+        )
+
+    def reply(self, instruction: Instruction) -> PushReply | WorkReply:
+        """The message that brings a worker its instruction."""
+        receipt, server = instruction.receipt, self.coordinator.server
+        if receipt is None:
+            return WorkReply(instruction.finished, instruction.assignment)
+        return PushReply(
+            status=receipt.status,
+            # behind a barrier the round may have gone on after this update: the worker is to pull what is there now
+            version=server.version,
+            staleness=receipt.staleness,
+            refused=server.refused.get(instruction.worker, 0),
+            finished=instruction.finished,
+            assignment=instruction.assignment,
+            norm=receipt.norm,
+            cosine=receipt.cosine,
+        )
 
     def state_dict(self) -> State:
         """All that another server needs to go on, with workers that have been told the method."""
-        return {
-            "method": name_of(self.method),
-            "inner_optimizer": _inner(self.method),
-            "server": self.server.state_dict(),
-            "positions": self.positions,
-            "plan": self.plan.state_dict(),
-        }
+        own = {"method": self.spec.name, "inner_optimizer": _inner_optimizer(self.spec)}
+        return own | self.coordinator.state_dict()
 
     def snapshot(self) -> State:
         """All that another server needs to go on by itself, while the workers wait for it."""
-        return self.state_dict() | {"layout": self.layout.to_json(), "description": self.method, "heard": self.heard}
+        described = {"layout": self.layout.to_json(), "spec": self.spec.to_json()}
+        return self.state_dict() | self.coordinator.snapshot() | described
 
-    def _load_state_dict(self, state: State) -> None:
-        if state["method"] != name_of(self.method):
-            raise RefusedError(f"the checkpoint is of {state['method']}, this run is of {name_of(self.method)}")
-        before, now = state.get("inner_optimizer"), _inner(self.method)
+    def _check_state(self, state: State) -> None:
+        if state["method"] != self.spec.name:
+            raise RefusedError(f"the checkpoint is of {state['method']}, this run is of {self.spec.name}")
+        before, now = state.get("inner_optimizer"), _inner_optimizer(self.spec)
         if before != now and before is not None:
             raise RefusedError(
-                f"the checkpoint's inner optimizer is {before}, this run's is {now}: give --inner-optimizer {before}, "
-                "or --reset-optimizer"
+                f"the checkpoint's inner optimizer is {before}, this run's is {now}: give "
+                f"{option('inner_optimizer')} {before}, or {option('reset_optimizer')}"
             )
-        self.server.load_state_dict(state["server"])
-        self.plan.load_state_dict(state["plan"])
-        self.positions = dict(state["positions"])
-        self.heard = dict(state.get("heard", {}))
 
 
-def name_of(method: Message) -> str:
-    """A method in words."""
-    return " with outer ".join(str(method[key]) for key in ("method", "outer") if key in method)
-
-
-def _inner(method: Message) -> str | None:
-    """The optimizer that steps in the server, by fairseq's name."""
-    inner = method.get("inner_optimizer")
-    return inner.get("_name") if isinstance(inner, dict) else None
-
-
-def read(path: Path) -> State:
-    """The state in a file.
-
-    Raises:
-        RefusedError: it cannot be read.
-    """
-    try:
-        state: State = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError) as error:
-        raise RefusedError(f"{path}: the server's state cannot be read: {error}") from error
-    return state
+def _inner_optimizer(spec: MethodSpec) -> str | None:
+    """The name of the optimizer that steps in the server, where a framework has named it."""
+    inner = spec.framework.get("inner_optimizer")
+    return str(inner["_name"]) if isinstance(inner, dict) and "_name" in inner else None

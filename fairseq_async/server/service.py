@@ -1,26 +1,32 @@
-"""The server behind its door: what the answer to each message is."""
+"""Answers the requests of a run's workers, and lets in only workers that know its token."""
 
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from fairseq_async.algorithms import Update
 from fairseq_async.errors import AsyncError, RefusedError
-from fairseq_async.server import run as runs
-from fairseq_async.server.door import Door
-from fairseq_async.server.job import Job
+from fairseq_async.exchange import copy
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server import protocol
+from fairseq_async.server.coordinator import Outcome
 from fairseq_async.server.layout import Layout
-from fairseq_async.server.members import Members, Peer
-from fairseq_async.server.parameter_server import ParameterServer
-from fairseq_async.server.plan import Message
-from fairseq_async.server.refusals import Refusals
+from fairseq_async.server.membership import Membership
+from fairseq_async.server.notices import Tell, tell_log
+from fairseq_async.server.parameter_server import Status
+from fairseq_async.server.peers import USUAL, Handshake, Peer, RefusalLog
+from fairseq_async.server.protocol import Answer, Request
 from fairseq_async.server.run import Build, Run
-from fairseq_async.server.training import Training
+from fairseq_async.server.snapshots import Snapshots
+from fairseq_async.server.state_files import read_state, restored_path, saved_path, write_state
 
-Handler = Callable[[Peer, Message], Message | None]
+_UNREAD = 32  # answers that may wait for a peer to take them; a worker waits for one at a time
 
 
 class Service:
@@ -30,190 +36,357 @@ class Service:
         token: what a worker must know to come in.
         workers: how many workers are expected; their ids are 0 to ``workers - 1``.
         run_dir: where ``events.jsonl``, ``run.json`` and snapshots go.
-        build: makes the rule once the first worker has described model and method.
-        clock: seconds since 1970.
+        build: makes rule and plan when worker 0 has brought the parameters.
+        clock: seconds that do not go back; everything that is waited for is measured by it.
+        wall_clock: seconds since 1970, for logs alone.
+        tell: what to do with a line for whoever runs the server.
+
+    Attributes:
+        run: None until a worker has described it.
+        applying: what goes on while an update is applied, which changes nothing but parameters and rule.
     """
 
     def __init__(
-        self, token: str, workers: int, run_dir: Path, build: Build, clock: Callable[[], float] = time.time
+        self,
+        token: str,
+        workers: int,
+        run_dir: Path,
+        build: Build,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        tell: Tell = tell_log,
     ) -> None:
-        self.clock = clock
-        self.door = Door(token)
-        self.members = Members(workers, clock)
-        self.job = Job(run_dir, build, self.members.capacity, clock)
-        self.refusals = Refusals()
-        self.training = Training(self.job, self.members, clock, self._answer)
+        self.run_dir, self.build, self.clock, self.wall_clock, self.tell = run_dir, build, clock, wall_clock, tell
+        self._handshake = Handshake(token)
+        self.membership = Membership(workers, clock())
+        self.snapshots = Snapshots(run_dir, clock, tell)
+        self.peers: dict[int, Peer] = {}
+        self.refusals = RefusalLog()
+        self.run: Run | None = None
+        self.applying: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
-    def run(self) -> Run:
-        return self.job.run
+    def described(self) -> Run:
+        """The run.
+
+        Raises:
+            RefusedError: no worker has described it yet.
+        """
+        if self.run is None:
+            raise RefusedError("say hello first")
+        return self.run
 
     @property
-    def server(self) -> ParameterServer:
-        return self.job.server
+    def begun(self) -> Run | None:
+        """The run, once it has parameters."""
+        return self.run if self.run is not None and self.run.begun else None
 
     @property
     def finished(self) -> bool:
-        return self.training.finished
+        return self.begun is not None and self.begun.coordinator.finished
 
-    def tick(self) -> float:
-        """Does what time brings; returns the seconds until there is something to do again."""
-        return self.training.tick()
-
-    # What a message leads to
+    # Requests
 
     def greet(self, peer: Peer) -> None:
-        """A connection was made."""
-        self._answer(peer, self.door.greet(peer))
+        """Answers a new connection with a challenge."""
+        self._answer(peer, self._handshake.greet(peer))
 
-    def receive(self, peer: Peer, message: Message, accepted: bool = False) -> None:
-        """Handles one message. A mistake is answered; the peer stays, and so does the server.
+    def receive(self, peer: Peer, body: bytes) -> None:
+        """Handles one message as it came.
+
+        Raises:
+            ProtocolError: it is not JSON.
+        """
+        try:
+            request = protocol.parse_request(body)
+        except protocol.MalformedMessageError as error:
+            return self._refuse(peer, "malformed message", error)
+        self.handle(peer, request)
+
+    def handle(self, peer: Peer, request: Request, accepted: bool = False) -> None:
+        """Handles one request. A request that fails gets an error as its answer; peer and server stay.
 
         Args:
             accepted: it is an update that has had its answer.
         """
-        self.members.hear(peer)
+        self.hear(peer)
         try:
-            self.training.recount()  # who was silent counts again
-            handle: Handler = partial(self.training.push, accepted=True) if accepted else self._handle
-            answer = handle(peer, message)
+            self._recount()  # a worker that was silent counts again
+            answer = self._respond(peer, request, accepted)
         except AsyncError as error:
-            self.refusals.count(type(error).__name__, peer.name, error)
-            answer = {"error": str(error)}
+            self._refuse(peer, type(error).__name__, error)
         except OSError as error:
-            self.refusals.count("files", peer.name, error)
-            answer = {"error": f"the server cannot use its directory: {error}"}
-        except Exception as error:  # whatever a message leads to, it must not end the others' run
-            if not isinstance(error, KeyError | TypeError | ValueError):
-                traceback.print_exc()
-            self.refusals.count("malformed message", peer.name, repr(error))
-            answer = {"error": f"malformed message: {error!r}"}
-        if answer is not None:
-            self._answer(peer, answer)
+            self._refuse(peer, "files", error, f"the server cannot use its directory: {error}")
+        except Exception as error:  # a mistake of this program's own: whatever it is, it must not end the others' run
+            self._note_mistake(peer.name, error)
+            self._answer(peer, protocol.ErrorReply(f"internal error of the server: {error!r}; see server.log"))
+        else:
+            if answer is not None:
+                self._answer(peer, answer)
         if peer.worker is None:
             peer.channel.end()  # a stranger has one attempt
 
-    def forget(self, peer: Peer) -> None:
+    def hear(self, peer: Peer) -> None:
+        """Something has come from the peer, or was taken by it."""
+        if peer.worker is not None and self.peers.get(peer.worker) is peer:
+            self.membership.hear(peer.worker, self.clock())
+
+    def disconnected(self, peer: Peer) -> None:
         """The connection is closed."""
         self._part(peer, for_good=False)
 
-    def _handle(self, peer: Peer, message: Message) -> Message | None:
-        if peer.worker is None:
-            return self._introduce(peer, message)
-        kind = str(message.get("kind"))
-        if kind == "alive":
-            return None
-        handler = self._handlers().get(kind)
-        if handler is None:
-            raise RefusedError(f"there is no message {kind!r}")
-        if not peer.admitted and kind not in ("hello", "leave"):
-            raise RefusedError("say hello first")
-        return handler(peer, message)
-
-    def _handlers(self) -> dict[str, Handler]:
-        return {
-            "hello": self._hello,
-            "initialise": self._initialise,
-            "push": self.training.push,
-            "pull": self.training.pull,
-            "wait": self.training.wait,
-            "plan": lambda peer, message: self.run.hear(peer.id, message),
-            "snapshot": self._snapshot,
-            "leave": self._leave,
-        }
-
-    def _answer(self, peer: Peer, answer: Message, tensor: torch.Tensor | None = None) -> None:
-        peer.waiting = None
-        self.members.hear(peer)  # from now on it is its turn
-        peer.channel.queue(answer, tensor)
+    def tick(self) -> float:
+        """Does what time brings; returns the seconds until there is something to do again."""
+        run = self.begun
+        if run is None:
+            return 1.0
+        coordinator = run.coordinator
         try:
-            peer.channel.flush()
-        except AsyncError:
-            self.forget(peer)  # it died; its connection will be closed by the loop
-
-    # Coming in
-
-    def _introduce(self, peer: Peer, message: Message) -> Message:
-        answer = self.door.introduce(peer, message, self.members)
-        before = self.members.peers.get(peer.id)
-        if before is not None:  # its connection broke, or it is another in the place of one that is silent
-            self.forget(before)
-            before.channel.end()
-        self.members.enter(peer)
-        return answer
-
-    def _hello(self, peer: Peer, message: Message) -> Message | None:
-        layout, method = Layout.from_json(message["layout"]), dict(message["method"])
-        if not self.job.described:
-            self.job.describe(layout, method)
-            self.training.follow_terms()
-        self.job.terms.check(peer.name, layout, method)
-        self.job.memory.open(peer.id)
-        peer.admitted, peer.remote = True, bool(message.get("remote"))
-        peer.channel.room = self.job.memory.slot(peer.id) if peer.remote else None
-        peer.channel.notice_death(self.members.timeout)
-        self.training.count_barrier()
-        if not self.job.begun and peer.worker != 0:
-            peer.waiting = "hello"
-            return None
-        return self._welcome(peer.id)
-
-    def _welcome(self, worker: int) -> Message:
-        job = self.job
-        here = {"memory": job.memory.path, "publishes": job.terms.publishes, "slots": self.members.capacity}
-        if not self.job.begun:
-            return here | {"initialised": False}
-        return here | {
-            "initialised": True,
-            "sequence": 1 + self.server.sequences.get(worker, -1),
-            "position": self.run.positions.get(worker),
-            **self.training.state_for(worker),
-        }
-
-    def _initialise(self, peer: Peer, message: Message) -> Message:
-        """Worker 0 brings the parameters, in its slot or, with all the rest of the state, in a file."""
-        if peer.worker != 0:
-            raise RefusedError("worker 0 brings the parameters")
-        if self.job.begun:  # the answer was lost, and it asks again
-            return self._welcome(0)
-        state = None if message["state"] is None else runs.read(Path(message["state"]))
-        self.job.begin(self.job.memory.slot(0).clone(), state, "the beginning" if state is None else "a checkpoint")
-        self.training.finished = self.run.finished  # as the run of the checkpoint may be
-        self.job.keep_snapshots()
-        self.job.snapshots.wait()  # until it is there nobody is told of parameters, and a server that dies begins anew
-        for other in list(self.members.peers.values()):
-            if other.waiting == "hello":
-                self._answer(other, self._welcome(other.id))
-        return self._welcome(0)
+            self._deliver(run, coordinator.tick(self.clock()))
+            if not coordinator.finished:
+                self._keep_snapshots(run)
+        except Exception as error:  # likewise
+            self._note_mistake("the clock", error)
+            return 1.0
+        return 1.0 if coordinator.deadline is None else max(0.0, min(1.0, coordinator.deadline - self.clock()))
 
     def recover(self) -> str:
-        """Goes on from the newest snapshot in the run's directory, whose name is returned.
+        """Goes on from the newest snapshot in the run's directory; returns its name.
 
         Raises:
             RefusedError: there are snapshots, and none can be read.
         """
-        name = self.job.recover()
-        if self.job.begun:
-            self.training.follow_terms()
-            self.training.finished = self.run.finished
-        return name
+        found = self.snapshots.latest(lambda state: Layout.from_json(state["layout"]))
+        if found is None:
+            return "the beginning"
+        path, state = found
+        run = self._describe(MethodSpec.from_json(state["spec"]), Layout.from_json(state["layout"]))
+        parameters = torch.zeros(run.layout.size)
+        run.begin(self.build, parameters, state, f"snapshot {path.name}", self.membership, self.wall_clock())
+        return path.name
+
+    def _refuse(self, peer: Peer, kind: str, error: object, said: str | None = None) -> None:
+        self.refusals.count(kind, peer.name, error)
+        self._answer(peer, protocol.ErrorReply(said or str(error)))
+        if peer.worker is None:
+            peer.channel.end()
+
+    def _note_mistake(self, source: str, error: Exception) -> None:
+        if self.refusals.count("internal error", source, repr(error)):
+            for line in "".join(traceback.format_exception(error)).splitlines():
+                tell_log(line)
+
+    def _respond(self, peer: Peer, request: Request, accepted: bool) -> Answer | None:
+        """The answer to a request; None if there is none, or it was given already, or comes later."""
+        if peer.worker is None:
+            return self._introduce(peer, request)
+        match request:
+            case protocol.Alive():
+                return None
+            case protocol.Hello():
+                return self._hello(peer, request)
+            case protocol.Leave():
+                return self._leave(peer, request.finished)
+        if not peer.admitted:
+            raise RefusedError("say hello first")
+        return self._respond_to_member(peer, request, accepted)
+
+    def _respond_to_member(self, peer: Peer, request: Request, accepted: bool) -> Answer | None:
+        run = self.described
+        match request:
+            case protocol.Initialise():
+                return self._initialise(peer, request.restored)
+            case protocol.Push():
+                return self._push(peer, request, accepted)
+            case protocol.Pull():
+                self._pull(peer, request.look_ahead)
+                return None
+            case protocol.WaitForWork():
+                self._deliver(run, run.coordinator.wait(peer.id, self.clock()))
+                return None
+            case protocol.ScheduleEvent():
+                return protocol.ScheduleReply(run.coordinator.follow(peer.id, request))
+            case protocol.SaveState():
+                return self._save_state(run, peer)
+        raise RefusedError(f"there is no message {request.kind!r} after the introduction")
+
+    def _answer(self, peer: Peer, answer: Answer, tensor: Tensor | None = None) -> None:
+        if peer.worker is not None and self.peers.get(peer.worker) is peer:
+            self.membership.answered(peer.worker, self.clock())  # from now on it is its turn
+        peer.channel.queue(protocol.encode(answer), tensor)
+        if peer.channel.unsent > _UNREAD:  # it asks on and on, and does not read: its answers must not fill the memory
+            self.refusals.count("unread answers", peer.name, "disconnected")
+            peer.channel.drop()
+            return
+        try:
+            peer.channel.flush()
+        except AsyncError:
+            self.disconnected(peer)  # it died; the event loop will find its connection closed
+
+    def _deliver(self, run: Run, outcome: Outcome) -> None:
+        """Publishes and logs what was settled, then answers the workers that wait for it."""
+        for worker, error in outcome.uncounted:
+            self._note_mistake(f"worker {worker}", error)
+        run.publish()
+        run.log(outcome.settled, self.wall_clock())
+        for instruction in outcome.instructions:
+            peer = self.peers.get(instruction.worker)
+            if peer is not None:
+                self._answer(peer, run.reply(instruction))
+
+    # Coming in
+
+    def _introduce(self, peer: Peer, request: Request) -> Answer:
+        introduce = self._handshake.checked(peer, request)
+        now, instance = self.clock(), introduce.instance[:64]
+        worker = self.membership.number(introduce.worker, introduce.joins, instance, now)
+        before = self.peers.get(worker)
+        if before is not None:  # its connection broke, or it is another in the place of one that is silent
+            self.disconnected(before)
+            before.channel.end()
+        self.peers[worker] = peer
+        self.membership.enter(worker, instance, now)
+        return self._handshake.complete(peer, introduce, worker, self.membership)
+
+    def _hello(self, peer: Peer, hello: protocol.Hello) -> Answer | None:
+        if self.run is None and peer.worker != 0:  # only worker 0 says what is trained
+            peer.hello = hello
+            self.membership.wait(peer.id, "hello")
+            return None
+        described = self.run is None
+        run = self.run or self._describe(hello.spec, hello.layout)
+        answer = self._admit(run, peer, hello)
+        for other in list(self.peers.values()) if described else []:
+            if other.hello is not None:
+                self.handle(other, other.hello)
+        return answer
+
+    def _admit(self, run: Run, peer: Peer, hello: protocol.Hello) -> Answer | None:
+        run.check(peer.name, hello.spec, hello.layout)
+        run.memory.open(peer.id)
+        peer.admitted, peer.remote, peer.hello = True, hello.remote, None
+        peer.channel.room = run.memory.slot(peer.id) if peer.remote else None
+        peer.channel.largest = USUAL
+        peer.channel.notice_death(self.membership.timeout)
+        self._recount(changed=True)
+        if not run.begun and peer.worker != 0:
+            self.membership.wait(peer.id, "hello")
+            return None
+        return self._welcome(run, peer.id)
+
+    def _describe(self, spec: MethodSpec, layout: Layout) -> Run:
+        """Worker 0, or a snapshot, says what is trained, and how."""
+        self.run = Run(self.run_dir, spec, layout, self.membership.capacity, self.tell)
+        self.membership.timeout = spec.server.worker_timeout
+        return self.run
+
+    def _welcome(self, run: Run, worker: int) -> Answer:
+        return run.welcome(worker, self.membership.capacity, self.clock())
+
+    def _initialise(self, peer: Peer, in_file: bool) -> Answer:
+        """Worker 0 brings the parameters, in its slot or, with all the rest of the state, in a file."""
+        run = self.described
+        if peer.worker != 0:
+            raise RefusedError("worker 0 brings the parameters")
+        if run.begun:  # the answer was lost, and it asks again
+            return self._welcome(run, 0)
+        restored = read_state(restored_path(self.run_dir)) if in_file else None
+        source = "the beginning" if restored is None else "a checkpoint"
+        run.begin(self.build, run.memory.slot(0).clone(), restored, source, self.membership, self.wall_clock())
+        self._recount(changed=True)
+        self._keep_snapshots(run)
+        self.snapshots.wait()  # until it is there nobody is told of parameters, and a server that dies begins anew
+        for worker in self.membership.waiting("hello"):
+            self._answer(self.peers[worker], self._welcome(run, worker))
+        return self._welcome(run, 0)
+
+    def _recount(self, changed: bool = False) -> None:
+        run = self.begun
+        if run is not None:
+            self._deliver(run, run.coordinator.recount(self.clock(), changed))
+
+    # Updates and parameters
+
+    def _push(self, peer: Peer, push: protocol.Push, accepted: bool) -> Answer | None:
+        run = self.described
+        coordinator, now = run.coordinator, self.clock()
+        if coordinator.finished:
+            if accepted:
+                run.memory.mark_taken(peer.id, push.sequence)
+                return None
+            return run.reply(coordinator.rejected(peer.id, now))
+        update = self.checked_update(peer, push)
+        began = time.perf_counter()
+        if accepted or (run.spec.publishes and not push.wait and not coordinator.server.moves_parameters()):
+            waits = False
+            if not accepted:
+                self._answer(peer, run.reply(coordinator.accept(update, coordinator.server.version, now)))
+        else:
+            waits = True
+            self.membership.wait(peer.id, "push")
+        report = replace(push.report, server_seconds=peer.server_seconds)
+        norm = None if peer.remote else push.norm  # what came over a network may not be what was sent
+        receipt = coordinator.admit(update, report, waits, norm)
+        if receipt.status is Status.APPLIED:
+            with self.applying():
+                receipt = coordinator.apply(update, receipt)
+                run.publish()
+        if receipt.status is not Status.HELD:
+            run.memory.mark_taken(peer.id, update.sequence)
+        self._deliver(run, coordinator.settle(receipt, now))
+        peer.server_seconds = time.perf_counter() - began
+        return None
+
+    def checked_update(self, peer: Peer, push: protocol.Push) -> Update:
+        """The update in the worker's slot.
+
+        Raises:
+            RefusedError: no worker can have sent it.
+        """
+        run = self.described
+        update = Update(peer.id, push.sequence, push.base_version, push.weight, run.memory.slot(peer.id))
+        run.coordinator.check(update, push.report)
+        return update
+
+    def _pull(self, peer: Peer, look_ahead: float) -> None:
+        """Gives the current parameters to a worker that does not read the published copy.
+
+        Not with the answer to an update: until that is heard, the slot must keep the update for a second attempt.
+        """
+        run = self.described
+        server, slot = run.coordinator.server, run.memory.slot(peer.id)
+        if look_ahead:
+            server.write_ahead(slot, look_ahead)
+        else:
+            copy(slot, server.parameters)
+        server.note_pull(peer.id)
+        self._answer(peer, protocol.PullReply(server.version), slot if peer.remote else None)
 
     # Saving and leaving
 
-    def _snapshot(self, peer: Peer, message: Message) -> Message:
-        """For a checkpoint that a worker writes."""
-        try:
-            torch.save(self.run.state_dict(), message["path"])
-        except (OSError, RuntimeError) as error:
-            raise RefusedError(f"the server's state cannot be written to {message['path']}: {error}") from error
-        return {"version": self.server.version}
+    def _save_state(self, run: Run, peer: Peer) -> Answer:
+        """For a checkpoint that worker 0 writes."""
+        if peer.worker != 0:
+            raise RefusedError("worker 0 saves the run's state")
+        path = saved_path(self.run_dir, peer.id)
+        write_state(path, run.state_dict())
+        return protocol.StateSaved(run.coordinator.server.version, str(path))
 
-    def _leave(self, peer: Peer, message: Message) -> Message:
+    def _keep_snapshots(self, run: Run) -> None:
+        settings, version = run.spec.server, run.coordinator.server.version
+        self.snapshots.keep_up(run.snapshot, version, settings.snapshot_seconds, settings.snapshot_updates)
+
+    def _leave(self, peer: Peer, finished: bool) -> Answer:
         self._part(peer, for_good=True)
-        if self.job.begun and message["finished"]:
-            self.training.end()
-        return {}
+        if self.begun is not None and finished:
+            self._deliver(self.begun, self.begun.coordinator.end(self.clock()))
+        return protocol.Goodbye()
 
     def _part(self, peer: Peer, for_good: bool) -> None:
-        if self.members.leave(peer, for_good) and self.job.begun:
-            self.training.go_on_without(peer.id)
+        if peer.worker is None or self.peers.get(peer.worker) is not peer:
+            return
+        del self.peers[peer.worker]
+        now = self.clock()
+        self.membership.leave(peer.worker, for_good, now)
+        if self.begun is not None:
+            self._deliver(self.begun, self.begun.coordinator.depart(peer.worker, now))

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -12,7 +11,9 @@ from typing import Any
 import torch
 
 from fairseq_async.errors import RefusedError
-from fairseq_async.server.orphans import end_with_parent
+from fairseq_async.exchange.linux import end_with_parent
+from fairseq_async.server.notices import Tell, tell_log
+from fairseq_async.server.state_files import private
 
 DIRECTORY = "snapshots"
 _KEPT = 2  # the last one may have been torn by what killed the server
@@ -26,10 +27,11 @@ class Snapshots:
     Args:
         run_dir: they go to ``snapshots/`` there.
         clock: seconds.
+        tell: what to do with a line that says that one could not be written.
     """
 
-    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
-        self.directory, self.clock = run_dir / DIRECTORY, clock
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic, tell: Tell = tell_log) -> None:
+        self.directory, self.clock, self.tell = run_dir / DIRECTORY, clock, tell
         self._child = 0
         self._taken_at: float | None = None
         self._version = -1
@@ -39,11 +41,18 @@ class Snapshots:
         due = self._taken_at is None or self.clock() - self._taken_at >= seconds
         due = due or bool(updates and version - self._version >= updates)
         if due and version != self._version and not self.busy:
-            self.take(state(), version)
             self._taken_at, self._version = self.clock(), version
+            try:
+                self.take(state(), version)
+            except OSError as error:  # no more processes, no memory for one, or the directory is gone
+                self.tell(f"a snapshot could not be written: {error}; the run goes on without it")
 
     def take(self, state: dict[str, Any], version: int) -> None:
-        """Begins to write; nothing while the one before is being written."""
+        """Begins to write; nothing while the one before is being written.
+
+        Raises:
+            OSError: there can be no other process, or no directory.
+        """
         if self.busy:
             return
         self.directory.mkdir(exist_ok=True)
@@ -79,7 +88,7 @@ class Snapshots:
                 return False
             self._child = 0
             if status:
-                print("a snapshot could not be written; the run goes on without it", file=sys.stderr, flush=True)
+                self.tell("a snapshot could not be written; the run goes on without it")
         return True
 
     def latest(self, check: Callable[[dict[str, Any]], object]) -> tuple[Path, dict[str, Any]] | None:
@@ -96,7 +105,7 @@ class Snapshots:
                 check(state)
                 return path, state
             except Exception as error:  # torch raises whatever the broken bytes lead it to
-                print(f"{path} is skipped: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                self.tell(f"{path} is skipped: {type(error).__name__}: {error}")
                 path.replace(path.with_suffix(".torn"))
         if any(self.directory.glob("*.torn")):
             raise RefusedError(f"no snapshot in {self.directory} can be read")
@@ -111,10 +120,11 @@ class Snapshots:
         path = self.directory / f"version-{version:012d}.pt"
         part = path.with_suffix(".part")
         try:
-            with part.open("wb") as file:
+            with open(part, "wb", opener=private) as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
+            torch.load(part, map_location="cpu", weights_only=True, mmap=True)  # what nobody can read replaces nothing
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)

@@ -1,55 +1,80 @@
-"""The virtual clock: what is to happen, in order."""
+"""The virtual clock of a simulation: a queue of scheduled events."""
 
 import heapq
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import TypedDict
 
 
-class Kind(IntEnum):
-    """Of what happens at one moment, a worker's end comes before what it would have sent, and a grace period that ends
-    takes in what arrives at that moment."""
+class EventKind(IntEnum):
+    """What happens at a scheduled event.
+
+    The order is that of events at the same moment, and results depend on it: a worker that dies sends nothing any more,
+    and a grace period that ends still includes the updates that arrive at that moment.
+    """
 
     JOINS = 0
     DIES = 1
     ARRIVES = 2
-    IS_TAKEN = 3  # an update that stood in line
+    IS_TAKEN = 3  # the server starts on an update that had to queue
     GRACE_ENDS = 4
 
 
 @dataclass(frozen=True, order=True)
-class Happening:
-    """One thing that happens to one worker. ``life`` says to which of its lives it belongs: what a dead one had sent
-    does not arrive."""
+class ScheduledEvent:
+    """Something that is going to happen to one worker.
+
+    Attributes:
+        time: virtual seconds.
+        incarnation: of the worker when it was scheduled; an update of a worker that has died since does not arrive.
+    """
 
     time: float
-    kind: Kind
+    kind: EventKind
     worker: int
-    life: int = 0
+    incarnation: int = 0
+
+
+class ClockState(TypedDict):
+    """What a saved simulation holds of a :class:`Clock`. An event is [time, kind, worker, incarnation]."""
+
+    now: float
+    queue: list[tuple[float, int, int, int]]
 
 
 class Clock:
-    """An event queue; the time is that of the last event, in seconds. Equal moments come in one fixed order."""
+    """A queue of events in the order of their time; events at the same moment come in one fixed order.
+
+    Attributes:
+        now: the time of the last event, in virtual seconds.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._queue: list[Happening] = []
+        self._queue: list[ScheduledEvent] = []
 
-    def schedule(self, happening: Happening) -> None:
-        heapq.heappush(self._queue, happening)
+    def schedule(self, event: ScheduledEvent) -> None:
+        """Adds an event to the queue."""
+        heapq.heappush(self._queue, event)
 
-    def next(self) -> Happening | None:
-        """Goes on to what happens next; None when there is nothing left."""
+    def next(self) -> ScheduledEvent | None:
+        """Removes the next event and moves the time to it; None when there is none left."""
         if not self._queue:
             return None
-        happening = heapq.heappop(self._queue)
-        self.now = max(self.now, happening.time)
-        return happening
+        event = heapq.heappop(self._queue)
+        self.now = max(self.now, event.time)
+        return event
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"now": self.now, "queue": [[each.time, int(each.kind), each.worker, each.life] for each in self._queue]}
+    def state_dict(self) -> ClockState:
+        """The time and the queue."""
+        queue = [(each.time, int(each.kind), each.worker, each.incarnation) for each in self._queue]
+        return {"now": self.now, "queue": queue}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: ClockState) -> None:
+        """Restores what :meth:`state_dict` returned."""
         self.now = state["now"]
-        self._queue = [Happening(time, Kind(kind), worker, life) for time, kind, worker, life in state["queue"]]
+        self._queue = [
+            ScheduledEvent(time, EventKind(kind), worker, incarnation)
+            for time, kind, worker, incarnation in state["queue"]
+        ]
         heapq.heapify(self._queue)

@@ -1,25 +1,29 @@
-"""The simulated machines: how long a step takes each worker, what an exchange costs, and who is away when."""
+"""The simulated machines: seconds per step and per exchange, and when each worker is absent."""
 
-import json
 import math
 import random
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fairseq_async.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from fairseq_async.server.events import Event
+
 
 class _Strict(BaseModel):
+    """A section of the experiment file, in which unknown keys are errors."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
 class Distribution(_Strict):
-    """Seconds that vary from step to step.
+    """Seconds per step that are drawn anew for each step.
 
     Attributes:
         spread: standard deviation over mean; an exponential distribution has 1.
@@ -38,6 +42,7 @@ class Distribution(_Strict):
         return self
 
     def draw(self, random_: random.Random) -> float:
+        """The seconds of one step."""
         match self.distribution:
             case "exponential":
                 return random_.expovariate(1 / self.mean)
@@ -49,10 +54,10 @@ class Distribution(_Strict):
 
 
 class Trace(_Strict):
-    """Recorded seconds, used again from the first when they are at their end.
+    """Recorded seconds per step; after the last one they begin again.
 
     Attributes:
-        trace: a file of one number a line, or the ``events.jsonl`` of a real run.
+        trace: a file with one number per line, or the ``events.jsonl`` of a real run.
         worker: whose seconds to take from an ``events.jsonl``.
     """
 
@@ -64,13 +69,13 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)] | Distribution | Tr
 
 
 class Absence(_Strict):
-    """A worker that is not there for some time.
+    """A time during which a worker is absent.
 
     Attributes:
-        from_: virtual seconds; from 0 on, the worker comes late.
-        to: None for ever.
-        pause: it stands still and goes on where it was; else it dies, loses what it was computing, and comes back with
-            a new inner optimizer.
+        from_: virtual seconds; with 0 the worker joins late.
+        to: None if it never comes back.
+        pause: the worker stops and later goes on where it was; otherwise it dies, loses what it was computing, and
+            comes back with a new inner optimizer.
     """
 
     worker: int = Field(ge=0)
@@ -88,12 +93,12 @@ class Absence(_Strict):
 
 
 class Exchange(_Strict):
-    """What it costs to send the parameters' size one way, and what the server does with an update.
+    """The time of an exchange: to send an update or the parameters, and for the server to process an update.
 
     Attributes:
         seconds: of each transfer, whatever its size.
-        seconds_per_byte: as 8e-9 of a link of 1 Gbit/s.
-        server_seconds: for which the server is busy with one update; others wait in line.
+        seconds_per_byte: for example 8e-9 for a link of 1 Gbit/s.
+        server_seconds: for which the server is busy with one update, while others queue.
     """
 
     seconds: float = Field(0.0, ge=0)
@@ -101,14 +106,15 @@ class Exchange(_Strict):
     server_seconds: float = Field(0.0, ge=0)
 
     def transfer(self, parameters: int) -> float:
+        """Seconds to send so many fp32 parameters one way."""
         return self.seconds + self.seconds_per_byte * 4 * parameters
 
 
 class Cluster(_Strict):
-    """The workers.
+    """The workers of a simulation, and the time that they and the server take.
 
     Attributes:
-        workers: k.
+        workers: how many there are.
         seconds_per_step: one for all, or one for each worker.
     """
 
@@ -132,12 +138,15 @@ class Cluster(_Strict):
         return self
 
     def seconds_of(self, worker: int) -> Seconds:
+        """Seconds per step of one worker."""
         given = self.seconds_per_step
         return given[worker] if isinstance(given, list) else given
 
 
 class Speed:
-    """Seconds of the n-th step of a worker: a function of seed, worker and n, so that all methods meet the same ones.
+    """Seconds of each step of one worker.
+
+    They are a function of seed, worker and number of the step, so all methods meet the same ones.
 
     Raises:
         ConfigurationError: a trace cannot be read.
@@ -148,42 +157,50 @@ class Speed:
         self._trace = read_trace(seconds) if isinstance(seconds, Trace) else ()
 
     def of_step(self, number: int) -> float:
+        """Seconds of the worker's step with this number."""
         if isinstance(self._seconds, Distribution):
             return self._seconds.draw(random.Random(self._seed + str(number)))
-        return self._trace[number % len(self._trace)] if self._trace else float(self._seconds)  # type: ignore[arg-type]
+        if isinstance(self._seconds, Trace):
+            return self._trace[number % len(self._trace)]
+        return float(self._seconds)
 
 
 @cache
 def read_trace(given: Trace) -> tuple[float, ...]:
-    """The recorded seconds per step.
+    """The recorded seconds per step of a trace.
 
     Raises:
-        ConfigurationError: the file is not there, or holds none.
+        ConfigurationError: the file cannot be read, or has no seconds of this worker.
     """
+    from fairseq_async.server.events import read_events  # start-up time: torch, where a file has a mistake
+
     try:
-        lines = given.trace.read_text().splitlines()
         if given.trace.suffix == ".jsonl":
-            seconds = _of_events([e for e in map(json.loads, lines) if e["worker"] == given.worker])
+            given.trace.stat()  # a log that does not exist would read as an empty one
+            seconds = _of_events([event for event in read_events(given.trace) if event.worker == given.worker])
         else:
-            seconds = [float(line) for line in lines if line.strip()]
-    except (OSError, ValueError, KeyError) as error:
+            seconds = [float(line) for line in given.trace.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
         raise ConfigurationError(f"trace {given.trace} cannot be read: {error}") from error
     if not seconds or min(seconds) <= 0:
         raise ConfigurationError(f"trace {given.trace}: no seconds above 0 of worker {given.worker} in it")
     return tuple(seconds)
 
 
-def _of_events(events: list[dict[str, Any]]) -> list[float]:
-    """Of local SGD as its workers have said; else what lies between two events and was no exchange."""
-    if events and "computing_seconds" in events[0]:
-        return [e["computing_seconds"] / e["local_steps"] for e in events if e["local_steps"]]
-    gaps = [b["time"] - a["time"] - b["push_seconds"] - b["pull_seconds"] for a, b in pairwise(events)]
+def _of_events(events: "list[Event]") -> list[float]:
+    """Seconds per step as local SGD's workers report them; otherwise the time between two events less the exchange."""
+    if events and events[0].computing_seconds is not None:
+        return [(event.computing_seconds or 0.0) / event.local_steps for event in events if event.local_steps]
+    gaps = [
+        after.time - before.time - (after.push_seconds or 0.0) - (after.pull_seconds or 0.0)
+        for before, after in pairwise(events)
+    ]
     typical = fmean(gaps) if gaps else 0.0
     return [gap if gap > 0 else typical for gap in gaps]
 
 
 class Presence:
-    """When one worker is there, and when what it computes is done."""
+    """When one worker joins and dies, and when its work is finished."""
 
     def __init__(self, absences: list[Absence], worker: int) -> None:
         own = sorted((a for a in absences if a.worker == worker), key=lambda a: a.from_)
@@ -191,15 +208,16 @@ class Presence:
         self.deaths = [a for a in own if not a.pause]
 
     def arrivals(self) -> list[float]:
-        """When it comes: at the beginning, unless it is away then, and after each death."""
+        """When it joins: at the beginning, unless it is absent then, and at the end of each absence."""
         late = any(a.from_ == 0 for a in self.deaths)
         return ([] if late else [0.0]) + [a.to for a in self.deaths if a.to is not None]
 
     def departures(self) -> list[float]:
+        """When it dies."""
         return [a.from_ for a in self.deaths if a.from_ > 0]
 
     def done(self, start: float, seconds: float) -> float:
-        """When work of so many seconds is finished, pauses included."""
+        """When work of so many seconds that begins at ``start`` is finished, pauses included."""
         end = start + seconds
         for pause in self.pauses:
             assert pause.to is not None

@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from fairseq_async import methods
+from fairseq_async.config import HybridOptions, LocalSGDOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.simulation.cluster import Cluster
-from fairseq_async.worker.config import HybridOptions, LocalSGDOptions, checked
+from fairseq_async.validation import checked
 
 
 class _Strict(BaseModel):
@@ -103,9 +105,8 @@ class AdaScaleOptions(_Strict):
 
 
 Options = LocalSGDOptions | HybridOptions | AdasumOptions | AdaScaleOptions
-METHODS: dict[str, type[Options]] = {
-    "local_sgd": LocalSGDOptions,
-    "hybrid_async": HybridOptions,
+# methods whose ranks are simulated in their own way
+_SYNCHRONOUS: dict[str, type[AdasumOptions] | type[AdaScaleOptions]] = {
     "adasum": AdasumOptions,
     "adascale": AdaScaleOptions,
 }
@@ -190,13 +191,13 @@ def read(path: Path) -> Experiment:
     given = head.clusters or {"": head.cluster or {}}
     clusters = {name: checked(Cluster, values, _in(path, "cluster", name)) for name, values in given.items()}
     optimizer = checked(OptimizerOptions, head.optimizer, f"{path}, optimizer")
-    methods = tuple(_method(path, name, values, head.optimizer) for name, values in head.methods.items())
+    simulated = tuple(_method(path, name, values, head.optimizer) for name, values in head.methods.items())
     target = None if head.target is None else _target(path, head.target, list(head.methods))
     before = None if head.pretraining is None else checked(Pretraining, head.pretraining, f"{path}, pretraining")
     return Experiment(
         path=path,
         head=head,
-        methods=methods,
+        methods=simulated,
         clusters=clusters,
         schedule=checked(ScheduleOptions, head.schedule, f"{path}, schedule"),
         optimizer=optimizer,
@@ -214,21 +215,28 @@ def _method(path: Path, name: str, given: dict[str, Any], common: dict[str, Any]
     where, values = _in(path, "method", name), dict(given)
     own = values.pop("optimizer", {})
     kind = values.get("method")
-    if kind not in METHODS:
+    if kind not in methods.METHODS:
         what = " is missing" if kind is None else f": {kind}: there is no such method"
-        raise ConfigurationError(f'{where}: "method"{what}; there are {", ".join(METHODS)}')
+        raise ConfigurationError(f'{where}: "method"{what}; there are {", ".join(methods.METHODS)}')
     for key in _THE_EXPERIMENTS:
         if key in values:
             raise ConfigurationError(f'{where}: "{key}" cannot be set for one method of a simulation: leave it out')
     if not isinstance(own, dict):
         raise ConfigurationError(f'{where}: "optimizer" is a mapping, as at the top of the file')
-    options = checked(METHODS[kind], values, where)
+    options = _options(kind, values, where)
     if own.get("type", common.get("type")) != common.get("type"):
         common = {key: value for key, value in common.items() if key not in ("betas", "momentum")}
     optimizer = checked(OptimizerOptions, common | own, f"{where}, optimizer")
     if kind == "adascale" and optimizer.type != "sgd":
         raise ConfigurationError(f'{where}: adascale is simulated with "optimizer": "type": sgd, not {optimizer.type}')
     return Method(name, options, optimizer)
+
+
+def _options(kind: str, values: dict[str, Any], where: str) -> Options:
+    if kind in _SYNCHRONOUS:
+        return checked(_SYNCHRONOUS[kind], values, where)
+    model: type[LocalSGDOptions] | type[HybridOptions] = LocalSGDOptions if kind == "local_sgd" else HybridOptions
+    return methods.parse(model, values, where)
 
 
 def _target(path: Path, given: dict[str, Any], names: list[str]) -> Target:

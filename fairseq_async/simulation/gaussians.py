@@ -1,4 +1,4 @@
-"""The toy task: which of several mixtures of Gaussians a point was drawn from."""
+"""A toy problem: to tell from which of several mixtures of Gaussians a point was drawn."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,10 @@ from torch.nn.functional import cross_entropy
 
 
 class Gaussians:
-    """Each class is a mixture of ``components`` Gaussians whose means are drawn at random, so that classes overlap and
-    lie in each other's midst; a network with one hidden layer is to tell them apart. The kind of task on which Liu et
-    al. 2024 (arXiv 2401.09135) try out delayed Nesterov. Seconds on a CPU.
+    """Classification of points by a network with one hidden layer. Takes seconds on a CPU.
+
+    Each class is a mixture of ``components`` Gaussians with random means, so the classes overlap and surround each
+    other. Liu et al. 2024 (arXiv 2401.09135) try out delayed Nesterov on this kind of task.
 
     Args:
         dimensions: of a point.
@@ -37,13 +38,16 @@ class Gaussians:
         self.model = nn.Sequential(nn.Linear(dimensions, hidden), nn.Tanh(), nn.Linear(hidden, classes)).to(device)
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Points and labels."""
         chosen = torch.tensor(indices, device=self.points.device)
         return self.points[chosen], self.labels[chosen]
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
+        """The mean cross entropy, and the number of points."""
         points, labels = batch
         return cross_entropy(self.model(points), labels), float(len(labels))
 
     @torch.no_grad()
     def evaluate(self) -> float:
+        """The mean cross entropy on a fifth of all points, which are not trained on."""
         return float(cross_entropy(self.model(self.points[self.samples :]), self.labels[self.samples :]))

@@ -1,10 +1,10 @@
-"""What is trained in a simulation."""
+"""Simulated problems: the interface, and how one is built from its name."""
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,38 +14,38 @@ from fairseq_async.errors import ConfigurationError
 
 @runtime_checkable
 class Problem(Protocol):
-    """A model, its data and its loss. A function of the user's own (``module:callable``) returns one.
+    """A model, its data and its loss. A user's own function (``module:callable``) may return one.
 
     Attributes:
         model: in training mode, on the device where it is to be trained.
-        samples: how many there are to draw from.
+        samples: size of the training set.
     """
 
     model: torch.nn.Module
     samples: int
 
     def batch(self, indices: Sequence[int]) -> Any:
-        """These samples together, on the model's device."""
+        """A batch of these samples, on the model's device, in the form that :meth:`loss` takes."""
         ...
 
     def loss(self, batch: Any) -> tuple[Tensor, float]:
-        """The mean loss in nats, to be differentiated, and over how many (target) tokens or samples it is the mean."""
+        """The mean loss in nats with its graph, and the number of (target) tokens or samples that it is the mean of."""
         ...
 
     def evaluate(self) -> float:
-        """The mean loss on data that is not trained on, in nats; leaves the model in training mode."""
+        """The mean loss on held-out data, in nats; leaves the model in training mode."""
         ...
 
 
-def build(settings: dict[str, Any], directory: Path, seed: int, device: torch.device) -> Problem:
-    """The problem that an experiment names; its fresh parameters and its data follow from the seed.
+def build(settings: Mapping[str, object], directory: Path, seed: int, device: torch.device) -> Problem:
+    """Builds the problem that an experiment names; its initial parameters and its data follow from the seed.
 
     Args:
-        settings: ``type`` and what it takes.
-        directory: that of the experiment file, from which relative paths and modules are found.
+        settings: ``type`` and the arguments of that type.
+        directory: of the experiment file, from which relative paths and modules are found.
 
     Raises:
-        ConfigurationError: there is no such problem, or it does not take these settings.
+        ConfigurationError: there is no such problem, or it does not take these arguments.
     """
     arguments = dict(settings)
     kind = str(arguments.pop("type", ""))
@@ -59,29 +59,30 @@ def build(settings: dict[str, Any], directory: Path, seed: int, device: torch.de
     return problem
 
 
-_OURS = {
+_BUILT_IN = {
     "gaussians": "fairseq_async.simulation.gaussians:Gaussians",
     "c4_lm": "recipes.c4_lm.simulated:C4",
     "fairseq_translation": "fairseq_async.simulation.translation:Translation",
 }
 
 
-def _function(kind: str, directory: Path) -> Any:
-    name = _OURS.get(kind, kind)
+def _function(kind: str, directory: Path) -> Callable[..., object]:
+    """Imports the function or class of a built-in name or MODULE:NAME."""
+    name = _BUILT_IN.get(kind, kind)
     module, colon, attribute = name.partition(":")
     if not colon:
         raise ConfigurationError(
-            f'"problem": "type": {kind or "is missing"}; there are {", ".join(_OURS)} and MODULE:NAME'
+            f'"problem": "type": {kind or "is missing"}; there are {", ".join(_BUILT_IN)} and MODULE:NAME'
         )
     sys.path += [str(path) for path in (directory, Path.cwd()) if str(path) not in sys.path]
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return cast(Callable[..., object], getattr(importlib.import_module(module), attribute))
     except (ImportError, AttributeError) as error:
         where = "; start the simulation in a checkout of the project" if module.startswith("recipes.") else ""
         raise ConfigurationError(f'"problem": "type": {kind} cannot be imported: {error}{where}') from error
 
 
-def _located(arguments: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """``data`` and ``init`` are paths, relative to the experiment file."""
-    found = {name: directory / Path(arguments[name]).expanduser() for name in ("data", "init") if name in arguments}
-    return arguments | found
+def _located(arguments: Mapping[str, object], directory: Path) -> dict[str, object]:
+    """The arguments with ``data`` and ``init`` as paths, which are relative to the experiment file."""
+    paths = {name: arguments[name] for name in ("data", "init") if name in arguments}
+    return {**arguments, **{name: directory / Path(cast(str, path)).expanduser() for name, path in paths.items()}}

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from fairseq_async.method_spec import JsonObject
 from fairseq_async.server import Receipt
-from fairseq_async.server.checksum import checksum
-from fairseq_async.server.events import EventLog
+from fairseq_async.server.event_log import EventLog, checksum
+from fairseq_async.server.protocol import Report
 from fairseq_async.simulation.trial import Trial
 
 
@@ -44,13 +45,13 @@ class Records:
         else:
             (self.directory / "events.jsonl").unlink(missing_ok=True)  # of a trial that was killed before it was saved
         self._events = EventLog(self.directory, trial.server.sequences, "state.pt", trial.clock.now)
-        described = {"workers": len(trial.workers), "method": trial.deal.description, "simulated": names}
+        described = {"workers": len(trial.workers), "method": trial.spec.to_json(), "simulated": names}
         write_whole(self.directory / "run.json", described | {"layout": trial.model.layout.to_json()})
         self._write_curve()
 
-    def write(self, time: float, receipt: Receipt, report: dict[str, Any]) -> None:
+    def write(self, time: float, receipt: Receipt, report: Report, extra: JsonObject) -> None:
         assert self._events is not None
-        self._events.write(time, receipt, report)
+        self._events.write(time, receipt, report, extra)
 
     def evaluate(self, trial: Trial) -> None:
         row = {
@@ -107,6 +108,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_whole(path: Path, content: Any) -> None:
+    """Writes a JSON file under another name and renames it: a reader never sees a part of it."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(partial, path)

@@ -1,94 +1,120 @@
-"""Server rules that only a simulation needs: its learning rate, and synchronous ranks of one process."""
+"""The methods of a simulation: rule, plan and description of each, and rules that only a simulation needs."""
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import AdaScaleGain, HybridAccumulation, Update, adasum
-from fairseq_async.server import Layout
-from fairseq_async.simulation.schedule import LearningRate, set_lr
+from fairseq_async import methods
+from fairseq_async.algorithms import AdaScaleGain, HybridAccumulation, Rule, Update, adasum
+from fairseq_async.algorithms.rule import State
+from fairseq_async.config import HybridOptions, LocalSGDOptions
+from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
+from fairseq_async.server import Layout, local_sgd_main
+from fairseq_async.server.local_step_plan import LocalStepPlan
+from fairseq_async.server.plan import EpochPlan, Plan
+from fairseq_async.server.scheduled_rule import ScheduledRule
+from fairseq_async.simulation.experiment import AdaScaleOptions, AdasumOptions, Experiment, Method
+from fairseq_async.simulation.schedule import LearningRate, StepSchedule, make_optimizer, set_lr
 
 
-class ScheduledSteps(HybridAccumulation):
-    """Hybrid accumulation whose learning rate follows the run's progress.
+@dataclass(frozen=True)
+class SimulatedMethod:
+    """What a method is made of: the server's parts, and the description that a real run writes into ``run.json``."""
 
-    Args:
-        progress_per_step: mean gradients of a worker that a step stands for: N/k.
+    rule: Rule
+    plan: Plan
+    spec: MethodSpec
+    sends_gradients: bool
+
+
+def build_method(
+    method: Method, experiment: Experiment, workers: int, shards: list[int], parameters: Tensor, layout: Layout
+) -> SimulatedMethod:
+    """Rule and plan, as the real servers build them.
+
+    Raises:
+        ConfigurationError: options that do not go together.
     """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, updates_per_step: int, clip_norm: float, rate: LearningRate,
-        progress_per_step: float,
-    ) -> None:  # fmt: skip
-        super().__init__(optimizer, updates_per_step, clip_norm)
-        self.rate, self.progress_per_step, self.steps = rate, progress_per_step, 0
-
-    @property
-    def learning_rate(self) -> float:
-        return self.rate(self.steps * self.progress_per_step)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """The rate follows steps."""
-
-    def end_epoch(self, epoch: int, loss: float | None) -> None:
-        """The rate follows steps."""
-
-    def apply(self, parameters: Tensor, update: Update) -> bool:
-        set_lr(self.optimizer, self.learning_rate)
-        stepped = super().apply(parameters, update)
-        self.steps += stepped
-        return stepped
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.steps = state["steps"]
+    options = method.options
+    if isinstance(options, LocalSGDOptions):
+        own = options.model_copy(update={"total_steps": experiment.steps, "seed": experiment.seed})
+        spec = local_sgd_spec(own, workers, shards, None, {})
+        return SimulatedMethod(*local_sgd_main.build(spec, layout, parameters), spec, sends_gradients=False)
+    if isinstance(options, AdasumOptions):
+        plan = LocalStepPlan(workers, options.local_steps, experiment.steps, False, shards, experiment.seed)
+        spec = MethodSpec("adasum", workers, options.model_dump(), barrier=workers)
+        return SimulatedMethod(AdasumOfRanks(layout, workers), plan, spec, sends_gradients=False)
+    rate = LearningRate(experiment.schedule, method.optimizer.lr, experiment.steps)
+    inner = make_optimizer(method.optimizer, [parameters])
+    if isinstance(options, AdaScaleOptions):
+        spec = MethodSpec("adascale", workers, options.model_dump() | {"updates_per_step": workers}, barrier=workers)
+        accumulation = HybridAccumulation(inner, workers, method.optimizer.clip_norm)
+        ada_rule = AdaScaleRule(accumulation, rate, options.smoothing)
+        return SimulatedMethod(
+            ada_rule, EpochPlan(ada_rule, max_epoch=0, total_steps=experiment.steps), spec, sends_gradients=True
+        )
+    assert isinstance(options, HybridOptions)
+    size = options.updates_per_step or workers
+    spec = hybrid_spec(options, workers, None, {}, max(1, experiment.steps * workers // size))
+    context = methods.GradientRuleContext(inner, method.optimizer.clip_norm, None, workers)
+    gradient_rule = methods.gradient_rule(options.gradient_rule).build(options, context)
+    rule = ScheduledRule(gradient_rule, StepSchedule(inner, rate, size / workers))
+    return SimulatedMethod(rule, EpochPlan(rule, spec.max_epoch, spec.whole_steps), spec, sends_gradients=True)
 
 
-class AdaScaleSteps(ScheduledSteps):
+class AdaScaleRule(Rule):
     """AdaScale SGD: each step is r times as large, r from the gradients that are summed; the schedule follows τ.
 
     Args:
+        accumulation: sums the gradients, and steps.
         smoothing: θ in place of the paper's.
-        last: the run is over at this τ.
     """
 
-    def __init__(self, *args: Any, smoothing: float | None, last: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.gain = AdaScaleGain(self.updates_per_step, smoothing)
-        self.last = last
+    def __init__(self, accumulation: HybridAccumulation, rate: LearningRate, smoothing: float | None) -> None:
+        self.accumulation, self.rate = accumulation, rate
+        self.gain = AdaScaleGain(accumulation.updates_per_step, smoothing)
+        self.learning_rate = 0.0
         self._square_norms: list[float] = []
-        self._rate = 0.0
 
     @property
-    def learning_rate(self) -> float:
-        return self._rate
+    def steps(self) -> float:
+        """The scale-invariant ones, τ."""
+        return self.gain.scale_invariant_steps
 
-    @property
-    def finished(self) -> bool:
-        return self.gain.scale_invariant_steps >= self.last
+    def begin_epoch(self, epoch: int) -> None:
+        """The rate follows τ."""
 
-    def apply(self, parameters: Tensor, update: Update) -> bool:
+    def end_epoch(self, epoch: int, loss: float | None) -> None:
+        """The rate follows τ."""
+
+    def apply(self, parameters: Tensor, update: Update) -> float:
         self._square_norms.append(_square_norm(update.delta))
-        if self.changes():
+        if self.moves_parameters():
             progress = int(self.gain.scale_invariant_steps)
             gain = self.gain.update(self._square_norms, _square_norm(self._mean_with(update)))
-            self._rate, self._square_norms = gain * self.rate(progress), []
-        return super().apply(parameters, update)
+            self.learning_rate, self._square_norms = gain * self.rate(progress), []
+            set_lr(self.accumulation.optimizer, self.learning_rate)
+        return self.accumulation.apply(parameters, update)
+
+    def moves_parameters(self, ahead: int = 0) -> bool:
+        return self.accumulation.moves_parameters(ahead)
+
+    def limit_round(self, updates: int) -> None:
+        self.accumulation.limit_round(updates)
 
     def _mean_with(self, update: Update) -> Tensor:
-        if self.mean is None or not self.count:
+        mean, weight = self.accumulation.mean, self.accumulation.weight
+        if mean is None or not self.accumulation.count:
             return update.delta
-        return self.mean.lerp(update.delta, update.weight / (self.weight + update.weight))
+        return mean.lerp(update.delta, update.weight / (weight + update.weight))
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"gain": self.gain.state_dict(), "square_norms": self._square_norms}
+    def state_dict(self) -> State:
+        own = {"gain": self.gain.state_dict(), "square_norms": self._square_norms}
+        return self.accumulation.state_dict() | own
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state: State) -> None:
+        self.accumulation.load_state_dict(state)
         self.gain.load_state_dict(state["gain"])
         self._square_norms = list(state["square_norms"])
 
@@ -97,10 +123,10 @@ def _square_norm(tensor: Tensor) -> float:
     return float(tensor.square().sum(dtype=torch.float64))
 
 
-class AdasumOfRanks:
-    """θ ← θ − Adasum(δ₁ … δ_k), tensor by tensor, of the k ranks of a round.
+class AdasumOfRanks(Rule):
+    """Subtracts the Adasum of a round's deltas: θ ← θ − Adasum(δ₁ … δ_k), tensor by tensor, for k ranks.
 
-    Keeps the deltas of a round until it is complete; they must not be overwritten before.
+    Keeps references to the deltas until the round is complete; the workers must not overwrite them before.
     """
 
     def __init__(self, layout: Layout, ranks: int) -> None:
@@ -117,19 +143,12 @@ class AdasumOfRanks:
         self._deltas = []
         return True
 
-    def changes(self, ahead: int = 0) -> bool:
+    def moves_parameters(self, ahead: int = 0) -> bool:
         return (len(self._deltas) + ahead + 1) % self.ranks == 0
 
-    @property
-    def direction(self) -> None:
-        return None
-
-    def limit_round(self, updates: int) -> None:
-        """Ranks are synchronous: all of them, or none."""
-
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Between two rounds there is nothing to keep."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Nothing was kept."""

@@ -1,4 +1,4 @@
-"""The learning rate over a run's progress, and optimizers by name."""
+"""The learning-rate schedule and the optimizers of a simulation."""
 
 import math
 from collections.abc import Iterable
@@ -6,11 +6,17 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fairseq_async.algorithms.rule import State
 from fairseq_async.simulation.experiment import OptimizerOptions, ScheduleOptions
 
 
 class LearningRate:
-    """``rate(progress)``, progress in mean steps of a worker, of which the run has ``steps``."""
+    """A learning-rate schedule: ``rate(progress)``, with progress in mean steps of a worker.
+
+    Args:
+        lr: the peak.
+        steps: mean steps of a worker in the whole run.
+    """
 
     def __init__(self, options: ScheduleOptions, lr: float, steps: int) -> None:
         self.options, self.lr, self.steps = options, lr, steps
@@ -30,7 +36,7 @@ class LearningRate:
 
 
 def make_optimizer(options: OptimizerOptions, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """torch's, with its learning rate to be set before each step."""
+    """torch's optimizer with these options; :func:`set_lr` sets its learning rate before each step."""
     lr, decay = options.lr, options.weight_decay
     if options.type == "sgd":
         return torch.optim.SGD(parameters, lr, options.momentum, weight_decay=decay)
@@ -39,5 +45,36 @@ def make_optimizer(options: OptimizerOptions, parameters: Iterable[Tensor]) -> t
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+class StepSchedule:
+    """The learning rate of an optimizer in the server, over its steps.
+
+    Args:
+        progress_per_step: mean gradients of a worker that a step stands for: N/k.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rate: LearningRate, progress_per_step: float) -> None:
+        self.optimizer, self.rate, self.progress_per_step = optimizer, rate, progress_per_step
+        self.learning_rate = 0.0
+
+    def follow(self, steps: int) -> None:
+        """Sets the learning rate for the step after so many steps."""
+        self.learning_rate = self.rate(steps * self.progress_per_step)
+        set_lr(self.optimizer, self.learning_rate)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The rate follows steps."""
+
+    def end_epoch(self, epoch: int, loss: float | None) -> None:
+        """The rate follows steps."""
+
+    def state_dict(self) -> State:
+        """The rate is a function of the steps: there is nothing to keep."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Nothing was kept."""

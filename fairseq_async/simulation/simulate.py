@@ -1,4 +1,4 @@
-"""``fairseq-async simulate``: each method of an experiment on each cluster, from one state, on the same data."""
+"""``fairseq-async simulate``: runs each method of an experiment on each cluster, from one state, on the same data."""
 
 import json
 import math
@@ -26,12 +26,13 @@ from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
 
+Summary = dict[str, Any]  # of one trial: what ``summary.json`` holds
 _RECORD = "experiment.json"
-_SAVE_EVERY = 120.0  # seconds, so that a machine that goes down costs no more
+_SAVE_EVERY = 120.0  # seconds of work that may be lost when the machine goes down
 
 
 class Interrupted(Exception):
-    """Ctrl-C: the state is saved."""
+    """Raised by Ctrl-C, after the state is saved."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,19 @@ class Pair:
 
     @property
     def name(self) -> str:
+        """For people: the method, and the cluster where there are several."""
         return self.method.name + (f", {self.cluster_name}" if self.cluster_name else "")
 
     def directory(self, out: Path) -> Path:
+        """Where the trial's files are."""
         return out / _file_name(self.cluster_name) / _file_name(self.method.name)
 
 
 class Simulator:
-    """Runs an experiment into a directory.
+    """Runs all trials of an experiment and writes their files into a directory.
 
     Args:
-        resume: go on with what is there; a trial that is over is not run again.
+        resume: whether to go on with what is there; a trial that is finished is not run again.
 
     Raises:
         ConfigurationError: the directory holds something else, or the experiment's problem cannot be built.
@@ -78,8 +81,8 @@ class Simulator:
         self._stop = False
         self._claim_out()
 
-    def run(self) -> list[dict[str, Any]]:
-        """The summaries of all trials.
+    def run(self) -> list[Summary]:
+        """Runs the trials that are not finished; returns the summaries of all.
 
         Raises:
             Interrupted: by Ctrl-C; the second one ends the process at once.
@@ -122,7 +125,7 @@ class Simulator:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _start(self) -> Tensor:
-        """The common parameters: fresh or pretrained, from the disk where they are there."""
+        """The parameters with which every trial begins: from ``start.pt`` if it exists, else made and saved there."""
         path, wanted = self.out / "start.pt", self.experiment.pretraining
         if path.exists():
             start: Tensor = torch.load(path, map_location=self.model.flat.device, weights_only=True)
@@ -139,7 +142,7 @@ class Simulator:
         path.with_suffix(".partial").replace(path)
         return start
 
-    def _run(self, pair: Pair, start: Tensor, task: TaskID, done: int) -> dict[str, Any]:
+    def _run(self, pair: Pair, start: Tensor, task: TaskID, done: int) -> Summary:
         records = Records(pair.directory(self.out))
         if (summary := records.summary) is not None:
             return summary
@@ -165,8 +168,8 @@ class Simulator:
         names = {"method": pair.method.name, "cluster": pair.cluster_name}
         return records.end(trial, names, time.monotonic() - began)
 
-    def _add_targets(self, rows: list[dict[str, Any]]) -> None:
-        """When each trial first had the loss that was aimed at, in virtual seconds."""
+    def _add_targets(self, rows: list[Summary]) -> None:
+        """Adds to each summary the target loss and when the trial first reached it, in virtual seconds."""
         target = self.experiment.target
         if target is None:
             return
@@ -179,8 +182,8 @@ class Simulator:
             row["time_to_target"] = None if aim is None else first_time(curve, row["target"])
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """What ``simulate`` prints at its end."""
+def table(rows: list[Summary]) -> Table:
+    """The table that ``simulate`` prints at its end."""
     table = Table(box=box.SIMPLE)
     clusters = any(row["cluster"] for row in rows)
     target = any("target" in row for row in rows)
@@ -206,5 +209,5 @@ def _loss(loss: float | None) -> list[str]:
 
 
 def _file_name(name: str) -> str:
-    """A directory's name for a method's or cluster's; empty stays out of the way."""
+    """A directory name for the name of a method or cluster; the current directory for an empty one."""
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in name.replace("+", "and")) or "."

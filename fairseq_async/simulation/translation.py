@@ -1,39 +1,42 @@
-"""A translation task on fairseq's binarised data."""
+"""A translation problem on fairseq's binarised data."""
 
 import logging
 import shlex
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from fairseq import options, tasks, utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from omegaconf import DictConfig
 from torch import Tensor
 
 from fairseq_async.errors import ConfigurationError
 
+Sample = dict[str, object]  # a batch of fairseq's: its tensors by name
+
 
 class Translation:
-    """Model, criterion and data as ``fairseq-train`` makes them from its flags. A sample is one batch of at most
-    ``--max-tokens`` tokens; set ``batch_size: 1`` in the experiment.
+    """A translation model with criterion and data, as ``fairseq-train`` makes them from its flags.
+
+    A sample is one batch of at most ``--max-tokens`` tokens; set ``batch_size: 1`` in the experiment.
 
     Args:
         data: directory that fairseq-preprocess has made.
-        flags: of fairseq-train for task, model, criterion and batches; those of optimizer and schedule are of no use.
-        validation: batches that are scored; 0 for all. The loss there is without label smoothing.
+        flags: of fairseq-train for task, model, criterion and batches; those of optimizer and schedule have no effect.
+        validation: number of validation batches to evaluate; 0 for all. The loss there is without label smoothing.
     """
 
     def __init__(self, seed: int, device: torch.device, data: Path, flags: str = "", validation: int = 0) -> None:
         logging.getLogger("fairseq").setLevel(logging.WARNING)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of fairseq's libraries, of themselves
+            warnings.simplefilter("ignore")  # fairseq's libraries warn of each other
             cfg = _configuration([str(data), *shlex.split(flags), "--seed", str(seed)])
         utils.set_torch_seed(seed)
         self.device = device
         try:
-            self.task: Any = tasks.setup_task(cfg.task)
+            self.task = tasks.setup_task(cfg.task)
             self.model = self.task.build_model(cfg.model).to(device)
             self.criterion = self.task.build_criterion(cfg.criterion).to(device)
             self.train = self._batches(cfg, cfg.dataset.train_subset)
@@ -44,7 +47,7 @@ class Translation:
             ) from error
         self.samples = len(self.train)
 
-    def _batches(self, cfg: Any, split: str) -> list[Any]:
+    def _batches(self, cfg: DictConfig, split: str) -> list[Sample]:
         self.task.load_dataset(split)
         limits = utils.resolve_max_positions(self.task.max_positions(), self.model.max_positions())
         iterator = self.task.get_batch_iterator(
@@ -58,30 +61,33 @@ class Translation:
         data = self.task.dataset(split)
         return [data.collater([data[index] for index in batch]) for batch in iterator.frozen_batches]
 
-    def batch(self, indices: Sequence[int]) -> list[Any]:
-        return [
-            utils.move_to_cuda(self.train[i], self.device) if self.device.type == "cuda" else self.train[i]
-            for i in indices
-        ]
+    def batch(self, indices: Sequence[int]) -> list[Sample]:
+        """The samples, each a batch of fairseq's."""
+        return [self._on_device(self.train[index]) for index in indices]
 
-    def loss(self, batch: list[Any]) -> tuple[Tensor, float]:
+    def loss(self, batch: list[Sample]) -> tuple[Tensor, float]:
+        """The mean of the criterion per target token, and the number of tokens."""
         parts = [self.criterion(self.model, sample)[:2] for sample in batch]
         tokens = float(sum(size for _, size in parts))
         return sum((loss for loss, _ in parts), torch.zeros((), device=self.device)) / tokens, tokens
 
     @torch.no_grad()
     def evaluate(self) -> float:
+        """The mean negative log likelihood per target token of the validation batches."""
         self.model.eval()
         total = tokens = 0.0
         for sample in self.held_out:
-            sample = utils.move_to_cuda(sample, self.device) if self.device.type == "cuda" else sample
-            _, size, log = self.criterion(self.model, sample)
+            _, size, log = self.criterion(self.model, self._on_device(sample))
             total, tokens = total + float(log.get("nll_loss", log["loss"])), tokens + float(size)
         self.model.train()
         return total / tokens
 
+    def _on_device(self, sample: Sample) -> Sample:
+        moved: Sample = utils.move_to_cuda(sample, self.device) if self.device.type == "cuda" else sample
+        return moved
 
-def _configuration(arguments: list[str]) -> Any:
+
+def _configuration(arguments: list[str]) -> DictConfig:
     parser = options.get_training_parser("translation")
 
     def refuse(message: str) -> None:

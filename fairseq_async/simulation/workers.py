@@ -3,18 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from fairseq_async.algorithms.rule import State
 from fairseq_async.server import Layout
+from fairseq_async.server.protocol import Assignment, Report
 from fairseq_async.simulation.experiment import OptimizerOptions
 from fairseq_async.simulation.problem import Problem
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer, set_lr
 from fairseq_async.worker.shards import ShardOrder
-
-Message = dict[str, Any]
 
 
 @dataclass
@@ -24,7 +23,7 @@ class LogicalWorker:
     Attributes:
         delta: what it has computed and not yet delivered; the only copy of the model that it keeps.
         optimizer: the inner one, under local SGD.
-        life: how often it has come.
+        incarnation: how often it has come.
         steps: how many it has ever taken, whichever were lost.
         report: what goes with its next update.
     """
@@ -32,21 +31,23 @@ class LogicalWorker:
     id: int
     delta: Tensor
     optimizer: torch.optim.Optimizer | None = None
-    life: int = 0
+    incarnation: int = 0
     steps: int = 0
     sequence: int = 0
     base_version: int = 0
     weight: float = 0.0
     sent_at: float = 0.0
     waited: float = 0.0
-    report: Message = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
 
-    def state_dict(self) -> dict[str, Any]:
-        kept = {name: value for name, value in vars(self).items() if name not in ("optimizer", "id")}
-        return kept | {"optimizer": None if self.optimizer is None else self.optimizer.state_dict()}
+    def state_dict(self) -> State:
+        kept = {name: value for name, value in vars(self).items() if name not in ("optimizer", "id", "report")}
+        optimizer = None if self.optimizer is None else self.optimizer.state_dict()
+        return kept | {"report": vars(self.report), "optimizer": optimizer}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         state = dict(state)
+        self.report = Report(**state.pop("report"))
         self.delta.copy_(state.pop("delta"))
         optimizer = state.pop("optimizer")
         if self.optimizer is not None and optimizer is not None:
@@ -93,7 +94,7 @@ class SharedModel:
         return float(loss.detach())
 
     def local_steps(
-        self, worker: LogicalWorker, start: Tensor, place: Message, rate: LearningRate, clip_norm: float
+        self, worker: LogicalWorker, start: Tensor, assignment: Assignment, rate: LearningRate, clip_norm: float
     ) -> tuple[list[float], float]:
         """Takes the assigned steps from ``start``; ``worker.delta`` becomes θ_start − θ. Returns losses and tokens.
 
@@ -102,18 +103,18 @@ class SharedModel:
         assert worker.optimizer is not None
         self.flat.copy_(start)
         losses, tokens = [], 0.0
-        for step in range(place["local_steps"]):
-            loss, weight = self._loss(worker, place["shard"], place["offset"] + step, step)
+        for step in range(assignment.local_steps):
+            loss, weight = self._loss(worker, assignment.shard or 0, assignment.offset + step, step)
             worker.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             if clip_norm > 0:
                 torch.nn.utils.clip_grad_norm_(self.parameters, clip_norm)
-            set_lr(worker.optimizer, rate(place["progress"] + place["pace"] * step))
+            set_lr(worker.optimizer, rate(assignment.progress + assignment.progress_per_step * step))
             worker.optimizer.step()
             losses.append(loss.detach())
             tokens += weight
         torch.sub(start, self.flat, out=worker.delta)
-        worker.weight = float(place["local_steps"])
+        worker.weight = float(assignment.local_steps)
         return [float(loss) for loss in losses], tokens
 
     def evaluate(self) -> float:
@@ -123,8 +124,8 @@ class SharedModel:
         """Plain training by one worker on the whole set; returns the mean loss of the last tenth."""
         alone = LogicalWorker(id=0, delta=torch.empty_like(self.flat))
         alone.optimizer = make_optimizer(options, self.parameters)
-        place = {"local_steps": steps, "shard": 0, "offset": 0, "progress": 0.0, "pace": 1.0}
-        losses, _ = self.local_steps(alone, self.flat.clone(), place, rate, options.clip_norm)
+        whole = Assignment(local_steps=steps, shard=0)
+        losses, _ = self.local_steps(alone, self.flat.clone(), whole, rate, options.clip_norm)
         return fmean(losses[-max(1, steps // 10) :])
 
     def _loss(self, worker: LogicalWorker, shard: int, number: int, step: int) -> tuple[Tensor, float]:

@@ -1,1 +1,1 @@
-"""A worker's part in a run, whichever door it came in by."""
+"""The worker side of asynchronous methods: joins a run, exchanges with the server, takes local steps."""

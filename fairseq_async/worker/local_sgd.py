@@ -1,70 +1,80 @@
-"""A worker's half of local SGD: H steps of its own, then an exchange with the server."""
+"""The worker side of local SGD: H steps of its own, then an exchange with the server."""
 
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
-from fairseq_async.server import ServerClient
-from fairseq_async.worker.half import Half
+from fairseq_async.method_spec import JsonObject
+from fairseq_async.server.protocol import Assignment, Push, PushReply, Report, Welcome
+from fairseq_async.worker.async_worker import AsyncWorker
+from fairseq_async.worker.client import Client
 from fairseq_async.worker.replica import Replica
 
 
-class LocalSGD(Half):
+class LocalSGDWorker(AsyncWorker):
     """Counts local steps, and exchanges when as many are done as the server has asked for.
 
     The inner optimizer's state is not touched by an exchange. The slot holds θ_start between two exchanges, and the
     pseudo-gradient θ_start − θ is computed in place there, so that a worker keeps no further copy of the model.
 
     Args:
-        client: the connection; joins with ``method``.
+        client: the connection.
         replica: the parameters that the inner optimizer steps.
         max_refused: refused updates in a row after which the worker stops.
         clock: seconds.
 
     Attributes:
-        local_steps: what the server has asked for, and ``done`` of them.
-        shard: the part of the training set to draw from; None where the server chooses none.
-        offset: how many batches of the shard others have drawn, or are drawing, before this worker's.
+        assignment: what the server has asked for; ``done`` of its steps are taken.
+        offset: how many batches of the shard were drawn before this worker's, or are drawn by others.
+        epochs, tokens: of the data since the last exchange, where somebody counts them.
     """
 
     def __init__(
         self,
-        client: ServerClient,
+        client: Client,
         replica: Replica,
         max_refused: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(client, replica, max_refused)
         self.clock = clock
-        self.shard: int | None = None
-        self.offset = self.local_steps = 0
-        self.epochs = self.tokens = 0.0  # of the data since the last exchange, where somebody counts them
-        self._place = {"progress": 0.0, "pace": 1.0, "total_progress": 0.0}
+        self.assignment = Assignment(local_steps=0)
+        self.offset = 0
+        self.epochs = self.tokens = 0.0
+        self._progress = 0.0  # of the schedule at the first step that is not sent yet
         self._losses: list[float | Tensor] = []
         self._step_seconds: list[float] = []
         self._waited = 0.0
 
     @property
+    def local_steps(self) -> int:
+        return self.assignment.local_steps
+
+    @property
+    def shard(self) -> int | None:
+        """The part of the training set to draw from; None where the server chooses none."""
+        return self.assignment.shard
+
+    @property
     def progress(self) -> float:
         """Where the learning-rate schedule is, in mean local steps per worker: that of the shard or of the run, not
         this worker's own count, at whose end a fast worker would be long before the others."""
-        return self._place["progress"] + self._place["pace"] * self.done
+        return self._progress + self.assignment.progress_per_step * self.done
 
     @property
     def total_progress(self) -> float:
         """Mean local steps per worker that the server had when this one last heard of it."""
-        return self._place["total_progress"]
+        return self.assignment.total_progress
 
-    def begin(self, welcome: dict[str, Any]) -> None:
-        """Takes the server's parameters and the first assignment."""
-        welcome = self.wait_for_work(welcome)
+    def begin(self, welcome: Welcome) -> None:
+        """Starts from the server's parameters, with the first assignment."""
+        finished, assignment = self._wait_while_idle(welcome.finished, welcome.assignment)
         super().begin(welcome)
-        self._take(welcome)
+        self._take_assignment(finished, assignment)
 
-    def step(self, seconds: float, loss: float | Tensor | None = None, position: dict[str, Any] | None = None) -> bool:
+    def step(self, seconds: float, loss: float | Tensor | None = None, position: JsonObject | None = None) -> bool:
         """After each step of the inner optimizer; True when it was followed by an exchange.
 
         Args:
@@ -89,48 +99,48 @@ class LocalSGD(Half):
         if loss is not None:
             self._losses.append(loss)
 
-    def exchange(self, position: dict[str, Any] | None = None) -> None:
+    def exchange(self, position: JsonObject | None = None) -> None:
         """Sends the local steps that are done, and starts again from the server's parameters."""
         started = self.clock()
-        answer = self.wait_for_work(self.client.push(self.replica.subtract, **self.message(position)))
+        answer = self.client.push(self.replica.subtract, self.message(position))
+        finished, assignment = self._wait_while_idle(answer.finished, answer.assignment)
         self.sequence += 1
-        self._take(answer)
+        self._take_assignment(finished, assignment)
         self.version = self.client.pull(self.replica.write)
         self._waited = self.clock() - started
         self._note(answer)
 
-    def message(self, position: dict[str, Any] | None) -> dict[str, Any]:
-        """What goes with the pseudo-gradient."""
-        start = {"sequence": self.sequence, "base_version": self.version, "weight": float(self.done)}
-        return start | {"report": self._report(position), "wait": True}
+    def message(self, position: JsonObject | None) -> Push:
+        """The message that goes with the pseudo-gradient."""
+        return Push(self.sequence, self.version, float(self.done), self._report(position))
 
-    def wait_for_work(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """The same answer; where there is nothing to do, with that to the question for more, as late as it may come."""
-        while answer.get("idle") and not answer["finished"]:
-            answer |= self.client.ask({"kind": "wait"})
-        return answer
+    def _wait_while_idle(self, finished: bool, assignment: Assignment) -> tuple[bool, Assignment]:
+        """Whether the run is over, and the assignment; where that is to do nothing, the next one, as late as it may
+        come."""
+        while assignment.idle and not finished:
+            reply = self.client.wait_for_work()
+            finished, assignment = reply.finished, reply.assignment
+        return finished, assignment
 
-    def _report(self, position: dict[str, Any] | None) -> dict[str, Any]:
-        return {
-            "local_steps": self.done,
-            "step_seconds": statistics.median(self._step_seconds) if self._step_seconds else 0.0,
-            "computing_seconds": sum(self._step_seconds),
-            "waiting_seconds": self._waited,
-            "loss": statistics.fmean(map(float, self._losses)) if self._losses else None,
-            "shard": self.shard,
-            "offset": self.offset,
-            "progress": self._place["progress"],
-            "pace": self._place["pace"],
-            "epochs": self.epochs,
-            "tokens": self.tokens,
-            "position": position,
-        }
+    def _report(self, position: JsonObject | None) -> Report:
+        return Report(
+            local_steps=self.done,
+            step_seconds=statistics.median(self._step_seconds) if self._step_seconds else 0.0,
+            computing_seconds=sum(self._step_seconds),
+            waiting_seconds=self._waited,
+            loss=statistics.fmean(map(float, self._losses)) if self._losses else None,
+            shard=self.shard,
+            offset=self.offset,
+            progress=self._progress,
+            progress_per_step=self.assignment.progress_per_step,
+            epochs=self.epochs,
+            tokens=self.tokens,
+            position=position,
+        )
 
-    def _take(self, answer: dict[str, Any]) -> None:
-        """The next assignment."""
-        self.finished = answer["finished"]
-        self.local_steps, self.shard, self.offset = answer["local_steps"], answer["shard"], answer["offset"]
-        self._place = {name: answer[name] for name in self._place}
+    def _take_assignment(self, finished: bool, assignment: Assignment) -> None:
+        self.finished, self.assignment = finished, assignment
+        self.offset, self._progress = assignment.offset, assignment.progress
         self.restart_counts()
 
     def restart_counts(self) -> None:
@@ -138,7 +148,7 @@ class LocalSGD(Half):
         self.epochs = self.tokens = 0.0
         self.done, self._losses, self._step_seconds = 0, [], []
 
-    def _note(self, answer: dict[str, Any]) -> None:
-        self.last = {name: answer[name] for name in ("staleness", "norm", "cosine")}
+    def _note(self, answer: PushReply) -> None:
+        self.last = {"staleness": float(answer.staleness), "norm": answer.norm, "cosine": answer.cosine}
         self.last |= {"local_steps": float(self.local_steps), "waiting_seconds": self._waited}
-        self.refusals.count(answer["refused"])
+        self.refusals.count(answer.refused)

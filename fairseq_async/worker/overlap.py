@@ -1,23 +1,35 @@
 """Local SGD whose worker goes on computing while the server's answer is on its way."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fairseq_async.server import ServerClient
-from fairseq_async.worker.config import LocalSGDOptions
-from fairseq_async.worker.local_sgd import LocalSGD
+from fairseq_async.config import AsyncLocalSGDOptions, LocalSGDOptions
+from fairseq_async.method_spec import JsonObject
+from fairseq_async.server.protocol import Assignment, Push, PushReply
+from fairseq_async.worker.client import Client
+from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.replica import Replica
 
 
-def local_sgd(client: ServerClient, replica: Replica, options: LocalSGDOptions) -> LocalSGD:
-    """A worker's half, as the options say."""
-    return (OverlappedLocalSGD if options.overlap else LocalSGD)(client, replica, options.max_refused)
+def local_sgd_worker(client: Client, replica: Replica, options: LocalSGDOptions) -> LocalSGDWorker:
+    """A worker of local SGD, as the options say."""
+    overlaps = isinstance(options, AsyncLocalSGDOptions) and options.overlap
+    return (OverlappedLocalSGDWorker if overlaps else LocalSGDWorker)(client, replica, options.max_refused)
 
 
-class OverlappedLocalSGD(LocalSGD):
+class _Exchanged(NamedTuple):
+    """What has come of an exchange: the answer, the next work, and the version of the parameters in the slot."""
+
+    answer: PushReply
+    finished: bool
+    assignment: Assignment
+    version: int
+
+
+class OverlappedLocalSGDWorker(LocalSGDWorker):
     """Sends its local steps from another thread, and takes the answer at the end of the step in which it is there.
 
     ::
@@ -29,25 +41,25 @@ class OverlappedLocalSGD(LocalSGD):
     these steps follow on those of the round before, in its shard.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, client: Client, replica: Replica, max_refused: int) -> None:
+        super().__init__(client, replica, max_refused)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="exchange")
-        self._answer: Future[dict[str, Any]] | None = None
+        self._exchange: Future[_Exchanged] | None = None
         self._sent = self._moved = torch.empty(0)
 
-    def step(self, seconds: float, loss: float | Tensor | None = None, position: dict[str, Any] | None = None) -> bool:
+    def step(self, seconds: float, loss: float | Tensor | None = None, position: JsonObject | None = None) -> bool:
         """After each step of the inner optimizer; True when an answer was taken."""
         self.count(seconds, loss)
-        if self._answer is None:
+        if self._exchange is None:
             if self.done >= self.local_steps:
                 self._send(position)
             return False
-        if not self._answer.done() and self.done < self.local_steps:
+        if not self._exchange.done() and self.done < self.local_steps:
             return False
         self.settle()
         return True
 
-    def exchange(self, position: dict[str, Any] | None = None) -> None:
+    def exchange(self, position: JsonObject | None = None) -> None:
         """Waits for an answer that is on its way, then sends the rest and waits for that too."""
         self.settle()
         if self.done and not self.finished:
@@ -55,14 +67,14 @@ class OverlappedLocalSGD(LocalSGD):
 
     def settle(self) -> None:
         """Takes the answer that is on its way, if there is one."""
-        if self._answer is None:
+        if self._exchange is None:
             return
         started = self.clock()
-        answer, self._answer = self._answer.result(), None
+        (answer, finished, assignment, version), self._exchange = self._exchange.result(), None
         self._waited = self.clock() - started
         counted = self.done, self._losses, self._step_seconds, self.epochs, self.tokens
-        self._take(answer)
-        self.version = answer["version"]
+        self._take_assignment(finished, assignment)
+        self.version = version
         if self.finished:
             self.replica.write(self.client.slot)
         else:
@@ -71,21 +83,21 @@ class OverlappedLocalSGD(LocalSGD):
         self._note(answer)
         self.last["steps_in_flight"] = float(counted[0])
 
-    def _send(self, position: dict[str, Any] | None) -> None:
+    def _send(self, position: JsonObject | None) -> None:
         if not self._sent.numel():
             self._sent, self._moved = torch.zeros_like(self.client.slot), torch.zeros_like(self.client.slot)
         self.replica.read(self._sent)
-        message = self.message(position)
-        self._answer = self._thread.submit(self._converse, message)
+        self._exchange = self._thread.submit(self._exchange_in_thread, self.message(position))
         self.sequence += 1
         self.offset += self.done
-        self._place["progress"] += self._place["pace"] * self.done
+        self._progress += self.assignment.progress_per_step * self.done
         self.restart_counts()
 
-    def _converse(self, message: dict[str, Any]) -> dict[str, Any]:
-        """In the other thread, which has the connection and the slot to itself."""
-        answer = self.wait_for_work(self.client.push(self._subtract_sent, **message))
-        return answer | {"version": self.client.pull(lambda flat: None)}
+    def _exchange_in_thread(self, push: Push) -> _Exchanged:
+        """In the other thread, which has the connection and the slot to itself until the future is done."""
+        answer = self.client.push(self._subtract_sent, push)
+        finished, assignment = self._wait_while_idle(answer.finished, answer.assignment)
+        return _Exchanged(answer, finished, assignment, self.client.pull(lambda flat: None))
 
     def _subtract_sent(self, slot: Tensor) -> None:
         slot.sub_(self._sent)

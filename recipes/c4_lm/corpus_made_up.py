@@ -1,8 +1,8 @@
 """Makes a corpus of documents in an invented language, for a look at the recipe without any data.
 
 The sentences are those of the made-up pair's source language. A document keeps to a topic and a cast: most of its
-nouns, verbs and adjectives come from a handful of each, and its names come back. So a model can learn letters, words,
-grammar and, last, what a document is about; each lowers the perplexity of documents it has not seen.
+nouns, verbs and adjectives come from a handful of each, and its names come back. So a model can learn characters,
+words, grammar and, last, what a document is about; each lowers the perplexity of documents it has not seen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FAITHFUL = 0.75  # how often a word is one of the document's own
 
 
 class Storyteller(Grammar):
-    """Tells documents whose sentences belong together."""
+    """Generates documents whose sentences belong together."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -64,7 +64,7 @@ def make_corpus(directory: Path, seed: int = 1) -> None:
 
 
 def new_document(storyteller: Storyteller, seen: set[str]) -> str:
-    """A document that was not told before."""
+    """A document that is not among those seen before."""
     while (text := storyteller.document()) in seen:
         pass
     seen.add(text)

@@ -75,7 +75,7 @@ def perplexity(model: LlamaForCausalLM, dataset: PackedDataset, batch_size: int,
 
 
 def prepared_text(out: Path, data: Path | None, spec: ModelSpec) -> PackedDataset:
-    """The validation tokens that a training run has left in its `--out`."""
+    """The validation tokens in the `--out` of a training run."""
     prepared = tokens.open_prepared(out)
     if data is not None and prepared.meta["request"]["files"] != text.find(data).source()["files"]:
         raise RecipeError(f"--out {out} holds the tokens of other text than --data {data}: leave out one of them")

@@ -19,10 +19,10 @@ class C4:
     """Next tokens of C4, or of any text in its form.
 
     Args:
-        data: directory of shards; or with `tokens` in it, what a run of the recipe has left in its `--out`.
-        out: where the tokens go, and are found again.
+        data: directory of shards; or with `tokens` in it, the `--out` of a run of the recipe.
+        out: directory for the tokens, which a later run reuses.
         validation: sequences that are scored; 0 for all.
-        init: checkpoint directory to begin with.
+        init: checkpoint directory with the initial parameters.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from recipes.steps import RecipeError, once
 TRAIN, VALIDATION = SPLITS = ("train", "validation")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")  # C4's own files are called .json.gz
 HELD_OUT = 50  # without a validation file, one document in so many is held out
-STREAMED = 50_000  # documents of C4 that a run takes from the network where nobody says how many
+STREAMED = 50_000  # documents of C4 that a run downloads by default
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Corpus:
         return (text for text in read(self.train) if digest(text) not in known)
 
     def source(self) -> dict[str, Any]:
-        """What tells this text from another, without reading it."""
+        """What distinguishes this text from another, without reading it."""
         files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.train + self.validation]
         return {"files": [list(file) for file in files], "documents": self.limit}
 
@@ -160,7 +160,7 @@ def stream(out: Path, limit: int) -> Path:
         return once(out / f"c4-{limit}", fetch)
     except RecipeError:
         raise
-    except Exception as error:  # whatever the network, the hub or its library comes up with
+    except Exception as error:  # the network, the hub and its library raise many types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RecipeError(
             f"cannot fetch allenai/c4 ({reason}): give a directory of .jsonl.gz or .parquet shards with --data"
@@ -176,7 +176,7 @@ def c4(split: str) -> Iterator[dict[str, Any]]:
     try:
         HfApi().dataset_info("allenai/c4", timeout=20)  # fails at once where the library would try for half a minute
     except HfHubHTTPError:
-        pass  # it answers: let the library say what is wrong
+        pass  # the network works: the library's own error says what is wrong
     from datasets import load_dataset
 
     return iter(load_dataset("allenai/c4", "en", split=split, streaming=True))

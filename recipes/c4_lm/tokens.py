@@ -96,7 +96,7 @@ class Prepared:
 def prepare(corpus: Corpus, vocab: int, out: Path) -> Prepared:
     """Learn the vocabulary and write the tokens of both splits under `out`, unless they are there.
 
-    What another text or another `--vocab` has left there is refused, not overwritten: a run may be using it.
+    Tokens of another text or another `--vocab` are refused, not overwritten: a run may be using them.
     """
     request = corpus.source() | {"vocab": vocab}
 
@@ -124,12 +124,12 @@ def prepare(corpus: Corpus, vocab: int, out: Path) -> Prepared:
 
 
 def there(out: Path) -> bool:
-    """Whether `prepare` has left tokens under `out`."""
+    """Whether `prepare` has written tokens under `out`."""
     return (out / "tokens" / "meta.json").exists()
 
 
 def open_prepared(out: Path) -> Prepared:
-    """What `prepare` has left, whatever text it is of."""
+    """The tokens that `prepare` has written, of any text."""
     directory = out / "tokens"
     try:
         return Prepared(directory, json.loads((directory / "meta.json").read_text(encoding="utf-8")))
@@ -140,8 +140,8 @@ def open_prepared(out: Path) -> Prepared:
 def learn(corpus: Corpus, size: int, model: Path) -> None:
     """Learn at most `size` pieces on the training text: fewer, where the text does not hold so many.
 
-    Nothing is normalised, and what has no piece is spelt in bytes: tokens can be turned back into the text, so that
-    perplexities per word and per byte are of the text itself.
+    Nothing is normalised, and characters without a piece are encoded as bytes: tokens can be converted back into the
+    text, so that perplexities per word and per byte are of the text itself.
     """
     lines = (line for text in corpus.documents(TRAIN) for line in text.split("\n") if line.strip())
     sample = list(islice(lines, LINES))  # read here, or sentencepiece would meet the errors in our reading
@@ -181,7 +181,7 @@ def load(model: Path) -> sentencepiece.SentencePieceProcessor:
 
 
 def sha(path: Path) -> str:
-    """What a file holds, in 64 letters."""
+    """The SHA-256 of a file's content, in 64 characters."""
     return sha256(path.read_bytes()).hexdigest()
 
 

@@ -50,10 +50,12 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", choices=SIZES, default="20m", help="tiny for CPUs; 20m, 60m and 150m are those of Liu et al., 2024")
     add("--data", type=Path, help="directory of .jsonl, .jsonl.gz or .parquet shards; by default C4 is streamed")
-    add("--documents", type=positive, help=f"take so many; all of --data, or {text.STREAMED:,} of C4, by default")
+    add(
+        "--documents", type=positive, help=f"number of documents; all of --data, or {text.STREAMED:,} of C4, by default"
+    )
     add("--out", type=Path, default=Path("runs/c4_lm"), help="for all files; reuses prepared text")
     add("--vocab", type=positive, help="pieces of the vocabulary; 32,000 by default, for tiny 8,000")
-    add("--init", type=Path, help="begin with the parameters of this checkpoint, a directory with model.pt")
+    add("--init", type=Path, help="start from the parameters of this checkpoint, a directory with model.pt")
     add("--steps", type=positive, help='mean local steps of a worker in the whole run; else "total_steps" of the JSON')
     add("--batch-size", type=positive, help="sequences of a local step, where the JSON does not say; 8 by default")
     add("--seed", type=positive, help='of the parameters and the order of the data; else "seed" of the JSON, or 1')
@@ -71,8 +73,8 @@ def local_rank() -> int:
 def refuse(message: str) -> NoReturn:
     """End the run with one line.
 
-    All processes of a machine come here with the same message; the first one says it, and the launcher then ends the
-    others. One that ended earlier would make it end the first before that has spoken.
+    All processes of a machine call this with the same message. The first one prints it, and the launcher then ends the
+    others. These wait, because an earlier end would make the launcher kill the first one before it has printed.
     """
     if local_rank() == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
@@ -84,7 +86,7 @@ def refuse(message: str) -> NoReturn:
 def prepare(args: argparse.Namespace) -> Prepared:
     """Documents into tokens, by the first process of this machine; the others wait until they are there.
 
-    What is wrong with the text, or with tokens that are there already, only the first process finds and says.
+    Only the first process checks the text and existing tokens, and reports what is wrong.
     """
     if local_rank() > 0:
         while not tokens.there(args.out):
@@ -106,7 +108,7 @@ def corpus(args: argparse.Namespace) -> text.Corpus:
 
 
 def initial(args: argparse.Namespace, spec: ModelSpec, seed: int) -> LlamaForCausalLM:
-    """The model to begin with: the one of `--init`, or a fresh one."""
+    """The initial model: the one of `--init`, or a fresh one."""
     if args.init is None:
         torch.manual_seed(seed)
         return build(spec)
@@ -138,7 +140,7 @@ def main() -> None:
     if args.resume:
         run.resume()
     run.train(loader, args.eval_every)
-    if run.speaks:
+    if run.is_writer:
         print(f"model       {args.out / MODEL}")
 
 

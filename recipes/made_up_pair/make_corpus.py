@@ -4,8 +4,8 @@
 |---|---|---|
 | order | adverb subject verb object prepositional phrase | subject postpositional phrase object adverb verb |
 | noun phrase | article adjective noun | article noun adjective |
-| agreement | none | article, adjective and verb take the number and gender of their noun |
-| case | none | objects take a suffix |
+| agreement | none | article, adjective and verb have the number and gender of their noun |
+| case | none | objects have a suffix |
 | compounds | modifier + head | head + linking sound + modifier |
 | names | made of syllables | another letter for each letter; the last vowel decides the gender |
 

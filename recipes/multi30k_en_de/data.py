@@ -1,4 +1,4 @@
-"""Where the sentences of Multi30k come from: a directory of the user's, the project's site, or a copy nearby."""
+"""Where the sentences of Multi30k come from: a directory of the user's, the project's site, or a local copy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BPE_FILES = {"train": "train", "valid": "valid", "test": "test.2016"}
 
 
 def corpus(data: Path | None, files: Mapping[str, str], out: Path) -> Path:
-    """Unpack the corpus into `out`; `files` says what it calls our train, valid and test."""
+    """Unpack the corpus into `out`; `files` maps train, valid and test to its file names."""
 
     def unpack(directory: Path) -> None:
         packed = data or fetch(out)
@@ -34,7 +34,7 @@ def corpus(data: Path | None, files: Mapping[str, str], out: Path) -> Path:
 
 
 def fetch(out: Path) -> Path:
-    """Download the corpus into `out`; where there is no network, the copy nearby will do."""
+    """Download the corpus into `out`; without a network, use the local copy."""
 
     def download(directory: Path) -> None:
         for name in (f"{stem}.{language}.gz" for stem in RAW_FILES.values() for language in PAIR):

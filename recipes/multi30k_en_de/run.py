@@ -28,7 +28,7 @@ DEFAULT_METHODS = [Method.HYBRID.value, Method.SYNC.value]
 
 @dataclass(frozen=True)
 class Data:
-    """The binary data set, and what it takes to score a translation of its test set."""
+    """The binary data set, and what is needed to score a translation of its test set."""
 
     binary: Path
     references: list[str]
@@ -67,7 +67,7 @@ def end(preset: Preset, method: Method, workers: int) -> dict[str, int]:
 
 
 def evaluate(run: Training, data: Data, average: int) -> dict[str, Any]:
-    """Train, translate and score; all that is worth keeping of it."""
+    """Train, translate and score; returns the entry of `results.json`."""
     measured = training.train(run)
     checkpoint = translation.average_checkpoints(run.save_dir, average)
     score = translation.bleu(translation.translate(data.binary, checkpoint, data.pieces), data.references, data.metric)
@@ -78,7 +78,7 @@ def evaluate(run: Training, data: Data, average: int) -> dict[str, Any]:
 
 
 def record(path: Path, result: dict[str, Any]) -> None:
-    """Add a result to the file of results, in place of an earlier one of the same run."""
+    """Add a result to the file of results, instead of an earlier one of the same run."""
     others = [r for r in json.loads(path.read_text()) if r["run"] != result["run"]] if path.exists() else []
     write_whole(path, json.dumps([*others, result], indent=2) + "\n")
 
@@ -103,7 +103,7 @@ def chosen(names: list[str]) -> list[Method]:
 
 
 def adjusted(preset: Preset, **options: Any) -> Preset:
-    """The preset with the options that were given; a number of epochs takes the place of a number of updates."""
+    """The preset with the options that were given; a number of epochs replaces a number of updates."""
     given = {name: value for name, value in options.items() if value is not None}
     return replace(preset, **given)
 

@@ -1,6 +1,6 @@
 """AdaScale with 1, 4 and 16 single batches in a step, and linear scaling with warm-up of the same length.
 
-A cosine schedule, all settings those of one batch in a step. Accumulation stands in for ranks. Linear scaling takes as
+A cosine schedule, all settings those of one batch in a step. Accumulation stands in for ranks. Linear scaling makes as
 many iterations as AdaScale did, with the learning rate times the batches in a step, which is warmed up over a tenth of
 them and then follows the same cosine.
 """
@@ -29,7 +29,7 @@ LIMIT = 1.02  # of the loss with one batch in a step
 
 
 class Optimizer(str, Enum):
-    """Which one AdaScale is round."""
+    """The optimizer that AdaScale wraps."""
 
     SGD = "sgd"
     ADAM = "adam"
@@ -61,7 +61,7 @@ class Claim:
     steps: int
 
     def pretrain(self, steps: int) -> None:
-        """Lets every run begin with the parameters after so many steps of one batch, which are no batches of theirs."""
+        """Lets every run start from the parameters after so many steps of one batch, which no run uses again."""
         optimizer = _MAKE[self.optimizer](self.batches.fresh().parameters())
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = self.lr * min(1.0, 20 * step / steps)

@@ -98,7 +98,7 @@ def _mean(tensors: list[Tensor]) -> Tensor:
 
 
 def tuned(batches: Batches, name: str, rates: Sequence[float], steps: int, warm_up: int) -> tuple[float, float]:
-    """The best learning rate for one batch in a step, and the loss that it comes to."""
+    """The best learning rate for one batch in a step, and the loss that it reaches."""
     scores = []
     for lr in rates:
         Run(batches, name, lr, "average", 1, warm_up).train(steps)

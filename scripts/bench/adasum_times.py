@@ -1,6 +1,6 @@
-"""How long Adasum takes beside Gloo's all-reduce of the same bytes, between processes of one machine.
+"""The time of Adasum beside Gloo's all-reduce of the same bytes, between processes of one machine.
 
-Adasum reads its operands twice (products, then the combination) where a sum reads them once. Tensors are taken end to
+Adasum reads its operands twice (products, then the combination) where a sum reads them once. Tensors lie end to
 end, as in the buckets of DistributedDataParallel, and each in memory of its own.
 """
 
@@ -22,7 +22,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.collective import DistributedAdasum  # noqa: E402
-from recipes.training import free_port  # noqa: E402
+from fairseq_async.exchange.ports import free_port  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 LIMIT = 1.1
@@ -33,7 +33,7 @@ Seconds = dict[str, list[float]]
 
 
 def take_part(rank: int, ranks: int, port: int, elements: int, tensors: int, rounds: int, result: Connection) -> None:
-    """One rank; sends what each operation took in each round, until the last rank was ready with it."""
+    """One rank; sends the time of each operation in each round, until the last rank had finished it."""
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
@@ -76,7 +76,7 @@ def measure(ranks: int, elements: int, tensors: int, rounds: int) -> Seconds:
 
 
 def rows(seconds: Seconds) -> list[dict[str, Any]]:
-    """Milliseconds, and what they are of the all-reduce."""
+    """Milliseconds, and their ratio to those of the all-reduce."""
     times = {name: [1000 * value for value in values] for name, values in seconds.items()}
     return [
         {

@@ -48,7 +48,7 @@ def _settings(name: Name, tokens: int) -> dict[str, Any]:
 
 
 class Batches:
-    """A problem whose every run begins with the same parameters, and whose batch ``number`` is the same in every run.
+    """A problem whose runs all start from the same parameters, and whose batch ``number`` is the same in every run.
 
     Args:
         seed: of parameters and batches.
@@ -71,11 +71,11 @@ class Batches:
         self.start_here()
 
     def start_here(self) -> None:
-        """From now on every run begins with the parameters as they are."""
+        """Makes the present parameters the initial ones of every later run."""
         self._start = {key: value.clone() for key, value in self.problem.model.state_dict().items()}
 
     def fresh(self) -> nn.Module:
-        """The model as every run begins with it."""
+        """The model with the initial parameters of every run."""
         self.problem.model.load_state_dict(self._start)
         self.problem.model.zero_grad()
         torch.manual_seed(self.seed)  # dropout

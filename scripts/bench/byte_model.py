@@ -24,24 +24,24 @@ class ByteModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes, self.places = nn.Embedding(256, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
+        self.bytes, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(SEQUENCE))
         nn.init.normal_(self.bytes.weight, std=0.1)
-        nn.init.normal_(self.places.weight, std=0.1)
+        nn.init.normal_(self.positions.weight, std=0.1)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [sequences, SEQUENCE + 1]. Mean cross-entropy in nats per byte."""
-        hidden = self.layers(self.bytes(ids[:, :-1].long()) + self.places.weight, mask=self.mask, is_causal=True)
+        hidden = self.layers(self.bytes(ids[:, :-1].long()) + self.positions.weight, mask=self.mask, is_causal=True)
         return nn.functional.cross_entropy((hidden @ self.bytes.weight.T).flatten(0, 1), ids[:, 1:].long().flatten())
 
 
 class Bytes:
-    """Next bytes of a text, as a problem of the simulator; a sample is a place to begin at.
+    """Next bytes of a text, as a problem of the simulator; a sample is a start position.
 
     Args:
-        data: shards as the C4 recipe takes them; else its made-up text.
+        data: shards in a format of the C4 recipe; else its made-up text.
     """
 
     def __init__(self, seed: int, device: torch.device, data: Path | None = None) -> None:

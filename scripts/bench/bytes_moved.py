@@ -1,6 +1,6 @@
 """How many bytes runs of local SGD have moved per token, beside synchronous data parallelism with as many workers.
 
-Counted from what the runs have left. With each update a worker sends as many fp32 numbers as the model has parameters,
+Counted from the runs' logs. With each update a worker sends as many fp32 numbers as the model has parameters,
 and receives as many with the answer. A ring all-reduce, the least for a synchronous step, sends and receives 2(k - 1)/k
 of that at each of k ranks.
 """

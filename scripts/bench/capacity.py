@@ -20,13 +20,13 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.exchange import environment  # noqa: E402
-from fairseq_async.server import ServerClient  # noqa: E402
+from fairseq_async.exchange.linux import environment  # noqa: E402
+from fairseq_async.reporting.capacity import measure  # noqa: E402
 from fairseq_async.server.process import ServerProcess  # noqa: E402
-from fairseq_async.simulation.capacity import measure  # noqa: E402
-from fairseq_async.worker.gradients import GradientWorker  # noqa: E402
+from fairseq_async.worker.client import Client  # noqa: E402
+from fairseq_async.worker.hybrid import HybridWorker  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
-from scripts.bench.sgd_server import METHOD  # noqa: E402
+from scripts.faults.sgd_server import sgd_spec  # noqa: E402
 
 WITHIN = 0.15
 
@@ -36,16 +36,16 @@ def work(address: str, token: str, worker: int, workers: int, parameters: int, s
     torch.set_num_threads(1)
     parameter = torch.nn.Parameter(torch.randn(parameters))
     parameter.grad = torch.randn(parameters)
-    half = GradientWorker(ServerClient(address, token, worker), [("all", parameter)], 3)
-    welcome = half.join(METHOD | {"updates_per_step": 1, "workers": workers})
-    half.begin(welcome if welcome["initialised"] else half.bring_parameters(None))
+    hybrid = HybridWorker(Client(address, token, worker), [("all", parameter)], 3)
+    welcome = hybrid.join(sgd_spec(updates_per_step=1, workers=workers))
+    hybrid.begin(welcome if welcome.initialised else hybrid.bring_parameters(None))
     print("ready", flush=True)
     sys.stdin.readline()
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(step)
-        half.step(1, None)
-    half.client.leave(finished=False)
+        hybrid.step(1, None)
+    hybrid.client.leave(finished=False)
 
 
 def run(workers: int, parameters: int, step: float, seconds: float, out: Path) -> float:

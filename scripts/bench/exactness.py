@@ -30,7 +30,7 @@ from scripts.bench.report import Report  # noqa: E402
 RELATIVE = 1e-6
 SGD = {"optimizer": "sgd", "momentum": 0.9, "lr": 0.1}
 ADAM = {"optimizer": "adam", "adam-betas": "(0.9, 0.98)", "lr": 2e-3}
-# The softmax does not see what is added to all keys alike: the gradient of a key's bias is rounding noise, and Adam
+# The softmax ignores a constant that is added to all keys: the gradient of a key's bias is rounding noise, and Adam
 # divides noise by its own size.
 NOISE = ".k_proj.bias"
 MODEL = {
@@ -113,7 +113,7 @@ def relative(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor
 
 
 def compare(case: Case, binary: Path, out: Path, given: Mapping[str, object]) -> dict[str, Any]:
-    """The worst tensor of a case, and for scale how far the parameters moved in the run's second half."""
+    """The worst tensor of a case, and for scale how far the parameters moved from the run's middle to its end."""
     reference = Method.SINGLE if case.workers == 1 else Method.SYNC
     middle, theirs = checkpoints(case, reference, binary, out, given)
     _, ours = checkpoints(case, Method.HYBRID, binary, out, given)

@@ -22,13 +22,17 @@ from torch.nn import Parameter
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.algorithms import Update  # noqa: E402
-from fairseq_async.exchange import SharedMemory, copy, environment  # noqa: E402
-from fairseq_async.fairseq_plugin.optimizer import HybridAsync  # noqa: E402
-from fairseq_async.server import Layout, ServerClient  # noqa: E402
+from fairseq_async.exchange import SharedMemory, copy  # noqa: E402
+from fairseq_async.exchange.linux import environment  # noqa: E402
+from fairseq_async.exchange.ports import free_port  # noqa: E402
+from fairseq_async.fairseq_plugin.hybrid import HybridAsync  # noqa: E402
+from fairseq_async.method_spec import MethodSpec  # noqa: E402
+from fairseq_async.server import Layout  # noqa: E402
 from fairseq_async.server.process import ServerProcess  # noqa: E402
-from recipes.training import free_port  # noqa: E402
+from fairseq_async.worker.client import Client  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
-from scripts.bench.sgd_server import METHOD, build  # noqa: E402
+from scripts.bench.sgd_server import build  # noqa: E402
+from scripts.faults.sgd_server import sgd_spec  # noqa: E402
 
 UPDATES_PER_STEP = 4
 WARM_UP = 2  # of each list
@@ -46,13 +50,13 @@ def model(parameters: int) -> list[tuple[str, Parameter]]:
     return named
 
 
-def join(client: ServerClient, parameters: int, method: dict[str, Any]) -> HybridAsync:
+def join(client: Client, parameters: int, spec: MethodSpec) -> HybridAsync:
     """A hybrid_async worker with these parameters, without a model or data to go with them."""
     optimizer = HybridAsync(Namespace(lr=[1e-4]), model(parameters), client, None, 1, False)
-    welcome = optimizer.worker.join(method)
-    if not welcome["initialised"]:
+    welcome = optimizer.worker.join(spec)
+    if not welcome.initialised:
         welcome = optimizer.worker.bring_parameters(None)
-    optimizer.begin(welcome)
+    optimizer.start_from(welcome)
     return optimizer
 
 
@@ -122,8 +126,7 @@ def reduce(connection: Connection, index: int, port: int, size: int) -> None:
 def exchange(connection: Connection, parameters: int, address: str, token: str, out: Path) -> None:
     """A worker; says how long each push (with its copy into the slot) and pull took, and whether the server stepped."""
     torch.set_num_threads(1)
-    method = METHOD | {"updates_per_step": UPDATES_PER_STEP}
-    optimizer = join(ServerClient(address, token, 0), parameters, method)
+    optimizer = join(Client(address, token, 0), parameters, sgd_spec(UPDATES_PER_STEP, workers=1))
     worker, gradients = optimizer.worker, [parameter.grad for parameter in optimizer.params]
     while connection.recv():
         version = worker.version
@@ -178,7 +181,7 @@ def one_by_one(parameters: int, rounds: int) -> Seconds:
     layout = Layout.of(named)
     memory = SharedMemory.create(layout.size, 1)
     server = torch.cat([parameter.detach().flatten() for _, parameter in named])
-    rule, _ = build(METHOD | {"updates_per_step": 3}, layout, server)
+    rule, _ = build(sgd_spec(updates_per_step=3), layout, server)
     slot, gradients = memory.slot(0), [parameter.grad for _, parameter in named if parameter.grad is not None]
 
     def write() -> None:

@@ -1,9 +1,9 @@
 """What the synchronous methods add to a training step of the Multi30k model, which fairseq builds.
 
 AdaScale: four micro-batches in a step, with and without the statistics, by SGD and by Adam; processor time, which other
-programs disturb least. It is measured in several processes one after the other, because where the first allocations
-come to lie decides how much memory each step takes from the kernel anew. Adasum: two processes under
-DistributedDataParallel, with its own all-reduce and with the hook. Steps of both come in turn.
+programs disturb least. It is measured in several processes one after the other, because the addresses of the
+first allocations decide how much memory each step requests from the kernel again. Adasum: two processes under
+DistributedDataParallel, with its own all-reduce and with the hook. Steps of both alternate.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.collective import AdaScale, AdasumState, adasum_hook  # noqa: E402
-from fairseq_async.collective.adam_norm import AdamNorm  # noqa: E402
+from fairseq_async.collective.adascale import AdamNorm  # noqa: E402
+from fairseq_async.exchange.ports import free_port  # noqa: E402
 from recipes.multi30k_en_de.presets import PRESETS, Size  # noqa: E402
-from recipes.training import free_port  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 STATISTICS, HOOK = 0.05, 1.2
@@ -51,7 +51,7 @@ def network(vocabulary: int) -> nn.Module:
     base_architecture(args)
     torch.manual_seed(1)
     task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    return TransformerModel.build_model(args, task)  # type: ignore[no-any-return]
+    return TransformerModel.build_model(args, task)
 
 
 def loss_of(model: nn.Module, vocabulary: int, tokens: int) -> Tensor:
@@ -63,7 +63,7 @@ def loss_of(model: nn.Module, vocabulary: int, tokens: int) -> Tensor:
 
 
 def keep_memory() -> None:
-    """Freed memory stays with the process, as it does not by default: page faults take another time in each step."""
+    """Keeps freed memory in the process, against the default: page faults cost a different time in each step."""
     library, most = ctypes.CDLL(None), 2**31 - 1
     for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
         library.mallopt(parameter, most)
@@ -88,7 +88,7 @@ def statistics(
     adascale = AdaScale(optimizer, accumulation=ACCUMULATION, interval=interval)
 
     def plain() -> None:
-        adascale._local.active = False
+        adascale._meter.local.active = False
         for _ in range(ACCUMULATION):
             (loss_of(model, vocabulary, tokens) / ACCUMULATION).backward()
         optimizer.step()

@@ -25,7 +25,7 @@ TIMED: dict[str, object] = {"disable-validation": True, "no-save": True, "log-in
 
 
 def claim(out: Path) -> None:
-    """Keep `out` for this process: two benchmarks would delete each other's files and spoil each other's times."""
+    """Keep `out` for this process: two benchmarks would delete each other's files and disturb each other's times."""
     out.mkdir(parents=True, exist_ok=True)
     lock = (out / ".lock").open("w")
     try:
@@ -50,13 +50,13 @@ def corpus(data: Path | None, out: Path) -> Path:
 
 
 def fresh(job: Training) -> None:
-    """Delete what an earlier call has left in the job's directory."""
+    """Delete the files of an earlier call in the job's directory."""
     shutil.rmtree(job.save_dir, ignore_errors=True)
     job.log.parent.mkdir(parents=True)
 
 
 def run(job: Training, launch_flags: Sequence[str] = ()) -> None:
-    """Train from the beginning."""
+    """Train from the first step."""
     fresh(job)
     if job.method in (Method.SYNC, Method.SINGLE):
         training.train_local(job)

@@ -19,9 +19,9 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from fairseq_async.exchange.ports import free_port  # noqa: E402
 from recipes.c4_lm.models import SEQUENCE  # noqa: E402
 from recipes.steps import RecipeError, console_script, run_step  # noqa: E402
-from recipes.training import free_port  # noqa: E402
 from scripts.bench import bytes_moved, jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
@@ -32,7 +32,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "DN": {"outer": "delayed_nesterov"},
     "DN + DyLU": {"outer": "delayed_nesterov", "dynamic_local_steps": True},
 }
-PRETRAINING = {"outer": "sgd", "outer_lr": 1.0}  # one worker whose steps are taken as they are
+PRETRAINING = {"outer": "sgd", "outer_lr": 1.0}  # one worker, whose steps are applied unchanged
 OF_DILOCO, OF_ITS_TIME = 1.02, 2 / 3
 
 
@@ -77,7 +77,7 @@ def train(name: str, out: Path, config: dict[str, Any], workers: int, slowdown: 
 
 
 def prepared(source: Path, out: Path) -> None:
-    """The tokens of another run, in place of preparing them again."""
+    """The tokens of another run, which saves preparing them again."""
     if not out.exists():
         shutil.copytree(source, out, ignore=shutil.ignore_patterns("model", "checkpoints", "async", "log.txt"))
 

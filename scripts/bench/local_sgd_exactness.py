@@ -39,7 +39,7 @@ def difference(targets: Tensor, start: Tensor) -> Tensor:
 
 
 def run(rule: Rule, targets: Tensor, start: Tensor) -> Tensor:
-    """Equal workers, whose updates come together: what a barrier or a grace period makes of them."""
+    """Runs equal workers whose updates arrive together, as with a barrier or a grace period."""
     server = ParameterServer(start.clone(), rule, barrier=WORKERS)
     for number in range(ROUNDS):
         pulled = [server.pull(worker) for worker in range(WORKERS)]

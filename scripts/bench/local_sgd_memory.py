@@ -11,10 +11,11 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.server import ServerClient  # noqa: E402
+from fairseq_async.config import DelayedNesterovOptions  # noqa: E402
+from fairseq_async.method_spec import local_sgd_spec  # noqa: E402
 from fairseq_async.server.process import ServerProcess  # noqa: E402
-from fairseq_async.worker.config import LocalSGDOptions  # noqa: E402
-from fairseq_async.worker.overlap import local_sgd  # noqa: E402
+from fairseq_async.worker.client import Client  # noqa: E402
+from fairseq_async.worker.overlap import local_sgd_worker  # noqa: E402
 from fairseq_async.worker.replica import TensorReplica  # noqa: E402
 from scripts.bench import exchange_times, jobs  # noqa: E402
 from scripts.bench.memory import UPDATES, WORKERS, Memory, server_rows  # noqa: E402
@@ -25,20 +26,20 @@ COPIES_IN_SERVER = 3.0
 
 def local_server(parameters: int, out: Path) -> dict[str, Memory]:
     """A server's memory after some exchanges, and after it has also written its state for a checkpoint."""
-    process = ServerProcess("fairseq_async.worker.outer", WORKERS, out, out / "server.log")
-    options = LocalSGDOptions(local_steps=1)
+    process = ServerProcess("fairseq_async.server.local_sgd_main", WORKERS, out, out / "server.log")
+    options = DelayedNesterovOptions(local_steps=1)
     try:
         workers = []
         for number in range(WORKERS):
-            client = ServerClient(process.address, process.token, number)
-            workers.append(local_sgd(client, TensorReplica(exchange_times.model(parameters)), options))
-            welcome = workers[-1].join(options.describe(WORKERS, []))
-            workers[-1].begin(welcome if welcome["initialised"] else workers[-1].bring_parameters(None))
+            client = Client(process.address, process.token, number)
+            workers.append(local_sgd_worker(client, TensorReplica(exchange_times.model(parameters)), options))
+            welcome = workers[-1].join(local_sgd_spec(options, WORKERS, [], None, {}))
+            workers[-1].begin(welcome if welcome.initialised else workers[-1].bring_parameters(None))
         for _ in range(UPDATES):
             for worker in workers:
                 worker.step(seconds=0.1)
         updated = Memory.of(process.process.pid)
-        workers[0].client.ask({"kind": "snapshot", "path": str(out.resolve() / "state.pt")})
+        workers[0].client.save_state(str(out.resolve() / "state.pt"))
         return {"after updates": updated, "after a checkpoint": Memory.of(process.process.pid)}
     finally:
         process.stop()

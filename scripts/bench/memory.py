@@ -21,8 +21,11 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.server import Layout, ServerClient  # noqa: E402
+from fairseq_async.config import HybridOptions  # noqa: E402
+from fairseq_async.method_spec import JsonObject, hybrid_spec  # noqa: E402
+from fairseq_async.server import Layout
 from fairseq_async.server.process import ServerProcess  # noqa: E402
+from fairseq_async.worker.client import Client  # noqa: E402
 from recipes import training  # noqa: E402
 from recipes.steps import RecipeError  # noqa: E402
 from recipes.training import Method, Training  # noqa: E402
@@ -33,17 +36,20 @@ COPIES_IN_SERVER = 5.0  # parameters, a copy to read from, accumulator, Adam's t
 COPIES_IN_WORKER = 1.0
 WORKERS = 2
 UPDATES = 6
-LR = {"lr": [1e-4]}
-ADAM = {"_name": "adam", "adam_betas": "(0.9, 0.98)", "adam_eps": 1e-8, "weight_decay": 0.0, "use_old_adam": False}
-METHOD = {
-    "updates_per_step": WORKERS,
-    "barrier": 0,
-    "inner_optimizer": ADAM | {"fp16_adam_stats": False, "tpu": False} | LR,
-    "lr_scheduler": {"_name": "fixed", "force_anneal": None, "lr_shrink": 0.1, "warmup_updates": 0} | LR,
-    "clip_norm": 1.0,
-    "last_version": None,
-    "max_epoch": 0,
+LR: JsonObject = {"lr": [1e-4]}
+ADAM: JsonObject = {
+    "_name": "adam",
+    "adam_betas": "(0.9, 0.98)",
+    "adam_eps": 1e-8,
+    "weight_decay": 0.0,
+    "use_old_adam": False,
 }
+FRAMEWORK: JsonObject = {
+    "inner_optimizer": {**ADAM, "fp16_adam_stats": False, "tpu": False, **LR},
+    "lr_scheduler": {"_name": "fixed", "force_anneal": None, "lr_shrink": 0.1, "warmup_updates": 0, **LR},
+    "clip_norm": 1.0,
+}
+SPEC = hybrid_spec(HybridOptions(), WORKERS, None, FRAMEWORK, total_steps=0)
 MODEL = {
     "arch": "transformer",
     "share-all-embeddings": True,
@@ -98,14 +104,14 @@ def hybrid_server(parameters: int, out: Path) -> dict[str, Memory]:
     """A server's memory after some updates, and after it has also written its state for a checkpoint."""
     process = ServerProcess("fairseq_async.fairseq_plugin.server", WORKERS, out, out / "server.log")
     try:
-        clients = [ServerClient(process.address, process.token, number) for number in range(WORKERS)]
-        workers = [exchange_times.join(client, parameters, METHOD) for client in clients]
+        clients = [Client(process.address, process.token, number) for number in range(WORKERS)]
+        workers = [exchange_times.join(client, parameters, SPEC) for client in clients]
         for _ in range(UPDATES):
             for each in workers:
                 each.multiply_grads(1.0)
                 each.step()
         updated = Memory.of(process.process.pid)
-        clients[0].ask({"kind": "snapshot", "path": str(out.resolve() / "state.pt")})
+        clients[0].save_state(str(out.resolve() / "state.pt"))
         saved = Memory.of(process.process.pid)
         for each in workers:
             each.worker.client.leave(finished=True)

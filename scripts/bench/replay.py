@@ -13,7 +13,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.simulation.replay import Recording, Replay  # noqa: E402
+from fairseq_async.replay import Recording, Replay  # noqa: E402
 from recipes.made_up_pair.run import SETTINGS  # noqa: E402
 from recipes.training import Method, Training  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
@@ -21,7 +21,8 @@ from scripts.bench.report import Report  # noqa: E402
 
 UNEQUAL = ["--slowdown", "1,1,2,4"]
 METHODS: dict[str, dict[str, object]] = {
-    "hybrid": {"optimizer": "hybrid_async", "inner-optimizer": "adam", "updates-per-step": 4},
+    "hybrid": {"optimizer": "hybrid_async", "inner-optimizer": "adam"},
+    "N = 4": {"optimizer": "hybrid_async", "inner-optimizer": "adam", "updates-per-step": 4, "look-ahead": "off"},
     "DN + DyLU": {"optimizer": "local_sgd", "local-steps": 4, "dynamic-local-steps": True, "grace-period": 0.05},
 }
 
@@ -63,11 +64,11 @@ def replay(recording: Recording) -> dict[str, Any]:
 
     logging.disable(logging.WARNING)
     began = time.monotonic()
-    repeated = Replay(recording, FairseqRun(recording.run_dir, recording.description, recording.events))
+    repeated = Replay(recording, FairseqRun(recording.run_dir, recording.spec, recording.events))
     for _ in repeated.steps():
         pass
     seconds = time.monotonic() - began
-    checked = sum("checksum" in event for event in recording.events)
+    checked = sum(event.checksum is not None for event in recording.events)
     found = {"updates": len(recording.events), "versions": checked, "equal": repeated.compared}
     return found | {"seconds of the replay": seconds}
 

@@ -1,4 +1,4 @@
-"""What every benchmark says: on which machine, both sides of one run, and whether the bounds hold."""
+"""The output of every benchmark: the machine, both sides of one run, and whether the bounds hold."""
 
 from __future__ import annotations
 

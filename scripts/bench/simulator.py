@@ -1,8 +1,8 @@
 """What a simulated step costs beside a plain one, and how well the clock predicts real workers.
 
 The plain loop computes as many gradients of the same batches, and steps as often. The prediction: a real run of one
-worker gives the seconds of a step and of an exchange; from these the simulator tells how many tokens a second two
-workers train, of which one is four times slower; a real run of two says whether that is so.
+worker gives the seconds of a step and of an exchange; from these the simulator predicts the tokens per second of two
+workers, of which one is four times slower; a real run of two checks the prediction.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.reporting.runs import load, tokens_of  # noqa: E402
+from fairseq_async.reporting.capacity import measure  # noqa: E402
+from fairseq_async.reporting.runs import load  # noqa: E402
 from fairseq_async.simulation import problem as problems  # noqa: E402
-from fairseq_async.simulation.capacity import measure  # noqa: E402
 from fairseq_async.simulation.experiment import Experiment, read  # noqa: E402
 from fairseq_async.simulation.schedule import make_optimizer  # noqa: E402
 from fairseq_async.simulation.simulate import Simulator  # noqa: E402
@@ -94,7 +94,7 @@ def overhead(binary: Path, directory: Path, steps: int, rounds: int) -> list[dic
 
 
 def real(binary: Path, out: Path, slowdowns: list[int], seconds: float) -> Path:
-    """A run of plain asynchronous SGD, which waits for nobody; its directory."""
+    """A run of plain asynchronous SGD, without waiting; returns its directory."""
     settings = SETTINGS | jobs.TIMED | {"stop-time-hours": seconds / 3600, "max-epoch": 0}
     job = Training(binary, out, Method.ASYNC, len(slowdowns), 1024, settings)
     jobs.run(job, ["--slowdown", ",".join(map(str, slowdowns))])
@@ -104,18 +104,18 @@ def real(binary: Path, out: Path, slowdowns: list[int], seconds: float) -> Path:
 def steady(run_dir: Path, skip: float) -> float:
     """Target tokens a second, after so many seconds."""
     (run,) = load([run_dir])
-    late = [event for event in run.applied if event["time"] > skip]
-    return sum(tokens_of(event) for event in late[1:]) / (late[-1]["time"] - late[0]["time"])
+    late = [event for event in run.applied if event.time > skip]
+    return sum(event.target_tokens for event in late[1:]) / (late[-1].time - late[0].time)
 
 
 def predict(directory: Path, alone: Path) -> float:
     """Tokens a second of two workers, one of them slower, by simulation from a run of one worker."""
     costs = measure(alone).costs
-    tokens = fmean(tokens_of(event) for event in load([alone])[0].applied)
+    tokens = fmean(event.target_tokens for event in load([alone])[0].applied)
     way = max(0.0, costs.exchange - costs.server) / 2  # the server writes its log after its answer
     exchange = {"seconds": way, "server_seconds": costs.server}
     cluster = {"workers": 2, "seconds_per_step": [costs.step, SLOW * costs.step], "exchange": exchange}
-    methods = {"async": {"method": "hybrid_async", "updates_per_step": 1}}
+    methods = {"async": {"method": "hybrid_async", "updates_per_step": 1, "look_ahead": "off"}}
     given = experiment(directory, problem={"type": "gaussians"}, steps=500, cluster=cluster, methods=methods)
     (row,) = Simulator(given, directory / "predicted", resume=False).run()
     return row["updates"] / row["time"] * tokens

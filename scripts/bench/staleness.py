@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -22,14 +22,17 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.algorithms import Update  # noqa: E402
+from fairseq_async.config import HybridOptions  # noqa: E402
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
-from fairseq_async.server import ParameterServer, Receipt  # noqa: E402
+from fairseq_async.method_spec import JsonObject  # noqa: E402
+from fairseq_async.server import ParameterServer, Receipt, protocol  # noqa: E402
 from fairseq_async.simulation import experiment as experiments  # noqa: E402
 from fairseq_async.simulation import problem as problems  # noqa: E402
 from fairseq_async.simulation.cluster import Cluster  # noqa: E402
-from fairseq_async.simulation.experiment import Experiment, HybridOptions, Method, ScheduleOptions  # noqa: E402
+from fairseq_async.simulation.experiment import Experiment, Method, ScheduleOptions  # noqa: E402
+from fairseq_async.simulation.rules import build_method  # noqa: E402
 from fairseq_async.simulation.schedule import LearningRate  # noqa: E402
-from fairseq_async.simulation.trial import Trial, deal  # noqa: E402
+from fairseq_async.simulation.trial import Trial  # noqa: E402
 from fairseq_async.simulation.workers import LogicalWorker, SharedModel  # noqa: E402
 from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
@@ -59,7 +62,7 @@ def arrivals(experiment: Experiment, method: Method, cluster: Cluster, model: Sh
     """In the order in which the server takes them, as the simulator's clock has it."""
     found: list[Gradient] = []
 
-    def write(time: float, receipt: Receipt, report: dict[str, Any]) -> None:
+    def write(time: float, receipt: Receipt, report: protocol.Report, extra: JsonObject) -> None:
         found.append(Gradient(receipt.worker, receipt.sequence, receipt.base_version, len(found) // cluster.workers))
 
     silent = NoGradients(model.problem, model.batch_size, model.order, model.seed)
@@ -115,8 +118,8 @@ def train(
 ) -> float:
     """Applies them; returns the loss at the end."""
     parameters, workers = start.clone(), 1 + max(each.worker for each in gradients)
-    dealt = deal(method, experiment, workers, model.order.sizes, parameters, model.layout)
-    server = ParameterServer(parameters, dealt.rule)
+    built = build_method(method, experiment, workers, model.order.sizes, parameters, model.layout)
+    server = ParameterServer(parameters, built.rule)
     past = {0: start}
     at = [LogicalWorker(worker, torch.zeros_like(start)) for worker in range(workers)]
     model.live_in(model.flat)
@@ -153,7 +156,8 @@ def four_runs(experiment: Experiment, pretraining: int) -> Four:
         model.pretrain(options, LearningRate(schedule, lr or options.lr, pretraining), pretraining)
     model.order = ShardOrder(shard_sizes(problem.samples, cluster.workers), seed)
     start = model.flat.clone()
-    methods = [Method("", HybridOptions(method="hybrid_async", barrier=barrier), options) for barrier in (True, False)]
+    papers = HybridOptions(updates_per_step=cluster.workers, look_ahead=0.0)
+    methods = [Method("", each, options) for each in (HybridOptions(barrier=True), papers)]
     synchronous, hybrid = (arrivals(experiment, method, cluster, model) for method in methods)
     runs = {
         "synchronous": synchronous,

@@ -14,15 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fairseq_async.reporting.audit import audit
-from fairseq_async.server import ServerClient
 from fairseq_async.server.process import TOKEN, ServerProcess
-from tests.chaos.mortal import MortalServer
-from tests.chaos.runs import LAYOUT, Adder, digest, read_snapshot
-from tests.sgd_server import build
-from tests.test_faults import wait_until
+from fairseq_async.worker.client import Client
+from scripts.faults.adder import LAYOUT, Adder
+from scripts.faults.digest import digest, read_snapshot
+from scripts.faults.sgd_server import build
+from tests.helpers.commands import ROOT
+from tests.helpers.in_process import server as parameter_server
+from tests.helpers.mortal import MortalServer
+from tests.helpers.waiting import wait_until
 
 ROUNDS = 6
-ROOT = Path(__file__).parents[2]
 HOSTS = pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"], ids=["shared memory", "TCP"])
 
 
@@ -46,7 +48,7 @@ def test_a_server_that_dies_at_any_line_loses_nothing_that_its_rollbacks_do_not_
             "snapshot_updates": 1,
             "worker_timeout": 0.5,
         }
-        clients = [ServerClient(server.address, server.token, worker, 30.0) for worker in (0, 1)]
+        clients = [Client(server.address, server.token, worker, 30.0) for worker in (0, 1)]
         server.begin_to_die()
         adders = [Adder(client, **method) for client in clients]
         if barrier:
@@ -55,7 +57,7 @@ def test_a_server_that_dies_at_any_line_loses_nothing_that_its_rollbacks_do_not_
             for _ in range(ROUNDS):
                 for adder in adders:
                     adder.step()
-        adders[0].client.ask({"kind": "plan", "number": "last", "event": "begin_epoch", "epoch": 1})
+        adders[0].client.schedule_event("begin_epoch", 1)
         for adder in adders:
             adder.version = adder.client.pull(adder.parameters.copy_)
         check(run_dir, server, adders, 0 if barrier else updates_per_step)
@@ -79,11 +81,11 @@ def check(run_dir: Path, server: MortalServer, adders: list[Adder], updates_per_
         updates_per_step: 0 where that depends on who was there.
     """
     found = audit(run_dir)
-    assert found.version == server.service.server.version
+    assert found.version == parameter_server(server.service).version
     assert not updates_per_step or found.applied // updates_per_step == found.version, (
         "every step has its updates in the log"
     )
-    held = server.service.server.parameters
+    held = parameter_server(server.service).parameters
     assert held.tolist() == [float(found.version)] * LAYOUT.size, "the parameters count what the log counts"
     for adder in adders:
         assert (adder.version, digest(adder.parameters)) == (found.version, digest(held))
@@ -94,7 +96,9 @@ def check(run_dir: Path, server: MortalServer, adders: list[Adder], updates_per_
 
 @pytest.fixture(params=["127.0.0.1", "127.0.0.2"], ids=["shared memory", "TCP"])
 def process(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerProcess]:
-    process = ServerProcess("tests.sgd_server", 3, tmp_path, tmp_path / "server.log", host=request.param, restarts=9)
+    process = ServerProcess(
+        "scripts.faults.sgd_server", 3, tmp_path, tmp_path / "server.log", host=request.param, restarts=9
+    )
     yield process
     process.stop()
 
@@ -102,22 +106,20 @@ def process(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerPr
 def test_a_worker_killed_in_the_middle_of_a_push_changes_nothing_and_its_successor_goes_on(
     process: ServerProcess, tmp_path: Path
 ) -> None:
-    first = Adder(ServerClient(process.address, process.token, 0, 30.0))
-    line = [sys.executable, "-m", "tests.chaos.dying_worker", process.address, "1"]
+    first = Adder(Client(process.address, process.token, 0, 30.0))
+    line = [sys.executable, "-m", "tests.helpers.dying_worker", process.address, "1"]
     environment = os.environ | {TOKEN: process.token, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(line, stdout=subprocess.PIPE, env=environment, cwd=ROOT) as worker:
         assert worker.stdout is not None and worker.stdout.readline() == b"in the middle\n"
         worker.send_signal(signal.SIGKILL)
-    assert first.step()["version"] == 2 and first.parameters.tolist() == [2.0] * LAYOUT.size
-    second = Adder(ServerClient(process.address, process.token, 1, 30.0))
-    assert second.sequence == 1 and second.step()["version"] == 3
+    assert first.step().version == 2 and first.parameters.tolist() == [2.0] * LAYOUT.size
+    second = Adder(Client(process.address, process.token, 1, 30.0))
+    assert second.sequence == 1 and second.step().version == 3
     assert audit(tmp_path).applied == 3
 
 
 def test_a_server_killed_again_and_again_under_load_keeps_its_books(process: ServerProcess, tmp_path: Path) -> None:
-    adders = [
-        Adder(ServerClient(process.address, process.token, worker, 60.0), snapshot_updates=20) for worker in (0, 1, 2)
-    ]
+    adders = [Adder(Client(process.address, process.token, worker, 60.0), snapshot_updates=20) for worker in (0, 1, 2)]
     stop = threading.Event()
 
     def work(adder: Adder) -> None:
@@ -129,7 +131,7 @@ def test_a_server_killed_again_and_again_under_load_keeps_its_books(process: Ser
         thread.start()
     for seconds in (0.31, 0.02, 0.17):  # after the new server has begun to take updates
         here = sum(adder.sequence for adder in adders)
-        wait_until(lambda here=here: sum(adder.sequence for adder in adders) > here + 30)  # type: ignore[misc]
+        wait_until(lambda here=here: sum(adder.sequence for adder in adders) > here + 30, 60)  # type: ignore[misc]
         time.sleep(seconds)
         pid = process.process.pid
         os.kill(pid, signal.SIGKILL)
@@ -139,7 +141,7 @@ def test_a_server_killed_again_and_again_under_load_keeps_its_books(process: Ser
         thread.join(60)
         assert not thread.is_alive()
     adders[0].step(wait=True)
-    adders[0].client.ask({"kind": "snapshot", "path": str(tmp_path / "state.pt")})
+    adders[0].client.save_state(str(tmp_path / "state.pt"))
     state = read_snapshot(tmp_path / "state.pt")["server"]
     found = audit(tmp_path)
     assert len(found.rollbacks) == 3

@@ -9,26 +9,28 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fairseq_async.server import ServerClient
-from tests.chaos.fuzz import Fuzzer, read_corpus
-from tests.chaos.in_process import Connection, end, new_service
-from tests.chaos.runs import ADDER, LAYOUT, Adder
-from tests.servers import ThreadServer
-from tests.sgd_server import build
+from fairseq_async.server.protocol import Hello, Initialise, Welcome
+from fairseq_async.worker.client import Client
+from scripts.faults.adder import LAYOUT, Adder, adder_spec
+from scripts.faults.fuzzer import Fuzzer, read_corpus
+from scripts.faults.sgd_server import build
+from scripts.faults.thread_server import ThreadServer
+from tests.helpers.in_process import Connection, end, new_service
+from tests.helpers.in_process import server as parameter_server
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_noise_changes_nothing(tmp_path: Path, seed: int) -> None:
     server = ThreadServer(2, tmp_path, "127.0.0.2")
     try:
-        adder = Adder(ServerClient(server.address, server.token, 0, 30.0))
+        adder = Adder(Client(server.address, server.token, 0, 30.0))
         adder.step()
         fuzzer = Fuzzer(server, random.Random(seed), corpus=read_corpus())
         before = fuzzer.state()
         fuzzer.run(2.0)
         assert fuzzer.state() == before
         assert sum(fuzzer.tried.values()) > 100 and len(fuzzer.found) > 5
-        assert adder.step()["version"] == 2
+        assert adder.step().version == 2
     finally:
         server.stop()
 
@@ -36,13 +38,13 @@ def test_noise_changes_nothing(tmp_path: Path, seed: int) -> None:
 def test_what_was_once_found_is_refused_again(tmp_path: Path) -> None:
     server = ThreadServer(2, tmp_path, "127.0.0.2")
     try:
-        adder = Adder(ServerClient(server.address, server.token, 0, 30.0))
+        adder = Adder(Client(server.address, server.token, 0, 30.0))
         fuzzer = Fuzzer(server, random.Random(0))
         before = fuzzer.state()
         for data in read_corpus():
             with fuzzer._connect() as connection:
                 fuzzer._send(connection, "stranger", data)
-        assert fuzzer.state() == before and adder.step()["version"] == 1
+        assert fuzzer.state() == before and adder.step().version == 1
     finally:
         server.stop()
 
@@ -53,9 +55,9 @@ JSON = st.recursive(
     max_leaves=6,
 )
 # no report, or it could be an update; a path, or the end of the run, could be meant
-KEYS = ["worker", "joins", "instance", "challenge", "proof", "layout", "method", "remote", "state", "sequence"]
+KEYS = ["worker", "joins", "instance", "challenge", "proof", "layout", "spec", "remote", "state", "sequence"]
 KEYS += ["base_version", "weight", "wait", "norm", "number", "event", "epoch", "loss"]
-KINDS = ["introduce", "hello", "initialise", "push", "pull", "wait", "plan", "alive", "none of these"]
+KINDS = ["introduce", "hello", "initialise", "push", "pull", "wait", "schedule_event", "alive", "none of these"]
 
 
 @pytest.mark.parametrize("stage", ["stranger", "introduced", "admitted", "first of all"])
@@ -69,22 +71,23 @@ def test_any_json_is_answered_and_changes_nothing(stage: str, messages: list[tup
     with tempfile.TemporaryDirectory() as directory:
         service = new_service(2, Path(directory), build, lambda: 1000.0)
         try:
-            hello = {"kind": "hello", "layout": LAYOUT.to_json(), "method": ADDER, "remote": False}
+            hello = Hello(adder_spec(), LAYOUT, remote=False)
             if stage != "first of all":
                 first = Connection(service)
                 first.introduce(0)
-                first.ask(hello)
-                first.ask({"kind": "initialise", "state": None})
+                first.ask(hello, Welcome)
+                first.ask(Initialise(False), Welcome)
             other = Connection(service)
             if stage != "stranger":
                 other.introduce(1 if stage != "first of all" else 0)
             if stage == "admitted":
-                other.ask(hello)
+                other.ask(hello, Welcome)
             for kind, message in messages:
-                other.ask({"kind": kind} | message)
+                other.send({"kind": kind} | message)
                 service.tick()
             if stage != "first of all":
-                assert service.server.version == 0 and not service.server.sequences
-                assert not service.server.parameters.any()
+                server = parameter_server(service)
+                assert server.version == 0 and not server.sequences
+                assert not server.parameters.any()
         finally:
             end(service)

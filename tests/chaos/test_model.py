@@ -1,8 +1,10 @@
 """The server against a model of ten lines: pushes, repetitions, broken connections, silence and deaths in any order."""
 
 import copy
+import json
 import math
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.audit import audit
-from tests.chaos.in_process import Connection, end, new_service
-from tests.chaos.runs import ADDER, LAYOUT
-from tests.sgd_server import build
+from fairseq_async.server.protocol import Hello, Initialise, Push, Welcome, encode
+from scripts.faults.adder import LAYOUT, adder_spec
+from scripts.faults.sgd_server import build
+from tests.helpers.in_process import Connection, end, new_service, slot, take_snapshot
+from tests.helpers.in_process import server as parameter_server
 
+NO_CHANGE: Mapping[str, Any] = {}
 WORKERS = st.integers(0, 2)
 VALUES = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0, math.nan, math.inf])
 UPDATES = st.tuples(VALUES, st.integers(1, 4), st.booleans(), st.booleans())  # value, weight, whether waited for, heard
@@ -49,37 +54,38 @@ class Server(RuleBasedStateMachine):
     def begin(self, updates_per_step: int) -> None:
         self.directory = tempfile.TemporaryDirectory()
         self.run_dir, self.now = Path(self.directory.name), 1000.0
-        self.method = ADDER | {"updates_per_step": updates_per_step, "worker_timeout": 5.0}
+        self.spec = adder_spec(updates_per_step=updates_per_step, worker_timeout=5.0)
         self.service = new_service(3, self.run_dir, build, lambda: self.now)
         self.connections: dict[int, Connection] = {}
         self.next = {0: 0, 1: 0, 2: 0}
         self.model = Model(updates_per_step)
         connection = self.enter(0)
-        self.service.job.memory.slot(0).zero_()
-        connection.ask({"kind": "initialise", "state": None})
+        slot(self.service, 0).zero_()
+        connection.ask(Initialise(False), Welcome)
         self.service.tick()  # takes the first snapshot
         self.saved = copy.deepcopy(self.model)
 
     def enter(self, worker: int) -> Connection:
         connection = self.connections[worker] = Connection(self.service)
         connection.introduce(worker, f"process {worker}")
-        hello = {"kind": "hello", "layout": LAYOUT.to_json(), "method": self.method, "remote": False}
-        self.welcome = connection.ask(hello)
+        self.welcome = connection.ask(Hello(self.spec, LAYOUT, remote=False), Welcome)
         return connection
 
     def connection(self, worker: int) -> Connection:
         if worker not in self.connections:
             connection = self.enter(worker)
-            assert self.welcome is not None
-            assert self.welcome["sequence"] == self.model.last.get(worker, -1) + 1
+            assert self.welcome.sequence == self.model.last.get(worker, -1) + 1
             return connection
         return self.connections[worker]
 
-    def send(self, worker: int, sequence: int, value: float, weight: float, wait: bool, change: Any = None) -> Any:
+    def send(
+        self, worker: int, sequence: int, value: float, weight: float, wait: bool, change: Mapping[str, Any] = NO_CHANGE
+    ) -> dict[str, Any]:
         connection = self.connection(worker)
-        self.service.job.memory.slot(worker).fill_(value)
-        numbers = {"sequence": sequence, "base_version": 0, "weight": weight, "report": {}, "wait": wait}
-        return connection.ask({"kind": "push", **numbers} | (change or {}))
+        slot(self.service, worker).fill_(value)
+        push = json.loads(encode(Push(sequence, 0, weight, wait=wait)))
+        assert connection.send(push | change)
+        return connection.last
 
     @rule(worker=WORKERS, updates=st.lists(UPDATES, min_size=1, max_size=5))
     def push(self, worker: int, updates: list[tuple[float, int, bool, bool]]) -> None:
@@ -123,7 +129,7 @@ class Server(RuleBasedStateMachine):
 
     @rule()
     def a_snapshot(self) -> None:
-        self.service.job.snapshots.take(self.service.run.snapshot(), self.service.server.version)
+        take_snapshot(self.service)
         self.saved = copy.deepcopy(self.model)
 
     @rule()
@@ -140,23 +146,22 @@ class Server(RuleBasedStateMachine):
         """Its successor learns from the server which number is the next."""
         self.the_connection_breaks(worker)
         self.enter(worker)
-        assert self.welcome is not None
-        self.next[worker] = self.welcome["sequence"]
+        self.next[worker] = self.welcome.sequence
 
     @rule(noise=st.dictionaries(st.sampled_from(["kind", "proof", "worker", "challenge"]), st.text(max_size=4)))
     def a_stranger(self, noise: dict[str, Any]) -> None:
         stranger = Connection(self.service)
-        answer = stranger.ask(noise)
-        assert answer is not None and "error" in answer and stranger.channel.closed
+        assert stranger.send(noise)
+        assert "error" in stranger.last and stranger.channel.closed
 
     @invariant()
     def it_holds_what_the_model_holds(self) -> None:
         if not hasattr(self, "model"):
             return
-        server = self.service.server
+        server = parameter_server(self.service)
         assert (server.version, server.sequences) == (self.model.version, self.model.last)
         assert server.parameters.tolist() == pytest.approx([self.model.value] * LAYOUT.size, abs=1e-4)
-        assert self.service.job.memory.published.equal(server.parameters)
+        assert self.service.described.memory.published.equal(server.parameters)
 
     @precondition(lambda self: hasattr(self, "model"))
     @rule()

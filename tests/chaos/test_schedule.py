@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.errors import ConfigurationError
-from tests.chaos.fuzz import frame
-from tests.chaos.injector import Injector
-from tests.chaos.proxy import Frames, Proxy
-from tests.chaos.schedule import Schedule, read
+from scripts.faults.fuzzer import frame
+from scripts.faults.injector import Injector
+from scripts.faults.proxy import Frames, Proxy
+from scripts.faults.schedule import Schedule, read
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_processes_are_killed_paused_and_woken_in_time(tmp_path: Path) -> None:
 
 
 def test_frames_are_cut_wherever_the_bytes_are() -> None:
-    data = frame({"kind": "push", "payload": 8}, b"12345678") + frame({"kind": "alive"})
+    data = frame(b'{"kind": "push"}', b"12345678") + frame(b'{"kind": "alive"}')
     for size in (1, 3, len(data)):
         frames = Frames()
         found = [each for start in range(0, len(data), size) for each in frames.feed(data[start : start + size])]

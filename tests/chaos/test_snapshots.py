@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_async.server import ServerClient
 from fairseq_async.server.snapshots import Snapshots
-from tests.chaos.mortal import InlineSnapshots
-from tests.servers import ThreadServer
-from tests.test_faults import wait_until
+from fairseq_async.worker.client import Client
+from scripts.faults.thread_server import ThreadServer
+from tests.helpers.commands import ROOT
+from tests.helpers.mortal import InlineSnapshots
+from tests.helpers.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
 SLOW = """
 import os, sys, time
 from pathlib import Path
@@ -77,7 +77,7 @@ def full(descriptor: int) -> None:
 def test_a_server_that_vanishes_in_the_handshake_is_noticed(tmp_path: Path) -> None:
     server = ThreadServer(1, tmp_path, "127.0.0.2")
     try:
-        client = ServerClient(server.address, server.token, 0)
+        client = Client(server.address, server.token, 0)
         assert client._channel.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > 0
     finally:
         server.stop()

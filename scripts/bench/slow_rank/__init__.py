@@ -2,7 +2,7 @@
 
 ``--user-dir scripts/bench/slow_rank --task slow_translation --slowdown 1,4`` trains as ``--task translation`` does, but
 rank 1, when it has a batch's gradient and before fairseq reduces it, sleeps three times as long as forward and backward
-took. It is what ``fairseq-async launch --slowdown 1,4`` does to an asynchronous worker; there the time that is
+lasted. It is what ``fairseq-async launch --slowdown 1,4`` does to an asynchronous worker; there the time that is
 multiplied also holds the gradient's norm, so that the synchronous run is slowed down a little less.
 """
 

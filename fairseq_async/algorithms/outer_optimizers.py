@@ -1,0 +1,195 @@
+"""Outer optimizers of local SGD: what a server does with pseudo-gradients.
+
+Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling" (arXiv 2401.09135). A worker takes H local
+steps from θ_start and sends δ = θ_start − θ_local; ε is the outer learning rate, β the outer momentum.
+"""
+
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms.rule import State, fills
+from fairseq_async.algorithms.update import Update
+
+
+class _Outer:
+    """Learning rate, momentum and what is common to their checks and checkpoints."""
+
+    def __init__(self, lr: float, momentum: float) -> None:
+        if lr <= 0:
+            raise ValueError(f"lr is {lr}; it must be above 0")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum}; it must be at least 0 and below 1")
+        self.lr = lr
+        self.momentum = momentum
+        self.momentum_buffer: Tensor | None = None
+
+    def limit_round(self, updates: int) -> None:
+        """Steps do not wait for a round."""
+
+    def state_dict(self) -> State:
+        return {"momentum_buffer": self.momentum_buffer}
+
+    def load_state_dict(self, state: State) -> None:
+        self.momentum_buffer = _copied(state["momentum_buffer"])
+
+    def _momentum_after(self, gradient: Tensor, factor: float) -> Tensor:
+        """m ← βm + factor·gradient"""
+        if self.momentum_buffer is None:
+            self.momentum_buffer = torch.zeros_like(gradient)
+        return self.momentum_buffer.mul_(self.momentum).add_(gradient, alpha=factor)
+
+
+class NesterovMomentum(_Outer):
+    """One Nesterov step per arrival, on δ/k: the naive asynchronous method, whose stale momentum overshoots.
+
+    ::
+
+        m ← βm + δ/k;  θ ← θ − ε(βm + δ/k)
+
+    With β = 0 this is asynchronous outer SGD.
+
+    Args:
+        lr: ε.
+        momentum: β in [0, 1).
+        workers: k.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(self, lr: float, momentum: float, workers: int) -> None:
+        super().__init__(lr, momentum)
+        self.workers = _at_least_one("workers", workers)
+
+    def apply(self, parameters: Tensor, update: Update) -> bool:
+        """One arrival; always True."""
+        momentum = self._momentum_after(update.delta, 1 / self.workers)
+        parameters.add_(momentum, alpha=-self.lr * self.momentum)
+        parameters.add_(update.delta, alpha=-self.lr / self.workers)
+        return True
+
+    def moves_parameters(self, ahead: int = 0) -> bool:
+        return True
+
+
+class _Buffered(_Outer):
+    """Adds updates up: the momentum takes Δ/N at every N-th."""
+
+    def __init__(self, lr: float, momentum: float) -> None:
+        super().__init__(lr, momentum)
+        self.buffer: Tensor | None = None
+        self.count = 0
+
+    def state_dict(self) -> State:
+        return super().state_dict() | {"buffer": self.buffer if self.count else None, "count": self.count}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.buffer, self.count = _copied(state["buffer"]), state["count"]
+
+    def _add(self, delta: Tensor) -> Tensor:
+        """Δ ← Δ + δ"""
+        if self.buffer is None:
+            self.buffer = torch.zeros_like(delta)
+        self.count += 1
+        return self.buffer.add_(delta)
+
+
+class BufferedNesterov(_Buffered):
+    """One Nesterov step on the mean of N updates.
+
+    ::
+
+        Δ ← Δ + δ;  every N-th:  m ← βm + Δ/N;  θ ← θ − ε(βm + Δ/N);  Δ ← 0
+
+    As updates arrive this is the method of FedBuff (Nguyen et al. 2022, arXiv 2106.06639) with momentum; behind a
+    barrier of N workers it is DiLoCo (Douillard et al. 2023, arXiv 2311.08105).
+
+    Args:
+        lr: ε.
+        momentum: β in [0, 1).
+        buffer_size: N.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(self, lr: float, momentum: float, buffer_size: int) -> None:
+        super().__init__(lr, momentum)
+        self.buffer_size = _at_least_one("buffer_size", buffer_size)
+        self._wanted = buffer_size
+
+    def apply(self, parameters: Tensor, update: Update) -> bool:
+        """One arrival; True on every N-th, which steps."""
+        total = self._add(update.delta)
+        if self.count < self.buffer_size:
+            return False
+        momentum = self._momentum_after(total, 1 / self.count)
+        parameters.add_(momentum, alpha=-self.lr * self.momentum)
+        parameters.add_(total, alpha=-self.lr / self.count)
+        total.zero_()
+        self.count = 0
+        return True
+
+    def moves_parameters(self, ahead: int = 0) -> bool:
+        return fills(self.count, self.buffer_size, ahead)
+
+    def limit_round(self, updates: int) -> None:
+        """A step waits for no more updates than a round has."""
+        self.buffer_size = min(self._wanted, updates)
+
+
+class DelayedNesterov(_Buffered):
+    """Delayed Nesterov (Liu et al. 2024, algorithm 3): a gradient step per arrival, a momentum step every N-th.
+
+    ::
+
+        Δ ← Δ + g
+        every N-th:  m ← βm + Δ/N;  θ ← θ − ε[(1 − cN + c)·βm + g/N];  Δ ← 0
+        otherwise:                  θ ← θ − ε[c·βm + g/N]
+
+    With c = 0, N arrivals that were computed from one θ are one Nesterov step on their mean.
+
+    Args:
+        lr: ε, the rate of N arrivals together.
+        momentum: β in [0, 1).
+        delay: N, usually the number of workers.
+        c: the share of the momentum in each step between, in [0, 1/N].
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(self, lr: float, momentum: float, delay: int, c: float = 0.0) -> None:
+        super().__init__(lr, momentum)
+        self.delay = _at_least_one("delay", delay)
+        if not 0 <= c <= 1 / delay:
+            raise ValueError(f"c is {c}; it must be in [0, 1/delay] = [0, {1 / delay:g}]")
+        self.c = c
+
+    def apply(self, parameters: Tensor, update: Update) -> bool:
+        """One arrival; True on every N-th, when the momentum is updated."""
+        total = self._add(update.delta)
+        stepped = self.count >= self.delay  # more than N may be in a checkpoint of a larger N
+        if stepped:
+            self._momentum_after(total, 1 / self.count)
+            total.zero_()
+            self.count = 0
+        share = 1 - self.c * self.delay + self.c if stepped else self.c
+        if self.momentum_buffer is not None and share > 0:
+            parameters.add_(self.momentum_buffer, alpha=-self.lr * share * self.momentum)
+        parameters.add_(update.delta, alpha=-self.lr / self.delay)
+        return stepped
+
+    def moves_parameters(self, ahead: int = 0) -> bool:
+        return True
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be at least 1")
+    return value
+
+
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()

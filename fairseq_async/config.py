@@ -1,0 +1,381 @@
+"""The options of every method, once: fairseq's flags, DeepSpeed's keys, help and tables are made from these models.
+
+This module and those that read its models do not import torch: a mistake is to show at once.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.validation import split_address
+
+Shown = dict[str, JsonValue]
+_SECONDS: Shown = {"metavar": "S"}
+_FILE: Shown = {"metavar": "FILE"}
+_WORKERS: Shown = {"default": "number of workers"}  # in place of None, in help and tables
+_OFF: Shown = {"default": "off"}
+_AUTO: Shown = {"default": "auto"}
+
+
+class Options(BaseModel):
+    """Options of one method; an unknown key is refused.
+
+    ``json_schema_extra`` of a field may say how it is shown: ``metavar`` of its flag, and ``default`` in words.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LocalSGDOptions(Options):
+    """Local SGD: what all outer rules share. A rule's own model extends this or :class:`AsyncLocalSGDOptions`.
+
+    ``total_steps``, ``seed`` and ``shards`` are no flags in fairseq, which has ``--max-update``, ``--seed`` and its own
+    way to divide the data.
+    """
+
+    method: Literal["local_sgd"] = "local_sgd"
+    outer: str = Field("delayed_nesterov", description="what the server does with the workers' local steps")
+    local_steps: int = Field(
+        50, ge=1, description="steps H that the fastest worker takes between two exchanges with the server"
+    )
+    total_steps: int = Field(0, ge=0, description="mean local steps of a worker in the whole run; 0 for no end")
+    shards: int = Field(
+        0, ge=0, description="parts of the training set that workers choose from by need; 0 for one a worker"
+    )
+    max_refused: int = Field(
+        3, ge=1, description="end a worker when this many of its updates, or local gradients, in a row had NaN or Inf"
+    )
+    seed: int = Field(1, ge=0, description="seed of the order of the data and of the choice of shards")
+
+    def for_workers(self, workers: int) -> "LocalSGDOptions":
+        """The options with the defaults that depend on the number of workers filled in.
+
+        Raises:
+            ConfigurationError: they do not go with so many workers.
+        """
+        return self
+
+
+class AsyncLocalSGDOptions(LocalSGDOptions):
+    """Local SGD (Liu et al. 2024, arXiv 2401.09135) whose workers do not all wait for each other."""
+
+    dynamic_local_steps: bool = Field(
+        False,
+        description="a slower worker takes fewer local steps: its share of H is that of its measured speed (DyLU)",
+    )
+    grace_period: float | None = Field(
+        None,
+        ge=0,
+        description="seconds for which an update waits for others, to start again from the same parameters",
+        json_schema_extra=_SECONDS,
+    )
+    staleness_power: float = Field(
+        0.0, le=0, description="weight (1 + staleness)^power of a late update; the paper's polynomial weight is -0.5"
+    )
+    staleness_limit: int | None = Field(None, ge=0, description="drop updates of a higher staleness")
+    delay_compensation: float = Field(
+        0.0,
+        ge=0,
+        description="λ of g + λ·g⊙g⊙(θ_now − θ_then); the server keeps one more copy of the parameters a worker",
+    )
+    overlap: bool = Field(
+        False,
+        description="go on computing while the server's answer is on its way, without a grace period or islands",
+    )
+
+    @model_validator(mode="after")
+    def _waits_or_goes_on(self) -> "AsyncLocalSGDOptions":
+        if self.overlap and self.grace_period is not None:
+            raise ValueError("overlap and grace_period do not go together: a worker that waits for others cannot go on")
+        return self
+
+
+OuterLearningRate = Annotated[
+    float, Field(gt=0, description="outer learning rate ε, of as many arrivals as there are workers")
+]
+OuterMomentum = Annotated[float, Field(ge=0, lt=1, description="outer Nesterov momentum β")]
+
+
+class DiLoCoOptions(LocalSGDOptions):
+    """``outer diloco``: one Nesterov step on the mean of all workers, which wait for each other."""
+
+    outer: Literal["diloco"] = "diloco"
+    outer_lr: OuterLearningRate = 0.7
+    outer_momentum: OuterMomentum = 0.9
+
+
+class NesterovOptions(AsyncLocalSGDOptions):
+    """``outer nesterov``: one Nesterov step per arrival."""
+
+    outer: Literal["nesterov"] = "nesterov"
+    outer_lr: OuterLearningRate = 0.7
+    outer_momentum: OuterMomentum = 0.9
+
+
+class BufferedNesterovOptions(AsyncLocalSGDOptions):
+    """``outer buffered_nesterov``: one Nesterov step on the mean of N arrivals."""
+
+    outer: Literal["buffered_nesterov"] = "buffered_nesterov"
+    outer_lr: OuterLearningRate = 0.7
+    outer_momentum: OuterMomentum = 0.9
+    buffer_size: int | None = Field(None, ge=1, description="updates N that are averaged", json_schema_extra=_WORKERS)
+
+    def for_workers(self, workers: int) -> "BufferedNesterovOptions":
+        return self.model_copy(update={"buffer_size": self.buffer_size or workers})
+
+
+class DelayedNesterovOptions(AsyncLocalSGDOptions):
+    """``outer delayed_nesterov``: a gradient step per arrival, a momentum step every N-th."""
+
+    outer: Literal["delayed_nesterov"] = "delayed_nesterov"
+    outer_lr: OuterLearningRate = 0.7
+    outer_momentum: OuterMomentum = 0.9
+    delay: int | None = Field(
+        None, ge=1, description="arrivals N between two momentum steps", json_schema_extra=_WORKERS
+    )
+    c: float = Field(0.0, ge=0, description="share of the momentum in each step, in [0, 1/delay]")
+
+    def for_workers(self, workers: int) -> "DelayedNesterovOptions":
+        delay = self.delay or workers
+        if self.c > 1 / delay:
+            raise ConfigurationError(f"c is {self.c:g}: with delay {delay} it must be in [0, 1/{delay}]")
+        return self.model_copy(update={"delay": delay})
+
+
+class OuterSGDOptions(AsyncLocalSGDOptions):
+    """``outer sgd``: one plain step per arrival."""
+
+    outer: Literal["sgd"] = "sgd"
+    outer_lr: OuterLearningRate = 0.7
+
+
+def _number(text: str) -> object:
+    """The number that a flag gives, so that an error shows it as one; other text as it is."""
+    try:
+        return int(text) if text.lstrip("-").isdigit() else float(text)
+    except ValueError:
+        return text
+
+
+class HybridOptions(Options):
+    """Hybrid asynchronous SGD (Aji & Heafield 2019, arXiv 1906.03496): what all gradient rules share.
+
+    ``gradient_rule`` accumulation has no others; another rule's model is a subclass.
+    """
+
+    method: Literal["hybrid_async"] = "hybrid_async"
+    gradient_rule: str = Field("accumulation", description="what the server does with the workers' gradients")
+    updates_per_step: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="gradients that the server sums before it steps; auto: those that come at about the same time; "
+        "1 is plain asynchronous SGD",
+        json_schema_extra=_AUTO | {"metavar": "N"},
+    )
+    grace_period: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        None,
+        description="updates_per_step auto: seconds within which another gradient has to be expected for a step to "
+        "wait for it",
+        json_schema_extra=_SECONDS | {"default": "half a step of the worker that waits"},
+    )
+    look_ahead: Annotated[float, Field(ge=0, le=1024)] | None = Field(
+        None,
+        description="give a worker parameters so many versions ahead, along the server's last step; auto: as many as "
+        "its gradients are late; off: none",
+        json_schema_extra=_AUTO | {"metavar": "X"},
+    )
+    barrier: bool = Field(
+        False,
+        description="hold the gradients until so many workers have sent one, then step: "
+        "with as many as there are workers, synchronous SGD",
+    )
+    max_refused: int = Field(
+        10, ge=1, description="end a worker when this many of its gradients in a row had NaN or Inf"
+    )
+    total_steps: int = Field(0, ge=0, description="steps of the server in the whole run; 0 for no end")
+    seed: int = Field(1, ge=0, description="seed of the order of the data")
+
+    @field_validator("updates_per_step", "look_ahead", mode="before")
+    @classmethod
+    def _in_words(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        words = {"auto": None, "off": 0.0}
+        return words[value] if value in words else _number(value)
+
+    @model_validator(mode="after")
+    def _waits_for_somebody(self) -> "HybridOptions":
+        if self.grace_period is not None and not self.closes_early:
+            raise ValueError("grace_period is for updates_per_step auto without barrier: leave it out")
+        return self
+
+    @property
+    def closes_early(self) -> bool:
+        """Whether a step takes the gradients that come at about the same time, and not a fixed number."""
+        return self.updates_per_step is None and not self.barrier
+
+    def for_workers(self, workers: int) -> "HybridOptions":
+        """The options with the number of workers that a barrier waits for filled in.
+
+        Raises:
+            ConfigurationError: a barrier that would wait for more workers than there are.
+        """
+        updates = self.updates_per_step or workers
+        if self.barrier and updates > workers:
+            raise ConfigurationError(
+                f"updates_per_step is {updates}: with barrier there are only {workers}, which would wait for ever"
+            )
+        return self.model_copy(update={"updates_per_step": updates}) if self.barrier else self
+
+
+class AdasumOptions(Options):
+    """Adasum (Maleki et al. 2021, arXiv 2006.02924)."""
+
+    method: Literal["adasum"] = "adasum"
+    form: Literal["gradient", "delta", "auto"] = Field(
+        "auto",
+        description="gradient: the ranks' gradients are combined, then all take the same step; delta: each rank's "
+        "optimizer takes a step by its own gradient, and these steps are combined; auto: gradient for SGD, delta for "
+        "adaptive optimizers, as in the paper",
+    )
+    hierarchy: Literal["none", "node"] = Field(
+        "none", description="node averages inside a machine and combines across machines; none combines all ranks"
+    )
+    sync_state: int = Field(
+        0, ge=0, description="delta form: average the ranks' optimizer states every so many steps; 0 for never"
+    )
+    clip_delta: float = Field(0.0, ge=0, description="delta form: largest L2 norm of a combined step; 0 for any")
+    total_steps: int = Field(0, ge=0, description="steps of the run; 0 for no end")
+    seed: int = Field(1, ge=0, description="seed of the order of the data")
+
+    def form_for(self, optimizer: str, adaptive: bool) -> Literal["gradient", "delta"]:
+        """The form that an optimizer gets.
+
+        Raises:
+            ConfigurationError: an option that this form does not use.
+        """
+        form = ("delta" if adaptive else "gradient") if self.form == "auto" else self.form
+        for name in ("sync_state", "clip_delta"):
+            if form == "gradient" and getattr(self, name):
+                raise ConfigurationError(
+                    f"adasum: {name} is of the delta form, and {optimizer} has the gradient form here: "
+                    f"leave {name} out, or choose the delta form"
+                )
+        return form
+
+
+class AdaScaleOptions(Options):
+    """AdaScale (Johnson et al. 2020, arXiv 2007.05105)."""
+
+    method: Literal["adascale"] = "adascale"
+    scale: float | None = Field(
+        None,
+        ge=1,
+        allow_inf_nan=False,
+        description="single batches S in a step, where a rank's batch is larger than that of the run whose learning "
+        "rate you have",
+        json_schema_extra={"default": "gradients in a step"},
+    )
+    estimator: Literal["batches", "differences"] = Field(
+        "batches",
+        description="batches, or differences of consecutive gradients for a step with one gradient, which needs scale",
+    )
+    smoothing: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="θ of the averages, in [0, 1)",
+        json_schema_extra={"default": "the paper's"},
+    )
+    interval: int = Field(
+        1, ge=1, description="take norms in every so many steps; the gain stays between: for Adam, where they cost most"
+    )
+    total_steps: int = Field(
+        0, ge=0, description="scale-invariant steps of the run, the number of those with one batch; 0 for no end"
+    )
+    seed: int = Field(1, ge=0, description="seed of the order of the data")
+
+    def scale_of(self, gradients: int) -> float:
+        """S of a step with so many gradients.
+
+        Raises:
+            ConfigurationError: there is one gradient, in which no noise can be seen, and no other estimator.
+        """
+        if gradients == 1 and self.estimator == "batches" and self.scale != 1:
+            raise ConfigurationError(
+                "adascale compares the gradients of a step's batches, and this step has one: use several ranks or "
+                "gradient accumulation, or give the scale and the estimator differences, or scale 1 for plain training"
+            )
+        if gradients > 1 and self.estimator == "differences":
+            raise ConfigurationError(
+                f"adascale: the estimator differences is for a step with one gradient, and this step has {gradients}: "
+                "leave it out"
+            )
+        if self.estimator == "differences" and self.interval > 1:
+            raise ConfigurationError("adascale: interval is for the estimator batches: leave it out")
+        if self.estimator == "differences" and self.scale is None:
+            raise ConfigurationError("adascale: the estimator differences needs the scale, how many batches a step has")
+        return float(gradients) if self.scale is None else self.scale
+
+
+class ServerOptions(Options):
+    """What every method with a server has besides its own options: where the server is, and what faults mean."""
+
+    server: str | None = Field(
+        None,
+        description="address of the server; needed only where workers are on several machines",
+        json_schema_extra={"metavar": "HOST:PORT"},
+    )
+    run_dir: str = Field(
+        "async_training",
+        description="directory for events.jsonl, run.json, logs and snapshots",
+        json_schema_extra={"metavar": "DIR"},
+    )
+    token_file: str | None = Field(
+        None,
+        description="the run's secret, where other machines can reach the server; only you may read it",
+        json_schema_extra=_FILE,
+    )
+    worker_timeout: float = Field(
+        60.0,
+        gt=0,
+        description="seconds without a word after which nobody waits for a worker",
+        json_schema_extra=_SECONDS,
+    )
+    server_timeout: float = Field(
+        600.0,
+        ge=0,
+        description="seconds for which a worker waits for a server that is gone",
+        json_schema_extra=_SECONDS,
+    )
+    snapshot_seconds: float = Field(
+        60.0,
+        gt=0,
+        description="seconds between two snapshots, from which a server that dies goes on",
+        json_schema_extra=_SECONDS,
+    )
+    snapshot_updates: int = Field(
+        0, ge=0, description="take a snapshot also after so many applied updates", json_schema_extra=_OFF
+    )
+    max_update_norm_ratio: float | None = Field(
+        None,
+        gt=1,
+        description="refuse an update whose norm is more than this many times the running median",
+        json_schema_extra=_OFF | {"metavar": "R"},
+    )
+    record: bool = Field(False, description="keep in the run's directory what a replay needs")
+
+    @field_validator("server")
+    @classmethod
+    def _is_address(cls, server: str | None) -> str | None:
+        if server is not None:
+            split_address(server)
+        return server
+
+
+class Section(ServerOptions):
+    """``"async_training"`` of a DeepSpeed configuration, beside the options of its method."""
+
+    island_size: int = Field(
+        1, ge=1, description="ranks that train synchronously among themselves and are one worker to the server"
+    )

@@ -1,0 +1,134 @@
+"""DeepSpeed's engine for the synchronous methods, whose ranks are one data-parallel group without a server."""
+
+import logging
+import os
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from fairseq_async.collective.agreement import check_equal
+from fairseq_async.config import AdaScaleOptions, AdasumOptions
+from fairseq_async.deepspeed_plugin import tensors
+from fairseq_async.deepspeed_plugin.engine import ClientState, run_or_exit
+from fairseq_async.errors import AsyncError
+from fairseq_async.exchange.ports import free_port
+from fairseq_async.worker.context import WorkerContext
+
+logger = logging.getLogger(__name__)
+
+_MAX_SKIPPED_IN_A_ROW = 10
+
+
+class SynchronousEngine(DeepSpeedEngine):
+    """A DeepSpeed engine that is one rank of a group; the base class of the engines of Adasum and AdaScale.
+
+    ``deepspeed.initialize`` makes the engine; its class is changed afterwards, and ``set_up`` of the subclass stands
+    for the constructor, which never runs. A step whose gradient has NaN or Inf on one rank is skipped by all.
+
+    Attributes:
+        worker: this rank; rank 0 is to validate.
+        context: the same, as asynchronous workers have it.
+    """
+
+    options: AdasumOptions | AdaScaleOptions
+    worker: int
+    context: WorkerContext
+
+    def set_up_group(self, options: AdasumOptions | AdaScaleOptions) -> None:
+        """Sets the attributes of this class; all ranks call it.
+
+        Raises:
+            ConfigurationError: the ranks' parameters differ.
+        """
+        self.options, self.worker, self._skipped_in_a_row = options, dist.get_rank(), 0
+        self.context = WorkerContext(self.worker, dist.get_world_size())
+        tensors.check_overflow_always(self.optimizer)
+        self._check_equal()
+
+    @property
+    def progress(self) -> float:
+        """Steps of the run so far."""
+        return self.global_steps - self.skipped_steps
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has had its ``total_steps``."""
+        return self.options.total_steps > 0 and self.progress >= self.options.total_steps
+
+    def pull(self) -> None:
+        """Does nothing: all ranks have the same parameters already."""
+
+    def load_checkpoint(
+        self, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
+    ) -> tuple[str | None, ClientState]:
+        """Loads as DeepSpeed does, and checks that all ranks have the same parameters then."""
+        loaded: tuple[str | None, ClientState] = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        run_or_exit(self._check_equal)
+        return loaded
+
+    def _check_equal(self) -> None:
+        check_equal([(name, each) for name, each in self.module.named_parameters() if each.requires_grad])
+
+    def _skip_step(self, bad: bool) -> bool:
+        """Whether this step is left out; if so, counts it. All ranks must give the same ``bad``.
+
+        Args:
+            bad: the gradient has NaN or Inf on some rank.
+
+        Raises:
+            AsyncError: so had those of the last ten steps.
+        """
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0
+        if bad:
+            logger.warning("the gradient has NaN or Inf: all ranks skip this step")
+        if self._skipped_in_a_row >= _MAX_SKIPPED_IN_A_ROW and not self.fp16_enabled():
+            raise AsyncError(f"the gradients of the last {self._skipped_in_a_row} steps had NaN or Inf; try a lower lr")
+        if not bad or tensors.skips_nonfinite_steps(self.optimizer):
+            return False
+        self.zero_grad()
+        self.skipped_steps += 1
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self._step_applied = False  # DeepSpeed's: what its was_step_applied() answers
+        return True
+
+
+class GroupPosition:
+    """The group's position in the data set, which is one shard, as a ``DataPosition`` of :class:`ShardedLoader`."""
+
+    def __init__(self, engine: SynchronousEngine) -> None:
+        self._engine = engine
+        self.sequence = self.offset = 0
+        self.shard: int | None = 0
+
+    @property
+    def done(self) -> int:
+        """Steps of the group so far, skipped ones among them."""
+        return int(self._engine.global_steps)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over."""
+        return self._engine.finished
+
+
+def all_finite(gradients: list[Tensor]) -> bool:
+    """Whether there is no NaN and no Inf in them."""
+    norms = torch._foreach_norm(gradients, torch.inf)
+    return bool(torch.stack([norm.float() for norm in norms]).isfinite().all())
+
+
+def on_any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether a flag is set on one rank at least; a collective call, so all ranks must make it."""
+    number = torch.tensor([float(flag)], device=device)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return bool(number)
+
+
+def set_environment_without_launcher() -> None:
+    """Sets torch.distributed's variables for a process that no launcher has started: a group of one rank."""
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    if "RANK" not in os.environ:
+        os.environ.update({name: str(value) for name, value in alone.items()})

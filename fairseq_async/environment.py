@@ -1,0 +1,9 @@
+"""Names of the environment variables by which the processes of a run find each other, and what users may set."""
+
+WORKER = "FAIRSEQ_ASYNC_WORKER"  # id of this worker, or JOINS
+WORKERS = "FAIRSEQ_ASYNC_WORKERS"  # number of workers that were announced
+SERVER = "FAIRSEQ_ASYNC_SERVER"  # HOST:PORT of a server that is running already
+TOKEN = "FAIRSEQ_ASYNC_TOKEN"  # the environment, unlike a command line, is not for other users to read
+SLOWDOWN = "FAIRSEQ_ASYNC_SLOWDOWN"  # makes workers slower, for experiments
+PLUGINS = "FAIRSEQ_ASYNC_PLUGINS"  # modules or .py files that register rules, with commas between them
+JOINS = "joins"  # value of WORKER for a worker that nobody announced

@@ -1,0 +1,156 @@
+"""What the trainers of asynchronous workers share: their part of the data, and the server's state in checkpoints."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from fairseq.trainer import Trainer
+from torch.nn import Parameter
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.fairseq_plugin.compat.batches import batches_of_first_epoch
+from fairseq_async.fairseq_plugin.compat.checkpoints import checkpoint_errors
+from fairseq_async.fairseq_plugin.compat.optimizers import trainable_parameters
+from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
+from fairseq_async.fairseq_plugin.session import WorkerSession
+from fairseq_async.worker.async_worker import AsyncWorker
+
+logger = logging.getLogger(__name__)
+
+SEED_SPACING = 1_000_000  # between workers' seeds: more than fairseq adds for epochs and updates
+
+
+class AsynchronousTrainer(Trainer, ABC):
+    """fairseq's trainer for one worker of a run whose parameters are the server's.
+
+    In each epoch the training set is shuffled anew, the same for all, and each of k workers draws its own k-th part, as
+    fairseq's synchronous ranks do. Their epochs together are one pass over the data. Over its epochs each worker draws
+    from the whole set, in its own order and at its own speed. Worker 0 validates and saves.
+    """
+
+    _num_updates: int
+
+    def __init__(
+        self,
+        session: WorkerSession,
+        cfg: FairseqConfig,
+        task: FairseqObject,
+        model: FairseqObject,
+        criterion: FairseqObject,
+        quantizer: FairseqObject = None,
+    ) -> None:
+        self.session = session
+        self._sharding = False
+        self._server_state: StateDict | None = None  # that of the last validation, until the next step
+        self._position: StateDict | None = None  # in the data, of a worker that comes back
+        self._iterator: FairseqObject = None
+        super().__init__(cfg, task, model, criterion, quantizer)
+
+    @property
+    @abstractmethod
+    def worker(self) -> AsyncWorker:
+        """The worker side of the method. It is made with the optimizer."""
+
+    @abstractmethod
+    def fetch_server_state(self) -> StateDict:
+        """The server's state, whose parameters the model takes: once between two steps, so that what was validated is
+        what is saved."""
+
+    # fairseq's view of the group. Its trainer makes no collective call in a world of one, so each worker is one. But
+    # fairseq also divides the data by the size of the world.
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        """The number of workers while data is divided, else 1."""
+        return self.session.context.workers if self._sharding else 1
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The worker's part of the data; a worker that has joined shares one with another."""
+        return self.session.context.worker % self.session.context.workers if self._sharding else 0
+
+    @property
+    def should_save_checkpoint_on_current_rank(self) -> bool:
+        """Whether this is worker 0."""
+        return self.session.context.worker == 0
+
+    @contextmanager
+    def _sharded_world(self) -> Iterator[None]:
+        self._sharding = True
+        try:
+            yield
+        finally:
+            self._sharding = False
+
+    # Data
+
+    def get_train_iterator(self, epoch: int, *args: object, **kwargs: object) -> FairseqObject:
+        """fairseq's, over this worker's part of the training set; at the position where it was, if it comes back."""
+        resumed_at = self._position["epoch"] if self._position else epoch
+        first = self._iterator is None
+        make = super().get_train_iterator
+        with self._sharded_world():
+            self._iterator = make(resumed_at, *args, **kwargs)
+            if first and resumed_at > 1:
+                remade = batches_of_first_epoch(self.task, self.cfg, partial(make, 1, load_dataset=False))
+                self._iterator = self._iterator if remade is None else remade
+        self._check_batches()
+        if self._position:
+            self._iterator.load_state_dict(self._position)
+            self._position = None
+        return self._iterator
+
+    def _check_batches(self) -> None:
+        batches, workers = getattr(self._iterator, "frozen_batches", None), self.session.context.workers
+        if batches is not None and len(batches) < workers and not self.session.spec.full_rounds:
+            raise ConfigurationError(
+                f"the training set has {len(batches)} batches for {workers} workers, which each need one: "
+                "lower --max-tokens or --batch-size, or give fewer --workers"
+            )
+
+    def fraction_of_epoch(self, batches: Sequence[FairseqObject]) -> float:
+        """What these batches are of a pass over the whole training set; 0 where its size is not known."""
+        whole = getattr(self._iterator, "frozen_batches", None)
+        return len(batches) / len(whole) if whole else 0.0
+
+    # Checkpoints
+
+    def trainable_parameters(self) -> list[tuple[str, Parameter]]:
+        """The parameters that this worker exchanges, with their names."""
+        return trainable_parameters(self.model, self.criterion)
+
+    def load_fairseq_checkpoint(
+        self, running: bool, filename: str, *args: object, **kwargs: object
+    ) -> StateDict | None:
+        """What fairseq loads from a checkpoint; its extra state.
+
+        Into a run that is going on (``running``), parameters come from the server, and worker 0 may be writing this
+        file now: a file that cannot be read is left.
+        """
+        with checkpoint_errors(filename):
+            try:
+                extra_state: StateDict | None = super().load_checkpoint(filename, *args, **kwargs)
+                return extra_state
+            except Exception as error:
+                if not running:
+                    raise
+                logger.warning("%s is not read: %s", filename, error)
+                return None
+
+    def resume_data(self, extra_state: StateDict | None, position: StateDict | None) -> StateDict | None:
+        """A checkpoint's extra state, with this worker's position in the data.
+
+        A worker that comes back goes on where it was, whatever checkpoint or flags say of the run's beginning.
+        """
+        self._position = position
+        if extra_state is not None:
+            extra_state["train_iterator"] = position or extra_state["train_iterator"]
+            self.lr_step(extra_state["train_iterator"]["epoch"])
+        return extra_state
+
+    def begin_valid_epoch(self, epoch: int) -> None:
+        """Worker 0 validates the server's parameters."""
+        self.fetch_server_state()
+        super().begin_valid_epoch(epoch)

@@ -1,0 +1,77 @@
+"""fairseq's checkpoints under torch 2.6 and later, and in runs where every worker is its own master to fairseq."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from fairseq import checkpoint_utils
+from omegaconf import OmegaConf
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, StateDict
+
+_RANKS = "data_parallel_world_size"  # a key of a checkpoint's extra state
+
+
+def trust_namespace() -> None:
+    """Lets torch load ``argparse.Namespace``, which is plain data.
+
+    Since 2.6 torch loads only types that it trusts, and fairseq's own checkpoints hold this one more.
+    """
+    torch.serialization.add_safe_globals([Namespace])
+
+
+def plain_config(cfg: FairseqConfig) -> StateDict:
+    """A configuration in dictionaries and lists, for checkpoints of ours.
+
+    fairseq would write its Namespaces, and then plain fairseq, which does not trust them, could not load the file.
+    """
+    container = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    assert isinstance(container, dict)
+    return {str(key): vars(value) if isinstance(value, Namespace) else value for key, value in container.items()}
+
+
+@contextmanager
+def checkpoint_errors(filename: str) -> Iterator[None]:
+    """Makes fairseq's assertions an error of one line: so it says that a checkpoint is of another optimizer."""
+    try:
+        yield
+    except AssertionError as error:
+        raise ConfigurationError(f"{filename}: {error}") from error
+
+
+def load_on_every_rank(cfg: FairseqConfig) -> None:
+    """Each rank reads the checkpoint itself.
+
+    By default rank 0 sends the others what it has read, pickled, and torch refuses to load that.
+    """
+    cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
+
+
+def leave_directory_check_to_worker_0() -> None:
+    """This worker does not try out whether checkpoints can be written.
+
+    fairseq does so by creating and removing a file of one name: workers that do it at once take it from each other.
+    """
+    checkpoint_utils.verify_checkpoint_directory = _no_check
+
+
+def _no_check(save_dir: str) -> None:
+    pass
+
+
+def write_ranks(extra_state: StateDict, ranks: int) -> None:
+    """Adds the number of ranks to what a checkpoint says of the position in the data."""
+    extra_state[_RANKS] = ranks
+
+
+def rescale_position(extra_state: StateDict, ranks: int) -> None:
+    """Makes the position in the data one of ``ranks`` ranks.
+
+    fairseq's position is a number of batches of one rank. A run with another number of ranks would go on elsewhere.
+    """
+    if _RANKS in extra_state:
+        position = extra_state["train_iterator"]
+        position["iterations_in_epoch"] *= extra_state[_RANKS]
+        position["iterations_in_epoch"] //= ranks

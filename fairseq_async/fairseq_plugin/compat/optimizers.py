@@ -1,0 +1,69 @@
+"""fairseq's optimizers inside ours: their configuration, and LAMB without apex."""
+
+import ast
+from argparse import Namespace
+from collections.abc import Mapping
+from itertools import chain
+
+from fairseq.optim import OPTIMIZER_REGISTRY, FairseqOptimizer, build_optimizer
+from fairseq.optim.fused_lamb import FairseqLAMB
+from fairseq.registry import REGISTRIES
+from omegaconf import OmegaConf
+from torch.nn import Module, Parameter
+
+from fairseq_async.algorithms.lamb import Lamb
+from fairseq_async.fairseq_plugin.compat.types import FairseqConfig
+
+
+def trainable_parameters(model: Module, criterion: Module) -> list[tuple[str, Parameter]]:
+    """The parameters that fairseq's trainer gives its optimizer, in its order, and with their names."""
+    named = chain(model.named_parameters(), criterion.named_parameters())
+    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+
+def build_inner(args: Namespace, params: list[Parameter]) -> FairseqOptimizer:
+    """The optimizer that ``--inner-optimizer`` names, with its own flags."""
+    inner = Namespace(**vars(args) | betas_as_strings(args) | {"optimizer": args.inner_optimizer})
+    try:
+        return build_optimizer(inner, params)
+    except ImportError:
+        if OPTIMIZER_REGISTRY[args.inner_optimizer] is not FairseqLAMB:
+            raise
+        return TorchLAMB(inner, params)
+
+
+class TorchLAMB(FairseqLAMB):
+    """fairseq's LAMB on ours: fairseq has it from apex alone, which is compiled for GPUs."""
+
+    def __init__(self, args: Namespace, params: list[Parameter]) -> None:
+        self.args = args
+        self._optimizer = Lamb(params, **self.optimizer_config)
+
+
+def betas_as_strings(args: Namespace) -> dict[str, str]:
+    """The flags that are betas, as on a command line.
+
+    fairseq evaluates a string, or takes a list of OmegaConf's. The default of the flag is a tuple, which is neither.
+    """
+    given = {name: value for name, value in vars(args).items() if name.endswith("_betas")}
+    return {name: value if isinstance(value, str) else repr(tuple(value)) for name, value in given.items()}
+
+
+def component_config(description: Mapping[str, object], registry: str) -> FairseqConfig:
+    """The configuration from which fairseq builds an optimizer or a schedule.
+
+    Args:
+        description: its options, and its name as ``_name``. They came over a wire, and fairseq evaluates a string to
+            get betas: so these are parsed first, and must be two numbers.
+        registry: fairseq's registry of such components.
+    """
+    betas = {key: _parse_pair(value) for key, value in description.items() if key.endswith("_betas")}
+    if description["_name"] in REGISTRIES[registry]["dataclass_registry"]:
+        return OmegaConf.create({**description, **betas})
+    old_style = {key: str(value) for key, value in betas.items()}
+    return Namespace(**{**description, **old_style, registry: description["_name"]})
+
+
+def _parse_pair(value: object) -> list[float]:
+    first, second = ast.literal_eval(value) if isinstance(value, str) else value  # type: ignore[misc]
+    return [float(first), float(second)]

@@ -1,0 +1,155 @@
+"""The flags of our ``--optimizer``s, made from the methods' options, and those of the optimizer that each is round."""
+
+import argparse
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from fairseq.optim import OPTIMIZER_DATACLASS_REGISTRY, OPTIMIZER_REGISTRY
+from fairseq.optim.lr_scheduler import LR_SCHEDULER_REGISTRY
+from omegaconf import DictConfig, OmegaConf
+
+from fairseq_async import option_flags
+from fairseq_async.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, ServerOptions
+from fairseq_async.errors import fail
+from fairseq_async.fairseq_plugin import refused
+from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
+from fairseq_async.option_flags import INNER_OPTIMIZER
+
+OURS = {"hybrid_async", "local_sgd", "adasum", "adascale"}
+# composite takes a nested configuration that the command line cannot give; the others need a CUDA device.
+_NOT_IN_A_SERVER = OURS | {"composite", "lamb", "cpu_adam"}
+
+
+def add_server_method(parser: ArgumentParser, method: str) -> None:
+    """Adds the flags of a method with a server, and the inner optimizer's, which fairseq would add if it were the
+    optimizer."""
+    _add(parser, method)
+    _inner_class(refused.check_processes(INNER_OPTIMIZER.default)).add_args(parser)
+
+
+def add_synchronous_method(parser: ArgumentParser, method: str, inner: Collection[str], legacy: bool) -> None:
+    """Adds a synchronous method's flags, its inner optimizer's, and the defaults that its processes need.
+
+    Args:
+        inner: the optimizers that it can be round.
+        legacy: gradients are reduced by the optimizer, which fairseq's ``--ddp-backend legacy_ddp`` asks for that.
+    """
+    _add(parser, method)
+    on_cpu = not torch.cuda.is_available() or "--cpu" in sys.argv
+    if legacy or on_cpu:  # torch's DistributedDataParallel, as fairseq calls it, is for GPUs
+        parser.set_defaults(ddp_backend=refused.LEGACY[0])
+    if on_cpu:
+        parser.set_defaults(**refused.processes_on_cpus())
+    name = refused.check_ranks(INNER_OPTIMIZER.default, on_cpu)
+    if name not in inner:
+        fail(f"--inner-optimizer {name}: {method} has {', '.join(sorted(inner))}")
+    OPTIMIZER_REGISTRY[name].add_args(parser)
+
+
+def _add(parser: ArgumentParser, method: str) -> None:
+    own = INNER_OPTIMIZER
+    parser.add_argument(own.flag, default=own.default, metavar=own.metavar, help=own.help)
+    option_flags.add_method_flags(parser, method)
+
+
+def _inner_class(name: str) -> Any:
+    choices = sorted(set(OPTIMIZER_REGISTRY) - _NOT_IN_A_SERVER)
+    if name not in choices:
+        fail(f"--inner-optimizer {name}: not one that can run in the server; choose from {', '.join(choices)}")
+    return OPTIMIZER_REGISTRY[name]
+
+
+# What the flags say. Each raises a ConfigurationError for a value out of its range or a flag that its rule has not.
+
+
+def hybrid_options(args: Namespace, cfg: DictConfig) -> HybridOptions:
+    """The options of ``--optimizer hybrid_async``."""
+    return option_flags.method_options(HybridOptions, args, _of_fairseq(cfg))
+
+
+def local_sgd_options(args: Namespace, cfg: DictConfig) -> LocalSGDOptions:
+    """The options of ``--optimizer local_sgd``."""
+    return option_flags.method_options(LocalSGDOptions, args, _of_fairseq(cfg))
+
+
+def adasum_options(args: Namespace) -> AdasumOptions:
+    """The options of ``--optimizer adasum``."""
+    return option_flags.method_options(AdasumOptions, args, {})
+
+
+def adascale_options(args: Namespace) -> AdaScaleOptions:
+    """The options of ``--optimizer adascale``."""
+    return option_flags.method_options(AdaScaleOptions, args, {})
+
+
+def server_options(args: Namespace) -> ServerOptions:
+    """The options of the run's server."""
+    return option_flags.server_options_of(args.optimizer, args)
+
+
+def _of_fairseq(cfg: DictConfig) -> dict[str, object]:
+    return {"total_steps": cfg.optimization.max_update, "seed": cfg.common.seed}
+
+
+# The method on which all workers agree. Each raises a ConfigurationError for options that cannot work.
+
+
+def describe_hybrid(args: Namespace, cfg: DictConfig, workers: int) -> MethodSpec:
+    """The server builds fairseq's inner optimizer and learning-rate schedule."""
+    options = hybrid_options(args, cfg)
+    updates = options.for_workers(workers).updates_per_step
+    refused.check_asynchronous(args, cfg)
+    synchronous = options.barrier and updates == workers
+    framework: JsonObject = {
+        "inner_optimizer": _describe_optimizer(args),
+        "lr_scheduler": _describe_scheduler(args, cfg),
+        "clip_norm": cfg.optimization.clip_norm,
+        "update_freq": list(cfg.optimization.update_freq),
+        "synchronous": synchronous,
+    }
+    # A synchronous run ends by itself, each worker after its own shards.
+    max_epoch = 0 if synchronous else cfg.optimization.max_epoch
+    return hybrid_spec(options, workers, server_options(args), framework, options.total_steps, max_epoch)
+
+
+def describe_local_sgd(args: Namespace, cfg: DictConfig, workers: int) -> MethodSpec:
+    """The inner optimizer is each worker's own."""
+    refused.check_asynchronous(args, cfg)
+    framework: JsonObject = {
+        "inner_optimizer": args.inner_optimizer,
+        "update_freq": list(cfg.optimization.update_freq),
+        "synchronous": False,
+    }
+    options = local_sgd_options(args, cfg)
+    return local_sgd_spec(options, workers, [], server_options(args), framework, cfg.optimization.max_epoch)
+
+
+def _describe_optimizer(args: Namespace) -> JsonObject:
+    name = args.inner_optimizer
+    if name in OPTIMIZER_DATACLASS_REGISTRY:
+        config = _container(OmegaConf.structured(OPTIMIZER_DATACLASS_REGISTRY[name].from_namespace(args)))
+        if "tpu" in config:
+            config["tpu"] = False  # fairseq's word for --bf16; the parameters that this optimizer steps are fp32
+        return config | {"_name": name}
+    return {"_name": name, **_flags_of(OPTIMIZER_REGISTRY[name], args)}
+
+
+def _describe_scheduler(args: Namespace, cfg: DictConfig) -> JsonObject:
+    if isinstance(cfg.lr_scheduler, Namespace):
+        return {"_name": args.lr_scheduler, **_flags_of(LR_SCHEDULER_REGISTRY[args.lr_scheduler], args)}
+    return _container(cfg.lr_scheduler)
+
+
+def _container(config: DictConfig) -> JsonObject:
+    return dict(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+
+
+def _flags_of(component: Any, args: Namespace) -> JsonObject:
+    """The values of the flags that an old-style component declares, and the learning rate."""
+    parser = ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    component.add_args(parser)
+    names = [action.dest for action in parser._actions]
+    return {name: getattr(args, name) for name in names} | {"lr": list(args.lr)}

@@ -1,0 +1,310 @@
+"""``--optimizer hybrid_async``: each step of fairseq's sends a gradient to the server, where the optimizer steps."""
+
+import math
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from fairseq.logging import metrics
+from fairseq.optim import FairseqOptimizer
+from fairseq.optim.dynamic_loss_scaler import DynamicLossScaler
+from fairseq.utils import set_torch_seed
+from torch import Tensor
+from torch.nn import Parameter
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.exchange import pack
+from fairseq_async.fairseq_plugin import flags
+from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
+from fairseq_async.fairseq_plugin.compat.batches import real_batches
+from fairseq_async.fairseq_plugin.compat.precision import finite_norm, loss_scaler, overflows
+from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
+from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates, RemoteSchedule
+from fairseq_async.fairseq_plugin.session import attach
+from fairseq_async.server.plan import whole_steps
+from fairseq_async.server.protocol import Report, Welcome
+from fairseq_async.worker.client import Client
+from fairseq_async.worker.hybrid import HybridWorker, gradient
+
+
+class HybridAsync(FairseqOptimizer):
+    """An optimizer that sends gradients to the server and takes parameters from it.
+
+    The inner optimizer steps in the server, in fp32. The fp32 masters of a half-precision model are the server's
+    parameters, so no copy of them is kept here. Checkpoints hold the name of this class, by which fairseq knows them.
+
+    Args:
+        named: the model's trainable parameters with their names.
+        client: the connection to the server.
+        scaler: the dynamic loss scale of an fp16 model.
+        max_refused: updates with NaN or Inf, in a row, after which the worker stops.
+        barrier: whether the server answers only when the step is taken.
+
+    Attributes:
+        worker: the worker side of the method, which has the parameters and exchanges them.
+        report: what goes to ``events.jsonl`` with the next update.
+        dummy: whether the batch is one that fills up an epoch.
+        restored: the server's state in a checkpoint, until this worker joins.
+    """
+
+    def __init__(
+        self,
+        cfg: Namespace,
+        named: Sequence[tuple[str, Parameter]],
+        client: Client,
+        scaler: DynamicLossScaler | None,
+        max_refused: int,
+        barrier: bool,
+    ) -> None:
+        super().__init__(cfg)
+        self.scaler, self.barrier = scaler, barrier
+        self.worker = HybridWorker(client, named, max_refused)
+        self._low_precision = any(parameter.dtype is not torch.float32 for _, parameter in named)
+        self._scales_into_slot = not self._low_precision and all(parameter.is_cpu for _, parameter in named)
+        # Steps are taken in the server: this one holds the learning rate for fairseq's logs, and the parameters.
+        self._optimizer = torch.optim.SGD([p for _, p in named], lr=cfg.lr[0])
+        self.report = Report()
+        self.dummy = False
+        self.restored: StateDict | None = None
+        self._norm: float | None = None
+        self._reset_step()
+
+    @classmethod
+    def add_args(cls, parser: ArgumentParser) -> None:
+        """Adds the method's flags; fairseq calls this for the optimizer that is chosen."""
+        flags.add_server_method(parser, "hybrid_async")
+        attach(sys.modules)
+
+    # What fairseq's trainer calls in one step, in its order. In a world of one it reduces nothing in between.
+
+    def zero_grad(self) -> None:
+        """Begins a step."""
+        super().zero_grad()
+        self._reset_step()
+
+    def backward(self, loss: Tensor) -> None:
+        """Once for each batch of the step."""
+        self._loss += float(loss.detach())
+        super().backward(loss if self.scaler is None else self.scaler.scale(loss))
+
+    def multiply_grads(self, c: float | Tensor) -> None:
+        """Multiplies by 1 / tokens, from which the update's weight is known.
+
+        Half-precision gradients are multiplied when they are pushed, in fp32.
+        """
+        if self._low_precision:
+            self._factor *= float(c)
+        elif self._scales_into_slot:
+            self.worker.scale_into_slot(float(c))
+        else:
+            super().multiply_grads(c)
+        self._weight = 0.0 if self.dummy else round(1.0 / float(c), 9)
+
+    def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The norm of this worker's gradient, for the log: what is clipped is the sum, in the server.
+
+        A norm that is not finite does not end the run: the server refuses the update, or the loss scale was too large
+        and the batch is skipped.
+        """
+        norm: Tensor = self._factor * super().clip_grad_norm(0.0)
+        self._skip = self.scaler is not None and overflows(self.scaler, norm)
+        self._norm = float(norm)
+        return finite_norm(norm)
+
+    def step(self, closure: object = None, scale: float = 1.0, groups: object = None) -> None:
+        """Pushes the mean gradient, waits for the receipt and pulls the parameters if they have changed.
+
+        Raises:
+            RefusedError: the last ``max_refused`` updates had NaN or Inf.
+            ExchangeError: the server is gone; this update may be lost.
+        """
+        # Behind a barrier a dummy is sent too, with weight 0: the others wait for every worker's update.
+        if self._skip or (self.dummy and not self.barrier):
+            return
+        # The receipt of a gradient with NaN is waited for, since it says how many in a row were refused.
+        refused = self._norm is not None and not math.isfinite(self._norm)
+        report = replace(self.report, loss=self._bits_per_token())
+        self.worker.exchange(self._write_gradient, self._weight, report, wait=refused, norm=self._norm)
+        for parameter in self.params:
+            parameter.grad = None  # it may lie in the slot, which is the server's now
+        self.set_lr(self.worker.learning_rate)
+        if self.scaler is not None:
+            self.scaler.update()
+
+    # The server's state
+
+    def start_from(self, welcome: Welcome) -> None:
+        """Starts from the server's parameters, and from its count of what this worker has sent before."""
+        self.restored = None
+        self.worker.begin(welcome)
+        self.set_lr(self.worker.learning_rate)
+
+    def load_state_dict(self, state_dict: StateDict, optimizer_overrides: StateDict | None = None) -> None:
+        """Keeps a checkpoint's server state until this worker joins.
+
+        Raises:
+            ConfigurationError: it is not the state of a ``hybrid_async`` run.
+        """
+        if "server" not in state_dict:
+            raise ConfigurationError("the checkpoint is of another optimizer; use --reset-optimizer")
+        if self.scaler is not None and "loss_scale" in state_dict:
+            self.scaler.loss_scale = state_dict["loss_scale"]
+        for group in state_dict["server"]["rule"]["optimizer"]["param_groups"]:
+            group.update(optimizer_overrides or {})
+        self.restored = state_dict
+
+    def reset_restored(self, schedule: bool, positions: bool) -> None:
+        """Drops what --reset-lr-scheduler and --reset-dataloader keep from the server."""
+        if self.restored is not None and schedule:
+            self.restored["server"]["rule"]["schedule"] = None
+        if self.restored is not None and positions:
+            self.restored |= {"positions": {}, "plan": {"epochs": 0.0}}
+
+    def state_dict(self) -> StateDict:
+        """What only this worker holds; the trainer adds what it has fetched from the server."""
+        return {} if self.scaler is None else {"loss_scale": self.scaler.loss_scale}
+
+    # What fairseq asks of every optimizer
+
+    @property
+    def optimizer_config(self) -> dict[str, float]:
+        return {"lr": self.cfg.lr[0]}
+
+    @property
+    def supports_flat_params(self) -> bool:
+        return True
+
+    def _reset_step(self) -> None:
+        self._factor = 1.0 if self.scaler is None else 1.0 / float(self.scaler.loss_scale)
+        self._weight, self._loss, self._skip, self._norm = 0.0, 0.0, False, None
+
+    def _write_gradient(self, slot: Tensor) -> None:
+        gradients = map(gradient, self.params)
+        pack(slot, (each.float() * self._factor for each in gradients) if self._low_precision else gradients)
+
+    def _bits_per_token(self) -> float:
+        return self._loss / self._weight / math.log(2) if self._weight else 0.0
+
+
+class HybridTrainer(AsynchronousTrainer):
+    """The trainer of a ``hybrid_async`` worker. ``num_updates`` is the number of the server's whole steps: its version,
+    where no step is partial."""
+
+    @property
+    def worker(self) -> HybridWorker:
+        worker: HybridWorker = self.optimizer.worker
+        return worker
+
+    def _build_optimizer(self) -> None:
+        if getattr(self, "_optimizer", None) is not None:
+            return  # fairseq builds it anew for a checkpoint, but this one has joined the run already
+        arguments = self.session.arguments
+        options = flags.hybrid_options(arguments, self.cfg)
+        self._optimizer = HybridAsync(
+            arguments,
+            self.trainable_parameters(),
+            self.session.client,
+            loss_scaler(self.cfg) if self.cfg.common.fp16 else None,
+            options.max_refused,
+            options.barrier,
+        )
+        self._lr_scheduler = RemoteSchedule(None, self._optimizer)
+
+    def load_checkpoint(self, filename: str, *args: object, **kwargs: object) -> StateDict | None:
+        """Joins the run and loads what fairseq loads, of which worker 0 brings a new server its state."""
+        checkpoint = self.cfg.checkpoint
+        welcome = self.worker.join(self.session.spec)
+        extra_state = self.load_fairseq_checkpoint(welcome.initialised, filename, *args, **kwargs)
+        if not welcome.initialised:
+            self.optimizer.reset_restored(checkpoint.reset_lr_scheduler, checkpoint.reset_dataloader)
+            welcome = self.session.with_file(self.optimizer.restored, self.worker.bring_parameters)
+        self.optimizer.start_from(welcome)
+        self.set_num_updates(self._updates)
+        return self.resume_data(extra_state, welcome.position)
+
+    # One step, in the order of fairseq's train_step: _set_seed, _prepare_sample for each batch, clip_grad_norm, the
+    # optimizer's step, set_num_updates, _reduce_and_log_stats
+
+    def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
+        """One step of fairseq's, with what the server is to record of it."""
+        if self._server_state is not None:  # others went on while this worker validated and saved
+            self._server_state = None
+            self.worker.pull()
+        real = real_batches(samples)
+        self.optimizer.report = Report(self._iterator.state_dict(), self.fraction_of_epoch(real))
+        self._started = time.perf_counter()
+        return super().train_step(real or samples[:1], raise_oom)
+
+    def _set_seed(self) -> None:
+        """Seeds by this worker's own updates, since the version may stay the same for several batches.
+
+        Workers that step together take the same dropout masks, as fairseq's ranks do.
+        """
+        spec = self.session.spec
+        shared = spec.framework["synchronous"] or spec.closes_early
+        own = 0 if shared else SEED_SPACING * self.session.context.worker
+        set_torch_seed(self.cfg.common.seed + own + self.worker.sequence)
+
+    def _prepare_sample(self, sample: FairseqObject, is_dummy: bool = False) -> tuple[FairseqObject, bool]:
+        prepared, self.optimizer.dummy = super()._prepare_sample(sample, is_dummy)
+        return prepared, self.optimizer.dummy
+
+    def clip_grad_norm(self, clip_norm: float) -> Tensor:
+        """The last thing before the push: here a slowed-down worker waits, so that its gradient gets old."""
+        norm: Tensor = super().clip_grad_norm(clip_norm)
+        computed = time.perf_counter() - self._started - self.worker.waited
+        time.sleep((self.session.context.slowdown - 1.0) * computed)
+        return norm
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """Sets the server's number, whatever fairseq has counted, once this worker has joined."""
+        if not self.worker.joined:
+            return super().set_num_updates(num_updates)
+        applied = self._applied_updates()
+        super().set_num_updates(int(applied))
+        self._num_updates = applied
+
+    @property
+    def _updates(self) -> int:
+        return whole_steps(self.worker.progress)
+
+    def _applied_updates(self) -> AppliedUpdates:
+        updates, previous = self._updates, int(self._num_updates)
+        if self.worker.finished:
+            self.cfg.optimization.max_update = updates  # fairseq's loop ends at this number
+            return AppliedUpdates(updates, previous)
+        # The name of a checkpoint has this number: it is the multiple of the interval that was passed.
+        interval = self.cfg.checkpoint.save_interval_updates
+        multiple = updates - updates % interval if interval > 0 else 0
+        return AppliedUpdates(multiple if multiple > previous else updates, previous)
+
+    def _reduce_and_log_stats(
+        self, logging_outputs: FairseqObject, sample_size: float, grad_norm: Tensor | None = None
+    ) -> FairseqObject:
+        if grad_norm is not None:
+            last = self.worker.last
+            metrics.log_scalar("staleness", last["staleness"], priority=600, round=2)
+            for name in ("push", "pull"):
+                metrics.log_scalar(f"{name}_ms", 1000 * last[f"{name}_seconds"], priority=610, round=2)
+        return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
+
+    # Worker 0 validates and saves the server's parameters
+
+    def fetch_server_state(self) -> StateDict:
+        if self._server_state is None:
+            self._server_state = self.session.snapshot()
+            self.worker.take_state(self._server_state["server"])
+        return self._server_state
+
+    def state_dict(self) -> StateDict:
+        """fairseq's, with the server's whole state as the optimizer's, in types that torch loads without trust."""
+        state = self.fetch_server_state()
+        self._num_updates = self._updates
+        checkpoint: StateDict = super().state_dict()
+        checkpoint["cfg"] = self.session.given
+        if "last_optimizer_state" in checkpoint:
+            checkpoint["last_optimizer_state"] |= state
+        return checkpoint

@@ -1,0 +1,129 @@
+"""What of fairseq does not go with our methods, and what its processes need on CPUs."""
+
+import os
+from argparse import ArgumentParser, Namespace
+
+import torch
+from omegaconf import DictConfig
+
+from fairseq_async.errors import ConfigurationError, fail
+
+LEGACY = ("legacy_ddp", "no_c10d")
+_WAITING_BACKENDS = {"fully_sharded", "slowmo"}
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def check_processes(default: str) -> str:
+    """Ends with one line where fairseq would start processes of its own; returns the inner optimizer's name.
+
+    fairseq asks for a component's flags before it has parsed them, and decides on its processes soon after.
+    """
+    given = _given(default, world_size=max(1, torch.cuda.device_count()))
+    if given.distributed_init_method is not None:
+        fail("--distributed-init-method: is for processes that wait for each other; leave it out")
+    if given.distributed_world_size != 1:
+        fail(
+            f"--distributed-world-size is {given.distributed_world_size}: workers would wait for each other; "
+            "give --distributed-world-size 1 and start several workers with fairseq-async launch or torchrun"
+        )
+    return str(given.inner_optimizer)
+
+
+def check_ranks(default: str, on_cpu: bool) -> str:
+    """Ends with one line where fairseq would look for ranks on CPUs that nobody has started; returns the inner
+    optimizer's name."""
+    given = _given(default, world_size=None)
+    if on_cpu and given.distributed_init_method is None:
+        _check_world_size(given.distributed_world_size)
+    return str(given.inner_optimizer)
+
+
+def processes_on_cpus() -> dict[str, str | bool | int]:
+    """Ranks on CPUs as torchrun or ``fairseq-async launch`` has started them: fairseq finds out about GPUs only."""
+    if not all(name in os.environ for name in _LAUNCHED):
+        return {"distributed_backend": "gloo"}
+    return {
+        "distributed_backend": "gloo",
+        "distributed_init_method": "env://",
+        "distributed_no_spawn": True,
+        "distributed_rank": int(os.environ["RANK"]),
+        "distributed_world_size": int(os.environ["WORLD_SIZE"]),
+    }
+
+
+def check_asynchronous(args: Namespace, cfg: DictConfig) -> None:
+    """What of fairseq does not go with workers that do not wait for each other.
+
+    Raises:
+        ConfigurationError: names the flag.
+    """
+    distributed, common, name = cfg.distributed_training, cfg.common, args.optimizer
+    waiting = {
+        f"--ddp-backend {distributed.ddp_backend}": distributed.ddp_backend in _WAITING_BACKENDS,
+        f"--zero-sharding {distributed.zero_sharding}": distributed.zero_sharding != "none",
+        "--pipeline-model-parallel": distributed.pipeline_model_parallel,
+        "--use-bmuf": cfg.optimization.use_bmuf,
+    }
+    for flag, given in waiting.items():
+        if given:
+            raise ConfigurationError(f"{flag}: would make workers wait for each other; {name} does without it")
+    unsupported = {
+        "--amp": common.amp,
+        "--model-parallel-size": common.model_parallel_size > 1,
+        "--store-ema": cfg.ema.store_ema,
+        "--quantization-config-path": common.quantization_config_path is not None,
+        "--fp16-adam-stats": getattr(args, "fp16_adam_stats", False),
+        "--lr-scheduler pass_through": getattr(args, "lr_scheduler", None) == "pass_through",
+    }
+    for flag, given in unsupported.items():
+        if given:
+            raise ConfigurationError(f"{flag}: not possible with --optimizer {name}")
+
+
+def check_synchronous(args: Namespace, cfg: DictConfig, legacy: bool) -> None:
+    """What of fairseq does not go with a method that changes the reduction or the step.
+
+    Raises:
+        ConfigurationError: names the flag.
+    """
+    distributed, common = cfg.distributed_training, cfg.common
+    on_cpu = common.cpu or not torch.cuda.is_available()
+    backend, impossible = distributed.ddp_backend, f"not possible with --optimizer {args.optimizer}"
+    refused = (
+        (
+            legacy and backend not in LEGACY,
+            f"--ddp-backend {backend}: leave it out; {args.optimizer} reduces itself",
+        ),
+        (backend in _WAITING_BACKENDS, f"--ddp-backend {backend}: {impossible}"),
+        (on_cpu and backend not in LEGACY, f"--ddp-backend {backend}: fairseq has it for GPUs; leave it out"),
+        (distributed.zero_sharding != "none", f"--zero-sharding {distributed.zero_sharding}: {impossible}"),
+        (distributed.pipeline_model_parallel, f"--pipeline-model-parallel: {impossible}"),
+        (common.model_parallel_size > 1, f"--model-parallel-size: {impossible}"),
+        (cfg.optimization.use_bmuf, f"--use-bmuf: {impossible}"),
+        (common.amp, f"--amp: {impossible}"),
+        (common.memory_efficient_fp16, f"--memory-efficient-fp16: {impossible}"),
+        (common.memory_efficient_bf16, f"--memory-efficient-bf16: {impossible}"),
+        (common.fp16 and on_cpu, "--fp16: fairseq needs a GPU for it; use --bf16, or leave it out"),
+    )
+    for given, message in refused:
+        if given:
+            raise ConfigurationError(message)
+
+
+def _given(inner: str, world_size: int | None) -> Namespace:
+    """The flags on which fairseq acts before it has parsed the others."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--inner-optimizer", default=inner)
+    parser.add_argument("--distributed-world-size", type=int, default=world_size)
+    parser.add_argument("--distributed-init-method")
+    return parser.parse_known_args()[0]
+
+
+def _check_world_size(given: int | None) -> None:
+    """fairseq starts processes, and looks for those that others have started, on GPUs only."""
+    launched = int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _LAUNCHED) else 1
+    if given not in (None, launched):
+        fail(
+            f"--distributed-world-size is {given}, and the number of processes that were started is {launched}: "
+            "leave the flag out, and start as many as you want with fairseq-async launch or torchrun"
+        )

@@ -1,0 +1,225 @@
+"""The description of a run's method, on which its workers and its server agree."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+
+from pydantic import ConfigDict, JsonValue, TypeAdapter, with_config
+
+from fairseq_async import methods
+from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
+from fairseq_async.validation import checked
+
+JsonObject = dict[str, JsonValue]
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True)
+class ServerSettings:
+    """What a server does besides its method; :class:`~fairseq_async.config.ServerOptions` says what each means."""
+
+    worker_timeout: float = 60.0
+    snapshot_seconds: float = 60.0
+    snapshot_updates: int = 0
+    max_update_norm_ratio: float | None = None
+    record: bool = False
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True)
+class MethodSpec:
+    """A method with the options of one run. Worker 0 sends it to the server; every other worker must send an equal one.
+
+    Attributes:
+        method: name of the method, as in ``--optimizer`` and ``"method"``.
+        workers: number of workers that were announced.
+        options: the method's own options, as its model in :mod:`fairseq_async.config` dumps them, defaults filled in.
+        server: timeouts, snapshots, recording.
+        framework: what the front end's server builds from: inner optimizer, learning-rate schedule, clipping.
+        barrier: number of updates in a round, which are applied together; 0 applies each update when it arrives.
+        closes_early: whether a round closes when no other worker is near, with as many updates as there are.
+        grace_seconds: how long a round stays open after its first update; None keeps it open until it is complete. Of
+            one that closes early, see :class:`~fairseq_async.server.near_arrivals.NearArrivals`.
+        grace_share: the same as a share of a worker's step.
+        look_ahead: versions ahead at which workers start; 0 for none, None for as many as their updates are stale.
+        waits_for_dead: whether a round waits ``worker_timeout`` also for a worker whose connection has closed.
+        publishes: whether workers read parameters from shared memory whenever they like.
+        last_version: the run ends at this version of the parameters; None for no such end.
+        whole_steps: where steps may be partial, the run ends after so many whole ones; 0 for no such end.
+        max_epoch: the run ends after so many passes over the data by all workers together; 0 for no such end.
+        shards: number of samples in each shard of the training set; empty where workers bring their own data.
+        staleness_power, staleness_limit, delay_compensation: see
+            :class:`~fairseq_async.algorithms.StalenessPolicy`.
+    """
+
+    method: str
+    workers: int
+    options: JsonObject = field(default_factory=dict)
+    server: ServerSettings = ServerSettings()
+    framework: JsonObject = field(default_factory=dict)
+    barrier: int = 0
+    closes_early: bool = False
+    grace_seconds: float | None = None
+    grace_share: float = 0.5
+    look_ahead: float | None = 0.0
+    waits_for_dead: bool = True
+    publishes: bool = True
+    last_version: int | None = None
+    whole_steps: int = 0
+    max_epoch: int = 0
+    shards: list[int] = field(default_factory=list)
+    staleness_power: float = 0.0
+    staleness_limit: int | None = None
+    delay_compensation: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The method in words, such as ``local_sgd with outer diloco``."""
+        outer = self.options.get("outer")
+        return f"{self.method} with outer {outer}" if outer else self.method
+
+    @property
+    def full_rounds(self) -> bool:
+        """Whether updates wait in rounds of a fixed size."""
+        return self.barrier > 0 and not self.closes_early
+
+    def difference(self, other: "MethodSpec") -> str | None:
+        """The name of the first option in which the two differ; None when they are equal."""
+        for each in fields(self):
+            ours, theirs = getattr(self, each.name), getattr(other, each.name)
+            if ours == theirs:
+                continue
+            if isinstance(ours, ServerSettings):
+                ours, theirs = asdict(ours), asdict(theirs)
+            if isinstance(ours, dict):
+                return str(next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)))
+            return each.name
+        return None
+
+    def to_json(self) -> JsonObject:
+        """A JSON object from which :meth:`from_json` makes an equal description."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, given: JsonObject) -> "MethodSpec":
+        """A description from ``run.json`` or a snapshot; those of version 0.1 had all options at one level."""
+        current = given if "options" in given else _from_version_0_1(dict(given))
+        return _adapter().validate_json(json.dumps(current))  # as JSON: in Python, a strict parser wants a MethodSpec
+
+
+def hybrid_spec(
+    options: HybridOptions,
+    workers: int,
+    server: ServerOptions | None,
+    framework: JsonObject,
+    total_steps: int,
+    max_epoch: int = 0,
+) -> MethodSpec:
+    """The description of a run by hybrid asynchronous SGD.
+
+    Args:
+        server: None where no server runs, in a simulation.
+        total_steps: of the server; 0 for no end. A partial one counts as the part that it is.
+
+    Raises:
+        ConfigurationError: the options do not go with so many workers.
+    """
+    filled = options.for_workers(workers)
+    return MethodSpec(
+        method=filled.method,
+        workers=workers,
+        options=filled.model_dump(exclude={"barrier", "max_refused", "total_steps"}),
+        server=_settings(server),
+        framework=framework,
+        barrier=(filled.updates_per_step or workers) if filled.barrier or filled.closes_early else 0,
+        closes_early=filled.closes_early,
+        grace_seconds=filled.grace_period,
+        look_ahead=0.0 if filled.barrier else filled.look_ahead,
+        waits_for_dead=not filled.closes_early,
+        last_version=None if filled.closes_early else total_steps or None,
+        whole_steps=total_steps if filled.closes_early else 0,
+        max_epoch=max_epoch,
+    )
+
+
+def local_sgd_spec(
+    options: LocalSGDOptions,
+    workers: int,
+    shards: Sequence[int],
+    server: ServerOptions | None,
+    framework: JsonObject,
+    max_epoch: int = 0,
+) -> MethodSpec:
+    """The description of a run by local SGD; see :func:`hybrid_spec`."""
+    filled = options.for_workers(workers).model_dump(exclude={"shards", "max_refused"})
+    waits = methods.outer_rule(options.outer).synchronous or filled.get("grace_period") is not None
+    return MethodSpec(
+        method=options.method,
+        workers=workers,
+        options=filled,
+        server=_settings(server),
+        framework=framework,
+        barrier=workers if waits else 0,
+        grace_seconds=filled.get("grace_period"),
+        waits_for_dead=False,
+        publishes=False,
+        max_epoch=max_epoch,
+        shards=list(shards),
+        **{name: filled[name] for name in _STALENESS.values() if name in filled},
+    )
+
+
+def hybrid_options(spec: MethodSpec) -> HybridOptions:
+    """The options of a run, of its rule's model, from the description.
+
+    Raises:
+        ConfigurationError: there is no such rule, or a value is out of its range.
+    """
+    name = spec.options.get("gradient_rule", methods.default_rule(spec.method))
+    return checked(model := methods.gradient_rule(str(name)).options, _own(model, spec), _IN_A_RUN)
+
+
+def local_sgd_options(spec: MethodSpec) -> LocalSGDOptions:
+    """As :func:`hybrid_options`."""
+    return checked(model := methods.outer_rule(str(spec.options["outer"])).options, _own(model, spec), _IN_A_RUN)
+
+
+_IN_A_RUN = "the run's method"
+
+
+def _own(model: type[HybridOptions] | type[LocalSGDOptions], spec: MethodSpec) -> JsonObject:
+    """Descriptions of version 0.1 have the options of every rule."""
+    return {name: value for name, value in spec.options.items() if name in model.model_fields}
+
+
+def _settings(server: ServerOptions | None) -> ServerSettings:
+    return ServerSettings() if server is None else ServerSettings(**server.model_dump(include=set(_SERVER)))
+
+
+_SERVER = tuple(each.name for each in fields(ServerSettings))
+
+
+@cache
+def _adapter() -> TypeAdapter[MethodSpec]:
+    return TypeAdapter(MethodSpec)
+
+
+_FRAMEWORK = ("inner_optimizer", "lr_scheduler", "clip_norm", "update_freq", "synchronous", "optimizer", "scheduler")
+_RENAMED = {"grace": "grace_seconds"}
+_STALENESS = {"power": "staleness_power", "limit": "staleness_limit", "compensation": "delay_compensation"}
+
+
+def _from_version_0_1(flat: JsonObject) -> JsonObject:
+    staleness = flat.pop("lateness", {})
+    assert isinstance(staleness, dict)
+    known = {each.name for each in fields(MethodSpec)}
+    spec: JsonObject = {_STALENESS[key]: value for key, value in staleness.items()}
+    staleness_options = {key: flat[key] for key in _STALENESS.values() if key in flat}
+    spec["server"] = {key: flat.pop(key) for key in _SERVER if key in flat}
+    spec["framework"] = {key: flat.pop(key) for key in _FRAMEWORK if key in flat}
+    for key in list(flat):
+        if _RENAMED.get(key, key) in known and not (key == "max_epoch" and flat[key] is None):
+            spec[_RENAMED.get(key, key)] = flat.pop(key)
+    return spec | {"options": {"method": spec["method"], **staleness_options, **flat}}

@@ -1,0 +1,220 @@
+"""The options of a method as flags of a command line, and as rows of a table: made from the models."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn, TypeVar, get_args
+
+from pydantic.fields import FieldInfo
+
+from fairseq_async import methods
+from fairseq_async.config import HybridOptions, LocalSGDOptions, Options, ServerOptions
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.validation import checked
+
+# fairseq has flags of its own for the first two, and divides the data itself
+_WITHOUT_FLAG = ("method", "total_steps", "seed", "shards")
+_OF_FAIRSEQ = {"total_steps": "--max-update"}
+_Options = TypeVar("_Options", bound=Options)
+_LAST = ("total_steps", "shards", "max_refused", "seed")  # in help and tables
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a method.
+
+    Attributes:
+        switch: on or off; its flag takes no value.
+        number: its flag's value is a number, which the model checks.
+        default: in words, as help and tables show it.
+        metavar: stands for the value in help and tables; empty for a switch.
+    """
+
+    name: str
+    description: str
+    switch: bool
+    number: bool
+    default: str
+    metavar: str
+
+    @property
+    def flag(self) -> str:
+        return flag_of(self.name)
+
+    @property
+    def help(self) -> str:
+        """For argparse, in which % has a meaning."""
+        return f"{self.description} ({self.default})".replace("%", "%%")
+
+
+INNER_OPTIMIZER = Option(
+    "inner_optimizer",
+    "fairseq optimizer that takes the steps, with its own flags such as --adam-betas",
+    switch=False,
+    number=False,
+    default="adam",
+    metavar="NAME",
+)
+
+
+def options_of_method(method: str) -> list[Option]:
+    """All options of a method, of whichever rule; one that some rules lack says so."""
+    models, key = methods.models(method), methods.rule_key(method)
+    found: dict[str, Option] = {}
+    for model in models.values():
+        for name, field in model.model_fields.items():
+            found.setdefault(name, _option(name, field))
+    found.pop("method")
+    described = [replace(each, description=_with_rules(each, models)) for each in found.values()]
+    if key is not None:
+        choice = _option(key, methods.METHODS[method].model_fields[key])
+        words = f"{choice.description}: {', '.join(models)}"
+        described[0] = replace(choice, description=words, metavar="NAME")
+    return sorted(described, key=lambda option: option.name in _LAST)
+
+
+def server_options(model: type[ServerOptions] = ServerOptions) -> list[Option]:
+    """The options that every method with a server has."""
+    return [_option(name, field) for name, field in model.model_fields.items()]
+
+
+def flags_of(method: str) -> list[Option]:
+    """The options of a method that are flags of ``fairseq-train``, without the server's."""
+    return [option for option in options_of_method(method) if option.name not in _WITHOUT_FLAG]
+
+
+def server_flags() -> list[Option]:
+    """The server's options as flags of ``fairseq-train``, whose directory for checkpoints is that of a run, too."""
+    return [replace(each, default="--save-dir") if each.name == "run_dir" else each for each in server_options()]
+
+
+def add_method_flags(parser: ArgumentParser, method: str) -> None:
+    """Adds a flag for each option of the method, and for those of its server."""
+    for option in flags_of(method):
+        _add(parser, option, spelling(method, option.name), _dest(method, option.name))
+    if method not in methods.SYNCHRONOUS:
+        for option in server_flags():
+            _add(parser, option, option.flag, option.name)
+
+
+def method_options(model: type[_Options], args: Namespace, others: Mapping[str, object]) -> _Options:
+    """What the flags of a method say.
+
+    Args:
+        model: one of :data:`~fairseq_async.methods.METHODS`.
+        others: options for which fairseq has flags of its own.
+
+    Raises:
+        ConfigurationError: a value out of its range, or a flag that its rule does not use.
+    """
+    method = str(model.model_fields["method"].default)
+    values = {option.name: getattr(args, _dest(method, option.name)) for option in flags_of(method)}
+    given = {name: value for name, value in values.items() if value is not None}
+    return methods.parse(model, {**given, **others}, f"--optimizer {method}", lambda name: spelling(method, name))
+
+
+def server_options_of(method: str, args: Namespace) -> ServerOptions:
+    """What the flags of the server say.
+
+    Raises:
+        ConfigurationError: a value out of its range.
+    """
+    values = {name: getattr(args, name) for name in ServerOptions.model_fields}
+    given = {name: value for name, value in values.items() if value is not None}
+    return checked(ServerOptions, given, f"--optimizer {method}", flag_of)
+
+
+def check_command(method: str, arguments: Sequence[str], workers: int | None) -> None:
+    """Checks our flags among the arguments of ``fairseq-train``, without fairseq.
+
+    Raises:
+        ConfigurationError: a flag without its value, a bad value, or options that do not go with so many workers.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_method_flags(parser, method)
+    args = parser.parse_known_args(list(arguments))[0]
+    options = method_options(methods.METHODS[method], args, {})
+    if method in methods.SYNCHRONOUS:
+        return
+    server_options_of(method, args)
+    if workers is not None and isinstance(options, LocalSGDOptions | HybridOptions):
+        options.for_workers(workers)
+
+
+def flag_of(name: str) -> str:
+    """``outer_lr`` as ``--outer-lr``."""
+    return "--" + name.replace("_", "-")
+
+
+def spelling(method: str, name: str) -> str:
+    """The flag of a method's option; those of a synchronous method begin with its name."""
+    if name in _OF_FAIRSEQ:
+        return _OF_FAIRSEQ[name]
+    return flag_of(f"{method}_{name}" if method in methods.SYNCHRONOUS else name)
+
+
+def _option(name: str, field: FieldInfo) -> Option:
+    kinds = {field.annotation, *get_args(field.annotation)}
+    switch, number = bool in kinds, bool({int, float} & kinds)
+    shown = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    metavar = "" if switch else str(shown.get("metavar", _metavar(name, kinds)))
+    default = str(shown.get("default", _in_words(field.default)))
+    return Option(name, field.description or "", switch, number, default, metavar)
+
+
+def _metavar(name: str, kinds: set[object]) -> str:
+    if int in kinds:
+        return "N"
+    return "X" if float in kinds else name.split("_")[-1].upper()
+
+
+def _in_words(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, float):
+        return f"{default:g}"
+    return "none" if default is None else str(default)
+
+
+def _with_rules(option: Option, models: Mapping[str, type[Options]]) -> str:
+    have = [name for name, model in models.items() if option.name in model.model_fields]
+    lack = [name for name in models if name not in have]
+    if not lack:
+        return option.description
+    return f"{option.description}; " + (
+        f"only with {_all(have)}" if len(have) < len(lack) else f"not with {_all(lack)}"
+    )
+
+
+def _all(names: Sequence[str]) -> str:
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+def _number(text: str) -> int | float | str:
+    """What is no number stays as it is, for the model to say so."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+class _Parser(ArgumentParser):
+    """Raises what argparse would print, as one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message)
+
+
+def _dest(method: str, name: str) -> str:
+    """fairseq takes a flag of any component for its own where the names are alike, as --buffer-size."""
+    return f"{method}_{name}"
+
+
+def _add(parser: ArgumentParser, option: Option, flag: str, dest: str) -> None:
+    if option.switch:
+        parser.add_argument(flag, dest=dest, action="store_true", default=None, help=option.help)
+    else:
+        kind = _number if option.number else str
+        parser.add_argument(flag, dest=dest, type=kind, metavar=option.metavar, help=option.help)

@@ -1,0 +1,269 @@
+"""A recorded run, repeated in one process: each update is computed again, and each state compared."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms import Rule, Update
+from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import AsyncError, ConfigurationError
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server import Layout, Parameters, Receipt
+from fairseq_async.server.coordinator import Settled, build_coordinator
+from fairseq_async.server.event_log import EVENTS, START, checksum
+from fairseq_async.server.events import Event, LineReader
+from fairseq_async.server.membership import Membership
+from fairseq_async.server.parameter_server import OPEN, SETTLED
+from fairseq_async.server.plan import Plan
+from fairseq_async.server.protocol import Push, Report, ScheduleEvent
+
+
+class DifferenceError(AsyncError):
+    """The replay does not come to what was recorded."""
+
+
+class Worker(Protocol):
+    """One worker of the run, which computes what it computed then."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def start_from(self, parameters: Tensor, version: int) -> None:
+        """Starts from these parameters, which it must copy."""
+        ...
+
+    def compute(self) -> tuple[Push, Tensor]:
+        """Its next update: the message that went with it, and the flat vector, which stays until it starts again."""
+        ...
+
+
+class Run(Protocol):
+    """What a framework knows of its recorded run; ``threads`` are those with which its workers computed."""
+
+    threads: int
+
+    @property
+    def workers(self) -> Mapping[int, Worker]: ...
+
+    def build(self, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]: ...
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The files of a run that was started with ``--record``.
+
+    Attributes:
+        events: those for which a worker computed something, in the order of their application.
+        cut: the log ends in the middle of a line, which is left out.
+    """
+
+    run_dir: Path
+    spec: MethodSpec
+    layout: Layout
+    start: State
+    events: list[Event]
+    cut: bool
+
+    @classmethod
+    def read(cls, run_dir: Path) -> "Recording":
+        """
+        Raises:
+            ConfigurationError: something is missing, or was not recorded.
+        """
+        if not run_dir.is_dir() or not any(run_dir.iterdir()):
+            raise ConfigurationError(f"{run_dir}: no run there; give the --run-dir (or --save-dir) of one")
+        try:
+            description = json.loads((run_dir / "run.json").read_text())
+            spec, layout = MethodSpec.from_json(description["method"]), Layout.from_json(description["layout"])
+            reader = LineReader(run_dir / EVENTS, Event.from_json)
+            events = list(reader)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigurationError(f"{run_dir}: the run there cannot be read: {error}") from error
+        if not any(event.checksum for event in events):
+            raise ConfigurationError(f"{run_dir}: no checksums in events.jsonl; a run is recorded with --record")
+        try:
+            start = torch.load(run_dir / START, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
+            why = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:100]}"
+            raise ConfigurationError(f"{run_dir / START}, the run's first state, cannot be read: {why}") from error
+        if start["resumed"]:
+            raise ConfigurationError(f"{run_dir}: the run went on from a checkpoint; a replay begins at the beginning")
+        computed = [event for event in events if event.status in SETTLED]
+        return cls(run_dir, spec, layout, start, computed, reader.cut)
+
+    def rounds(self) -> Iterator[list[Event]]:
+        """Updates that were applied together: one by one, or what was behind the barrier at one time.
+
+        Those of a round met the same version, and are in the order of their workers.
+        """
+        group: list[Event] = []
+        for event in self.events:
+            same = self.spec.barrier and group and _met(group[-1]) == _met(event)
+            if group and not (same and group[-1].worker < event.worker):
+                yield group
+                group = []
+            group.append(event)
+        if group:
+            yield group
+
+
+def _met(event: Event) -> int:
+    """The server's version when the update arrived."""
+    return event.base_version + event.staleness
+
+
+def _pulls_early(ahead: list[Event], version: int) -> bool:
+    """Whether a worker took this version, not having had it, while its update in hand waited for another's step."""
+    if len(ahead) < 2:
+        return False
+    now, then = ahead[:2]
+    return now.base_version < then.base_version == version < _met(now)
+
+
+class Replay:
+    """Repeats a recording.
+
+    An update was computed from the server's parameters of its base version: each worker takes them when the server has
+    come to that version, so that no older state is kept, but for a worker that had them while its update before waited
+    for another's step. Updates of one round are computed first, then applied.
+
+    Attributes:
+        compared: how many states were found equal.
+
+    Raises:
+        ConfigurationError: the model here is another than the recorded one.
+    """
+
+    def __init__(self, recording: Recording, run: Run) -> None:
+        self.recording, self.run, self.compared = recording, run, 0
+        spec, layout = recording.spec, recording.layout
+        for worker in run.workers.values():
+            if difference := layout.difference(worker.layout):
+                raise ConfigurationError(f"{recording.run_dir}: the recorded model is not this command's: {difference}")
+        self.parameters: Tensor = recording.start["server"]["parameters"].clone()
+        rule, plan = run.build(layout, self.parameters)
+        # the log says when a round is complete: no round of the replay is complete, or ends, by itself
+        held = replace(spec, barrier=OPEN if spec.barrier else 0, grace_seconds=None, closes_early=False)
+        membership = Membership(spec.workers, now=0.0)
+        self.coordinator = build_coordinator(held, rule, plan, self.parameters, membership)
+        self.server = self.coordinator.server
+        self.server.load_state_dict(recording.start["server"])
+        self._ahead = {w: [event for event in recording.events if event.worker == w] for w in run.workers}
+        self._kept: dict[int, Parameters] = {}  # by worker: what it goes on from once its update in hand is settled
+        self._begin()
+
+    def steps(self, until: int | None = None) -> Iterator[int]:
+        """Repeats the run up to this version; yields each version that was reached and found equal.
+
+        Raises:
+            DifferenceError: names the first update that differs.
+        """
+        for group in self.recording.rounds():
+            if until is not None and self.server.version >= until:
+                return
+            computed = [self._computed(event) for event in group]
+            with _threads(self.recording.start["threads"]):
+                self._repeat_control_events(group[0])
+                settled = self._push(computed)
+            for event, each in zip(group, settled, strict=True):
+                self._compare(event, each.receipt)
+            self._begin()
+            if group[-1].checksum is not None:
+                self.compared += 1
+                yield self.server.version
+
+    def _begin(self) -> None:
+        """Whoever computed from this version takes it now, or when its update in hand is settled."""
+        version = self.server.version
+        for worker, ahead in self._ahead.items():
+            kept = self._kept.get(worker)
+            if ahead and ahead[0].base_version == version:
+                self.server.note_pull(worker)
+                self.run.workers[worker].start_from(self._start(ahead[0]), version)
+            elif ahead and kept and ahead[0].base_version == kept.version:
+                self.run.workers[worker].start_from(kept.values, kept.version)
+            if _pulls_early(ahead, version):
+                self._kept[worker] = Parameters(version, self._start(ahead[1]).clone())
+
+    def _start(self, event: Event) -> Tensor:
+        """The present parameters, or ahead of them, as the worker of this update took them."""
+        if not event.look_ahead:
+            return self.parameters
+        ahead = torch.empty_like(self.parameters)
+        self.server.write_ahead(ahead, event.look_ahead)
+        return ahead
+
+    def _computed(self, event: Event) -> tuple[Update, Report, float | None]:
+        """The update, its report, and its norm where its worker knew it."""
+        worker = event.worker
+        with _threads(self.run.threads):
+            push, vector = self.run.workers[worker].compute()
+        self._ahead[worker].pop(0)
+        recorded = event.sequence, event.base_version, event.weight
+        here = push.sequence, push.base_version, push.weight
+        if here != recorded or push.report.position != event.position:
+            raise DifferenceError(
+                f"{_name(event)} is of another place in the data than here: the worker was started again before it, "
+                "and a replay goes no further"
+            )
+        norm = push.norm if push.norm == event.norm else None  # the server does not believe other machines' norms
+        return Update(worker, *here, vector), _recorded_report(event), norm
+
+    def _push(self, computed: list[tuple[Update, Report, float | None]]) -> list[Settled]:
+        settled: list[Settled] = []
+        for update, report, norm in computed:
+            settled += self.coordinator.push(update, report, now=0.0, norm=norm).settled
+        if self.server.held:
+            settled += self.coordinator.close_round(now=0.0).settled
+        return settled
+
+    def _repeat_control_events(self, event: Event) -> None:
+        """What rule and schedule were told since the round before."""
+        for told in event.control_events:
+            match told.event:
+                case "limit_round":
+                    self.server.rule.limit_round(told.updates or 0)
+                case "begin_epoch" | "end_epoch":
+                    self.coordinator.plan.follow(ScheduleEvent("", told.event, told.epoch or 0, told.loss))
+
+    def _compare(self, event: Event, receipt: Receipt) -> None:
+        if event.norm is not None and event.norm != receipt.norm:
+            raise _first(event, f"its norm was {event.norm}, is {receipt.norm}")
+        was, is_ = (event.status.value, event.version_after), (receipt.status.value, receipt.version)
+        if was != is_:
+            raise _first(event, f"it was {was[0]} to {was[1]}, is {is_[0]} to {is_[1]}")
+        if event.checksum is not None and event.checksum != (here := checksum(self.parameters)):
+            raise _first(event, f"the parameters' checksum after it was {event.checksum}, is {here}")
+
+
+def _recorded_report(event: Event) -> Report:
+    """What of the report the plan counts: the end of the run follows from it."""
+    return Report(
+        epochs=event.epochs or 0.0, local_steps=event.local_steps, step_seconds=event.step_seconds, shard=event.shard
+    )
+
+
+def _first(event: Event, how: str) -> DifferenceError:
+    return DifferenceError(f"{_name(event)} is the first that differs: {how}")
+
+
+def _name(event: Event) -> str:
+    return f"update {event.version_after} (number {event.sequence} of worker {event.worker})"
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Sums over a tensor depend on how many threads share it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

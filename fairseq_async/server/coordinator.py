@@ -1,0 +1,361 @@
+"""What becomes of updates, and which worker waits for which: for the server process, the simulator and the replay."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from fairseq_async.algorithms import NormGate, Rule, StalenessPolicy, Update
+from fairseq_async.algorithms.rule import State
+from fairseq_async.method_spec import JsonObject, MethodSpec
+from fairseq_async.server.grace import GracePeriod
+from fairseq_async.server.look_ahead import LookAhead
+from fairseq_async.server.membership import Membership
+from fairseq_async.server.near_arrivals import NearArrivals
+from fairseq_async.server.parameter_server import OPEN, SETTLED, ParameterServer, Receipt, Status
+from fairseq_async.server.plan import Plan
+from fairseq_async.server.protocol import Assignment, Report, ScheduleEvent
+
+
+@dataclass(frozen=True)
+class ControlEvent:
+    """What a rule or schedule was told between two updates; a replay repeats it."""
+
+    event: str  # limit_round, begin_epoch, end_epoch
+    updates: int | None = None
+    epoch: int | None = None
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Settled:
+    """An update that was settled, for the log.
+
+    Attributes:
+        held_seconds: for which it waited for others; 0 where it did not.
+    """
+
+    receipt: Receipt
+    report: Report
+    control_events: tuple[ControlEvent, ...] = ()
+    held_seconds: float = 0.0
+
+    @property
+    def recorded(self) -> JsonObject:
+        """What of it is in the log beside receipt and report."""
+        return {"held_seconds": self.held_seconds} if self.held_seconds else {}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What one worker is told: what became of its update, if it waits for that, and its next work."""
+
+    worker: int
+    receipt: Receipt | None
+    assignment: Assignment
+    finished: bool
+
+
+@dataclass
+class Outcome:
+    """What an event has led to: updates to be logged, then workers to be answered, both in order.
+
+    Attributes:
+        uncounted: workers whose report the plan could not count, and why; their updates are settled like the others.
+    """
+
+    settled: list[Settled] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    uncounted: list[tuple[int, Exception]] = field(default_factory=list)
+
+    def __add__(self, other: "Outcome") -> "Outcome":
+        return Outcome(
+            self.settled + other.settled,
+            self.instructions + other.instructions,
+            self.uncounted + other.uncounted,
+        )
+
+
+class Coordinator:
+    """Brings updates to the parameter server, and says which workers are to be answered, and how.
+
+    A plain object without sockets, threads or a clock: whoever drives it passes the time in, in seconds of any clock
+    that does not go back, and delivers the :class:`Outcome` of each call. An update comes in three calls, so that a
+    server can answer early and publish in between: :meth:`admit`, :meth:`apply`, :meth:`settle`; or in one,
+    :meth:`push`.
+
+    Args:
+        membership: the workers; whoever drives the coordinator lets them enter and leave.
+        waiting: for how long a round, or a step, stays open.
+        look_ahead: how far ahead workers start whose updates are stale.
+
+    Attributes:
+        finished: the run has taken its last step, or :meth:`end` was called.
+        positions: where in its data each worker was with its last settled update.
+        held_since: since when the updates that are held have waited for others.
+    """
+
+    def __init__(
+        self,
+        server: ParameterServer,
+        plan: Plan,
+        membership: Membership,
+        waiting: GracePeriod | NearArrivals,
+        look_ahead: LookAhead,
+    ) -> None:
+        self.server, self.plan, self.membership = server, plan, membership
+        self.waiting, self.look_ahead = waiting, look_ahead
+        self.finished = False
+        self.positions: dict[int, JsonObject | None] = {}
+        self._pending: dict[int, tuple[Report, bool]] = {}  # of updates: what was reported, and who waits for a receipt
+        self.held_since: dict[int, float] = {}
+        self._answered: dict[int, tuple[str, float]] = {}  # number and answer of each worker's last schedule event
+        self._control_events: list[ControlEvent] = []
+        self._awaited = 0
+        self._limit: int | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """When :meth:`tick` is to be called: the end of the grace period."""
+        return self.waiting.deadline
+
+    def check(self, update: Update, report: Report) -> None:
+        """Raises a RefusedError for an update or report that no worker can have sent, as the server is now."""
+        self.server.check(update)
+        self.plan.check(report)
+
+    def push(self, update: Update, report: Report, now: float, norm: float | None = None) -> Outcome:
+        """Settles an update, or holds it until its round is complete. Its sender waits for the receipt."""
+        receipt = self.admit(update, report, norm=norm)
+        return self.settle(self.apply(update, receipt), now)
+
+    def admit(self, update: Update, report: Report, waits: bool = True, norm: float | None = None) -> Receipt:
+        """Says what becomes of an update; see :meth:`ParameterServer.admit`.
+
+        Args:
+            waits: whether the sender waits for the receipt; it does not if it was answered early.
+        """
+        receipt = self.server.admit(update, norm)
+        self._pending[update.worker] = report, waits
+        return receipt
+
+    def apply(self, update: Update, receipt: Receipt) -> Receipt:
+        """Applies an update that was admitted, or holds it behind the barrier."""
+        return self.server.apply(update, receipt) if receipt.status is Status.APPLIED else receipt
+
+    def settle(self, receipt: Receipt, now: float) -> Outcome:
+        """Counts an update after :meth:`apply`; with one that completes a round, the whole round."""
+        if receipt.status is not Status.HELD:
+            return self._settle([receipt], now)
+        if self.server.held:
+            self.held_since[receipt.worker] = now
+            if not self._continues(receipt.worker, now):
+                self._complete_round()
+        return self._settle(self.server.released(), now)
+
+    def hold(self, update: Update, report: Report, since: float) -> None:
+        """Holds an update again that was held when a simulation was stopped."""
+        self._pending[update.worker] = report, True
+        self.held_since[update.worker] = since
+        self.server.push(update)
+
+    def close_round(self, now: float) -> Outcome:
+        """Applies the updates that are held, and waits for no other."""
+        self._complete_round()
+        return self._settle(self.server.released(), now)
+
+    def instruct(self, worker: int, receipt: Receipt | None, now: float) -> Instruction:
+        """A worker's next work."""
+        self.waiting.begin_work(worker, now)
+        assignment = replace(self.plan.assign(worker), look_ahead=self.look_ahead.of(worker))
+        return Instruction(worker, receipt, assignment, self.finished)
+
+    def accept(self, update: Update, version: int, now: float) -> Instruction:
+        """The early answer to an update that is only added to others at this version: its sender need not wait."""
+        server = self.server
+        staleness = version - update.base_version
+        early = Receipt(
+            update.worker,
+            update.sequence,
+            update.base_version,
+            update.weight,
+            Status.ACCEPTED,
+            staleness,
+            0.0,
+            server.version,
+        )
+        return self.instruct(update.worker, early, now)
+
+    def rejected(self, worker: int, now: float) -> Instruction:
+        """The answer to an update that comes after the run's last step."""
+        version = self.server.version
+        return self.instruct(worker, Receipt(worker, -1, version, 0.0, Status.FINISHED, 0, 0.0, version), now)
+
+    # Workers come, wait and go
+
+    def wait(self, worker: int, now: float) -> Outcome:
+        """A worker has nothing to do, and waits for work."""
+        self.membership.wait(worker, "work")
+        return self.recount(now, changed=True) + self._wake(now)
+
+    def depart(self, worker: int, now: float) -> Outcome:
+        """A worker is gone, and has left the membership; whoever takes its place sends anew what is held of it."""
+        self.server.withdraw(worker)
+        self._pending.pop(worker, None)
+        self.held_since.pop(worker, None)
+        self.plan.release(worker)
+        self.look_ahead.forget(worker)
+        if isinstance(self.waiting, NearArrivals):
+            self.waiting.forget(worker)
+        return self.recount(now, changed=True) + self._wake(now)
+
+    def recount(self, now: float, changed: bool = False) -> Outcome:
+        """Lets rounds wait for the workers that are at work now, or still to come.
+
+        Args:
+            changed: a worker has come, gone, or has nothing to do; otherwise only silence is looked for.
+        """
+        if not self.server.round_size:
+            return Outcome()
+        awaited = len(self.membership.awaited(now))
+        if not changed and awaited == self._awaited:
+            return Outcome()
+        self._awaited = awaited
+        if isinstance(self.waiting, NearArrivals):
+            if self.server.held and not self._continues(None, now):
+                self._complete_round()
+        else:
+            if self.waiting.seconds is None:
+                self.limit_round(max(1, awaited))
+            self.server.limit_barrier(max(1, awaited))
+        return self._settle(self.server.released(), now)
+
+    def tick(self, now: float) -> Outcome:
+        """What time brings: a worker that is silent, the end of a grace period."""
+        outcome = self.recount(now)
+        if self.deadline is not None and now >= self.deadline:
+            outcome += self.close_round(now)
+        return outcome
+
+    def end(self, now: float) -> Outcome:
+        """A worker has ended the run, for all."""
+        self.finished = True
+        return Outcome(instructions=self._reject_waiting(now)) + self._wake(now)
+
+    def limit_round(self, updates: int) -> None:
+        """No step waits for more updates than these."""
+        if updates != self._limit:
+            self._limit = updates
+            self.server.rule.limit_round(updates)
+            self._control_events.append(ControlEvent("limit_round", updates=updates))
+
+    def follow(self, worker: int, event: ScheduleEvent) -> float:
+        """An epoch begins or ends; returns the learning rate. An event that comes again counts once."""
+        number, learning_rate = self._answered.get(worker, ("", 0.0))
+        if number != event.number:
+            learning_rate = self.plan.follow(event)
+            self._control_events.append(ControlEvent(event.event, epoch=event.epoch, loss=event.loss))
+            self._answered[worker] = event.number, learning_rate
+        return learning_rate
+
+    # Details
+
+    def _settle(self, receipts: Iterable[Receipt], now: float) -> Outcome:
+        """All that was applied is counted before anyone gets new work."""
+        if not self.server.held:
+            self.waiting.close()
+        settled, waiting = [], []
+        uncounted: list[tuple[int, Exception]] = []
+        for receipt in receipts:
+            report, waits = self._pending.pop(receipt.worker, (Report(), False))
+            if receipt.status in SETTLED:
+                self.positions[receipt.worker] = report.position
+                try:
+                    self.plan.record(receipt.worker, report)
+                except Exception as error:  # whatever it says, the others of its round are not to suffer
+                    uncounted.append((receipt.worker, error))
+                self.look_ahead.note(receipt.worker, receipt.staleness)
+            held_seconds = now - self.held_since.pop(receipt.worker, now)
+            settled.append(Settled(receipt, report, tuple(self._control_events), held_seconds))
+            self._control_events = []
+            waiting += [receipt] * waits
+        self.finished = self.finished or self.server.finished or self.plan.finished
+        instructions = [self.instruct(receipt.worker, receipt, now) for receipt in waiting]
+        if self.finished:
+            instructions += self._reject_waiting(now)
+        return Outcome(settled, instructions, uncounted) + self._wake(now)
+
+    def _continues(self, arrived: int | None, now: float) -> bool:
+        """Whether the updates that are held wait for others, now that this worker's has joined them."""
+        others = self.membership.awaited(now) - self.server.held
+        if isinstance(self.waiting, NearArrivals):
+            if arrived is not None:
+                self.waiting.arrive(arrived, now)
+            return self.waiting.continues(others, now)
+        return arrived is None or self.waiting.continues(arrived, others, self.plan, now)
+
+    def _complete_round(self) -> None:
+        if isinstance(self.waiting, NearArrivals):
+            self.limit_round(max(1, len(self.server.held)))  # the optimizer is to step with the last of them
+        self.server.complete_round()
+
+    def _reject_waiting(self, now: float) -> list[Instruction]:
+        """The answers to updates that no step will take any more."""
+        waiting = [worker for worker, (_, waits) in self._pending.items() if waits]
+        self._pending.clear()
+        return [self.rejected(worker, now) for worker in waiting]
+
+    def _wake(self, now: float) -> Outcome:
+        """Gives idle workers the work that there is again, or tells them of the end."""
+        awakened = []
+        for worker in sorted(self.membership.idle):
+            instruction = self.instruct(worker, None, now)
+            if self.finished or not instruction.assignment.idle:
+                self.membership.answered(worker, now)
+                awakened.append(instruction)
+        outcome = Outcome(instructions=awakened)
+        return outcome + self.recount(now, changed=True) if awakened else outcome
+
+    def state_dict(self) -> State:
+        """All that another server needs to go on with the workers' run."""
+        return {
+            "server": self.server.state_dict(),
+            "positions": self.positions,
+            "plan": self.plan.state_dict(),
+            "look_ahead": self.look_ahead.state_dict(),
+        }
+
+    def snapshot(self) -> State:
+        """With it, what workers that wait for a new server may ask again."""
+        return self.state_dict() | {"answered": self._answered}
+
+    def load_state_dict(self, state: State) -> None:
+        """Goes on from :meth:`state_dict` or :meth:`snapshot`."""
+        self.server.load_state_dict(state["server"])
+        self.plan.load_state_dict(state["plan"])
+        self.positions = dict(state["positions"])
+        if "look_ahead" in state:  # not in a state of the first edition
+            self.look_ahead.load_state_dict(state["look_ahead"])
+        self._answered = dict(state.get("answered", {}))
+        self.finished = self.server.finished or self.plan.finished
+
+
+def build_server(spec: MethodSpec, rule: Rule, parameters: Tensor) -> ParameterServer:
+    """The parameter server of a method; ``parameters`` (flat) change in place."""
+    staleness = StalenessPolicy(spec.staleness_power, spec.staleness_limit, spec.delay_compensation)
+    gate = NormGate(spec.server.max_update_norm_ratio)
+    barrier = OPEN if spec.closes_early else spec.barrier
+    looks_ahead = spec.look_ahead != 0.0
+    return ParameterServer(parameters, rule, barrier, spec.last_version, staleness, gate, looks_ahead)
+
+
+def build_coordinator(
+    spec: MethodSpec, rule: Rule, plan: Plan, parameters: Tensor, membership: Membership
+) -> Coordinator:
+    """The coordinator of a method, as the server process, the simulator and the replay drive it."""
+    membership.waits_for_dead = spec.waits_for_dead
+    server = build_server(spec, rule, parameters)
+    waiting: GracePeriod | NearArrivals = GracePeriod(spec.grace_seconds)
+    if spec.closes_early:
+        waiting = NearArrivals(spec.grace_share, spec.grace_seconds)
+    return Coordinator(server, plan, membership, waiting, LookAhead(spec.look_ahead))

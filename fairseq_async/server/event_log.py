@@ -1,0 +1,181 @@
+"""``events.jsonl``: one line for every update that was settled; and what a replay needs beside it."""
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fairseq_async.method_spec import JsonObject
+from fairseq_async.server.coordinator import ControlEvent, Settled
+from fairseq_async.server.notices import Tell, tell_log
+from fairseq_async.server.parameter_server import ParameterServer, Receipt
+from fairseq_async.server.protocol import Report
+from fairseq_async.server.state_files import private
+
+EVENTS, ROLLED_BACK, ROLLBACKS = "events.jsonl", "events.rolled-back.jsonl", "rollbacks.jsonl"
+BAD = "events.bad.jsonl"
+PADDING = b"\0"  # what a machine that lost its power may leave before a line
+
+
+class EventLog:
+    """Appends whole lines, so that a reader may follow the file while the run goes on.
+
+    Args:
+        run_dir: where the file is.
+        sequences: the last settled update of each worker. Events after these are taken back by a restart, or belong to
+            another run: they go to ``events.rolled-back.jsonl``, and ``rollbacks.jsonl`` says how many, when and why;
+            none, where only an update was lost that was acknowledged and not written yet.
+        source: the state from which the run goes on.
+        time: seconds since 1970.
+        tell: what to do with a line that says that something could not be written, or read.
+    """
+
+    def __init__(
+        self, run_dir: Path, sequences: Mapping[int, int], source: str, time: float, tell: Tell = tell_log
+    ) -> None:
+        self._full, self._tell = False, tell
+        path = run_dir / EVENTS
+        bad = _take_back(path, sequences, source, time) if path.exists() else 0
+        if bad:
+            tell(f"{path}: {bad} lines were no events; they are in {BAD}")
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, time: float, receipt: Receipt, report: Report, extra: JsonObject | None = None) -> None:
+        """Appends the line of one update; on a full disk the run goes on without it.
+
+        Args:
+            time: seconds since 1970, or a simulation's.
+            extra: what else the line is to have, such as a checksum.
+        """
+        own: JsonObject = {
+            "time": time,
+            "worker": receipt.worker,
+            "sequence": receipt.sequence,
+            "base_version": receipt.base_version,
+            "staleness": receipt.staleness,
+            "weight": receipt.weight,
+            "norm": receipt.norm,
+            "cosine": receipt.cosine,
+            "version_after": receipt.version,
+            "status": receipt.status.value,
+        }
+        reported = {key: value for key, value in vars(report).items() if value is not None}
+        event = own | reported | (extra or {})
+        line = json.dumps({key: _finite(value) for key, value in event.items()}).encode() + b"\n"
+        try:
+            size = os.fstat(self._file).st_size
+            if os.write(self._file, line) < len(line):
+                os.ftruncate(self._file, size)  # readers see whole lines only
+                raise OSError("the disk is full")
+            self._full = False
+        except OSError as error:
+            if not self._full:
+                self._tell(f"events are not recorded: {error}; the run goes on")
+            self._full = True
+
+
+def _take_back(path: Path, sequences: Mapping[int, int], source: str, time: float) -> int:
+    """Moves the events after these sequence numbers; a death before the last line here leaves it all to the next
+    restart. Lines that are no events go to ``events.bad.jsonl``, and their number is returned."""
+    rolled_back, rollbacks, bad = (path.with_name(name) for name in (ROLLED_BACK, ROLLBACKS, BAD))
+    events: list[bytes] = []
+    taken_back: list[bytes] = []
+    unreadable: list[bytes] = []
+    for line in _whole_lines(path):
+        covered = _covered(line, sequences)
+        if covered is None:
+            unreadable.append(line)
+        else:
+            (events if covered else taken_back).append(line.lstrip(PADDING))
+    counts = [_count(line) for line in _whole_lines(rollbacks)]
+    earlier = _whole_lines(rolled_back)
+    before = len(earlier) if None in counts else sum(count or 0 for count in counts)
+    rollback = {"time": time, "source": source, "sequences": dict(sequences), "events": len(taken_back)}
+    _write_whole(rolled_back, earlier[:before] + taken_back)
+    _write_whole(rollbacks, [*_whole_lines(rollbacks), json.dumps(rollback).encode() + b"\n"])
+    if unreadable:
+        _write_whole(bad, _whole_lines(bad) + unreadable)
+    _write_whole(path, events)
+    return len(unreadable)
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        return [line for line in file if line.endswith(b"\n")]
+
+
+def _write_whole(path: Path, lines: list[bytes]) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(b"".join(lines))
+    part.replace(path)
+
+
+def _covered(line: bytes, sequences: Mapping[int, int]) -> bool | None:
+    """Whether the update of this event is among those; None where the line is no event."""
+    event = _parsed(line)
+    worker, sequence = event.get("worker"), event.get("sequence")
+    if not (isinstance(worker, int) and isinstance(sequence, int)):
+        return None
+    return sequence <= sequences.get(worker, -1)
+
+
+def _count(line: bytes) -> int | None:
+    count = _parsed(line).get("events")
+    return count if isinstance(count, int) else None
+
+
+def _parsed(line: bytes) -> JsonObject:
+    try:
+        parsed = json.loads(line.lstrip(PADDING))
+    except (ValueError, RecursionError):
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _finite(value: object) -> object:
+    """JSON has no NaN and no Inf: they become null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+START = "start.pt"
+
+
+class Recorder:
+    """Writes the server's first state, and adds to events what a replay cannot know otherwise.
+
+    Args:
+        resumed: the first state is a checkpoint's or a snapshot's.
+    """
+
+    def __init__(self, run_dir: Path, server: ParameterServer, resumed: bool) -> None:
+        self._server, self._version = server, server.version
+        state = {"server": server.state_dict(), "resumed": resumed, "threads": torch.get_num_threads()}
+        with open(run_dir / START, "wb", opener=private) as file:
+            torch.save(state, file)
+
+    def of(self, settled: Settled) -> JsonObject:
+        """For this update's event. Of several that were applied together, the parameters are those after the last."""
+        added: JsonObject = {}
+        if settled.control_events:
+            added["control_events"] = [_described(event) for event in settled.control_events]
+        if settled.receipt.version == self._server.version != self._version:
+            self._version = settled.receipt.version
+            added["checksum"] = checksum(self._server.parameters)
+        return added
+
+
+def _described(event: ControlEvent) -> JsonObject:
+    return {key: value for key, value in asdict(event).items() if value is not None}
+
+
+def checksum(flat: Tensor) -> str:
+    """CRC-32 of the bytes of a flat contiguous tensor: equal for equal bits. About 0.4 s for a gigabyte."""
+    return f"{zlib.crc32(flat.detach().cpu().numpy().data):08x}"

@@ -1,0 +1,160 @@
+"""The server's main loop: one selector over all connections, in the thread that does all the rest."""
+
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Protocol
+
+from fairseq_async.errors import ExchangeError, ProtocolError
+from fairseq_async.exchange import Channel
+from fairseq_async.server.background_reader import BackgroundReader
+from fairseq_async.server.peers import SMALL, Peer
+from fairseq_async.server.service import Service
+
+_LATE_SECONDS = 20.0  # for which a finished server stays for workers that have not come yet
+_HANDSHAKE_SECONDS = 10.0  # that a stranger has to prove itself
+_MOST_STRANGERS = 256  # of one address, at one time
+_MOST_IN_ALL = 512
+
+
+class HasFileno(Protocol):
+    """A file or socket."""
+
+    def fileno(self) -> int: ...
+
+
+class EventLoop:
+    """Accepts connections, and brings the service what its peers send.
+
+    Args:
+        lifeline: a file whose other end whoever started the server holds open.
+    """
+
+    def __init__(self, listener: socket.socket, service: Service, lifeline: HasFileno) -> None:
+        self.listener, self.service, self.lifeline = listener, service, lifeline
+        self.peers: list[Peer] = []
+        self.reader = BackgroundReader(service)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(lifeline, selectors.EVENT_READ)
+        self._finished_at: float | None = None
+
+    def run(self) -> bool:
+        """Returns when the run is finished: True; or when whoever started the server is gone: False."""
+        wait, read_at = 0.0, self.service.clock()
+        with closing(self.reader):
+            while not self._over():
+                selected = self._selector.select(timeout=wait)
+                read_at = self._excuse_silence(read_at, wait)
+                if any(key.fileobj is self.lifeline for key, _ in selected):
+                    return False
+                if any(key.fileobj is self.listener for key, _ in selected):
+                    self._accept()
+                self._serve_all([(key.data, events) for key, events in selected if key.data is not None])
+                self._close_strangers()
+                self._watch_writers()
+                # After what has come was read: it may be of those who seem to be silent.
+                wait = self.service.tick()
+                if any(peer.channel.has_message for peer in self.peers):
+                    wait = 0.0
+        return True
+
+    def _serve_all(self, ready: Sequence[tuple[Peer, int]]) -> None:
+        """Each peer has its turn: those whose sockets are ready, and those of whom more was read than was handled."""
+        left = [(peer, selectors.EVENT_READ) for peer in self.peers if peer.channel.has_message]
+        turns = {id(peer): (peer, events) for peer, events in [*left, *ready]}
+        for peer, events in turns.values():
+            self._serve(peer, events)
+            if self._handle_background():
+                return  # connections were read: which of them are ready is to be asked again
+
+    def _excuse_silence(self, read_at: float, wait: float) -> float:
+        """Who was suspended, or stopped, has not looked at its sockets since ``read_at``, for longer than it meant to
+        wait. Returns the time."""
+        membership, now = self.service.membership, self.service.clock()
+        if now - read_at - wait > membership.timeout / 2:
+            membership.excuse(now - read_at)
+        return now
+
+    def _accept(self) -> None:
+        try:
+            connection, (address, *_) = self.listener.accept()
+        except OSError as error:  # too many open files, or it has gone again
+            self.service.refusals.count("connection", "a stranger", error)
+            time.sleep(0.05)  # it stays in the queue: no need to spin
+            return
+        peer = Peer(Channel(connection, SMALL), since=self.service.clock(), address=address)
+        self.peers.append(peer)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        self.service.greet(peer)
+
+    def _serve(self, peer: Peer, ready: int) -> None:
+        self.service.hear(peer)  # also a worker that sends or takes a tensor slowly is there
+        try:
+            if ready & selectors.EVENT_WRITE:
+                peer.channel.flush()
+            for body in peer.channel.messages() if ready & selectors.EVENT_READ else []:
+                self.service.receive(peer, body)
+        except ProtocolError as error:
+            self.service.refusals.count("no message", peer.name, error)
+            self._close(peer)
+        except ExchangeError:
+            self._close(peer)
+
+    def _handle_background(self) -> bool:
+        """Handles what came while a step was taken; False if there was nothing."""
+        received = 0
+        for each in self.reader.received():
+            received += 1
+            if each.accepted is not None:
+                self.service.handle(each.peer, each.accepted, accepted=True)
+            else:
+                self.service.receive(each.peer, each.body)
+        return received > 0
+
+    def _close(self, peer: Peer) -> None:
+        self.peers.remove(peer)
+        self._selector.unregister(peer.channel.connection)
+        self.service.disconnected(peer)
+        peer.channel.close()
+
+    def _close_strangers(self) -> None:
+        """Closes those that take too long to introduce themselves, and some of too many from one address."""
+        strangers = [peer for peer in self.peers if peer.worker is None]
+        now = self.service.clock()
+        superfluous = [peer for peer in strangers if now - peer.since > _HANDSHAKE_SECONDS]
+        counts = Counter(peer.address for peer in strangers)
+        address, count = counts.most_common(1)[0] if counts else ("", 0)
+        if count > _MOST_STRANGERS or len(strangers) > _MOST_IN_ALL:
+            of_address = [peer for peer in strangers if peer.address == address]
+            # A worker far away takes a while to answer: those that have begun to, and the youngest, stay.
+            superfluous.append(min(of_address, key=lambda peer: (peer.channel.has_begun, peer.since)))
+        for peer in superfluous:
+            if peer in self.peers:
+                self.service.refusals.count("no introduction", peer.name, "closed")
+                self._close(peer)
+
+    def _watch_writers(self) -> None:
+        """Watches for when a peer that does not take an answer at once can take it."""
+        for peer in self.peers:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.channel.busy else 0)
+            if events != self._selector.get_key(peer.channel.connection).events:
+                self._selector.modify(peer.channel.connection, events, peer)
+
+    def _over(self) -> bool:
+        if not self.service.finished:
+            return False
+        now = self.service.clock()
+        self._finished_at = self._finished_at or now
+        membership = self.service.membership
+        late = len(membership.joined) < membership.announced and now < self._finished_at + _LATE_SECONDS
+        there = {peer.worker for peer in self.peers if peer.worker is not None}
+        silent = {worker for worker in there & set(membership.members) if membership.is_silent(worker, now)}
+        if late or there - silent:
+            return False
+        for worker in sorted(silent):
+            self.service.tell(f"worker {worker} was not heard of for {membership.timeout:g} s: the run ends without it")
+        return True

@@ -1,0 +1,212 @@
+"""The plan of local SGD: how many steps each worker takes, on which shard, and where the run stands."""
+
+import math
+from itertools import accumulate, pairwise
+from statistics import fmean, median
+from typing import NamedTuple
+
+import torch
+
+from fairseq_async.algorithms import local_steps, shard_probabilities
+from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import RefusedError
+from fairseq_async.server.plan import check_epochs, no_schedule
+from fairseq_async.server.protocol import Assignment, Report, ScheduleEvent
+
+_NEWEST = 0.5  # weight of a worker's last round in its running speed
+_IN_FLIGHT = 16  # rounds: with overlap, steps go on while an update is on its way
+_SHORTEST = 1e-6  # seconds of a step; what claims to be faster was not measured
+_FASTEST = 16.0  # times the median of the speeds: one worker's claim cannot take the others' steps away
+
+
+class Work(NamedTuple):
+    """What one worker is at: its shard, its local steps, and the batches of the shard before them."""
+
+    shard: int | None
+    steps: int
+    offset: int
+
+
+class LocalStepPlan:
+    """Assigns local steps by measured speed (DyLU) and shards by need; ends the run after its local steps.
+
+    Steps are counted when their update has arrived. A worker that has nothing left to do is idle until the others
+    have delivered.
+
+    Args:
+        workers: k; the run has ``total_steps`` of each on average, whoever takes them.
+        maximum: H, local steps of a round.
+        total_steps: 0 for no end.
+        dynamic: whether a slower worker takes fewer steps a round.
+        max_epoch: passes over the data by all workers together; 0 for no end.
+        shards: samples in each shard of the training set; empty where workers bring data of their own.
+        seed: of the choice of shards.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        maximum: int,
+        total_steps: int,
+        dynamic: bool,
+        shards: list[int],
+        seed: int,
+        max_epoch: int = 0,
+    ) -> None:
+        self.workers, self.maximum, self.total_steps, self.dynamic = workers, maximum, total_steps, dynamic
+        self.shards, self.max_epoch = shards, max_epoch
+        self.epochs = 0.0
+        self.speeds: dict[int, float] = {}
+        self.gone: set[int] = set()
+        self.steps = 0
+        self.used = [0] * len(shards)  # local steps on each shard, which are as many batches
+        self.assigned: dict[int, Work] = {}
+        self.awaited: set[int] = set()  # workers with assigned work who have not come yet since a restart
+        self._generator = torch.Generator().manual_seed(seed)
+
+    @property
+    def finished(self) -> bool:
+        over = self.max_epoch > 0 and self.epochs > self.max_epoch - 1e-6
+        return over or (self.total_steps > 0 and self.steps >= self.total_steps * self.workers)
+
+    def assign(self, worker: int) -> Assignment:
+        """The next round. A worker that comes back after a restart of the server begins its round again."""
+        before = self.assigned.get(worker) if worker in self.awaited else None
+        self._close(worker)
+        self.gone.discard(worker)
+        steps = self._steps_for(worker)
+        if before is not None and before.shard is not None and steps:
+            work = before._replace(steps=steps)
+        else:
+            chosen = self._choose_shard(worker) if self.shards and steps else None
+            work = Work(chosen, steps, 0 if chosen is None else self._counted()[chosen])
+        self.assigned[worker] = work
+        return Assignment(
+            local_steps=steps,
+            shard=work.shard,
+            offset=work.offset,
+            progress=self._progress(work.shard),
+            progress_per_step=self._progress_per_step(worker, work.shard),
+            total_progress=self.steps / self.workers,
+            idle=steps == 0,
+        )
+
+    def expected_seconds(self, worker: int) -> float | None:
+        """Its steps at the speed of its last rounds; who has none is still to begin: it may be just behind in the first
+        round, and will not be there in time in another."""
+        if worker not in self.assigned:
+            return math.inf if self.steps else None
+        if worker not in self.speeds:
+            return None
+        return self.assigned[worker].steps / self.speeds[worker]
+
+    def check(self, report: Report) -> None:
+        """
+        Raises:
+            RefusedError: the report lacks its steps, has more than there can be, or names a shard that there is not.
+        """
+        if report.local_steps is None or report.step_seconds is None:
+            raise RefusedError("the report of local steps lacks local_steps or step_seconds")
+        most = _IN_FLIGHT * self.maximum
+        if report.local_steps > most:
+            raise RefusedError(f"local_steps {report.local_steps}: a round has {self.maximum}; {most} are the most")
+        check_epochs(report.epochs, report.local_steps)
+        if report.shard is not None and report.shard >= len(self.shards):
+            raise RefusedError(f"shard {report.shard}: there are {len(self.shards)}")
+
+    def record(self, worker: int, report: Report) -> None:
+        """Counts the steps, and takes the median seconds per step, which one slow step does not move."""
+        steps, seconds = report.local_steps or 0, report.step_seconds or 0.0
+        work, shard = self.assigned.get(worker), report.shard
+        if shard is None and work is not None:
+            shard = work.shard
+        self._close(worker)
+        self.steps += steps
+        self.epochs += report.epochs
+        if shard is not None:  # of the report first: one that has connected again is at what it was given before
+            self.used[shard] += steps
+        if seconds >= _SHORTEST:
+            measured = 1.0 / seconds
+            before = self.speeds.get(worker, measured)
+            self.speeds[worker] = before + _NEWEST * (measured - before)
+
+    def release(self, worker: int) -> None:
+        """The worker is gone: its work is open again, and its speed counts no more, unless it comes back."""
+        self._close(worker)
+        self.gone.add(worker)
+
+    def follow(self, event: ScheduleEvent) -> float:
+        return no_schedule(event)
+
+    def state_dict(self) -> State:
+        """With what workers are at: after a restart each begins again there, in whatever order they come."""
+        state = {"steps": self.steps, "epochs": self.epochs, "used": self.used, "speeds": self.speeds}
+        assigned = {worker: tuple(work) for worker, work in self.assigned.items()}  # of a type that torch trusts
+        return state | {"assigned": assigned, "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: State) -> None:
+        """There may be other workers and other shards than before: then what was used counts for each by its size."""
+        self.steps, self.epochs = state["steps"], state["epochs"]
+        self.used = list(state["used"])
+        self.assigned = {worker: Work(*work) for worker, work in state["assigned"].items() if worker < self.workers}
+        if len(self.used) != len(self.shards):
+            self.used, self.assigned = _by_share(self.steps, self.shards), {}
+        self.awaited = set(self.assigned)
+        self.speeds = {worker: speed for worker, speed in state["speeds"].items() if worker < self.workers}
+        self._generator.set_state(state["generator"])
+
+    def _close(self, worker: int) -> None:
+        self.assigned.pop(worker, None)
+        self.awaited.discard(worker)
+
+    @property
+    def _present(self) -> dict[int, float]:
+        """The speeds of those who are there, none of them far above the others."""
+        speeds = {worker: speed for worker, speed in self.speeds.items() if worker not in self.gone}
+        most = _FASTEST * median(speeds.values()) if speeds else 0.0
+        return {worker: min(speed, most) for worker, speed in speeds.items()}
+
+    def _steps_for(self, worker: int) -> int:
+        steps = self.maximum
+        if self.dynamic and worker in self.speeds:
+            steps = local_steps(self._present, self.maximum)[worker]
+        if self.total_steps:
+            promised = sum(work.steps for other, work in self.assigned.items() if other not in self.awaited)
+            steps = min(steps, self.total_steps * self.workers - self.steps - promised)
+        return max(0, steps)
+
+    def _counted(self) -> list[int]:
+        """Local steps on each shard, with those that workers are at."""
+        counted = list(self.used)
+        for work in self.assigned.values():
+            if work.shard is not None:
+                counted[work.shard] += work.steps
+        return counted
+
+    def _choose_shard(self, worker: int) -> int:
+        """By need; at the very beginning, where all are in the same need, each worker its own, whoever comes first."""
+        if not any(self.used):
+            return worker % len(self.shards)
+        probabilities = shard_probabilities(self.shards, self._counted())
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+    def _progress(self, shard: int | None) -> float:
+        """In a run whose shards are used evenly, a shard's own steps say how far the run is."""
+        if shard is None:
+            return self.steps / self.workers
+        share = self.shards[shard] / sum(self.shards)
+        return self.used[shard] / share / self.workers
+
+    def _progress_per_step(self, worker: int, shard: int | None) -> float:
+        if shard is not None:
+            return sum(self.shards) / self.shards[shard] / self.workers
+        if worker not in self.speeds:
+            return 1.0
+        present = self._present
+        return fmean(present.values()) / present.get(worker, self.speeds[worker])
+
+
+def _by_share(total: int, sizes: list[int]) -> list[int]:
+    """Whole numbers that add up to the total, each within 1 of its share."""
+    ends = [total * end // sum(sizes) for end in accumulate(sizes)]
+    return [end - start for start, end in pairwise([0, *ends])]

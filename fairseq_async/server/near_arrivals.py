@@ -1,0 +1,81 @@
+"""For how long a step stays open for gradients that are about to come."""
+
+from collections.abc import Iterable
+from statistics import median
+
+from fairseq_async.algorithms.rule import State
+
+_REMEMBERED = 5  # steps of a worker: one odd batch among them does not move their median
+_ROUNDING = 1e-9  # of the time that work takes
+
+
+class NearArrivals:
+    """Keeps a step open while another worker is near, and closes it when nobody is.
+
+    A worker is due when its work was given to it plus the median of the seconds that its last steps have taken, from
+    one answer of the server to the arrival of the next gradient. It is near when it is due within a grace of the
+    arrival of each gradient that waits; the grace is a share of that gradient's worker's own step. So workers of about
+    equal speed step together, a fast worker never waits for one that is much slower, and a slow worker, for which half
+    a step is long, waits for the fast ones. Who is near and does not come is waited for until a grace after it was due:
+    that much a wrong estimate costs, once, for it is not near any more then.
+
+    Args:
+        share: of a worker's own step.
+        seconds: the grace for all, in place of the share.
+
+    Attributes:
+        deadline: when the step closes if nobody comes; None while no gradient waits.
+    """
+
+    def __init__(self, share: float, seconds: float | None = None) -> None:
+        self.share, self.seconds = share, seconds
+        self.deadline: float | None = None
+        self._begun: dict[int, float] = {}
+        self._took: dict[int, list[float]] = {}
+        self._waiting: dict[int, float] = {}  # since when
+
+    def begin_work(self, worker: int, now: float) -> None:
+        """The worker was given its work."""
+        self._begun[worker] = now
+
+    def arrive(self, worker: int, now: float) -> None:
+        """The worker's gradient has come, and waits."""
+        if worker in self._begun:
+            took = self._took.setdefault(worker, [])
+            took.append(now - self._begun.pop(worker))
+            del took[:-_REMEMBERED]
+        self._waiting[worker] = now
+
+    def continues(self, others: Iterable[int], now: float) -> bool:
+        """Whether the step stays open for any of these others, who are at work."""
+        until = min((since + self._grace(worker) for worker, since in self._waiting.items()), default=now)
+        grace = min((self._grace(worker) for worker in self._waiting), default=0.0)
+        due = [self._begun[worker] + self._seconds(worker) for worker in others if worker in self._begun]
+        near = [at + grace for at in due if at <= until + _ROUNDING * grace and at + grace > now]
+        self.deadline = max(near, default=now)
+        return bool(near)
+
+    def forget(self, worker: int) -> None:
+        """The worker is gone; whoever takes its place may have another speed."""
+        for known in (self._begun, self._took, self._waiting):
+            known.pop(worker, None)
+
+    def close(self) -> None:
+        """The step is closed."""
+        self.deadline, self._waiting = None, {}
+
+    def _grace(self, worker: int) -> float:
+        return self.share * self._seconds(worker) if self.seconds is None else self.seconds
+
+    def _seconds(self, worker: int) -> float:
+        """Of the worker's step; one that is not known yet is taken to be as fast as the fastest."""
+        if worker in self._took:
+            return median(self._took[worker])
+        return min(map(median, self._took.values()), default=0.0)
+
+    def state_dict(self) -> State:
+        return {"deadline": self.deadline, "begun": self._begun, "took": self._took, "waiting": self._waiting}
+
+    def load_state_dict(self, state: State) -> None:
+        self.deadline, self._begun, self._waiting = state["deadline"], dict(state["begun"]), dict(state["waiting"])
+        self._took = {worker: list(took) for worker, took in state["took"].items()}

@@ -1,0 +1,107 @@
+"""The connections of a server: who is at the other end, and the proof that it belongs to the run."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from fairseq_async.errors import RefusedError
+from fairseq_async.exchange import Channel
+from fairseq_async.exchange.authentication import challenge, proof, proves
+from fairseq_async.exchange.channel import LARGEST
+from fairseq_async.server.membership import Membership
+from fairseq_async.server.notices import tell_log
+from fairseq_async.server.protocol import Greeting, Hello, Introduce, Introduced, Request
+
+SMALL = 1 << 10  # bytes that a peer may send at a time before it has proved that it knows the token
+USUAL = 1 << 18  # the same of a worker whose model is known
+
+
+@dataclass(eq=False)
+class Peer:
+    """One connection.
+
+    Attributes:
+        challenge: what the peer has to prove the token with.
+        worker: None until it has.
+        hello: with which it waits for worker 0 to describe the run.
+        admitted: its model and method are those of the run.
+        remote: tensors follow the messages; otherwise they go through shared memory.
+        server_seconds: for which the server worked on its last update.
+        since: when the connection was made.
+        address: from which it was made.
+    """
+
+    channel: Channel
+    challenge: str = ""
+    worker: int | None = None
+    hello: Hello | None = None
+    admitted: bool = False
+    remote: bool = False
+    server_seconds: float = 0.0
+    since: float = 0.0
+    address: str = ""
+
+    @property
+    def id(self) -> int:
+        """Its worker, once that is known."""
+        assert self.worker is not None
+        return self.worker
+
+    @property
+    def name(self) -> str:
+        return "a stranger" if self.worker is None else f"worker {self.worker}"
+
+
+class RefusalLog:
+    """Counts what the server refuses, and writes the first, second, fourth, eighth, … of a kind to stderr: a flood must
+    not fill the disk.
+
+    Attributes:
+        counts: by kind.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def count(self, kind: str, who: str, what: object) -> bool:
+        """One more refusal of this kind; ``who`` has sent it. Returns whether it was written."""
+        self.counts[kind] += 1
+        count = self.counts[kind]
+        if count & (count - 1):
+            return False
+        tell_log(f"refused ({kind}, {count} so far): {who}: {str(what)[:200]}")
+        return True
+
+
+class Handshake:
+    """The first messages of a connection: a challenge from here, proof and challenge from there, proof from here.
+
+    Args:
+        token: what both sides know.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._instance = challenge()  # names this process: another after each restart
+
+    def greet(self, peer: Peer) -> Greeting:
+        """The first message on a connection."""
+        peer.challenge = challenge()
+        return Greeting(peer.challenge)
+
+    def checked(self, peer: Peer, request: Request) -> Introduce:
+        """The peer's introduction.
+
+        Raises:
+            RefusedError: it is something else, or its proof is wrong.
+        """
+        if not isinstance(request, Introduce):
+            raise RefusedError("introduce yourself first")
+        if not proves(request.proof, self._token, "worker", peer.challenge, request.challenge):
+            raise RefusedError("this server belongs to another run (wrong token)")
+        return request
+
+    def complete(self, peer: Peer, introduce: Introduce, worker: int, membership: Membership) -> Introduced:
+        """Makes the peer a worker; the answer has this side's proof."""
+        peer.worker, peer.channel.largest = worker, LARGEST
+        own = proof(self._token, "server", peer.challenge, introduce.challenge)
+        return Introduced(own, worker, membership.announced, self._instance, membership.timeout)

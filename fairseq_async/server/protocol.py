@@ -1,0 +1,398 @@
+"""The messages between workers and server: frozen dataclasses, checked once, when a message is parsed.
+
+A message is a JSON object whose ``kind`` says which class it is. The tensors of updates and parameters travel beside it
+(:mod:`fairseq_async.exchange`). Every request but :class:`Alive` gets one answer, in the order of the requests.
+"""
+
+from dataclasses import field
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from fairseq_async.errors import ProtocolError, RefusedError
+from fairseq_async.method_spec import JsonObject, MethodSpec
+from fairseq_async.server.layout import Layout
+from fairseq_async.server.message import message
+from fairseq_async.server.parameter_server import Status
+from fairseq_async.server.positions import bounded
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+_Message = TypeVar("_Message")
+
+
+class MalformedMessageError(RefusedError):
+    """A JSON object that is no message of this protocol."""
+
+
+@message
+class Report:
+    """What a worker says of itself with an update. It goes into ``events.jsonl``, where README.md describes each field.
+
+    Attributes:
+        local_steps: the number of steps in this update; None for a gradient.
+        look_ahead: versions ahead of the base version at which the worker has started; None at that version itself.
+        position: where the worker is in its data, for its restart; the server does not look into it.
+    """
+
+    position: Annotated[JsonObject | None, AfterValidator(bounded)] = None
+    epochs: Seconds = 0.0
+    loss: float | None = None
+    tokens: Seconds | None = None
+    push_seconds: Seconds | None = None
+    pull_seconds: Seconds | None = None
+    local_steps: Count | None = None
+    step_seconds: Seconds | None = None
+    computing_seconds: Seconds | None = None
+    waiting_seconds: Seconds | None = None
+    shard: Count | None = None
+    offset: Count | None = None
+    progress: float | None = None
+    progress_per_step: float | None = None
+    server_seconds: Seconds | None = None
+    look_ahead: Seconds | None = None
+
+
+@message
+class Assignment:
+    """The next work of one worker.
+
+    Attributes:
+        learning_rate: of the server's optimizer, for the worker's log; None under local SGD.
+        local_steps: how many to take before the next exchange.
+        shard: the part of the training set to draw from; None where the server chooses none.
+        offset: the batch of the shard to begin with.
+        progress: where the learning-rate schedule is at the first step, in mean local steps of a worker.
+        progress_per_step: by how much each step of this worker moves the schedule.
+        total_progress: where the whole run is, in mean local steps of a worker, or in whole steps of the server.
+        idle: nothing is left to do for this worker while the others do their work.
+        look_ahead: versions ahead of the server's at which to start.
+    """
+
+    learning_rate: float | None = None
+    local_steps: int = 1
+    shard: int | None = None
+    offset: int = 0
+    progress: float = 0.0
+    progress_per_step: float = 1.0
+    total_progress: float = 0.0
+    idle: bool = False
+    look_ahead: float = 0.0
+
+
+# Requests, from a worker
+
+
+@message
+class Introduce:
+    """The first message on a connection: who it is, and the proof that it knows the run's token.
+
+    Attributes:
+        worker: its id; None asks for a free one.
+        joins: it was not announced.
+        instance: names the process, which may connect again.
+        challenge: what the server has to prove the token with.
+    """
+
+    proof: str
+    challenge: str
+    worker: int | None
+    joins: bool
+    instance: str
+    kind: Literal["introduce"] = "introduce"
+
+
+@message
+class Hello:
+    """Joins the run with a model and a method.
+
+    Attributes:
+        remote: tensors follow the messages on this connection; otherwise they go through shared memory.
+    """
+
+    spec: MethodSpec
+    layout: Layout
+    remote: bool
+    kind: Literal["hello"] = "hello"
+
+
+@message
+class Initialise:
+    """Worker 0 brings a new server its parameters.
+
+    Attributes:
+        restored: a server's whole state is in the file that :class:`Welcome` names.
+    """
+
+    restored: bool
+    kind: Literal["initialise"] = "initialise"
+
+
+@message
+class Push:
+    """An update is ready in the worker's slot.
+
+    Attributes:
+        sequence: the worker's own number for it.
+        base_version: the server's version that it was computed from.
+        weight: target tokens, or local steps.
+        wait: answer only when the update is settled, even if it will only be added to others.
+        norm: the update's L2 norm where the worker knows it.
+    """
+
+    sequence: int
+    base_version: int
+    weight: float
+    report: Report = field(default_factory=Report)
+    wait: bool = True
+    norm: float | None = None
+    kind: Literal["push"] = "push"
+
+
+@message
+class Pull:
+    """Asks for the current parameters, in the worker's slot or behind the answer.
+
+    Attributes:
+        look_ahead: versions ahead along the server's last step.
+    """
+
+    look_ahead: Annotated[float, Field(ge=0, le=1024)] = 0.0
+    kind: Literal["pull"] = "pull"
+
+
+@message
+class WaitForWork:
+    """An idle worker asks for work; the answer comes when there is some, or when the run is finished."""
+
+    kind: Literal["wait"] = "wait"
+
+
+@message
+class ScheduleEvent:
+    """Worker 0 begins or ends an epoch, which the learning-rate schedule follows.
+
+    Attributes:
+        number: names the event; a second message with the same number has no effect.
+        loss: of the validation at the end of the epoch.
+    """
+
+    number: str
+    event: Literal["begin_epoch", "end_epoch"]
+    epoch: int
+    loss: float | None = None
+    kind: Literal["schedule_event"] = "schedule_event"
+
+
+@message
+class SaveState:
+    """Asks the server to write its whole state into a file, whose name the server chooses."""
+
+    kind: Literal["save_state"] = "save_state"
+
+
+@message
+class Alive:
+    """The worker is computing; there is no answer."""
+
+    kind: Literal["alive"] = "alive"
+
+
+@message
+class Leave:
+    """The worker leaves for good; ``finished`` ends the run for all workers."""
+
+    finished: bool
+    kind: Literal["leave"] = "leave"
+
+
+# Answers, from the server
+
+
+@message
+class Greeting:
+    """The server's first message on a connection: what the worker has to prove the token with."""
+
+    challenge: str
+    kind: Literal["greeting"] = "greeting"
+
+
+@message
+class Introduced:
+    """The server's own proof, and the worker's place in the run.
+
+    Attributes:
+        workers: how many were announced.
+        server: names the server's process: one that was started again is another.
+        timeout: seconds without a word after which one side gives the other up.
+    """
+
+    proof: str
+    worker: int
+    workers: int
+    server: str
+    timeout: float
+    kind: Literal["introduced"] = "introduced"
+
+
+@message
+class Welcome:
+    """The answer to :class:`Hello` and :class:`Initialise`.
+
+    Attributes:
+        initialised: the server has parameters; if not, worker 0 is to bring them, and the other fields say nothing.
+        state_path: where worker 0 is to put a server's whole state, if it brings one.
+        memory: path of the shared memory, with room for ``slots`` workers.
+        sequence: the number of this worker's next update.
+        position: where this worker was in its data with its last update.
+        refused: how many of this worker's updates had NaN or Inf.
+    """
+
+    initialised: bool
+    memory: str
+    publishes: bool
+    slots: int
+    state_path: str = ""
+    version: int = 0
+    sequence: int = 0
+    position: JsonObject | None = None
+    refused: int = 0
+    finished: bool = False
+    assignment: Assignment = field(default_factory=Assignment)
+    kind: Literal["welcome"] = "welcome"
+
+
+@message
+class PushReply:
+    """What became of an update, and the worker's next work; see :class:`~fairseq_async.server.Receipt`.
+
+    Attributes:
+        refused: how many of this worker's updates had NaN or Inf, this one included.
+        finished: the run is over.
+    """
+
+    status: Status
+    version: int
+    staleness: int
+    refused: int
+    finished: bool
+    assignment: Assignment
+    norm: float = 0.0
+    cosine: float = 0.0
+    kind: Literal["push_reply"] = "push_reply"
+
+
+@message
+class PullReply:
+    """The parameters of this version are in the worker's slot."""
+
+    version: int
+    kind: Literal["pull_reply"] = "pull_reply"
+
+
+@message
+class WorkReply:
+    """There is work again, or the run is finished."""
+
+    finished: bool
+    assignment: Assignment
+    kind: Literal["work_reply"] = "work_reply"
+
+
+@message
+class ScheduleReply:
+    """The learning rate after a :class:`ScheduleEvent`."""
+
+    learning_rate: float
+    kind: Literal["schedule_reply"] = "schedule_reply"
+
+
+@message
+class StateSaved:
+    """The state of this version is in the file, which the worker is to take away."""
+
+    version: int
+    path: str
+    kind: Literal["state_saved"] = "state_saved"
+
+
+@message
+class Goodbye:
+    """The answer to :class:`Leave`."""
+
+    kind: Literal["goodbye"] = "goodbye"
+
+
+@message
+class ErrorReply:
+    """The request was refused; ``error`` says why in one line."""
+
+    error: str
+    kind: Literal["error"] = "error"
+
+
+Request = Introduce | Hello | Initialise | Push | Pull | WaitForWork | ScheduleEvent | SaveState | Alive | Leave
+Answer = (
+    Greeting
+    | Introduced
+    | Welcome
+    | PushReply
+    | PullReply
+    | WorkReply
+    | ScheduleReply
+    | StateSaved
+    | Goodbye
+    | ErrorReply
+)
+_REQUEST = Annotated[Request, Field(discriminator="kind")]
+_ANSWER = Annotated[Answer, Field(discriminator="kind")]
+
+
+def encode(message: Request | Answer) -> bytes:
+    """The bytes of a message. A norm may be NaN or Inf: both ends write and read these as Python's ``json`` does."""
+    kind: Any = type(message)
+    return _adapter(kind).dump_json(message)
+
+
+def parse_request(body: bytes) -> Request:
+    """A worker's message.
+
+    Raises:
+        ProtocolError: it is not JSON.
+        MalformedMessageError: it is JSON, and not a request.
+    """
+    request: Request = _parse(body, _REQUEST)
+    return request
+
+
+def parse_answer(body: bytes, expected: type[_Message]) -> _Message:
+    """The server's answer.
+
+    Raises:
+        ProtocolError: it is another than the expected one.
+        RefusedError: the server has refused the request.
+    """
+    answer: Answer = _parse(body, _ANSWER)
+    if isinstance(answer, ErrorReply):
+        raise RefusedError(answer.error)
+    if not isinstance(answer, expected):
+        raise ProtocolError(f"the server answered {answer.kind} where {expected.__name__} was expected")
+    return answer
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """The parser of a class of messages or of a union of them; made once, since making it takes milliseconds."""
+    return TypeAdapter(kind)
+
+
+def _parse(body: bytes, union: Any) -> Any:
+    try:
+        return _adapter(union).validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "json_invalid":
+            raise ProtocolError("the peer sent something that is not JSON") from error
+        where = "".join(f"{part}: " for part in first["loc"][1:])
+        raise MalformedMessageError(f"malformed message: {where}{first['msg']}") from error

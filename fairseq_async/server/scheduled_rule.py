@@ -1,0 +1,87 @@
+"""A gradient rule whose optimizer follows a learning-rate schedule."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from fairseq_async.algorithms import Rule, Update
+from fairseq_async.algorithms.rule import State
+from fairseq_async.server.plan import whole_steps
+
+
+class Schedule(Protocol):
+    """The learning-rate schedule of an optimizer that steps in the server."""
+
+    @property
+    def learning_rate(self) -> float: ...
+
+    def follow(self, steps: int) -> None:
+        """Sets the optimizer's learning rate for the step after so many complete ones."""
+        ...
+
+    def begin_epoch(self, epoch: int) -> None: ...
+
+    def end_epoch(self, epoch: int, loss: float | None) -> None:
+        """``loss`` is that of the validation at the epoch's end."""
+        ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+class ScheduledRule(Rule):
+    """Counts the steps of a rule's optimizer, and lets a schedule set its learning rate for the next one.
+
+    Attributes:
+        steps: of the optimizer so far; a partial one counts as the part that it is.
+    """
+
+    def __init__(self, rule: Rule, schedule: Schedule) -> None:
+        self.rule, self.schedule, self.steps = rule, schedule, 0.0
+        schedule.follow(0)
+
+    @property
+    def learning_rate(self) -> float:
+        return self.schedule.learning_rate
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Worker 0 begins an epoch."""
+        self.schedule.begin_epoch(epoch)
+        self._follow()
+
+    def end_epoch(self, epoch: int, loss: float | None) -> None:
+        """Worker 0 has ended an epoch, with this validation loss."""
+        self.schedule.end_epoch(epoch, loss)
+        self._follow()
+
+    def apply(self, parameters: Tensor, update: Update) -> float:
+        share = self.rule.apply(parameters, update)
+        if share:
+            self.steps += share
+            self._follow()
+        return share
+
+    def moves_parameters(self, ahead: int = 0) -> bool:
+        return self.rule.moves_parameters(ahead)
+
+    @property
+    def momentum_buffer(self) -> Tensor | None:
+        return self.rule.momentum_buffer
+
+    def limit_round(self, updates: int) -> None:
+        self.rule.limit_round(updates)
+
+    def state_dict(self) -> State:
+        return self.rule.state_dict() | {"steps": self.steps, "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        """A state whose schedule is None, as after ``--reset-lr-scheduler``, leaves the schedule at its beginning."""
+        self.rule.load_state_dict(state)
+        self.steps = state["steps"]
+        if state["schedule"] is not None:
+            self.schedule.load_state_dict(state["schedule"])
+        self._follow()
+
+    def _follow(self) -> None:
+        self.schedule.follow(whole_steps(self.steps))

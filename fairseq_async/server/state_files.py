@@ -1,0 +1,77 @@
+"""Files that hold a server's state: only the run's user reads them, and only the server chooses their names."""
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import RefusedError
+
+
+def restored_path(run_dir: Path) -> Path:
+    """Where worker 0 puts the state that it brings a new server."""
+    return run_dir.resolve() / ".state-restored.pt"
+
+
+def saved_path(run_dir: Path, worker: int) -> Path:
+    """Where the server writes its state for this worker, which takes the file away."""
+    return run_dir.resolve() / f".state-{worker}.pt"
+
+
+def private(path: str, flags: int) -> int:
+    """An opener of files that nobody else may read."""
+    return os.open(path, flags, 0o600)
+
+
+def write_state(path: Path, state: State) -> None:
+    """Writes a file of its own, whatever was there under this name.
+
+    Raises:
+        RefusedError: it cannot be written.
+    """
+    try:
+        path.unlink(missing_ok=True)
+        with open(path, "xb", opener=private) as file:
+            torch.save(state, file)
+    except (OSError, RuntimeError) as error:
+        raise RefusedError(f"the server's state cannot be written to {path}: {error}") from error
+
+
+def read_state(path: Path) -> State:
+    """The server's state in a regular file; a link is not followed, and a pipe not waited for.
+
+    Raises:
+        RefusedError: it cannot be read.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError("it is not a regular file")
+            state: State = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever the broken bytes lead it to
+        raise RefusedError(f"{path}: the server's state cannot be read: {error}") from error
+    return state
+
+
+@contextmanager
+def placed(state: Path, inbox: Path) -> Iterator[None]:
+    """A copy of a state's file is where the server looks for it.
+
+    Raises:
+        RefusedError: it cannot be put there.
+    """
+    try:
+        inbox.unlink(missing_ok=True)
+        with open(state, "rb") as source, open(inbox, "xb", opener=private) as copy:
+            shutil.copyfileobj(source, copy)
+    except OSError as error:
+        raise RefusedError(f"the server's state cannot be written to {inbox}: {error}") from error
+    try:
+        yield
+    finally:
+        inbox.unlink(missing_ok=True)

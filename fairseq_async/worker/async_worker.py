@@ -1,0 +1,89 @@
+"""The worker side of a method: how a worker joins a run, and when it gives up."""
+
+import logging
+
+from fairseq_async.errors import RefusedError, option
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.protocol import Welcome
+from fairseq_async.worker.client import Client
+from fairseq_async.worker.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+
+class Refusals:
+    """Counts the updates that the server has refused, which says with each answer how many there were.
+
+    Args:
+        worker: its number, for the error.
+        limit: refused in a row, after which the worker stops.
+    """
+
+    def __init__(self, worker: int, limit: int) -> None:
+        self.worker, self.limit = worker, limit
+        self.total = self.in_a_row = 0
+
+    def count(self, total: int) -> None:
+        """After each answer.
+
+        Raises:
+            RefusedError: there were too many in a row.
+        """
+        more, self.total = max(0, total - self.total), total
+        self.in_a_row = self.in_a_row + more if more else 0
+        if more:
+            logger.warning("an update was refused: it had NaN or Inf (%d in all)", total)
+        if self.in_a_row >= self.limit:
+            raise RefusedError(
+                f"the last {self.in_a_row} updates of worker {self.worker} had NaN or Inf and were refused "
+                f"({option('max_refused')}); try a lower learning rate"
+            )
+
+
+class AsyncWorker:
+    """The worker side of a method: joins a run, and takes the server's parameters.
+
+    Args:
+        client: the connection.
+        replica: this worker's parameters.
+        max_refused: refused updates in a row after which the worker stops.
+
+    Attributes:
+        joined: the worker has the server's parameters.
+        finished: the run is over.
+        version: the server's, of the parameters that the worker started from.
+        sequence: the number of its next update.
+        done: local steps that the server has not heard of.
+        look_ahead: versions ahead of ``version`` at which it has started.
+        last: what is to be logged of the last exchange.
+    """
+
+    def __init__(self, client: Client, replica: Replica, max_refused: int) -> None:
+        self.client, self.replica = client, replica
+        self.refusals = Refusals(client.worker, max_refused)
+        self.joined = self.finished = False
+        self.version = self.sequence = self.done = 0
+        self.look_ahead = 0.0
+        self.last: dict[str, float] = {}
+
+    def join(self, spec: MethodSpec) -> Welcome:
+        """Joins the run; the welcome says whether the server has parameters."""
+        return self.client.join(self.replica.layout, spec)
+
+    def bring_parameters(self, state: str | None) -> Welcome:
+        """Worker 0's parameters, or the server state in a file, to a new server."""
+        self.replica.read(self.client.slot)
+        return self.client.initialise(state)
+
+    def begin(self, welcome: Welcome) -> None:
+        """Starts from the server's parameters, and counts on from what the server has of this worker."""
+        self.joined, self.finished = True, welcome.finished
+        self.sequence, self.refusals.total = welcome.sequence, welcome.refused
+        self.pull()
+
+    def pull(self) -> None:
+        """Takes the server's current parameters."""
+        self.version, self.look_ahead = self.client.pull(self.replica.write), 0.0
+
+    def settle(self) -> None:
+        """Waits for an exchange that is on its way; here none is, between two calls."""

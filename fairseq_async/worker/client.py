@@ -1,0 +1,336 @@
+"""A worker's connection to its run: requests, and a new connection when the old one or the server is lost."""
+
+import logging
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from fairseq_async.errors import ExchangeError, RefusedError
+from fairseq_async.exchange import SharedMemory
+from fairseq_async.exchange.addresses import LOOPBACK
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server import Layout, Status, protocol
+from fairseq_async.server.protocol import Push, PushReply, Request, Welcome
+from fairseq_async.server.state_files import placed
+from fairseq_async.worker.connection import CONNECT_SECONDS, Connection
+
+logger = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
+
+_FIRST_PAUSE, _PAUSE, _LONGEST_PAUSE = 0.1, 0.5, 5.0  # seconds between two attempts to connect
+_SIGNS_OF_LIFE = 4  # in the time after which the server gives a worker up
+
+
+class Client:
+    """Connects one worker to the server of its run, and again when the connection breaks or the server dies.
+
+    On the same machine, which is what the address 127.0.0.1 says, tensors go through shared memory; to any other
+    address they go behind the messages.
+
+    Every method raises :class:`ExchangeError` when the server stays away and :class:`RefusedError` when it says no.
+
+    Args:
+        worker: its id; None asks for one that was not announced, see ``worker`` then.
+        patience: seconds for which a worker waits for a server that is gone. A request without an answer is sent
+            again; the server knows the updates that it has settled.
+        on_loss: called in a second thread, with the reason, when the server stays away while this worker computes.
+
+    Attributes:
+        worker: this worker's id.
+        workers: how many were announced.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        worker: int | None,
+        patience: float = 0.0,
+        on_loss: Callable[[str], None] | None = None,
+    ) -> None:
+        self.address, self.patience = address, patience
+        self.remote = address.rpartition(":")[0] != LOOPBACK
+        self.memory: SharedMemory | None = None
+        self._token, self._instance, self._joins = token, uuid.uuid4().hex, worker is None
+        self._slot: Tensor | None = None
+        self._joined_with: tuple[Layout, MethodSpec] | None = None
+        self._left = threading.Event()
+        self._initialised = False  # whether the server has parameters
+        self._state_path = ""  # where worker 0 may bring it a state
+        self._in_slot = -1  # sequence number of an update that was answered early: it may still be in the slot
+        self._schedule_events = 0
+        self._restored_version: int | None = None  # of a server that was started again, until this worker has pulled
+        self._lock = (
+            threading.RLock()
+        )  # of connection and slot, held for a request and its answer, or for a sign of life
+        self._channel = self._connect(worker)
+        self.worker, self.workers = self._channel.worker, self._channel.workers
+        self._server = self._channel.server  # the process with which this worker has joined
+        if on_loss is not None:
+            threading.Thread(target=self._stay_alive, args=(on_loss,), daemon=True).start()
+
+    # Requests
+
+    def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
+        """Introduces the worker; waits until the server has parameters, unless this is worker 0, who brings them."""
+        self._joined_with = layout, spec
+        with self._lock:
+            try:
+                return self._hello()
+            except ExchangeError as error:
+                return self._reconnect(error)
+
+    def use(self, memory: SharedMemory) -> None:
+        """Keeps the slot of a remote server in memory that other processes of this machine can open."""
+        self.memory = memory
+        self._slot = self._channel.room = memory.slot(0)
+
+    def initialise(self, state: str | None) -> Welcome:
+        """Worker 0 brings a new server the parameters in its slot, or all of a state in a file; a server on another
+        machine has to see the same disk."""
+        with nullcontext() if state is None else placed(Path(state), Path(self._state_path)):
+            welcome = self._ask(protocol.Initialise(state is not None), Welcome, self._sent)
+        self._initialised = True
+        return welcome
+
+    def push(self, write: Callable[[Tensor], object], push: Push) -> PushReply:
+        """Calls ``write(slot)`` with this worker's flat slot, then tells the server that it is ready.
+
+        The answer comes when the update is applied; or at once, if it will be added to others without a step, and
+        ``push.wait`` is not set. Then the slot is the server's for a moment longer, for which the next push waits.
+        """
+        with self._lock:
+            self.prepare(write)
+            answer = self._ask(push, PushReply, self._sent)
+            self._in_slot = push.sequence if answer.status is Status.ACCEPTED else -1
+        return answer
+
+    def prepare(self, write: Callable[[Tensor], object]) -> float:
+        """Calls ``write(slot)`` for a push to come, at which the slot may be another.
+
+        Returns:
+            Seconds for which the server had not taken the update before out of the slot.
+        """
+        with self._lock:
+            began = time.perf_counter()
+            self._wait_until_taken()
+            waited = time.perf_counter() - began
+            write(self.slot)
+        return waited
+
+    def hold_slot(self) -> AbstractContextManager[object]:
+        """Within this the slot stays where it is: a server that comes back brings another one."""
+        return self._lock
+
+    @property
+    def slot(self) -> Tensor:
+        """What this worker and the server hand each other, flat: an update before a push, and where nothing is
+        published the parameters after a pull."""
+        if self._slot is None:
+            raise ExchangeError("this worker has not joined the run")
+        return self._slot
+
+    @property
+    def _sent(self) -> Tensor | None:
+        return self._slot if self.remote else None
+
+    def pull(self, copy: Callable[[Tensor], object], look_ahead: float = 0.0) -> int:
+        """Calls ``copy(flat parameters)`` on one version and returns it; other workers may do so at the same time.
+
+        Args:
+            look_ahead: versions ahead of it along the server's last step; only the server can compute these parameters.
+        """
+        while (memory := self.memory) is not None and memory.publishes and not look_ahead:
+            try:
+                version = memory.read(copy, partial(self._is_gone, memory))
+                with self._lock:
+                    if memory is self.memory:  # and not that of a server that died meanwhile
+                        self._restored_version = None
+                        return version
+            except ExchangeError as error:  # the server died while it published
+                with self._lock:
+                    if memory is self.memory:
+                        self._reconnect(error)
+        version, self._restored_version = self._ask(protocol.Pull(look_ahead), protocol.PullReply).version, None
+        copy(self.slot)
+        return version
+
+    def schedule_event(
+        self, event: Literal["begin_epoch", "end_epoch"], epoch: int, loss: float | None = None
+    ) -> protocol.ScheduleReply:
+        """Tells the server's learning-rate schedule of an epoch. It counts once, however often it has to be sent."""
+        self._schedule_events += 1
+        number = f"{self._instance}-{self._schedule_events}"
+        return self._ask(protocol.ScheduleEvent(number, event, epoch, loss), protocol.ScheduleReply)
+
+    def wait_for_work(self) -> protocol.WorkReply:
+        """Waits until there is work for this worker again, or the run is finished."""
+        return self._ask(protocol.WaitForWork(), protocol.WorkReply)
+
+    def save_state(self, path: str) -> int:
+        """Takes the server's whole state into a file; returns the version of the parameters. A server on another
+        machine has to see the same disk."""
+        saved = self._ask(protocol.SaveState(), protocol.StateSaved)
+        try:
+            shutil.move(saved.path, path)
+        except OSError as error:
+            raise RefusedError(f"the server's state cannot be written to {path}: {error}") from error
+        return saved.version
+
+    def _ask(self, request: Request, expected: type[_Answer], tensor: Tensor | None = None) -> _Answer:
+        """Sends one request, and waits for its answer."""
+        with self._lock:
+            while True:
+                try:
+                    self._channel.send(protocol.encode(self._rebased(request)), tensor)
+                    return self._outdated(self._channel.answer(expected))
+                except ExchangeError as error:
+                    self._reconnect(error)
+                tensor = None if tensor is None else self._slot
+
+    def _rebased(self, request: Request) -> Request:
+        """A server that came back may be at a version before the one that an update started from."""
+        if self._restored_version is None or not isinstance(request, Push):
+            return request
+        return replace(request, base_version=min(request.base_version, self._restored_version))
+
+    def _outdated(self, answer: _Answer) -> _Answer:
+        """Version n of a server that came back is not the version n that this worker has: it must pull."""
+        if self._restored_version is None or not isinstance(answer, PushReply):
+            return answer
+        return replace(answer, version=-1)
+
+    def leave(self, finished: bool) -> None:
+        """Ends the connection; ``finished`` ends the run for every worker."""
+        self._left.set()
+        with self._lock:
+            try:
+                self._channel.send(protocol.encode(protocol.Leave(finished)))
+                if self._channel.is_readable(CONNECT_SECONDS):  # a server that is stuck holds nobody back
+                    self._channel.receive()
+            except ExchangeError:
+                pass  # it had ended before us
+            finally:
+                self._channel.close()
+
+    # The connection
+
+    def _connect(self, worker: int | None) -> Connection:
+        return Connection(self.address, self._token, worker, self._joins, self._instance)
+
+    def _hello(self) -> Welcome:
+        assert self._joined_with is not None
+        layout, spec = self._joined_with
+        self._channel.send(protocol.encode(protocol.Hello(spec, layout, self.remote)))
+        welcome = self._channel.answer(Welcome)
+        self._channel.give_up_after(spec.server.worker_timeout)
+        self._initialised, self._state_path = welcome.initialised, welcome.state_path
+        before = self._slot
+        if self.remote:
+            if before is None:
+                self._slot = torch.zeros(layout.size)
+            self._channel.room = self._slot
+        else:
+            if self.memory is not None:
+                self.memory.close()
+            shape = layout.size, welcome.slots, welcome.publishes
+            self.memory = SharedMemory.attach(welcome.memory, *shape)
+            self._slot = self.memory.slot(self.worker)
+            if before is not None and before.data_ptr() != self._slot.data_ptr():
+                self._slot.copy_(before)  # of a server that is no more: an update, or where local steps started
+            self._in_slot = -1
+        return welcome
+
+    def _reconnect(self, error: ExchangeError) -> Welcome:
+        """Connects and joins again, for as long as patience allows.
+
+        Raises:
+            ExchangeError: it stays away.
+            RefusedError: it does not take this worker any more.
+        """
+        if self._joined_with is None or self._left.is_set():
+            raise error
+        deadline, pause, said = time.monotonic() + self.patience, _FIRST_PAUSE, False
+        while time.monotonic() < deadline:
+            try:
+                return self._connect_again()
+            except ExchangeError:
+                if not said and pause > 1:
+                    logger.warning("%s; trying again for %.0f s", self._loss(), self.patience)
+                    said = True
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        raise ExchangeError(self._loss()) from error
+
+    def _connect_again(self) -> Welcome:
+        self._channel.close()
+        self._channel = self._connect(self.worker)
+        begun = self._initialised
+        welcome = self._hello()
+        if begun and not welcome.initialised:
+            raise RefusedError(f"the server at {self.address} came back without the run's state, see server.log")
+        if self._channel.server != self._server:
+            self._server, self._restored_version = self._channel.server, welcome.version
+        return welcome
+
+    def _wait_until_taken(self) -> None:
+        if self.memory is None or self.remote:
+            return
+        try:
+            self.memory.wait_until_taken(self.worker, self._in_slot, partial(self._is_gone, self.memory))
+        except ExchangeError as error:
+            self._reconnect(error)
+
+    def _is_gone(self, memory: SharedMemory) -> bool:
+        """Whether the server has ended, or another has come since."""
+        return memory is not self.memory or self._channel.is_closed()
+
+    def _loss(self) -> str:
+        return f"the server at {self.address} is gone; the run continues from its last checkpoint when started again"
+
+    def _stay_alive(self, on_loss: Callable[[str], None]) -> None:
+        """Sends signs of life while this worker computes, and connects again when the connection is lost.
+
+        Runs in a second thread. Hazard: both threads use the connection; each holds ``_lock`` for a request with its
+        answer, and this one gives up at once when the lock is taken, since a request is a sign of life.
+        """
+        lost_at: float | None = None
+        while not self._left.is_set():
+            if lost_at is None:
+                self._channel.is_closed(self._channel.timeout / _SIGNS_OF_LIFE)
+            if self._left.wait(_PAUSE) or not self._lock.acquire(blocking=False):
+                lost_at = None  # a question is being asked, which is a sign of life, or looks for the server itself
+                continue
+            try:
+                lost_at = self._show_life(lost_at)
+            except RefusedError as error:
+                return on_loss(str(error))
+            finally:
+                self._lock.release()
+            if lost_at is not None and time.monotonic() - lost_at > self.patience and not self._left.is_set():
+                return on_loss(self._loss())
+
+    def _show_life(self, lost_at: float | None) -> float | None:
+        """Since when the server has been away; None when it is there."""
+        if self._joined_with is None:
+            return None
+        try:
+            if lost_at is None:
+                if self._channel.is_closed():
+                    raise ExchangeError(self._loss())
+                self._channel.send(protocol.encode(protocol.Alive()))
+            else:
+                self._connect_again()
+            return None
+        except ExchangeError:
+            return lost_at or time.monotonic()

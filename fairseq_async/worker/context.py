@@ -1,0 +1,201 @@
+"""Which worker this process is, and where its server is found."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from fairseq_async.environment import JOINS, SERVER, SLOWDOWN, TOKEN, WORKER, WORKERS
+from fairseq_async.errors import ConfigurationError, ExchangeError, option
+from fairseq_async.exchange.addresses import LOOPBACK, is_loopback
+from fairseq_async.exchange.authentication import read_token
+from fairseq_async.exchange.linux import end_with_parent
+from fairseq_async.server.process import ServerProcess
+from fairseq_async.validation import split_address
+from fairseq_async.worker.client import Client
+
+_RESTARTS = 3  # of a server without a launcher
+_RENDEZVOUS = timedelta(seconds=120)  # worker 0 has to import its framework and to start the server
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """``worker`` of ``workers``; ``slowdown`` times slower than it could be, for experiments.
+
+    Attributes:
+        rank: among the ``island_size`` ranks that are this worker together; rank 0 speaks for them.
+        several_machines: not all workers are on this one.
+        joins: it was not announced; the server says which worker it is.
+    """
+
+    worker: int = 0
+    workers: int = 1
+    local_rank: int = 0
+    slowdown: float = 1.0
+    rank: int = 0
+    island_size: int = 1
+    several_machines: bool = False
+    joins: bool = False
+
+    @classmethod
+    def find(cls, island_size: int = 1) -> "WorkerContext":
+        """From the environment that ``fairseq-async launch``, torchrun or deepspeed gives; alone without any.
+
+        Raises:
+            ConfigurationError: the ranks do not divide into islands, or were started in a way that is not supported.
+        """
+        get = os.environ.get
+        if get(WORKER) == JOINS:
+            return cls(joins=True)
+        if WORKER in os.environ:
+            end_with_parent(signal.SIGTERM, os.getppid())  # nobody would start its server again
+            worker = int(os.environ[WORKER])
+            return cls(worker, int(os.environ[WORKERS]), worker, float(get(SLOWDOWN, "1")))
+        if _under_torchrun():
+            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            if world % island_size:
+                raise ConfigurationError(f"island_size is {island_size}: it does not divide the {world} ranks")
+            local = int(get("LOCAL_WORLD_SIZE") or get("LOCAL_SIZE") or world)
+            return cls(
+                worker=rank // island_size,
+                workers=world // island_size,
+                local_rank=int(get("LOCAL_RANK", "0")),
+                slowdown=_slowdown(rank // island_size, world // island_size),
+                rank=rank % island_size,
+                island_size=island_size,
+                several_machines=local != world,
+            )
+        if get("SLURM_PROCID", "0") != "0":
+            raise ConfigurationError(
+                "srun started several tasks; start one, with fairseq-async launch, or use torchrun"
+            )
+        return cls()
+
+    def connect(
+        self,
+        module: str,
+        server: str | None,
+        token_file: str | None,
+        run_dir: Path,
+        patience: float,
+        on_loss: Callable[[str], None],
+    ) -> tuple["WorkerContext", Client, ServerProcess | None]:
+        """This place with its worker's id, the connection, and the server's process if it is this worker's own.
+
+        Args:
+            module: the server, if it is to be started here.
+            server: its address, if there is one already, or is to be one for other machines.
+            token_file: see :class:`~fairseq_async.config.ServerOptions`; likewise ``patience``, its timeout.
+            on_loss: see :class:`~fairseq_async.worker.client.Client`.
+
+        Raises:
+            ConfigurationError: there is no token, or no address that other machines could reach.
+            ExchangeError: there is no server, or it did not start.
+        """
+        address, token, process = self._find_server(module, server, token_file, run_dir)
+        try:
+            client = Client(address, token, None if self.joins else self.worker, patience, on_loss)
+        except ExchangeError as error:
+            if process is None:
+                raise
+            process.stop()
+            raise ExchangeError(f"the server did not start; see {process.log}") from error
+        return replace(self, worker=client.worker, workers=client.workers), client, process
+
+    def _find_server(
+        self, module: str, given: str | None, token_file: str | None, run_dir: Path
+    ) -> tuple[str, str, ServerProcess | None]:
+        """Where a launcher has started the server, it is known. Elsewhere worker 0 starts it, and the store of torchrun
+        or deepspeed tells the others where it is."""
+        token = read_token(Path(token_file)) if token_file else os.environ.get(TOKEN)
+        address = os.environ.get(SERVER) or given
+        if address and token and not (token_file and _under_torchrun()):
+            return address, token, None
+        if given and not _under_torchrun():
+            raise ConfigurationError(
+                f"{option('server')} {given}: the run's token is missing; give it with {option('token_file')}"
+            )
+        if self.several_machines and not given:
+            raise ConfigurationError(
+                f"workers on several machines: say with {option('server')} HOST:PORT at which address of worker 0's "
+                "machine the others reach the server"
+            )
+        if self.worker == 0:
+            return self._start_server(module, given, token, run_dir)
+        address, path = self.ask("server", f"worker 0 did not start a server within {_RENDEZVOUS.seconds} s")
+        return address, token or read_token(Path(path)), None
+
+    def _start_server(
+        self, module: str, given: str | None, token: str | None, run_dir: Path
+    ) -> tuple[str, str, ServerProcess]:
+        try:
+            host, port = split_address(given) if given else (LOOPBACK, 0)
+        except ValueError as error:
+            raise ConfigurationError(f"{option('server')} {given}: {error}") from error
+        if not (is_loopback(host) or token):
+            raise ConfigurationError(
+                f"{option('server')} {given}: other machines can reach this address; give every worker the same secret "
+                f"with {option('token_file')} FILE, made with: (umask 077; openssl rand -hex 16 > FILE)"
+            )
+        log = run_dir / "logs" / "server.log"
+        process = ServerProcess(module, self.workers, run_dir, log, port, host, token, restarts=_RESTARTS)
+        if _under_torchrun():
+            self.tell("server", [process.address, str(process.token_file.resolve())])
+        return process.address, process.token, process
+
+    def tell(self, name: str, value: Any) -> None:
+        """Leaves a value of JSON's types for the other ranks."""
+        _store(self).set(_key(name), json.dumps(value))
+
+    def ask(self, name: str, otherwise: str) -> Any:
+        """Waits for a value that another rank tells.
+
+        Raises:
+            ExchangeError: it did not come; ``otherwise`` is the message.
+        """
+        try:
+            return json.loads(_store(self).get(_key(name)))
+        except RuntimeError as error:
+            raise ExchangeError(otherwise) from error
+
+
+def _slowdown(worker: int, workers: int) -> float:
+    """FAIRSEQ_ASYNC_SLOWDOWN=1,4 makes worker 1 four times slower, where no launcher of ours gives each its own."""
+    given = os.environ.get(SLOWDOWN)
+    if not given:
+        return 1.0
+    try:
+        factors = [float(part) for part in given.split(",")]
+    except ValueError as error:
+        raise ConfigurationError(f"{SLOWDOWN}={given}: numbers with commas between them, as in 1,4") from error
+    if len(factors) != workers or not all(1 <= factor < inf for factor in factors):
+        raise ConfigurationError(f"{SLOWDOWN}={given}: give each of the {workers} workers a factor of at least 1")
+    return factors[worker]
+
+
+def _under_torchrun() -> bool:
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def _store(place: WorkerContext) -> TCPStore:
+    """torchrun's, or, where the launcher keeps none, one that the first rank does."""
+    if not _kept:
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        first = place.worker == 0 and place.rank == 0 and not agent
+        _kept.append(TCPStore(host, port, is_master=first, wait_for_workers=False, timeout=_RENDEZVOUS))
+    return _kept[0]
+
+
+_kept: list[TCPStore] = []  # the first rank's end must outlive the others' questions
+
+
+def _key(name: str) -> str:
+    return f"fairseq_async/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"

@@ -1,0 +1,142 @@
+"""The worker side of hybrid asynchronous SGD: pushes gradients, and pulls parameters when they have changed."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fairseq_async.algorithms.rule import State
+from fairseq_async.exchange import pack
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.protocol import Assignment, Push, Report, Welcome
+from fairseq_async.worker.async_worker import AsyncWorker
+from fairseq_async.worker.client import Client
+from fairseq_async.worker.replica import TensorReplica
+
+
+class HybridWorker(AsyncWorker):
+    """Pushes mean gradients, and pulls parameters when they have changed.
+
+    Args:
+        client: the connection.
+        named: parameters, as the model has them.
+        max_refused: gradients with NaN or Inf, in a row, after which the worker stops.
+
+    Attributes:
+        shard: this worker's part of the training set, of which it has drawn ``offset`` batches.
+        waited: seconds for which this worker's next push has waited for the slot already.
+    """
+
+    def __init__(self, client: Client, named: Sequence[tuple[str, Parameter]], max_refused: int) -> None:
+        super().__init__(client, TensorReplica(named), max_refused)
+        self._parameters = [parameter for _, parameter in named]
+        self.learning_rate = self.waited = self._steps = 0.0
+        self._partial_steps = False
+        self.last = {"staleness": 0.0, "push_seconds": 0.0, "pull_seconds": 0.0}
+
+    @property
+    def shard(self) -> int:
+        return self.client.worker % self.client.workers  # one that joins shares with another
+
+    @property
+    def offset(self) -> int:
+        return self.sequence
+
+    @property
+    def progress(self) -> float:
+        """Whole steps of the server; partial ones are added up."""
+        return self._steps if self._partial_steps else float(self.version)
+
+    total_progress = progress
+
+    def join(self, spec: MethodSpec) -> Welcome:
+        self._partial_steps = spec.closes_early
+        return super().join(spec)
+
+    def begin(self, welcome: Welcome) -> None:
+        """Takes the server's parameters and the learning rate."""
+        super().begin(welcome)
+        self._note(welcome.assignment)
+
+    def take_state(self, server: State) -> None:
+        """Takes parameters and progress from the server's whole state."""
+        self.replica.write(server["parameters"])
+        self.version, self._steps = server["version"], server["rule"]["steps"]
+
+    def scale_into_slot(self, factor: float) -> None:
+        """Multiplies the parameters' ``grad``, which is fp32 on the CPU. The products are written into the slot, where
+        ``grad`` stays until the push, which has nothing to copy then."""
+        self.waited = self.client.prepare(partial(self._scale_into, factor))
+
+    def step(self, samples: int, loss: float | None) -> None:
+        """Pushes the parameters' ``grad``, the mean over ``samples``; otherwise as :meth:`exchange`."""
+        self.exchange(self._write, float(samples), Report(loss=loss))
+
+    def exchange(
+        self,
+        write: Callable[[Tensor], object],
+        weight: float,
+        report: Report,
+        wait: bool = False,
+        norm: float | None = None,
+    ) -> None:
+        """Pushes what ``write`` puts into the slot, and pulls the parameters if they have changed.
+
+        Args:
+            weight: of this gradient among those that are added up.
+            report: for ``events.jsonl``; how long the exchange before this one took is added.
+            wait: for the receipt, also of a gradient that will not be followed by a step.
+            norm: the gradient's L2 norm where it is known, which saves the server from finding it.
+
+        Raises:
+            RefusedError: the last ``max_refused`` gradients had NaN or Inf.
+            ExchangeError: the server is gone; this gradient may be lost.
+        """
+        started = time.perf_counter()
+        timed = replace(
+            report,
+            push_seconds=self.last["push_seconds"],
+            pull_seconds=self.last["pull_seconds"],
+            look_ahead=self.look_ahead or None,
+        )
+        answer = self.client.push(write, Push(self.sequence, self.version, weight, timed, wait, norm))
+        pushed = time.perf_counter()
+        self.sequence += 1
+        self.finished = answer.finished
+        self._note(answer.assignment)
+        if answer.version != self.version:
+            self._start(answer.assignment.look_ahead)
+        self.last = {
+            "staleness": float(answer.staleness),
+            "push_seconds": self.waited + pushed - started,
+            "pull_seconds": time.perf_counter() - pushed,
+        }
+        self.waited = 0.0
+        self.refusals.count(answer.refused)
+
+    def _note(self, assignment: Assignment) -> None:
+        self.learning_rate, self._steps = assignment.learning_rate or 0.0, assignment.total_progress
+
+    def _start(self, look_ahead: float) -> None:
+        """Takes the server's parameters, or parameters so many versions ahead of them."""
+        if look_ahead:
+            self.version, self.look_ahead = self.client.pull(self.replica.write, look_ahead), look_ahead
+        else:
+            self.pull()
+
+    def _scale_into(self, factor: float, slot: Tensor) -> None:
+        for parameter, room in zip(self._parameters, self.replica.layout.views(slot), strict=True):
+            if parameter.grad is not None:
+                parameter.grad = torch.mul(parameter.grad, factor, out=room)
+
+    def _write(self, slot: Tensor) -> None:
+        pack(slot, map(gradient, self._parameters))
+
+
+def gradient(parameter: Parameter) -> Tensor:
+    """Its ``grad``; zeros, of one element in memory, where no loss depends on it."""
+    return parameter.new_zeros(()).expand_as(parameter) if parameter.grad is None else parameter.grad

@@ -1,0 +1,236 @@
+"""Hybrid's steps beside synchronous SGD: the last loss, the virtual time, and the time to the synchronous run's loss.
+
+The learning rate is the best of a grid for the synchronous run, by the mean of all seeds, and the same for all. Every
+method computes the same number of gradients; the last method goes on for a third more, to see when it has come to the
+synchronous run's last loss. The parameters of a synchronous run do not depend on the machines' speed: it is trained
+once a seed.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Annotated, Any
+
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
+from fairseq_async.method_spec import JsonObject  # noqa: E402
+from fairseq_async.server import Receipt, protocol  # noqa: E402
+from fairseq_async.simulation import experiment as experiments  # noqa: E402
+from fairseq_async.simulation import problem as problems  # noqa: E402
+from fairseq_async.simulation.experiment import Experiment, Method  # noqa: E402
+from fairseq_async.simulation.trial import Trial  # noqa: E402
+from fairseq_async.simulation.workers import SharedModel  # noqa: E402
+from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
+from scripts.bench.report import Report  # noqa: E402
+from scripts.bench.staleness import NoGradients  # noqa: E402
+
+BOUNDS: dict[str, tuple[float, float | None, float | None]] = {
+    "1, 1, 1, 2": (1.02, 0.6, 1.5),
+    "1, 1, 2, 4": (1.03, 0.45, 1.5),
+    "equal, 10% noise": (1.01, 1.05, None),
+    "1, 1, 2, 4, 30% noise": (1.04, 0.5, None),
+    "16, two of them 4": (1.02, None, None),
+}
+"""Of a cluster: perplexity over the synchronous run's, share of its time, times sooner at its last loss."""
+_FURTHER = 4 / 3  # of the gradients, for the time to the synchronous run's last loss
+SYNCHRONOUS = "synchronous"
+Wanted = tuple[Method, str, int, float]
+"""A run: method, cluster, seed and learning rate."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run came to.
+
+    Attributes:
+        curve: virtual seconds and loss after each so many gradients, and beyond the last one compared.
+        gradients: mean number in a step.
+        staleness: mean of all gradients.
+    """
+
+    loss: float
+    seconds: float
+    gradients: float
+    staleness: float
+    curve: list[tuple[float, float]]
+
+    def time_to(self, loss: float) -> float:
+        """Seconds to the first evaluation with at most this loss; NaN where there is none."""
+        return next((seconds for seconds, reached in self.curve if reached <= loss), math.nan)
+
+
+class Bench:
+    """Runs methods of an experiment; what was run before is read from ``cache``."""
+
+    def __init__(self, experiment: Experiment, cache: Path) -> None:
+        self.experiment, self.cache = experiment, cache
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        lines = cache.read_text().splitlines() if cache.exists() else []
+        self._done: dict[str, Outcome] = {}
+        for line in map(jsonlib.loads, lines):
+            self._done[line["key"]] = Outcome(**line["outcome"])
+
+    def run_missing(self, wanted: Sequence[Wanted], processes: int) -> None:
+        """Runs what was not run before, in so many processes."""
+        missing = {self._key(each): each for each in wanted if self._key(each) not in self._done}
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+            runs = {pool.submit(self.run, *each): key for key, each in missing.items()}
+            for run in as_completed(runs):
+                self._keep(runs[run], run.result())
+
+    def outcome(self, method: Method, cluster: str, seed: int, lr: float) -> Outcome:
+        """What a run has come to; a synchronous one is trained once for all clusters of as many workers, and timed on
+        its own."""
+        found = self._done[self._key((method, cluster, seed, lr))]
+        return replace(found, seconds=self._seconds(method, cluster, seed)) if method.name == SYNCHRONOUS else found
+
+    def _key(self, wanted: Wanted) -> str:
+        method, cluster, seed, lr = wanted
+        where = self.experiment.clusters[cluster].workers if method.name == SYNCHRONOUS else cluster
+        return f"{where}; {method.name}; seed {seed}; lr {lr:g}"
+
+    def _keep(self, key: str, outcome: Outcome) -> None:
+        self._done[key] = outcome
+        with self.cache.open("a") as file:
+            file.write(jsonlib.dumps({"key": key, "outcome": asdict(outcome)}) + "\n")
+        print(f"{key}: {math.exp(outcome.loss):.5g} in {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
+
+    def run(self, method: Method, cluster: str, seed: int, lr: float) -> Outcome:
+        torch.set_num_threads(1)
+        further = _FURTHER if method == self.experiment.methods[-1] else 1.0
+        trial, receipts = self._trial(method, cluster, seed, lr, further)
+        workers = trial.cluster.workers
+        steps, every = self.experiment.steps * workers, self.experiment.evaluate_every * workers
+        curve: list[tuple[float, float]] = []
+        at_end: Outcome | None = None
+        seen = 0.0
+        while trial.advance():
+            if trial.steps // every > seen // every:
+                curve.append((trial.clock.now, trial.evaluate()))
+                seen = trial.steps
+            if at_end is None and trial.steps >= steps:
+                end = curve[-1][1]
+                count = trial.server.version
+                at_end = Outcome(end, trial.clock.now, len(receipts) / count, fmean(r.staleness for r in receipts), [])
+        assert at_end is not None
+        return replace(at_end, curve=curve)
+
+    def _seconds(self, method: Method, cluster: str, seed: int) -> float:
+        """How long it takes, without computing a gradient."""
+        trial, _ = self._trial(method, cluster, seed, self.experiment.optimizer.lr, 1.0, NoGradients)
+        while trial.advance():
+            pass
+        return trial.clock.now
+
+    def _trial(
+        self,
+        method: Method,
+        cluster_name: str,
+        seed: int,
+        lr: float,
+        further: float,
+        kind: type[SharedModel] = SharedModel,
+    ) -> tuple[Trial, list[Receipt]]:
+        given, cluster = self.experiment, self.experiment.clusters[cluster_name]
+        steps = math.ceil(given.steps * further)
+        seeded = replace(given, head=given.head.model_copy(update={"seed": seed, "steps": steps}))
+        problem = problems.build(given.head.problem, given.path.resolve().parent, seed, torch.device("cpu"))
+        order = ShardOrder(shard_sizes(problem.samples, cluster.workers), seed)
+        model = kind(problem, given.head.batch_size, order, seed)
+        rated = replace(method, optimizer=method.optimizer.model_copy(update={"lr": lr}))
+        receipts: list[Receipt] = []
+
+        def write(time: float, receipt: Receipt, report: protocol.Report, extra: JsonObject) -> None:
+            receipts.append(receipt)
+
+        return Trial(seeded, rated, cluster, model, model.flat.clone(), write), receipts
+
+
+def perplexities(outcomes: Sequence[Outcome]) -> str:
+    """Mean and standard error of the seeds'."""
+    found = [math.exp(outcome.loss) for outcome in outcomes]
+    error = stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
+    return f"{fmean(found):.1f} ± {error:.1f}"
+
+
+def rows(bench: Bench, cluster: str, seeds: Sequence[int], lr: float) -> Iterator[dict[str, object]]:
+    """One for each method; the synchronous one comes first."""
+    reference: list[Outcome] = []
+    for method in bench.experiment.methods:
+        found = [bench.outcome(method, cluster, seed, lr) for seed in seeds]
+        reference = reference or found
+        speedups = [s.seconds / each.time_to(s.loss) for s, each in zip(reference, found, strict=True)]
+        yield {
+            "method": method.name,
+            "loss": fmean(each.loss for each in found),
+            "perplexity": perplexities(found),
+            "over synchronous": mean_perplexity(found) / mean_perplexity(reference),
+            "share of its time": fmean(f.seconds / s.seconds for f, s in zip(found, reference, strict=True)),
+            "times sooner at its last loss": fmean(speedups) if method.name != SYNCHRONOUS else 1.0,
+            "gradients a step": fmean(each.gradients for each in found),
+            "staleness": fmean(each.staleness for each in found),
+        }
+
+
+def check(report: Report, cluster: str, row: dict[str, Any]) -> None:
+    """The bounds of the last method, where there are any for this cluster."""
+    if cluster not in BOUNDS:
+        return
+    perplexity, share, sooner = BOUNDS[cluster]
+    report.bound(f"{cluster}: perplexity over synchronous", row["over synchronous"], perplexity)
+    if share is not None:
+        report.bound(f"{cluster}: share of its time", row["share of its time"], share)
+    if sooner is not None:
+        report.bound(f"{cluster}: times sooner at its last loss", row["times sooner at its last loss"], sooner, True)
+
+
+def mean_perplexity(outcomes: Sequence[Outcome]) -> float:
+    return fmean(math.exp(outcome.loss) for outcome in outcomes)
+
+
+def main(
+    path: Annotated[Path, typer.Argument(help="An experiment whose first method is called synchronous.")],
+    seeds: Annotated[int, typer.Option(min=1)] = 3,
+    rates: Annotated[str, typer.Option(help="The grid of learning rates.")] = "0.0005,0.001,0.002,0.004",
+    processes: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    cache: Annotated[Path | None, typer.Option(help="What was run, to go on from.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="For what is printed.")] = None,
+) -> None:
+    """Print, for each cluster, what each method comes to at the synchronous run's best learning rate."""
+    report = Report(f"hybrid's steps, {path.name}")
+    try:
+        bench = Bench(experiments.read(path), cache or Path("runs/hybrid_steps") / f"{path.stem}.jsonl")
+    except ConfigurationError as error:
+        fail(error)
+    (synchronous, *others), clusters = bench.experiment.methods, list(bench.experiment.clusters)
+    numbers, tried = range(1, seeds + 1), [float(rate) for rate in rates.split(",")]
+    bench.run_missing([(synchronous, clusters[0], seed, rate) for seed in numbers for rate in tried], processes)
+    grid = {rate: [bench.outcome(synchronous, clusters[0], seed, rate) for seed in numbers] for rate in tried}
+    best = min(grid, key=lambda rate: mean_perplexity(grid[rate]))
+    wanted = [(method, cluster, seed, best) for seed in numbers for cluster in clusters for method in others]
+    bench.run_missing(wanted, processes)
+    report.table(
+        "the synchronous run's learning rate",
+        [{"rate": f"{rate:g}", "perplexity": perplexities(found)} for rate, found in grid.items()],
+    )
+    for cluster in clusters:
+        found = list(rows(bench, cluster, numbers, best))
+        report.table(f"{cluster} (learning rate {best:g})", found)
+        check(report, cluster, found[-1])
+    report.end(json_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,37 @@
+"""A server in a thread of this process: everything but the process itself, in milliseconds."""
+
+import socket
+import threading
+from pathlib import Path
+
+from fairseq_async.exchange.authentication import new_token
+from fairseq_async.server.event_loop import EventLoop
+from fairseq_async.server.run import Build
+from fairseq_async.server.service import Service
+from scripts.faults.sgd_server import build
+
+
+class ThreadServer:
+    """Serves until :meth:`stop`, or until its run is finished."""
+
+    def __init__(self, workers: int, run_dir: Path, host: str = "127.0.0.1", build: Build = build) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.token = new_token()
+        self.service = Service(self.token, workers, run_dir, build)
+        self.service.snapshots.take = lambda state, version: None  # type: ignore[method-assign]  # no fork in pytest
+        listener = socket.create_server((host, 0))
+        self.address = f"{host}:{listener.getsockname()[1]}"
+        self._lifeline, other = socket.socketpair()
+        self._loop = EventLoop(listener, self.service, other)
+        self._listener, self._other = listener, other
+        self.thread = threading.Thread(target=self._loop.run, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self._lifeline.close()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        for peer in self._loop.peers:
+            peer.channel.close()
+        self._listener.close()
+        self._other.close()

@@ -1,0 +1,398 @@
+"""One worker that hangs, one report, one directory must not cost the others their run."""
+
+import math
+import os
+import shutil
+import signal
+import socket
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairseq_async.errors import RefusedError
+from fairseq_async.exchange import Channel
+from fairseq_async.exchange.authentication import challenge, proof
+from fairseq_async.server import Status
+from fairseq_async.server.local_step_plan import LocalStepPlan
+from fairseq_async.server.process import ServerProcess
+from fairseq_async.server.protocol import (
+    Alive,
+    Greeting,
+    Initialise,
+    Introduce,
+    Introduced,
+    Pull,
+    Push,
+    Report,
+    encode,
+    parse_answer,
+)
+from fairseq_async.server.service import Service
+from fairseq_async.server.state_files import restored_path
+from tests.helpers import halving, in_process
+from tests.helpers.commands import Processes, launch_command
+from tests.helpers.halving import LAYOUT, halving_spec
+from tests.helpers.in_process import Connection, new_service
+from tests.helpers.launched import count, worker_of
+from tests.helpers.mortal import InlineSnapshots
+from tests.helpers.run_files import events
+from tests.helpers.server_client import SGD_SERVER, StartServer, StartThreadServer, join, push
+from tests.helpers.waiting import wait_until
+
+
+def stopped(pid: int) -> bool:
+    return " T " in Path(f"/proc/{pid}/stat").read_text()
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: stopped(pid))
+
+
+def test_a_server_that_was_stopped_reads_what_has_come_before_it_judges_anybody_silent(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """Both updates of a round are there, and nobody could be heard for three times the limit."""
+    server = start_server(workers=2)
+    first, second = (join(server, worker, barrier=2, worker_timeout=1.0) for worker in (0, 1))
+    stop(server.process.pid)
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(push, client, 0, 0.5, wait=True) for client in (first, second)]
+        threading.Event().wait(3)
+        os.kill(server.process.pid, signal.SIGCONT)
+        assert [answer.result(20).status for answer in answers] == [Status.APPLIED] * 2
+    assert [event["base_version"] + event["staleness"] for event in events(tmp_path)] == [0, 0], "one round"
+
+
+def test_a_run_that_is_finished_ends_without_a_worker_that_hangs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = ServerProcess(SGD_SERVER, 2, tmp_path, tmp_path / "server.log")
+    try:
+        worker = join(server, 0, last_version=1, worker_timeout=1.0)
+        hangs = join(server, 1, last_version=1, worker_timeout=1.0)
+        hangs._left.set()  # its signs of life end
+        push(worker, 0, 0.5, wait=True)
+        worker.leave(finished=True)
+        server.join(15)
+        assert server.poll() == 0
+    finally:
+        server.stop()
+    wait_until(lambda: "worker 1 was not heard of for 1 s" in capfd.readouterr().err)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Service:
+    return new_service(2, tmp_path / "run", halving.build, lambda: 1000.0)
+
+
+def test_a_clock_that_fails_ends_nothing(service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A mistake in what time brings is a line in the log, as one in what a message brings is."""
+    service.run_dir.mkdir()
+    connection = begun(service)
+
+    def fail(now: float) -> Any:
+        raise ZeroDivisionError("a mistake")
+
+    assert service.run is not None
+    monkeypatch.setattr(service.run.coordinator, "tick", fail)
+    assert [service.tick() for _ in range(3)] == [1.0] * 3 and service.refusals.counts["internal error"] == 3
+    monkeypatch.undo()
+    in_process.slot(service, 0).fill_(1.0)
+    assert connection.send(Push(0, 0, 1.0, Report())) and connection.last["status"] == "applied"
+
+
+def begun(service: Service, **changes: Any) -> Connection:
+    connection = Connection(service)
+    connection.introduce(0)
+    hello(connection, layout(), **changes)
+    in_process.slot(service, 0).zero_()
+    connection.send({"kind": "initialise", "restored": False})
+    return connection
+
+
+def layout() -> dict[str, Any]:
+    rows = [{"name": s.name, "shape": list(s.shape), "dtype": s.dtype} for s in LAYOUT.segments]
+    return {"segments": rows}
+
+
+@pytest.mark.parametrize("trouble", ["no process", "no directory"])
+def test_a_run_goes_on_without_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], trouble: str
+) -> None:
+    def no_process() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    service = Service(in_process.TOKEN, 2, run_dir, halving.build, lambda: 1000.0)
+    monkeypatch.setattr(os, "fork", no_process)
+    connection = begun(service)
+    if trouble == "no directory":
+        shutil.rmtree(run_dir)
+    in_process.slot(service, 0).fill_(1.0)
+    assert connection.send(Push(0, 0, 1.0, Report())) and connection.last["status"] == "applied"
+    service.snapshots._taken_at = None
+    assert service.tick() == 1.0
+    assert "a snapshot could not be written: " in capfd.readouterr().err
+    connection.send(Alive())
+    in_process.end(service)
+
+
+def test_a_flood_of_mistakes_fills_no_log(service: Service, capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(100):
+        service._note_mistake("worker 1", ValueError("line\nfeed \x1b[31m"))
+    service.refusals.count("messages", "worker \x1b", "a\nb")
+    said = capfd.readouterr().err
+    assert said.count("refused (internal error") == 7 and len(said) < 10_000
+    assert "\x1b" not in said and r"worker \x1b: a\nb" in said
+
+
+def test_the_launcher_ends_a_run_without_a_worker_that_hangs(processes: Processes, data: Path, tmp_path: Path) -> None:
+    flags = ["--max-update", 200, "--disable-validation", "--worker-timeout", 3]
+    launcher = processes.start(launch_command(data, 2, tmp_path, *flags))
+    wait_until(lambda: count(tmp_path, 1) > 5, 90)
+    stop(worker_of(tmp_path, 1))
+    output, _ = launcher.communicate(timeout=100)
+    assert launcher.returncode == 0, output
+    assert "worker 1 was not heard of for 3 s" in output and "worker 1 did not end with the run" in output
+    assert (tmp_path / "checkpoint_last.pt").exists()
+
+
+# What one worker says binds nobody else
+
+
+def with_shape(*shape: int) -> dict[str, Any]:
+    return {"segments": [{"name": "w", "shape": list(shape), "dtype": "float32"}]}
+
+
+def hello(connection: Connection, described: dict[str, Any], **changes: Any) -> bool:
+    message = {"kind": "hello", "spec": halving_spec(**changes).to_json(), "layout": described, "remote": False}
+    return connection.send(message)
+
+
+def test_only_worker_0_describes_the_run(service: Service, tmp_path: Path) -> None:
+    """A joiner with another model that comes first is refused when worker 0 is there, and not the other way round."""
+    service.run_dir.mkdir()
+    other, gone = Connection(service), Connection(service)
+    other.introduce(1)
+    assert not hello(other, with_shape(7))
+    gone.introduce(1, instance="x")
+    gone.close()
+    again = Connection(service)
+    again.introduce(1)
+    assert not hello(again, with_shape(7))
+    first = begun(service)
+    assert first.last["kind"] == "welcome" and "its tensor 0 is w 7 float32" in again.last["error"]
+    assert hello(again, layout()) and again.last["kind"] == "welcome"
+
+
+@pytest.mark.parametrize("shape", [(-1,), (1 << 40, 1 << 40), (0,), (-2, -3)])
+def test_tensors_that_cannot_be_are_refused(service: Service, shape: tuple[int, ...]) -> None:
+    first = Connection(service)
+    first.introduce(0)
+    assert hello(first, with_shape(*shape)) and first.last["error"].startswith("malformed message: layout: segments")
+    assert service.run is None
+
+
+POSITIONS = ["9" * 700, "[" * 100 + "]" * 100, '"' + "x" * 40_000 + '"']
+
+
+@pytest.mark.parametrize("position", POSITIONS, ids=["digits", "depth", "size"])
+def test_a_position_that_could_not_be_read_back_is_refused(service: Service, position: str) -> None:
+    service.run_dir.mkdir()
+    first = begun(service)
+    in_process.slot(service, 0).fill_(1.0)
+    body = encode(Push(0, 0, 1.0, Report(position={"at": "HERE"}))).replace(b'"HERE"', position.encode())
+    service.receive(first.peer, body)
+    assert "malformed message" in first.last["error"] and "position" in first.last["error"]
+    assert first.send(Push(0, 0, 1.0, Report(position={"at": 1}))) and first.last["status"] == "applied"
+    in_process.take_snapshot(service)
+    assert service.snapshots.latest(lambda state: None) is not None
+
+
+def test_numbers_of_updates_grow_by_one(service: Service) -> None:
+    service.run_dir.mkdir()
+    first = begun(service)
+    in_process.slot(service, 0).fill_(1.0)
+    for number in ((1 << 63) - 1, 1):
+        assert first.send(Push(number, 0, 1.0, Report()))
+        assert f"sequence number {number}: the next of worker 0 is 0" in first.last["error"]
+    assert first.send(Push(0, 0, 1.0, Report())) and first.last["status"] == "applied"
+
+
+@pytest.mark.parametrize("seconds", [1e-320, 5e-324, 1e-9, 1e-5])
+def test_a_claim_to_be_fast_takes_no_more_than_a_part_of_the_others_steps(seconds: float) -> None:
+    plan = LocalStepPlan(workers=3, maximum=64, total_steps=1000, dynamic=True, shards=[], seed=1)
+    for _ in range(3):
+        for worker, claimed in enumerate((seconds, 0.1, 0.1)):
+            plan.assign(worker)
+            plan.record(worker, Report(local_steps=10, step_seconds=claimed))
+    assert all(math.isfinite(speed) for speed in plan.speeds.values())
+    assert [plan.assign(worker).local_steps for worker in (1, 2)] in ([4, 4], [64, 64])
+
+
+@pytest.mark.parametrize("claim", [{"local_steps": 10**6}, {"local_steps": 1, "epochs": 1e9}])
+def test_a_claim_ends_no_run(claim: dict[str, Any]) -> None:
+    plan = LocalStepPlan(workers=2, maximum=20, total_steps=1000, dynamic=False, shards=[], seed=1, max_epoch=10)
+    with pytest.raises(RefusedError):
+        plan.check(Report(**{"step_seconds": 0.1} | claim))
+    assert not plan.finished
+
+
+def test_a_socket_that_another_thread_has_read_holds_nobody_up() -> None:
+    here, there = _connection()
+    with here, there:
+        assert Channel(here).messages() == []
+        there.sendall(b"\0\0\0")  # a part of a frame
+        assert Channel(here).messages() == []
+
+
+def _connection() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = socket.create_connection(listener.getsockname())
+        here, _ = listener.accept()
+    return here, there
+
+
+def test_who_asks_and_does_not_read_is_disconnected_and_the_others_have_their_turns(
+    start_thread_server: StartThreadServer,
+) -> None:
+    server = start_thread_server(2)
+    honest, greedy = (join(server, worker) for worker in (0, 1))
+    connection = greedy._channel.connection
+    body = encode(Pull())
+    frames = (struct.pack("!IQ", len(body), 0) + body) * 4096
+    connection.setblocking(False)
+    sent, answered = 0, 0
+    for number in range(20):
+        with suppress(OSError):
+            for _ in range(8):
+                sent += connection.send(frames)
+        answered += push(honest, number, 0.5, base=number, wait=True).status is Status.APPLIED
+    assert answered == 20 and sent > 0
+    backlog = [peer.channel.unsent for peer in server._loop.peers]
+    assert max(backlog) <= 64
+
+
+def test_a_message_of_a_worker_is_small_once_its_model_is_known(service: Service) -> None:
+    service.run_dir.mkdir()
+    assert begun(service).channel.largest <= 1 << 20
+
+
+def test_a_worker_that_answers_slowly_comes_in_through_a_crowd_of_strangers(
+    start_thread_server: StartThreadServer,
+) -> None:
+    """Two hundred connections are made between its connection and its answer."""
+    server = start_thread_server(2)
+    host, _, port = server.address.rpartition(":")
+    address = host, int(port)
+    with socket.create_connection(address) as slow, ExitStack() as crowd:
+        channel = Channel(slow)
+        theirs, ours = parse_answer(channel.receive(), Greeting).challenge, challenge()
+        for _ in range(200):
+            crowd.enter_context(socket.create_connection(address))
+        wait_until(lambda: len(server._loop.peers) > 200)
+        own = proof(server.token, "worker", theirs, ours)
+        channel.send(encode(Introduce(own, ours, 1, joins=False, instance="x")))
+        assert parse_answer(channel.receive(), Introduced).worker == 1
+
+
+def test_a_storm_of_one_address_costs_that_address_alone(start_thread_server: StartThreadServer) -> None:
+    server = start_thread_server(2)
+    host, _, port = server.address.rpartition(":")
+    with ExitStack() as crowd:
+        own = crowd.enter_context(socket.create_connection((host, int(port))))
+        for _ in range(300):
+            crowd.enter_context(socket.create_connection((host, int(port)), source_address=("127.0.0.9", 0)))
+        wait_until(lambda: server.service.refusals.counts["no introduction"] >= 40)
+        wait_until(lambda: len(server._loop.peers) <= 257)
+        assert own.getsockname() in [peer.channel.connection.getpeername() for peer in server._loop.peers]
+
+
+def test_a_report_that_cannot_be_counted_spares_the_others_of_its_round(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both updates of the round are applied and answered, though the plan fails over one of them."""
+    service.run_dir.mkdir()
+    first = begun(service, barrier=2)
+    second = Connection(service)
+    second.introduce(1)
+    assert service.run is not None
+    plan = service.run.coordinator.plan
+    record = plan.record
+
+    def fail(worker: int, report: Report) -> None:
+        if worker == 0:
+            raise TypeError("a mistake")
+        record(worker, report)
+
+    monkeypatch.setattr(plan, "record", fail)
+    assert hello(second, layout(), barrier=2)
+    for worker, connection in enumerate((first, second)):
+        in_process.slot(service, worker).fill_(1.0)
+        connection.send(Push(0, 0, 1.0, Report()))
+    assert [each.last.get("status") for each in (first, second)] == ["applied"] * 2
+    assert service.refusals.counts["internal error"] == 1
+
+
+# Files
+
+
+def test_a_state_is_in_files_that_the_server_names_and_nobody_else_reads(
+    start_thread_server: StartThreadServer, tmp_path: Path
+) -> None:
+    worker = join(start_thread_server(1), 0, workers=1, record=True)
+    push(worker, 0, 0.5, wait=True)
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / ".state-0.pt").symlink_to(victim)
+    worker.save_state(str(tmp_path / "state.pt"))
+    assert victim.read_text() == "mine" and not (tmp_path / ".state-0.pt").exists()
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("state.pt", "start.pt")] == [0o600] * 2
+
+
+def test_only_worker_0_takes_the_runs_state(service: Service) -> None:
+    service.run_dir.mkdir()
+    begun(service)
+    second = Connection(service)
+    second.introduce(1)
+    hello(second, layout())
+    assert second.send({"kind": "save_state"}) and second.last["error"] == "worker 0 saves the run's state"
+    assert not list(service.run_dir.glob(".state*"))
+
+
+def test_a_snapshot_is_its_owners_alone(tmp_path: Path) -> None:
+    snapshots = InlineSnapshots(tmp_path)
+    snapshots.take({"version": 1}, 1)
+    assert [path.stat().st_mode & 0o777 for path in snapshots.directory.iterdir()] == [0o600]
+
+
+@pytest.mark.parametrize("there", ["pipe", "link", "directory", "nothing"])
+def test_what_is_no_file_of_a_state_is_refused_at_once(service: Service, tmp_path: Path, there: str) -> None:
+    service.run_dir.mkdir()
+    path = restored_path(service.run_dir)
+    if there == "pipe":
+        os.mkfifo(path)
+    elif there == "link":
+        path.symlink_to("/etc/hostname")
+    elif there == "directory":
+        path.mkdir()
+    first = Connection(service)
+    first.introduce(0)
+    hello(first, layout())
+    assert first.send(Initialise(True)) and "the server's state cannot be read" in first.last["error"]
+    assert first.send(Initialise(False)) and first.last["kind"] == "welcome"
+
+
+def test_a_snapshot_that_cannot_be_read_back_replaces_nothing(tmp_path: Path) -> None:
+    snapshots = InlineSnapshots(tmp_path)
+    snapshots.take({"version": 1}, 1)
+    with suppress(Exception):
+        snapshots.take({"version": 2, "position": Path("no plain data")}, 2)
+    assert [path.name for path in snapshots.directory.iterdir()] == ["version-000000000001.pt"]

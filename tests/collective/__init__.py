@@ -1,0 +1,1 @@
+"""Of the methods between the ranks of one synchronous group."""

@@ -1,0 +1,40 @@
+"""What ranks share of their memory, and when they do not."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fairseq_async.collective.adasum.shared_buffer import SharedBuffer, open_buffer
+from fairseq_async.collective.adasum.shared_memory import SharedMemoryAdasum
+
+
+def test_a_shared_buffer_is_opened_by_its_address_and_by_no_other() -> None:
+    """Another container has other processes under the same numbers, and other files in the same places."""
+    buffer = SharedBuffer(16)
+    process, descriptor, nbytes, secret = buffer.address()
+    first, second = open_buffer(process, descriptor, nbytes, secret), open_buffer(process, descriptor, nbytes, secret)
+    assert first is not None and second is not None
+    first.copy_(torch.arange(16, dtype=torch.uint8))
+    assert second.tolist() == list(range(16))
+    assert open_buffer(process, descriptor, nbytes, secret + 1) is None
+    assert open_buffer(process, descriptor, nbytes + 1, secret) is None
+    other = SharedBuffer(16)
+    assert open_buffer(process, other.descriptor, nbytes, secret) is None
+
+
+class Silent:
+    """Messages that nobody may send."""
+
+    rank, size = 0, 2
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was called")
+
+
+@pytest.mark.parametrize("what", ["double precision", "no memory to share"])
+def test_tensors_that_shared_memory_is_not_for_are_left_as_they_are(what: str) -> None:
+    shared: Any = SharedMemoryAdasum(Silent())  # type: ignore[arg-type]
+    shared.possible = what == "double precision"
+    tensors = [torch.ones(3, dtype=torch.float64 if shared.possible else torch.float32)]
+    assert not shared.combine(tensors) and tensors[0].tolist() == [1.0] * 3

@@ -1,0 +1,1 @@
+"""Of DeepSpeed engines that are workers."""

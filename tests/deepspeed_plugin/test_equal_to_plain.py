@@ -1,0 +1,131 @@
+"""DeepSpeed jobs of one worker that must end where torch's SGD ends on the samples that they drew."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from tests.helpers.commands import DEEPSPEED, ROOT, Processes, command
+
+STEPS = 12
+SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.0}}  # no step of Adam's would show a factor
+WARM_UP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 20, "warmup_type": "linear"}}
+RATES = [0.05 * max(0, step - 1) / 20 for step in range(STEPS)]  # as DeepSpeed counts: one step late
+LOCAL = {
+    "method": "local_sgd",
+    "outer": "sgd",
+    "outer_lr": 1.0,
+    "outer_momentum": 0.0,
+    "local_steps": 4,
+    "total_steps": STEPS,
+}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6}}
+BF16 = {"bf16": {"enabled": True}}
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "local": ("diloco", {"async_training": LOCAL}),
+    "overlap": ("diloco", {"async_training": LOCAL | {"overlap": True}}),
+    "accumulated": ("diloco", {"async_training": LOCAL, "gradient_accumulation_steps": 2}),
+    "fp16": ("diloco", {"async_training": LOCAL, **FP16}),
+    "fp16_zero": ("diloco", {"async_training": LOCAL, "zero_optimization": {"stage": 1}, **FP16}),
+    "bf16": ("diloco", {"async_training": LOCAL, **BF16}),
+    "hybrid": ("hybrid_async", {"async_training": {"total_steps": STEPS}, "gradient_accumulation_steps": 2}),
+}
+ZERO_1 = {"zero_allow_untested_optimizer": True}
+Result = Callable[[str], tuple[Path, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """Where a job has left what it came to, and what it has seen."""
+    out, processes, lines = tmp_path_factory.mktemp("jobs"), Processes(), []
+    for name, (base, change) in JOBS.items():
+        change = {"gradient_clipping": 0.0, "optimizer": SGD, "scheduler": WARM_UP, **ZERO_1} | change
+        config = ["--deepspeed_config", ROOT / "deepspeed_config" / f"{base}.json", "--change", json.dumps(change)]
+        batches = STEPS * change.get("gradient_accumulation_steps", 1)
+        lines.append([str(each) for each in ("--out", out / name, *config, "--save-at", batches)])
+    (out / "jobs.json").write_text(json.dumps(lines))
+    line = [command("python"), "-m", "tests.helpers.deepspeed_jobs", out / "jobs.json"]
+    try:
+        _, output = processes.run(line, seconds=280, **DEEPSPEED)
+    finally:
+        processes.end()
+
+    def of(name: str) -> tuple[Path, dict[str, Any]]:
+        path = out / name / "worker-0-0.json"
+        assert path.exists(), output[-3000:]
+        return out / name, json.loads(path.read_text())
+
+    return of
+
+
+def plain(drawn: list[float], rates: list[float], micro_batches: int, steps: int = STEPS) -> torch.Tensor:
+    """What torch comes to in float64, on the samples with these first numbers, in batches of eight."""
+    torch.manual_seed(0)
+    inputs = torch.randn(256, 8)
+    targets = inputs.sin().sum(1, keepdim=True).double()
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    numbers = [int((inputs[:, 0] - first).abs().argmin()) for first in drawn]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(steps):
+        batch = numbers[step * 8 * micro_batches : (step + 1) * 8 * micro_batches]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs[batch].double()), targets[batch]).backward()
+        optimizer.param_groups[0]["lr"] = rates[step * micro_batches]
+        optimizer.step()
+    return flat(model.state_dict())
+
+
+def flat(state: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in state.values()])
+
+
+def error(of: torch.Tensor, expected: torch.Tensor) -> float:
+    """As a part of how far training has gone."""
+    return float((of - expected).norm() / (expected - plain([], [], 1, steps=0)).norm())
+
+
+EXACT, HALF, BRAIN = 1e-4, 0.02, 0.04
+CASES = {"local": EXACT, "overlap": EXACT, "accumulated": EXACT, "fp16": HALF, "fp16_zero": HALF, "bf16": BRAIN}
+
+KINDS = {"fp16": torch.half, "fp16_zero": torch.half, "bf16": torch.bfloat16}
+
+
+@pytest.mark.parametrize(("name", "tolerance"), CASES.items())
+def test_local_steps_that_the_server_takes_as_they_are_are_plain_sgd(
+    result: Result, name: str, tolerance: float
+) -> None:
+    """The rates are those of the steps, one after the other, and no sample is drawn twice, also where steps are taken
+    before the answer to the round before is there. The server's parameters are fp32, and the model's their rounding."""
+    if name.startswith("fp16") and not get_accelerator().is_fp16_supported():
+        pytest.skip("DeepSpeed has no fp16 on this device")
+    out, seen = result(name)
+    micro_batches = 2 if name == "accumulated" else 1
+    drawn, rates = seen["drawn"][: STEPS * 8 * micro_batches], seen["rates"][: STEPS * micro_batches]
+    assert len(set(drawn)) == len(drawn) == STEPS * 8 * micro_batches
+    assert rates[::micro_batches] == pytest.approx(RATES, abs=1e-6)
+    model = torch.load(out / "worker-0-0.pt", weights_only=True)
+    assert {tensor.dtype for tensor in model.values()} == {KINDS.get(name, torch.float32)}
+    ended = plain(seen["drawn"], seen["rates"], micro_batches, int(seen["progress"]))
+    if name == "overlap":  # whose last steps the server had not heard of when the checkpoint was written
+        assert error(flat(model), ended) < tolerance
+        return
+    (state,) = (out / "checkpoint").glob("*/async_server.pt")
+    server = torch.load(state, weights_only=True)["server"]["parameters"]
+    assert server.dtype == torch.float32 and error(server.double(), ended) < tolerance
+    assert torch.equal(flat(model), server.to(KINDS.get(name, torch.float32)).double())
+
+
+def test_hybrid_async_pushes_the_mean_of_the_micro_batches_and_nothing_of_the_step_before(result: Result) -> None:
+    out, seen = result("hybrid")
+    events = [json.loads(line) for line in (out / "run" / "events.jsonl").open()]
+    assert [event["weight"] for event in events] == [16.0] * STEPS
+    assert len(set(seen["drawn"])) == len(seen["drawn"]) == STEPS * 16
+    ended = torch.load(out / "worker-0-0.pt", weights_only=True)
+    assert error(flat(ended), plain(seen["drawn"], [rate for rate in RATES for _ in range(2)], 2)) < EXACT
+    assert seen["rates"][2:] == pytest.approx([rate for rate in RATES[1:] for _ in range(2)])

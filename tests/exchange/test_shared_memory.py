@@ -1,0 +1,100 @@
+"""Shared memory between real processes."""
+
+import multiprocessing as mp
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairseq_async.errors import ExchangeError
+from fairseq_async.exchange import SharedMemory
+
+SIZE = 200_000
+
+
+def _publish_until_told(path: str, stop: "mp.synchronize.Event") -> None:
+    memory = SharedMemory.attach(path, SIZE, 1)
+    version = 0
+    while not stop.is_set():
+        version += 1
+        memory.publish(torch.full((SIZE,), float(version)), version)
+        time.sleep(0.0005)  # a server computes between two publications; without a pause a reader need not ever succeed
+
+
+def test_a_pull_never_mixes_two_versions() -> None:
+    memory = SharedMemory.create(SIZE, 1)
+    memory.publish(torch.zeros(SIZE), 0)
+    context = mp.get_context("spawn")
+    stop = context.Event()
+    writer = context.Process(target=_publish_until_told, args=(memory.path, stop), daemon=True)
+    writer.start()
+    try:
+        mine, versions = torch.empty(SIZE), [0]
+        while len(set(versions)) < 50:
+            versions.append(memory.read(mine.copy_))
+            assert mine.min().item() == mine.max().item() == versions[-1]
+    finally:
+        stop.set()
+        writer.join(10)
+        writer.kill()
+    assert versions == sorted(versions)
+
+
+def test_slots_and_parameters_do_not_overlap() -> None:
+    memory = SharedMemory.create(5, 3)
+    other = SharedMemory.attach(memory.path, 5, 3)
+    memory.publish(torch.full((5,), 9.0), 4)
+    for worker in range(3):
+        other.slot(worker).fill_(worker)
+    assert [memory.slot(w).tolist() for w in range(3)] == [[float(w)] * 5 for w in range(3)]
+    seen = torch.empty(5)
+    assert other.read(seen.copy_) == 4 and seen.tolist() == [9.0] * 5
+
+
+def test_it_has_no_name_that_could_clash_or_be_left_behind() -> None:
+    memory = SharedMemory.create(1000, 2)
+    assert os.readlink(memory.path).startswith("/dev/shm/") and os.stat(memory.path).st_nlink == 0
+    memory.close()
+
+
+def test_no_room_is_one_clear_line() -> None:
+    with pytest.raises(ExchangeError, match=r"no room in /dev/shm.*--shm-size") as caught:
+        SharedMemory.create(2**44, 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
+    memory = SharedMemory.create(5, 3)
+    with pytest.raises(ExchangeError, match="size"):
+        SharedMemory.attach(memory.path, 6, 3)
+    with pytest.raises(ExchangeError, match="cannot be opened"):
+        SharedMemory.attach(str(tmp_path / "missing"), 5, 3)
+
+
+def test_a_reader_waits_through_many_publications(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairseq_async.exchange.shared_memory._PATIENCE", 0.2)
+    memory = SharedMemory.create(5, 1)
+    memory._count()
+
+    def publish_slowly() -> None:
+        for _ in range(5):
+            time.sleep(0.1)
+            memory._count()  # ends one publication ...
+            memory._count()  # ... and begins the next
+        memory._count()
+
+    thread = threading.Thread(target=publish_slowly)
+    thread.start()
+    memory.read(torch.empty(5).copy_)  # the wait is longer than the patience with any one of them
+    thread.join()
+
+
+def test_a_server_that_died_while_it_published_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairseq_async.exchange.shared_memory._PATIENCE", 0.1)
+    memory = SharedMemory.create(5, 1)
+    memory._count()  # begun, never ended
+    with pytest.raises(ExchangeError, match="stopped while it published"):
+        memory.read(torch.empty(5).copy_)

@@ -1,0 +1,1 @@
+"""Of ``fairseq-train`` with our optimizers."""

@@ -1,0 +1,69 @@
+"""The workarounds for fairseq, one by one."""
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+
+from fairseq_async.errors import AsyncError, ConfigurationError
+from fairseq_async.fairseq_plugin.compat.batches import batches_of_first_epoch, real_batches
+from fairseq_async.fairseq_plugin.compat.checkpoints import checkpoint_errors, rescale_position, write_ranks
+from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings
+from fairseq_async.fairseq_plugin.compat.precision import finite_norm, loss_scale_errors
+from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
+
+
+@pytest.mark.parametrize(
+    ("previous", "value", "interval", "reached"),
+    [
+        (9, 10, 10, True),  # reached
+        (8, 13, 10, True),  # passed
+        (10, 10, 10, False),  # reached before: to save again would overwrite
+        (10, 19, 10, False),
+        (0, 0, 10, False),
+        (3, 45, 10, True),  # several passed
+    ],
+)
+def test_an_interval_ends_where_its_multiple_is_reached_or_passed(
+    previous: int, value: int, interval: int, reached: bool
+) -> None:
+    assert (AppliedUpdates(value, previous) % interval == 0) is reached
+
+
+def test_empty_batches_are_left_out() -> None:
+    assert real_batches([{"id": 1}, {}, None, {"id": 2}]) == [{"id": 1}, {"id": 2}]
+
+
+def test_another_number_of_ranks_goes_on_at_the_same_batch() -> None:
+    """2 ranks, each after 6 batches, are at batch 12: that is batch 4 of each of 3 ranks."""
+    extra_state: dict[str, Any] = {"train_iterator": {"iterations_in_epoch": 6}}
+    write_ranks(extra_state, 2)
+    rescale_position(extra_state, 3)
+    assert extra_state["train_iterator"]["iterations_in_epoch"] == 4
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_only_a_cached_iterator_is_made_again(cached: bool) -> None:
+    iterators = {"the training set": "of epoch 3"} if cached else {}
+    task = Namespace(dataset_to_epoch_iter=iterators, dataset=lambda subset: f"the {subset}ing set")
+    cfg = Namespace(dataset=Namespace(train_subset="train"))
+    assert batches_of_first_epoch(task, cfg, lambda: "of epoch 1") == ("of epoch 1" if cached else None)
+    assert not iterators
+
+
+def test_betas_are_strings_as_on_a_command_line() -> None:
+    args = Namespace(adam_betas=[0.9, 0.98], other_betas="(0.5, 0.6)", lr=[0.1])
+    assert betas_as_strings(args) == {"adam_betas": "(0.9, 0.98)", "other_betas": "(0.5, 0.6)"}
+
+
+def test_a_norm_that_is_not_finite_is_0_and_others_stay() -> None:
+    assert finite_norm(torch.tensor(2.5)) == 2.5
+    assert finite_norm(torch.tensor(float("nan"))) == 0.0 and finite_norm(torch.tensor(float("inf"))) == 0.0
+
+
+def test_fairseqs_own_errors_are_errors_of_one_line() -> None:
+    with pytest.raises(ConfigurationError, match="model.pt: Optimizer does not match"), checkpoint_errors("model.pt"):
+        raise AssertionError("Optimizer does not match")
+    with pytest.raises(AsyncError, match="Minimum loss scale"), loss_scale_errors():
+        raise FloatingPointError("Minimum loss scale reached")

@@ -1,0 +1,130 @@
+"""``--optimizer local_sgd`` in real ``fairseq-train`` processes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.checkpoints import load, relative_differences
+from tests.helpers.commands import MODEL, NAN_USER_DIR, PACKAGE, Processes, command
+from tests.helpers.run_files import events, valid_losses
+
+Alone = Callable[..., dict[str, tuple[int, str]]]
+ADAM = ["--inner-optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--lr", "5e-3"]
+LOCAL = ["--optimizer", "local_sgd", *ADAM]
+
+
+def local_command(data: Path, workers: int, save_dir: Path, *flags: object) -> list[object]:
+    ours = [command("fairseq-async"), "launch", "--workers", workers, "--"]
+    return [*ours, "fairseq-train", data, *MODEL, *LOCAL, "--save-dir", save_dir, *flags]
+
+
+def test_one_worker_whose_server_takes_its_steps_as_they_are_is_plain_training(alone: Alone, tmp_path: Path) -> None:
+    """Outer SGD with learning rate 1: θ ← θ − (θ − θ_local), up to the rounding of two subtractions."""
+    sgd = ["sgd", "--lr", "0.5", "--dropout", 0, "--max-update", 20]
+    outer = ["--outer", "sgd", "--outer-lr", 1.0, "--local-steps", 4]
+    ours = ["--user-dir", PACKAGE, "--optimizer", "local_sgd", "--inner-optimizer", *sgd, *outer]
+    ended = alone(plain=["--optimizer", *sgd], ours=ours)
+    assert [code for code, _ in ended.values()] == [0, 0], ended
+    differences = relative_differences(tmp_path / "plain/checkpoint_last.pt", tmp_path / "ours/checkpoint_last.pt")
+    differences = {name: d for name, d in differences.items() if not name.endswith("k_proj.bias")}  # rounding noise
+    assert max(differences.values()) < 1e-4
+    assert [event["local_steps"] for event in events(tmp_path / "ours")] == [4] * 5
+    histories = [load(tmp_path / run / "checkpoint_last.pt")["optimizer_history"][-1] for run in ("plain", "ours")]
+    assert histories[0]["num_updates"] == histories[1]["num_updates"] == 20
+
+
+def test_two_workers_learn_and_leave_what_was_promised(processes: Processes, data: Path, tmp_path: Path) -> None:
+    method = ["--outer", "delayed_nesterov", "--dynamic-local-steps", "--grace-period", "0.5"]
+    flags = [*method, "--local-steps", 5, "--max-epoch", 30, "--save-interval", 10, "--max-update", 400]
+    code, output = processes.run(local_command(data, 2, tmp_path, *flags))
+    assert code == 0, output
+    losses = valid_losses(tmp_path / "logs" / "worker-0.log")
+    assert losses[-1] < losses[0] - 0.1
+    left = events(tmp_path)
+    assert {event["worker"] for event in left} == {0, 1}
+    assert all(1 <= event["local_steps"] <= 5 and event["tokens"] >= 0 for event in left)
+    assert sum(event["epochs"] for event in left) == pytest.approx(30, abs=0.5)
+    state = load(tmp_path / "checkpoint_last.pt")
+    server = state["extra_state"]["async_server"]["server"]
+    assert torch.isfinite(server["parameters"]).all() and server["rule"]["momentum_buffer"] is not None
+    assert state["last_optimizer_state"]["state"]  # the inner optimizer's moments
+    generate = [command("fairseq-generate"), data, "--path", tmp_path / "checkpoint_best.pt", "--beam", 1, "--cpu"]
+    code, output = processes.run(generate)  # plain fairseq, without our directory
+    assert code == 0 and "BLEU4" in output, output
+
+
+def test_a_batch_that_fills_up_an_epoch_takes_none_from_those_accumulated_with_it(
+    processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    """fairseq would not divide the gradient of such a step by its tokens."""
+    flags = ["--outer", "diloco", "--local-steps", 1, "--update-freq", 5, "--max-epoch", 3]
+    code, output = processes.run(local_command(data, 2, tmp_path, *flags))
+    assert code == 0, output
+    left = events(tmp_path)  # each has the tokens of the step before
+    assert len(left) > 12 and all(event["tokens"] > 0 for event in left if event["sequence"])
+
+
+def test_gradients_with_nan_are_left_out_until_there_are_too_many(
+    processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    """The first three of a worker are spoilt."""
+    flags = ["--user-dir", NAN_USER_DIR, "--local-steps", 4, "--max-update", 12]
+    code, output = processes.run(local_command(data, 1, tmp_path / "goes-on", *flags, "--max-refused", 4))
+    assert code == 0, output
+    assert {event["status"] for event in events(tmp_path / "goes-on")} == {"applied"}
+    moments = load(tmp_path / "goes-on" / "checkpoint_last.pt")["last_optimizer_state"]["state"]
+    assert all(torch.isfinite(moment["exp_avg"]).all() for moment in moments.values())
+    code, output = processes.run(local_command(data, 1, tmp_path / "stops", *flags, "--max-refused", 2))
+    assert code != 0 and "2 updates of worker 0 had NaN or Inf" in output and "Traceback" not in output
+
+
+def test_two_workers_train_a_language_model(processes: Processes, tmp_path: Path) -> None:
+    """Of sentences in which each word says what the next one is."""
+    sentences = [" ".join(f"w{(start + 3 * step) % 50}" for step in range(12)) for start in range(50)]
+    (tmp_path / "train").write_text("\n".join(sentences * 20))
+    (tmp_path / "valid").write_text("\n".join(sentences))
+    prefixes = ["--trainpref", tmp_path / "train", "--validpref", tmp_path / "valid", "--destdir", tmp_path / "bin"]
+    code, output = processes.run([command("fairseq-preprocess"), "--only-source", *prefixes])
+    assert code == 0, output
+    model = "--task language_modeling --arch transformer_lm --decoder-layers 1 --decoder-embed-dim 32 --max-tokens 256"
+    model += " --decoder-ffn-embed-dim 64 --decoder-attention-heads 2 --tokens-per-sample 32 --log-format json"
+    method = ["--outer", "delayed_nesterov", "--outer-momentum", 0.5, "--local-steps", 5, "--max-update", 100]
+    launcher = [command("fairseq-async"), "launch", "--workers", 2, "--", "fairseq-train", tmp_path / "bin"]
+    code, output = processes.run([*launcher, *model.split(), *LOCAL, *method, "--save-dir", tmp_path / "run"])
+    assert code == 0, output
+    assert sum(event["local_steps"] for event in events(tmp_path / "run")) == 200
+    assert valid_losses(tmp_path / "run" / "logs" / "worker-0.log")[-1] < 3  # who knows nothing has log₂ 50, 5.6
+
+
+def test_a_resumed_run_goes_on_with_momentum_and_data(alone: Alone, tmp_path: Path) -> None:
+    """One worker: the run that was broken off at an exchange ends in the parameters of the one that was not."""
+    flags = ["--user-dir", PACKAGE, *LOCAL, "--local-steps", 5, "--dropout", 0, "--max-epoch", 0]
+    parts = [*flags, "--save-dir", tmp_path / "parts"]
+    new = ["--restore-file", tmp_path / "whole/checkpoint_last.pt", "--reset-optimizer", "--bf16", "--max-update", 5]
+    ended = alone(
+        whole=[*flags, "--max-update", 40],
+        first=[*parts, "--save-interval-updates", 20, "--max-update", 20],
+        second=[*parts, "--max-update", 40],
+        new=[*flags, *new],
+    )
+    assert [code for code, _ in ended.values()] == [0] * 4, ended
+    differences = relative_differences(tmp_path / "whole/checkpoint_last.pt", tmp_path / "parts/checkpoint_last.pt")
+    assert max(differences.values()) == 0.0
+    assert len(events(tmp_path / "parts")) == len(events(tmp_path / "whole")) == 8
+    first, begun = events(tmp_path / "whole")[0], events(tmp_path / "new")
+    assert [event["base_version"] for event in begun] == [0]  # a run of its own, on the parameters of the other
+    assert begun[0]["loss"] < first["loss"] - 0.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--outer", "adam"], "--optimizer local_sgd: --outer: Input should be 'diloco'"),
+        (["--c", 0.9], r"c is 0.9: with delay 2 it must be in"),
+        (["--amp"], "--amp: not possible with --optimizer local_sgd"),
+    ],
+)
+def test_a_mistake_is_one_line(refused: Callable[..., str], flags: list[object], message: str) -> None:
+    assert message in refused(*LOCAL, "--distributed-world-size", 1, "--max-update", 10, *flags)

@@ -1,0 +1,208 @@
+"""The server's optimizer and schedule against fairseq's own, in one process."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fairseq import options, utils
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.optim import build_optimizer
+from fairseq.optim.lr_scheduler import build_lr_scheduler
+from pydantic import JsonValue
+
+import fairseq_async.fairseq_plugin  # noqa: F401
+from fairseq_async.algorithms import Update
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.fairseq_plugin.flags import describe_hybrid
+from fairseq_async.fairseq_plugin.server import build
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server import Layout
+
+SHAPES = [(5, 8), (8,), (3, 5, 2), (1,)]
+BASE = ["data", "--task", "translation", "--arch", "transformer", "--max-tokens", "100", "--clip-norm", "0.5"]
+
+
+def parse(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Any:
+    arguments = [*BASE, *flags]
+    monkeypatch.setattr(sys, "argv", ["fairseq-train", *arguments])
+    args = options.parse_args_and_arch(options.get_training_parser(), arguments)
+    return convert_namespace_to_omegaconf(args)
+
+
+def spec_of(monkeypatch: pytest.MonkeyPatch, *flags: str, workers: int = 1) -> MethodSpec:
+    cfg = parse(monkeypatch, "--optimizer", "hybrid_async", *flags)
+    described = describe_hybrid(cfg.optimizer, cfg, workers)
+    return MethodSpec.from_json(json.loads(json.dumps(described.to_json())))  # as it comes over the wire
+
+
+def with_betas(spec: MethodSpec, betas: JsonValue) -> MethodSpec:
+    """The same method with these betas of Adam's."""
+    inner = spec.framework["inner_optimizer"]
+    assert isinstance(inner, dict)
+    return replace(spec, framework=spec.framework | {"inner_optimizer": inner | {"adam_betas": betas}})
+
+
+def check_equal_steps(monkeypatch: pytest.MonkeyPatch, inner: list[str], schedule: list[str]) -> list[float]:
+    """30 steps over three epochs with the same gradients on both sides; returns the learning rates."""
+    spec = spec_of(monkeypatch, "--inner-optimizer", *inner, *schedule)
+    cfg = parse(monkeypatch, "--optimizer", *inner, *schedule)
+    torch.manual_seed(0)
+    flat = torch.randn(sum(torch.Size(s).numel() for s in SHAPES))
+    layout = Layout.of([(f"t{i}", torch.zeros(s)) for i, s in enumerate(SHAPES)])
+    theirs = [torch.nn.Parameter(view.clone()) for view in layout.views(flat)]
+    optimizer = build_optimizer(cfg.optimizer, theirs)
+    scheduler = build_lr_scheduler(cfg.lr_scheduler, optimizer)
+    scheduler.step_update(0)
+    ours, _ = build(spec, layout, flat)
+    rates = []
+    for epoch in range(1, 4):
+        scheduler.step_begin_epoch(epoch)
+        scheduler.step_update((epoch - 1) * 10)
+        ours.begin_epoch(epoch)
+        for step in range((epoch - 1) * 10, epoch * 10):
+            gradient = torch.randn_like(flat)
+            for parameter, view in zip(theirs, layout.views(gradient.clone()), strict=True):
+                parameter.grad = view.clone()
+            utils.clip_grad_norm_(theirs, 0.5)
+            rates.append(optimizer.get_lr())
+            assert ours.learning_rate == pytest.approx(optimizer.get_lr(), rel=0, abs=0)
+            optimizer.step()
+            scheduler.step_update(step + 1)
+            assert ours.apply(flat, Update(0, step, step, 7.0, gradient))
+            assert all(torch.equal(a, b) for a, b in zip(theirs, layout.views(flat), strict=True))
+        scheduler.step(epoch, 5.0)
+        scheduler.step_update(epoch * 10)
+        ours.end_epoch(epoch, 5.0)
+    return rates
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        ["adam", "--adam-betas", "(0.9, 0.98)", "--weight-decay", "0.01"],
+        ["adam", "--adam-betas", "[0.8, 0.9]", "--adam-eps", "1e-6"],
+        ["sgd", "--momentum", "0.9", "--weight-decay", "0.1"],
+        ["nag", "--momentum", "0.9"],
+        ["adagrad"],
+        ["adadelta"],
+        ["adamax"],
+        ["adafactor", "--scale-parameter"],
+    ],
+    ids=lambda inner: inner[0],
+)
+def test_every_inner_optimizer_steps_in_the_server_as_in_fairseq(
+    monkeypatch: pytest.MonkeyPatch, inner: list[str]
+) -> None:
+    check_equal_steps(monkeypatch, inner, ["--lr", "0.1", "--lr-scheduler", "fixed"])
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ["fixed", "--lr", "0.1,0.2", "--force-anneal", "2"],
+        ["fixed", "--lr", "0.1", "--warmup-updates", "7"],
+        ["inverse_sqrt", "--lr", "0.1", "--warmup-updates", "7"],
+        ["cosine", "--lr", "0.1", "--warmup-updates", "5", "--max-update", "30"],
+        ["polynomial_decay", "--lr", "0.1", "--total-num-update", "30", "--warmup-updates", "3"],
+        ["reduce_lr_on_plateau", "--lr", "0.1", "--lr-shrink", "0.5"],
+        ["step", "--lr", "0.1", "--lr-deacy-period", "10"],
+        ["tri_stage", "--lr", "0.1", "--warmup-steps", "5", "--hold-steps", "5", "--decay-steps", "20"],
+        ["triangular", "--lr", "0.01", "--max-lr", "0.1", "--lr-period-updates", "8"],
+        ["manual", "--lr", "0.1", "--epoch2lr", "{'1': 0.1, '2-3': 0.01}"],
+    ],
+    ids=lambda schedule: schedule[0],
+)
+def test_every_schedule_counts_the_steps_of_the_server(monkeypatch: pytest.MonkeyPatch, schedule: list[str]) -> None:
+    rates = check_equal_steps(monkeypatch, ["sgd"], ["--lr-scheduler", *schedule])
+    assert len(set(rates)) > 1, "the schedule was meant to do something"
+
+
+def test_a_rule_goes_on_from_its_state_with_moments_schedule_and_half_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--inner-optimizer", "adam", "--updates-per-step", "2", "--lr", "0.1", "--lr-scheduler", "inverse_sqrt"]
+    spec = spec_of(monkeypatch, *flags, "--warmup-updates", "4")
+    layout = Layout.of([("t", torch.zeros(6))])
+    torch.manual_seed(0)
+    sent = [Update(0, i, 0, float(i + 1), torch.randn(6)) for i in range(10)]
+    straight, first = torch.ones(6), torch.ones(6)
+    whole, part = build(spec, layout, straight)[0], build(spec, layout, first)[0]
+    for update in sent:
+        whole.apply(straight, update)
+    for update in sent[:5]:
+        part.apply(first, update)
+    second = first.clone()
+    resumed = build(spec, layout, second)[0]
+    resumed.load_state_dict(part.state_dict())
+    for update in sent[5:]:
+        resumed.apply(second, update)
+    assert torch.equal(straight, second) and whole.learning_rate == resumed.learning_rate
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--updates-per-step", "0"],
+            "--optimizer hybrid_async: --updates-per-step: Input should be greater than or equal to 1 (it is 0)",
+        ),
+        (["--updates-per-step", "5", "--barrier"], "updates_per_step is 5: with barrier there are only 2, which"),
+        (["--ddp-backend", "slowmo"], "--ddp-backend slowmo: would make workers wait"),
+        (["--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded: would make workers wait"),
+        (["--zero-sharding", "os"], "--zero-sharding os"),
+        (["--use-bmuf"], "--use-bmuf"),
+        (["--amp"], "--amp"),
+        (["--store-ema"], "--store-ema"),
+        (["--quantization-config-path", "pq.yaml"], "--quantization-config-path: not possible"),
+        (["--max-refused", "0"], "--max-refused: Input should be greater than or equal to 1 (it is 0)"),
+        (["--lr-scheduler", "pass_through"], "--lr-scheduler pass_through"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        spec_of(monkeypatch, *flags, workers=2)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--inner-optimizer", "adem"], "--inner-optimizer adem: not one that can run in the server; choose from"),
+        (["--inner-optimizer", "hybrid_async"], "--inner-optimizer hybrid_async"),
+        (["--distributed-world-size", "2"], "--distributed-world-size is 2: workers would wait for each other"),
+        (["--distributed-init-method", "tcp://127.0.0.1:1"], "--distributed-init-method: is for processes that wait"),
+    ],
+)
+def test_flags_that_fairseq_would_act_upon_first_are_refused_while_it_parses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(monkeypatch, "--optimizer", "hybrid_async", *flags)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_a_configuration_that_fairseq_does_not_take_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(monkeypatch, "--inner-optimizer", "adam")
+    with pytest.raises(ConfigurationError, match="--inner-optimizer adam") as caught:
+        build(with_betas(spec, [2.0]), Layout.of([("t", torch.zeros(2))]), torch.zeros(2))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_step_of_no_updates_is_refused_by_the_server_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(monkeypatch, "--inner-optimizer", "adam")
+    empty = replace(spec, options=spec.options | {"updates_per_step": 0})
+    with pytest.raises(ConfigurationError, match=r"updates_per_step.* \(it is 0\)"):
+        build(empty, Layout.of([("t", torch.zeros(2))]), torch.zeros(2))
+
+
+def test_code_in_place_of_betas_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = spec_of(monkeypatch, "--inner-optimizer", "adam")
+    code = f"open({str(tmp_path / 'trace')!r}, 'w')"
+    with pytest.raises(ConfigurationError, match="--inner-optimizer adam"):
+        build(with_betas(spec, code), Layout.of([("t", torch.zeros(2))]), torch.zeros(2))
+    assert not (tmp_path / "trace").exists()

@@ -1,0 +1,89 @@
+"""What surrounds fairseq's ``main``, with a module and a method made up for it."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fairseq_async.errors import AsyncError, ConfigurationError
+from fairseq_async.fairseq_plugin import session
+from fairseq_async.fairseq_plugin.registry import METHODS, SynchronousMethod
+
+
+class FairseqsTrainer: ...
+
+
+class OurTrainer: ...
+
+
+def accept(cfg: Any) -> None: ...
+
+
+def refuse(cfg: Any) -> None:
+    raise ConfigurationError("--flag: wrong")
+
+
+def command_module(main: Callable[[ModuleType, Any], None]) -> ModuleType:
+    """A module like ``fairseq_cli.train``, whose ``main`` is given the module and the configuration."""
+    module = ModuleType("fairseq_cli.train")
+    module.Trainer = FairseqsTrainer  # type: ignore[attr-defined]
+    module.main = lambda cfg: main(module, cfg)  # type: ignore[attr-defined]
+    module.convert_namespace_to_omegaconf = lambda args: args  # type: ignore[attr-defined]
+    session.attach({"fairseq_cli.train": module})
+    return module
+
+
+@pytest.fixture
+def cfg(monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """Of a run with ``--optimizer made_up``, which is our only method."""
+    monkeypatch.setitem(METHODS, "made_up", SynchronousMethod(OurTrainer, accept))
+    monkeypatch.setattr(session, "_RANK_0_FIRST", 0.0)
+    distributed = Namespace(distributed_rank=1)
+    return Namespace(optimizer=Namespace(optimizer="made_up"), distributed_training=distributed)
+
+
+def test_main_finds_the_methods_trainer_and_afterwards_fairseqs_is_back(cfg: Namespace) -> None:
+    found = []
+    module = command_module(lambda module, cfg: found.append(module.Trainer))
+    module.main(cfg)
+    assert found == [OurTrainer] and module.Trainer is FairseqsTrainer
+
+
+def test_a_module_is_wrapped_once(cfg: Namespace) -> None:
+    module = command_module(lambda module, cfg: None)
+    wrapped = module.main
+    session.attach({"__main__": module, "fairseq_cli.train": module})
+    assert module.main is wrapped
+
+
+@pytest.mark.parametrize("where", ["check", "main"])
+def test_an_error_is_one_line_and_exit_code_2(
+    cfg: Namespace, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(module: ModuleType, cfg: Any) -> None:
+        raise AsyncError("--flag: wrong")
+
+    if where == "check":
+        monkeypatch.setitem(METHODS, "made_up", SynchronousMethod(OurTrainer, refuse))
+    module = command_module(main)
+    with pytest.raises(SystemExit) as end:
+        module.main(cfg)
+    assert end.value.code == 2 and capsys.readouterr().err == "fairseq-async: error: --flag: wrong\n"
+    assert module.Trainer is FairseqsTrainer
+
+
+def test_control_c_is_one_line_and_exit_code_130(cfg: Namespace, capsys: pytest.CaptureFixture[str]) -> None:
+    def main(module: ModuleType, cfg: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        command_module(main).main(cfg)
+    assert end.value.code == 130 and capsys.readouterr().err == "fairseq-async: interrupted\n"
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_bf16_does_not_stand_for_a_tpu(bf16: bool) -> None:
+    convert = command_module(lambda module, cfg: None).convert_namespace_to_omegaconf
+    assert convert(Namespace(bf16=bf16, tpu=True)).tpu is not bf16

@@ -1,0 +1,115 @@
+"""How ``--optimizer adasum`` and ``adascale`` are started, end, and refuse what cannot work."""
+
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from fairseq_cli import train
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.fairseq_plugin.adascale import AdaScaleTrainer
+from fairseq_async.fairseq_plugin.adasum import AdasumTrainer
+from fairseq_async.fairseq_plugin.session import Main
+from tests.helpers.checkpoints import load
+from tests.helpers.commands import MODEL, PACKAGE, Processes, command
+from tests.helpers.fairseq_flags import parsed
+from tests.helpers.fairseq_jobs import ADAM, ADASCALE, ADASUM, SGD
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([*ADASUM, "--adasum-form", "sum"], "--optimizer adasum: --adasum-form: Input should be 'gradient'"),
+        ([*ADASUM, *SGD, "--adasum-sync-state", 5], "sync_state is of the delta form, and --inner-optimizer sgd has"),
+        ([*ADASUM, "--fp16", "--cpu"], "--fp16: fairseq needs a GPU for it"),
+        (
+            [*ADASUM, "--memory-efficient-bf16", "--cpu"],
+            "--memory-efficient-bf16: not possible with",
+        ),
+        (
+            [*ADASUM, "--ddp-backend", "pytorch_ddp"],
+            "pytorch_ddp: leave it out; adasum reduces itself",
+        ),
+        ([*ADASUM], "--optimizer adasum combines the gradients of several ranks, and this run has one"),
+        ([*ADASCALE, *SGD], "adascale compares the gradients of a step's batches, and this step has one"),
+        ([*ADASCALE, *SGD, "--adascale-scale", 0.5], "--adascale-scale: Input should be greater than or equal to 1"),
+        ([*ADASCALE, *SGD, "--adascale-scale", "nan"], "--adascale-scale: Input should be"),
+        (
+            [*ADASCALE, "--update-freq", "2", "--ddp-backend", "fully_sharded"],
+            "--ddp-backend fully_sharded: not possible",
+        ),
+        ([*ADASCALE, "--update-freq", "2", "--zero-sharding", "os"], "--zero-sharding os: not possible with"),
+        ([*ADASCALE, "--update-freq", "2,4", "--adascale-scale", 8], "--adascale-scale with several --update-freq"),
+        ([*ADASCALE, "--update-freq", "2", "--adascale-estimator", "differences"], "and this step has 2"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, flags: list[object], message: str
+) -> None:
+    cfg = parsed(monkeypatch, *flags)
+    trainer = AdasumTrainer if "adasum" in flags else AdaScaleTrainer
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.check(cfg)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_flags_that_fairseq_would_act_upon_first_are_refused_while_it_parses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, message in (
+        (["--inner-optimizer", "adafactor"], "--inner-optimizer adafactor: adascale has adam, nag, sgd"),
+        (["--cpu", "--distributed-world-size", 2], "is 2, and the number of processes that were started is 1: leave"),
+    ):
+        with pytest.raises(SystemExit):
+            parsed(monkeypatch, *ADASCALE, *flags)
+        assert message in capsys.readouterr().err
+
+
+def test_fairseqs_spawn_can_send_our_main_to_the_processes_that_it_starts() -> None:
+    ours = Main(train, train.main)
+    assert pickle.loads(pickle.dumps(ours)).module is train
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "launch"])
+def test_the_ranks_are_started_by(processes: Processes, data: Path, tmp_path: Path, launcher: str) -> None:
+    flags = [data, *MODEL, "--save-dir", tmp_path, "--max-update", 8]
+    if launcher == "torchrun":
+        start = [command("torchrun"), "--standalone", "--nproc-per-node", 2, command("fairseq-train")]
+        code, output = processes.run([*start, *flags, "--user-dir", PACKAGE, *ADASCALE, *SGD])
+    else:
+        start = [command("fairseq-async"), "launch", "--workers", 2, "--", "fairseq-train"]
+        code, output = processes.run([*start, *flags, *ADASUM, *ADAM])
+        assert (tmp_path / "logs" / "worker-1.log").exists()
+    assert code == 0, output[-3000:]
+    assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] >= 8
+
+
+def test_a_rank_that_dies_ends_the_run(processes: Processes, data: Path, tmp_path: Path) -> None:
+    start = [command("fairseq-async"), "launch", "--workers", 2, "--", "fairseq-train", data, *MODEL, *ADASUM, *ADAM]
+    launcher = processes.start([*start, "--save-dir", tmp_path, "--max-update", 1000000, "--disable-validation"])
+    log = tmp_path / "logs" / "worker-0.log"
+    deadline = time.monotonic() + 200
+    while not (log.exists() and '"num_updates": "10"' in log.read_text()):
+        assert time.monotonic() < deadline and launcher.poll() is None
+        time.sleep(0.1)
+    victim = next(
+        pid for pid in children(launcher.pid) if b"LOCAL_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
+    )
+    os.kill(victim, signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=200)
+    assert launcher.returncode == 1 and "worker 1 was killed by SIGKILL" in output
+    assert not [pid for pid in Path("/proc").glob("[0-9]*") if str(tmp_path) in _line(pid)]
+
+
+def children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def _line(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,74 @@
+"""fairseq's trainer as a worker: parts of it that need no training."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fairseq.trainer import Trainer
+
+import fairseq_async.fairseq_plugin  # noqa: F401
+from fairseq_async.errors import AsyncError
+from fairseq_async.fairseq_plugin.asynchronous_trainer import AsynchronousTrainer
+from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
+from fairseq_async.fairseq_plugin.hybrid import HybridTrainer
+from fairseq_async.fairseq_plugin.local_sgd import LocalSGDTrainer
+from fairseq_async.fairseq_plugin.synchronous_trainer import SynchronousTrainer
+
+
+@pytest.mark.parametrize(
+    ("previous", "now", "reached"),
+    [(9, 10, True), (8, 13, True), (10, 10, False), (10, 19, False), (10, 20, True), (19, 41, True), (0, 9, False)],
+)
+def test_an_interval_of_ten_ends_where_a_multiple_was_reached_or_passed(previous: int, now: int, reached: bool) -> None:
+    assert (AppliedUpdates(now, previous) % 10 == 0) == reached
+    assert AppliedUpdates(now, previous) == now
+
+
+def masks(
+    kind: type[AsynchronousTrainer],
+    worker: int,
+    sequence: int,
+    done: int = 0,
+    synchronous: bool = False,
+    closes_early: bool = False,
+) -> int:
+    """The first number that dropout would draw in this step."""
+    trainer: Any = object.__new__(kind)
+    trainer.cfg = SimpleNamespace(common=SimpleNamespace(seed=3))
+    trainer.session = SimpleNamespace(
+        spec=SimpleNamespace(framework={"synchronous": synchronous}, closes_early=closes_early),
+        context=SimpleNamespace(worker=worker),
+    )
+    state = SimpleNamespace(sequence=sequence, done=done)
+    if kind is LocalSGDTrainer:
+        trainer._worker, trainer._optimizer = state, object()
+    else:
+        trainer._optimizer = SimpleNamespace(worker=state)
+    trainer._set_seed()
+    return int(torch.randint(1 << 60, ()))
+
+
+def test_each_step_of_each_worker_has_dropout_masks_of_its_own() -> None:
+    gradients = [masks(HybridTrainer, worker, sequence) for worker in range(3) for sequence in range(4)]
+    local = [
+        masks(LocalSGDTrainer, worker, sequence, done) for worker in (0, 1) for sequence in (0, 1) for done in range(50)
+    ]
+    assert len(set(gradients)) == 12 and len(set(local)) == 200
+    assert masks(HybridTrainer, 2, 1) == gradients[2 * 4 + 1]  # and the same again
+
+
+def test_workers_that_step_together_have_fairseqs_one_mask() -> None:
+    for together in ({"synchronous": True}, {"closes_early": True}):
+        assert len({masks(HybridTrainer, worker, 5, **together) for worker in range(3)}) == 1
+
+
+def test_ten_gradients_in_a_row_with_nan_end_a_synchronous_run_and_nine_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = iter([*[float("nan")] * 9, 1.5, *[float("inf")] * 10])
+    monkeypatch.setattr(Trainer, "clip_grad_norm", lambda self, clip: torch.tensor(next(norms)))
+    trainer: Any = object.__new__(SynchronousTrainer)
+    trainer._skipped, trainer._optimizer = 0, SimpleNamespace(skip=False)
+    seen = [(float(trainer.clip_grad_norm(1.0)), trainer.wrapped.skip) for _ in range(19)]
+    assert seen == [(0.0, True)] * 9 + [(1.5, False)] + [(0.0, True)] * 9
+    with pytest.raises(AsyncError, match="the gradients of the last 10 steps had NaN or Inf"):
+        trainer.clip_grad_norm(1.0)

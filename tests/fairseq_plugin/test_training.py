@@ -1,0 +1,217 @@
+"""Real ``fairseq-train`` processes: equal to what is known, then learning, stopping, going on."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.checkpoints import load, relative_differences
+from tests.helpers.commands import HYBRID, MODEL, NAN_USER_DIR, PACKAGE, Processes, command, free_port, plain_command
+from tests.helpers.run_files import events, valid_losses
+
+Launch = Callable[..., tuple[int, str]]
+Alone = Callable[..., dict[str, tuple[int, str]]]
+OURS = ["--user-dir", PACKAGE, *HYBRID]
+
+
+def synchronous(processes: Processes, data: Path, save_dir: Path, workers: int, *flags: object) -> None:
+    """fairseq's own data parallelism over Gloo; its processes may abort at exit, after all is saved."""
+    common = ["--distributed-world-size", workers, "--distributed-no-spawn", "--distributed-backend", "gloo"]
+    common += ["--ddp-backend", "legacy_ddp", "--distributed-init-method", f"file://{save_dir}.rendezvous"]
+    ranks = [
+        processes.start(plain_command(data, save_dir, *flags, *common, "--distributed-rank", rank))
+        for rank in range(workers)
+    ]
+    outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
+    assert "done training" in outputs[0], outputs[0]
+
+
+def test_one_worker_and_one_update_per_step_is_plain_adam_bit_for_bit(alone: Alone, tmp_path: Path) -> None:
+    """Also: a worker alone starts its own server, as fairseq-train is run without any launcher."""
+    adam = ["--adam-betas", "(0.9, 0.98)", "--weight-decay", "0.01", "--max-update", 30]
+    ended = alone(plain=["--optimizer", "adam", *adam], ours=[*OURS, "--updates-per-step", 1, *adam])
+    assert [code for code, _ in ended.values()] == [0, 0], ended
+    differences = relative_differences(tmp_path / "plain/checkpoint_last.pt", tmp_path / "ours/checkpoint_last.pt")
+    assert set(differences.values()) == {0.0}
+    assert len(events(tmp_path / "ours")) == 30
+
+
+@pytest.mark.parametrize(
+    ("workers", "inner"), [(2, ["sgd", "--momentum", "0.9"]), (3, ["sgd", "--momentum", "0.9"]), (2, ["adam"])]
+)
+def test_the_barrier_is_fairseqs_synchronous_run(
+    launch: Launch, processes: Processes, data: Path, tmp_path: Path, workers: int, inner: list[str]
+) -> None:
+    """20 updates reach into the second epoch, whose end has a batch for some workers only."""
+    flags = [*inner[1:], "--max-update", 20, *(["--lr", "0.5"] if inner[0] == "sgd" else [])]
+    synchronous(processes, data, tmp_path / "sync", workers, "--optimizer", inner[0], *flags)
+    code, output = launch(workers, tmp_path / "ours", "--inner-optimizer", *inner[:1], "--barrier", *flags)
+    assert code == 0, output
+    differences = relative_differences(tmp_path / "sync/checkpoint_last.pt", tmp_path / "ours/checkpoint_last.pt")
+    assert len(differences) > 30
+    if inner[0] == "adam":  # the gradient of a key's bias is nothing but rounding noise, which Adam blows up
+        differences = {name: d for name, d in differences.items() if not name.endswith("k_proj.bias")}
+    assert max(differences.values()) < 1e-6
+
+
+def test_two_asynchronous_workers_learn_and_leave_what_was_promised(
+    launch: Launch, processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    tensorboard = tmp_path / "tensorboard"
+    code, output = launch(
+        2, tmp_path, "--max-update", 400, "--save-interval-updates", 50, "--tensorboard-logdir", tensorboard
+    )
+    assert code == 0, output
+    log = tmp_path / "logs/worker-0.log"
+    losses = valid_losses(log)
+    assert losses[-1] < losses[0] - 0.5, losses
+    updates = events(tmp_path)
+    applied = [event for event in updates if event["status"] == "applied"]
+    assert {event["worker"] for event in applied} == {0, 1}
+    assert len(applied) in (800, 801)  # two gradients are a step, and the last may begin in the middle of one
+    for worker in (0, 1):
+        sequences = [event["sequence"] for event in applied if event["worker"] == worker]
+        assert sequences == list(range(len(sequences)))
+    assert all(e["staleness"] >= 0 and e["weight"] > 0 and e["norm"] > 0 for e in applied)
+    orders = [[e["weight"] for e in applied if e["worker"] == worker][:10] for worker in (0, 1)]
+    assert orders[0] != orders[1], "each worker draws in its own order"
+    saved = sorted(int(path.stem.rsplit("_", 1)[1]) for path in tmp_path.glob("checkpoint_*_*.pt"))
+    assert len(saved) > 2 and all(number % 50 == 0 for number in saved)  # at the end of an epoch: checkpointE.pt
+    for quantity in ("staleness", "push_ms", "pull_ms"):
+        assert f'"{quantity}"' in log.read_text()
+    assert list(tensorboard.glob("train_inner/events*")) and list(tensorboard.glob("worker1/train_inner/events*"))
+    assert not [line for line in (tmp_path / "logs/worker-1.log").open() if " | valid | " in line]
+    check_generation(processes, data, tmp_path)
+
+
+def check_generation(processes: Processes, data: Path, run_dir: Path) -> None:
+    """Plain: without --user-dir, and with torch's check of what it loads."""
+    code, output = processes.run(
+        [command("fairseq-generate"), data, "--path", run_dir / "checkpoint_last.pt", "--beam", 2, "--max-tokens", 500]
+    )
+    assert code == 0 and "Translated 40 sentences" in output, output[-2000:]
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["shared memory", "TCP"])
+def test_torchrun_starts_it_without_our_launcher(
+    processes: Processes, data: Path, tmp_path: Path, remote: bool
+) -> None:
+    """An address that is not 127.0.0.1 is taken for another machine's."""
+    torchrun = [command("torchrun"), "--standalone", "--nproc-per-node", 2, command("fairseq-train"), data, *MODEL]
+    ours = ["--user-dir", PACKAGE, "--distributed-world-size", 1, *HYBRID, "--barrier"]  # a late one is waited for
+    ours += ["--server", f"127.0.0.2:{free_port('127.0.0.2')}"] if remote else []
+    code, output = processes.run(
+        [*torchrun, *ours, "--max-update", 40, "--save-dir", tmp_path / "run"], MASTER_PORT="0"
+    )
+    assert code == 0, output[-3000:]
+    applied = events(tmp_path / "run")
+    assert {event["worker"] for event in applied} == {0, 1} and applied[-1]["version_after"] == 40
+
+
+_PREFETCHING = """
+from fairseq.data.iterators import BufferedIterator
+import torch
+import fairseq_async
+class Endless:
+    def __len__(self): return 10**9
+    def __iter__(self):
+        while True:
+            torch.stack([torch.arange(3)] * 100)
+            yield 0
+batches = BufferedIterator({size}, Endless())
+for _ in range({taken}): next(batches)
+"""
+
+
+@pytest.mark.parametrize(("size", "taken"), [(10, 3), (10**6, 1)], ids=["waiting", "busy"])
+def test_a_batch_that_is_being_prepared_at_the_end_does_not_abort_the_process(
+    processes: Processes, size: int, taken: int
+) -> None:
+    """Without it "busy" ends by SIGABRT: the thread is inside torch when the interpreter is taken from under it."""
+    code, output = processes.run([sys.executable, "-c", _PREFETCHING.format(size=size, taken=taken)])
+    assert code == 0, output
+
+
+def test_stopping_and_restoring_behind_the_barrier_changes_no_bit(launch: Launch, tmp_path: Path) -> None:
+    """The stop falls into the middle of the second epoch, with dropout on and Adam's moments warm."""
+    assert launch(2, tmp_path / "straight", "--barrier", "--max-update", 26)[0] == 0
+    assert launch(2, tmp_path / "parts", "--barrier", "--max-update", 17)[0] == 0
+    code, output = launch(2, tmp_path / "parts", "--barrier", "--max-update", 26)
+    assert code == 0, output
+    ends = [tmp_path / name / "checkpoint_last.pt" for name in ("straight", "parts")]
+    assert set(relative_differences(*ends).values()) == {0.0}
+    states = [load(end)["last_optimizer_state"]["server"] for end in ends]
+    assert states[0]["version"] == states[1]["version"] == 26 and states[0]["sequences"] == states[1]["sequences"]
+    moments = [state["rule"]["optimizer"]["state"][0]["exp_avg_sq"] for state in states]
+    assert torch.equal(*moments)
+
+
+def test_restoring_takes_up_a_half_filled_accumulator(alone: Alone, tmp_path: Path) -> None:
+    flags, epoch_end = [*OURS, "--updates-per-step", 3, "--max-update", 14], tmp_path / "straight/checkpoint1.pt"
+    ended = alone(straight=flags, restored=[*flags, "--restore-file", epoch_end])
+    assert [code for code, _ in ended.values()] == [0, 0], ended
+    assert load(epoch_end)["last_optimizer_state"]["server"]["rule"]["count"] > 0
+    ends = [tmp_path / name / "checkpoint_last.pt" for name in ("straight", "restored")]
+    assert set(relative_differences(*ends).values()) == {0.0}
+
+
+def test_local_accumulation_pushes_once_for_several_batches(launch: Launch, tmp_path: Path) -> None:
+    code, output = launch(1, tmp_path, "--update-freq", 3, "--updates-per-step", 2, "--max-update", 8)
+    assert code == 0, output
+    weights = [event["weight"] for event in events(tmp_path)]
+    assert len(weights) == 16 and sum(weights) / len(weights) > 400  # batches have at most 200 tokens
+
+
+def test_a_batch_that_fills_up_an_epoch_takes_none_from_those_accumulated_with_it(
+    launch: Launch, data: Path, tmp_path: Path
+) -> None:
+    """Of 25 batches worker 1 has 12, and a dummy for its thirteenth."""
+    code, output = launch(2, tmp_path, "--update-freq", 5, "--barrier", "--max-epoch", 2)
+    assert code == 0, output
+    sentences = (data.parent / "train.b").read_text().splitlines()
+    tokens = sum(len(sentence.split()) + 1 for sentence in sentences)
+    assert sum(event["weight"] for event in events(tmp_path)) == pytest.approx(2 * tokens)
+    assert len(events(tmp_path)) == 2 * 2 * 3
+
+
+def test_a_worker_without_a_batch_is_a_mistake_in_one_line(launch: Launch, tmp_path: Path) -> None:
+    code, output = launch(2, tmp_path, "--max-tokens", 100_000, "--max-update", 4)
+    assert code != 0 and "the training set has 1 batches for 2 workers" in output and "Traceback" not in output
+
+
+def test_max_epoch_counts_the_passes_of_all_workers_together(launch: Launch, tmp_path: Path) -> None:
+    code, output = launch(2, tmp_path, "--max-epoch", 20, "--updates-per-step", 1, launcher=["--slowdown", "1,3"])
+    assert code == 0, output
+    applied = [event for event in events(tmp_path) if event["status"] == "applied"]
+    assert abs(len(applied) - 20 * 25) <= 2  # 25 batches a pass, in each worker's own order
+    counts = [sum(event["worker"] == worker for event in applied) for worker in (0, 1)]
+    assert counts[0] > counts[1] > 0
+
+
+def test_half_precision_models_have_fp32_masters_in_the_server(alone: Alone, tmp_path: Path) -> None:
+    precisions = {"bf16": [], "fp16": ["--fp16-init-scale", "4"], "memory_efficient_fp16": []}
+    jobs = {name: [*OURS, f"--{name.replace('_', '-')}", *more] for name, more in precisions.items()}
+    for name, (code, output) in alone(**{name: [*flags, "--max-update", 60] for name, flags in jobs.items()}).items():
+        assert code == 0, output
+        losses = [event["loss"] for event in events(tmp_path / name)]
+        assert sum(losses[-10:]) < sum(losses[:10]) - 2.0, name
+        state = load(tmp_path / name / "checkpoint_last.pt")
+        masters = state["last_optimizer_state"]["server"]["parameters"]
+        assert masters.dtype == torch.float32 and not torch.equal(masters, masters.half().float())
+
+
+def test_updates_with_nan_are_refused_until_there_are_too_many(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first three gradients of a worker are spoilt: training goes on after them; with a limit of two it stops."""
+
+    flags = ["--user-dir", NAN_USER_DIR, "--max-update", 12]
+    code, output = launch(1, tmp_path / "goes-on", *flags)
+    assert code == 0, output
+    statuses = [event["status"] for event in events(tmp_path / "goes-on")]
+    assert statuses == ["refused"] * 3 + ["applied"] * 12
+    code, output = launch(1, tmp_path / "stops", *flags, "--max-refused", 2)
+    assert code != 0 and "2 updates of worker 0 had NaN or Inf" in output and "--max-refused" in output
+    assert [event["status"] for event in events(tmp_path / "stops")] == ["refused"] * 2

@@ -1,0 +1,110 @@
+"""The real commands on tiny tasks: their flags, and processes that are bounded in time and cleaned up in any case."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "fairseq_async"
+HELPERS = Path(__file__).parent
+NAN_USER_DIR = HELPERS / "spoiler"  # fairseq user directories
+FP16_USER_DIR = HELPERS / "fp16_on_cpu"
+# It halves the time in which a fairseq process starts, and most of these tests' time is that.
+FAIRSEQ = {"PYTHONPATH": f"{HELPERS / 'for_translation_alone'}:{ROOT}"}
+DEEPSPEED = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{HELPERS / 'without_fairseq'}:{ROOT}"}
+DEEPSPEED_JOB = HELPERS / "deepspeed_job.py"
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+MODEL = (
+    "--task translation --arch transformer --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 "
+    "--decoder-embed-dim 32 --encoder-ffn-embed-dim 64 --decoder-ffn-embed-dim 64 --encoder-attention-heads 2 "
+    "--decoder-attention-heads 2 --share-decoder-input-output-embed --dropout 0.1 "
+    "--criterion label_smoothed_cross_entropy --label-smoothing 0.1 --max-tokens 200 --clip-norm 1.0 "
+    "--lr 2e-3 --lr-scheduler inverse_sqrt --warmup-updates 20 --seed 3 --num-workers 0 "
+    "--log-format json --log-interval 5"
+).split()
+HYBRID = ["--optimizer", "hybrid_async"]
+
+
+def command(name: str) -> str:
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert found, f"{name} is not installed"
+    return found
+
+
+_HELD: list[socket.socket] = []  # to the end of the tests
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port for a program that must be told one. It is bound here without listening: the system gives it to nobody who
+    asks for any port, while a program that names it, as servers do with SO_REUSEADDR, can listen on it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    _HELD.append(held)
+    return int(held.getsockname()[1])
+
+
+class Processes:
+    """Starts commands, each in a group of its own, which is killed at the end of the test."""
+
+    def __init__(self) -> None:
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, arguments: Sequence[object], **environment: str) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [str(argument) for argument in arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | ONE_THREAD | FAIRSEQ | environment,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, arguments: Sequence[object], seconds: float = 120, **environment: str) -> tuple[int, str]:
+        """Exit code and output."""
+        process = self.start(arguments, **environment)
+        output, _ = process.communicate(timeout=seconds)
+        return process.returncode, output
+
+    def end(self) -> None:
+        for process in self.started:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+
+
+def launch_command(
+    data: Path, workers: int, save_dir: Path, *flags: object, launcher: Sequence[object] = ()
+) -> list[object]:
+    ours = [command("fairseq-async"), "launch", "--workers", workers, *launcher, "--"]
+    return [*ours, "fairseq-train", data, *MODEL, *HYBRID, "--save-dir", save_dir, *flags]
+
+
+def plain_command(data: Path, save_dir: Path, *flags: object) -> list[object]:
+    return [command("fairseq-train"), data, *MODEL, "--save-dir", save_dir, *flags]
+
+
+def train_alone(
+    processes: Processes, data: Path, folder: Path, jobs: Mapping[str, Sequence[object]], seconds: float = 120
+) -> dict[str, tuple[int, str]]:
+    """As the fixture ``alone``, in ``folder``."""
+    written = []
+    for name, flags in jobs.items():
+        line = [data, *MODEL, "--save-dir", folder / name, *flags]
+        written.append({"name": name, "ranks": 1, "spoil": "", "flags": [str(flag) for flag in line]})
+    (folder / "jobs.json").write_text(json.dumps(written))
+    script = [sys.executable, HELPERS / "fairseq_ranks.py", folder / "jobs.json", 0]
+    code, output = processes.run(script, seconds)
+    assert code == 0, output
+    logs = {name: (folder / f"{name}-0.log").read_text() for name in jobs}
+    return {name: (int(log.split()[-1]), log) for name, log in logs.items()}

@@ -1,0 +1,65 @@
+"""Small runs whose every number is decided beforehand, so that two of them can be compared bit by bit."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms import HybridAccumulation, Rule
+from fairseq_async.config import DelayedNesterovOptions
+from fairseq_async.method_spec import MethodSpec, ServerSettings, local_sgd_spec
+from fairseq_async.server import Layout
+from fairseq_async.server import local_sgd_main as outer
+from fairseq_async.server.plan import EpochPlan, Plan
+from fairseq_async.server.protocol import Push, PushReply, Report
+from fairseq_async.worker.client import Client
+from scripts.faults.adder import LAYOUT, adder_spec
+from scripts.faults.sgd_server import Constant, updates_per_step
+
+HYBRID = adder_spec(updates_per_step=3)
+_OPTIONS = DelayedNesterovOptions(local_steps=5, dynamic_local_steps=True, delay=2, c=0.0, total_steps=0, seed=1)
+LOCAL = replace(local_sgd_spec(_OPTIONS, 2, [], None, {}), server=ServerSettings(snapshot_seconds=1e6), publishes=True)
+
+
+def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
+    """Adam behind an accumulator, or delayed Nesterov."""
+    if spec.method == "local_sgd":
+        return outer.build(spec, layout, parameters)
+    rule = HybridAccumulation(torch.optim.Adam([parameters], lr=0.1), updates_per_step(spec), clip_norm=2.0)
+    return rule, EpochPlan(Constant(), 0)
+
+
+class Worker:
+    """Pushes noise that is its own and its update's, always the same."""
+
+    def __init__(self, client: Client, spec: MethodSpec) -> None:
+        self.client, self.local = client, spec.method == "local_sgd"
+        self.parameters = torch.empty(LAYOUT.size)
+        self.sequence = self.version = 0
+        if not client.join(LAYOUT, spec).initialised:
+            client.slot.copy_(torch.linspace(-1, 1, LAYOUT.size))
+            client.initialise(None)
+        self.pull()
+
+    def pull(self) -> None:
+        self.version = self.client.pull(self.parameters.copy_)
+
+    def push(self) -> PushReply:
+        noise = torch.Generator().manual_seed(1000 * self.client.worker + self.sequence)
+        delta = torch.randn(LAYOUT.size, generator=noise) + 0.1 * self.parameters
+        seconds = 0.1 * (1 + self.client.worker)
+        report = Report(local_steps=5, step_seconds=seconds, position={"seen": self.sequence})
+        weight = float(self.sequence % 3 + 1)
+        push = Push(self.sequence, self.version, weight, report, wait=self.local)
+        answer = self.client.push(lambda slot: slot.copy_(delta), push)
+        self.sequence += 1
+        return answer
+
+
+def train(workers: Sequence[Worker], rounds: int) -> None:
+    """In turn: what a server does depends on the order."""
+    for _ in range(rounds):
+        for worker in workers:
+            worker.push()
+            worker.pull()

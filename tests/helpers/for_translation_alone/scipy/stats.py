@@ -1,0 +1,1 @@
+pearsonr = spearmanr = None

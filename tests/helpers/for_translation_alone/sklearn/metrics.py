@@ -1,0 +1,1 @@
+f1_score = matthews_corrcoef = None

@@ -1,0 +1,68 @@
+"""SGD whose learning rate halves with each end of an epoch; as a module, a server with a slow disk."""
+
+import os
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server import Layout
+from fairseq_async.server.plan import EpochPlan
+from fairseq_async.server.process import serve
+from scripts.faults.sgd_server import sgd_spec, updates_per_step
+
+LAYOUT = Layout.of([("w", torch.zeros(3))])
+
+
+def halving_spec(updates_per_step: int = 2, **changes: Any) -> MethodSpec:
+    """``changes`` are those of :func:`~scripts.faults.sgd_server.sgd_spec`."""
+    return sgd_spec(updates_per_step, **changes)
+
+
+class Halving(HybridAccumulation):
+    """The rule is the schedule too, as that of fairseq is."""
+
+    def __init__(self, parameters: Tensor, updates_per_step: int) -> None:
+        super().__init__(torch.optim.SGD([parameters], lr=1.0, momentum=0.5), updates_per_step)
+        self.ends, self.steps = 0, 0.0
+
+    @property
+    def learning_rate(self) -> float:
+        return 0.5**self.ends
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The rate follows the ends."""
+
+    def end_epoch(self, epoch: int, loss: float | None) -> None:
+        self.ends += 1
+
+    def apply(self, parameters: Tensor, update: Update) -> float:
+        self.optimizer.param_groups[0]["lr"] = self.learning_rate
+        return super().apply(parameters, update)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"ends": self.ends}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.ends = state["ends"]
+
+
+def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Halving, EpochPlan]:
+    rule = Halving(parameters, updates_per_step(spec))
+    return rule, EpochPlan(rule, spec.max_epoch)
+
+
+def slow_fsync(descriptor: int) -> None:
+    time.sleep(1.0)
+    FSYNC(descriptor)
+
+
+FSYNC = os.fsync
+
+if __name__ == "__main__":
+    os.fsync = slow_fsync
+    serve(build)

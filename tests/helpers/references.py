@@ -1,0 +1,54 @@
+"""Methods and statistics in float64, written from their papers, for tests to compare with."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Norms = tuple[list[float], float]
+
+
+class DelayedNesterov64:
+    """Algorithm 3 of Liu et al. 2024 (arXiv 2401.09135), line by line.
+
+    Args:
+        theta: the parameters at the start; ``arrive`` gives those after one update more.
+    """
+
+    def __init__(self, theta: Tensor, lr: float, beta: float, delay: int, c: float = 0.0) -> None:
+        self.theta, self.lr, self.beta, self.n, self.c = theta.double(), lr, beta, delay, c
+        self.m, self.total, self.t = torch.zeros_like(self.theta), torch.zeros_like(self.theta), 0
+
+    def arrive(self, g: Tensor) -> Tensor:
+        g, n, c = g.double(), self.n, self.c
+        self.total = self.total + g
+        if (self.t + 1) % n == 0:
+            self.m = self.beta * self.m + self.total / n
+            self.theta = self.theta - self.lr * ((1 - c * n + c) * self.beta * self.m + g / n)
+            self.total = torch.zeros_like(self.theta)
+        else:
+            self.theta = self.theta - self.lr * (c * self.beta * self.m + g / n)
+        self.t += 1
+        return self.theta
+
+
+def norms(gradients: Sequence[Tensor]) -> Norms:
+    """|g_i|² of each and |ḡ|²."""
+    stacked = torch.stack([g.double().flatten() for g in gradients])
+    return stacked.square().sum(1).tolist(), float(stacked.mean(0).square().sum())
+
+
+def papers_gains(iterations: Sequence[Norms], scale: float) -> list[float]:
+    """AdaScale's r of each iteration: all past estimates kept, the averages formed from the beginning."""
+    theta, gains = max(1 - scale / 1000, 0.0), []
+    past: list[tuple[float, float]] = []
+    for local, mean in iterations:
+        variance = sum(local) / (scale - 1) - scale / (scale - 1) * mean
+        past.append((max(variance, 1e-6), max(mean - variance / scale, 0.0)))
+        variance, square = past[0]
+        for t, (v, m) in enumerate(past[1:], start=2):
+            in_mean = t < 1 / (1 - theta) if theta < 1 else True
+            weight = 1 / t if in_mean else 1 - theta
+            variance, square = variance + weight * (v - variance), square + weight * (m - square)
+        gains.append((variance + square) / (variance / scale + square))
+    return gains

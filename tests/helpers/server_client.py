@@ -1,0 +1,70 @@
+"""Clients of a server of six parameters with plain SGD, as workers use them."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fairseq_async.server import Layout
+from fairseq_async.server.process import ServerProcess
+from fairseq_async.server.protocol import Push, PushReply, Report, Request, encode
+from fairseq_async.worker.client import Client
+from scripts.faults.sgd_server import sgd_spec
+from scripts.faults.thread_server import ThreadServer
+
+SGD_SERVER = "scripts.faults.sgd_server"
+LAYOUT = Layout.of([("weight", torch.zeros(2, 2)), ("bias", torch.zeros(2))])
+METHOD = sgd_spec()
+StartServer = Callable[..., ServerProcess]
+StartThreadServer = Callable[[int], ThreadServer]
+
+
+def join(server: ServerProcess | ThreadServer, worker: int | None, patience: float = 0.0, **changes: Any) -> Client:
+    """A client of the server; the first brings the parameters, which are all 1.
+
+    ``changes`` are those of :func:`~scripts.faults.sgd_server.sgd_spec`.
+    """
+    client = Client(server.address, server.token, worker, patience)
+    if not client.join(LAYOUT, sgd_spec(**changes)).initialised:
+        client.slot.fill_(1.0)
+        client.initialise(None)
+    return client
+
+
+def join_patiently(server: ServerProcess | ThreadServer, worker: int | None, **changes: Any) -> Client:
+    """A client that waits for a server that has gone."""
+    return join(server, worker, patience=30.0, **changes)
+
+
+def push(client: Client, sequence: int, value: float, base: int = 0, wait: bool = False, **report: Any) -> PushReply:
+    """Sends an update in which every parameter has this value; returns the answer."""
+    reported = Report(**{"position": {"epoch": 1, "seen": sequence}} | report)
+    return client.push(lambda slot: slot.fill_(value), Push(sequence, base, 1.0, reported, wait))
+
+
+def changed(request: Request, change: Mapping[str, Any]) -> bytes:
+    """The request with other fields, which need not be right."""
+    return json.dumps(json.loads(encode(request)) | change).encode()
+
+
+def ask(client: Client, body: bytes) -> dict[str, Any]:
+    """Sends a message, right or wrong; returns the answer."""
+    client._channel.send(body, client._sent)
+    answer: dict[str, Any] = json.loads(client._channel.receive())
+    return answer
+
+
+def pull(client: Client) -> tuple[int, float]:
+    """The version, and the value that all parameters have."""
+    values = torch.empty(LAYOUT.size)
+    version = client.pull(values.copy_)
+    assert values.min() == values.max()
+    return version, values[0].item()
+
+
+def kill(server: ServerProcess) -> None:
+    """By SIGKILL."""
+    os.kill(server.process.pid, signal.SIGKILL)

@@ -1,0 +1,288 @@
+"""``fairseq-async launch`` with real processes, some of which die."""
+
+import glob
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairseq_async import cli
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.launch.progress import Progress
+from tests.helpers.checkpoints import load
+from tests.helpers.commands import HYBRID, MODEL, Processes, command, free_port, launch_command
+from tests.helpers.launched import count, find, server_of, worker_of
+from tests.helpers.run_files import events
+from tests.helpers.waiting import wait_until
+
+Launch = Callable[..., tuple[int, str]]
+FOREVER = ["--max-update", "1000000", "--disable-validation"]
+
+
+def nothing_is_left(run_dir: Path, shared_memory: set[str]) -> None:
+    wait_until(lambda: not find(run_dir, ""), 30)
+    wait_until(lambda: left_in_shared_memory() <= shared_memory, 30)
+
+
+def left_in_shared_memory() -> set[str]:
+    """Files that no process has open, for others may run beside a test; but for what DeepSpeed leaves there."""
+    there = {name for name in os.listdir("/dev/shm") if not name.startswith("deepspeed_")}
+    return there - in_use() if there else set()
+
+
+def in_use() -> set[str]:
+    """Names in /dev/shm that a process has open or mapped."""
+    names: set[str] = set()
+    for path in glob.glob("/proc/[0-9]*/fd/*"):
+        with suppress(OSError):
+            names.add(os.readlink(path).removeprefix("/dev/shm/"))
+    for path in glob.glob("/proc/[0-9]*/maps"):
+        with suppress(OSError):
+            names |= set(re.findall(r"/dev/shm/(.*)", Path(path).read_text()))
+    return names
+
+
+@pytest.fixture
+def shared_memory() -> set[str]:
+    return left_in_shared_memory()
+
+
+def test_a_killed_worker_is_started_again_and_the_run_goes_on(
+    processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
+) -> None:
+    launcher = processes.start(launch_command(data, 2, tmp_path, "--max-update", 1000, "--disable-validation"))
+    wait_until(lambda: count(tmp_path, 1) > 5, 90)
+    os.kill(worker_of(tmp_path, 1), signal.SIGKILL)
+    before = count(tmp_path, 0)
+    output, _ = launcher.communicate(timeout=180)
+    assert launcher.returncode == 0, output
+    assert "worker 1 was killed by SIGKILL; start 1 of 3 again" in output
+    assert count(tmp_path, 0) > before + 10, "the other went on"
+    updates = events(tmp_path)
+    sequences = [event["sequence"] for event in updates if event["worker"] == 1]
+    assert sequences == list(range(len(sequences))), "it goes on where its predecessor was"
+    assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 1000
+    nothing_is_left(tmp_path, shared_memory)
+
+
+def test_a_worker_that_dies_too_often_ends_the_run(
+    processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
+) -> None:
+    launcher = processes.start(launch_command(data, 2, tmp_path, *FOREVER, launcher=["--max-restarts", 0]))
+    wait_until(lambda: count(tmp_path, 1) > 5, 90)
+    os.kill(worker_of(tmp_path, 1), signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and "error: worker 1 was killed by SIGKILL" in output
+    nothing_is_left(tmp_path, shared_memory)
+
+
+def test_a_worker_that_nobody_announced_joins_a_run_and_leaves_it(
+    processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
+) -> None:
+    port = free_port()
+    launcher = processes.start(launch_command(data, 1, tmp_path, *FOREVER, launcher=["--port", port]))
+    wait_until(lambda: count(tmp_path, 0) > 5, 90)
+    job = ["fairseq-train", data, *MODEL, *HYBRID, "--save-dir", tmp_path, *FOREVER]
+    join = [command("fairseq-async"), "join", f"127.0.0.1:{port}", "--token-file", tmp_path / ".token", "--", *job]
+    joiner = processes.start(join)
+    wait_until(lambda: count(tmp_path, 1) > 5, 90)
+    joiner.send_signal(signal.SIGINT)
+    joiner.communicate(timeout=30)
+    before = count(tmp_path, 0)
+    wait_until(lambda: count(tmp_path, 0) > before + 5, 90)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.communicate(timeout=30) and launcher.returncode == 130
+    nothing_is_left(tmp_path, shared_memory)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_everything(
+    processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str], number: signal.Signals
+) -> None:
+    launcher = processes.start(launch_command(data, 2, tmp_path, *FOREVER))
+    wait_until(lambda: count(tmp_path, 1) > 5, 90)
+    launcher.send_signal(number)
+    output, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 130 and "Traceback" not in output
+    nothing_is_left(tmp_path, shared_memory)
+
+
+def test_a_killed_launcher_leaves_nothing_behind(
+    processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
+) -> None:
+    launcher = processes.start(launch_command(data, 2, tmp_path, *FOREVER))
+    wait_until(lambda: count(tmp_path, 1) > 5, 90)
+    launcher.kill()
+    nothing_is_left(tmp_path, shared_memory)
+
+
+def test_a_killed_server_is_started_again_from_its_snapshot_and_the_run_goes_on(
+    processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
+) -> None:
+    limits = ["--max-update", 600, "--disable-validation", "--snapshot-updates", 50]
+    launcher = processes.start(launch_command(data, 2, tmp_path, *limits))
+    wait_until(lambda: count(tmp_path, 0) + count(tmp_path, 1) > 150, 90)
+    os.kill(server_of(tmp_path), signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=180)
+    assert launcher.returncode == 0, output
+    assert "the server was killed by SIGKILL, and was started again from version-" in output
+    assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 600
+    assert "worker 0 was" not in output and "worker 1 was" not in output, "they waited"
+    assert not list(tmp_path.glob("snapshots/*")), "a finished run needs none"
+    nothing_is_left(tmp_path, shared_memory)
+
+
+@pytest.mark.parametrize("barrier", [[], ["--barrier"]])
+def test_a_server_that_dies_too_often_ends_the_run(
+    processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str], barrier: list[str]
+) -> None:
+    launcher = processes.start(launch_command(data, 2, tmp_path, *FOREVER, *barrier, launcher=["--max-restarts", 0]))
+    wait_until(lambda: count(tmp_path, 1) > 5, 90)
+    os.kill(server_of(tmp_path), signal.SIGKILL)
+    try:
+        output, _ = launcher.communicate(timeout=20)
+    except subprocess.TimeoutExpired:
+        pytest.fail("the launcher did not end")
+    assert launcher.returncode == 1 and "error: the server was killed by SIGKILL" in output
+    nothing_is_left(tmp_path, shared_memory)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--updates-per-step", "3", "--barrier"], "there are only 2, which"),
+        (["--no-such-flag"], "--no-such-flag"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_ends_everything(
+    launch: Launch, tmp_path: Path, shared_memory: set[str], flags: list[str], message: str
+) -> None:
+    code, output = launch(2, tmp_path, *flags, "--max-update", 5)
+    lines = [line for line in output.splitlines() if line.startswith("fairseq-async: error:")]
+    assert code != 0 and len(lines) == 1 and message in lines[0] and "Traceback" not in output
+    nothing_is_left(tmp_path, shared_memory)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--inner-optimizer", "adem"], "--inner-optimizer adem"),
+        (["--updates-per-step", "0"], "--updates-per-step: Input should be greater than or equal to 1 (it is 0)"),
+        (["--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded: would make workers wait"),
+        (["--distributed-world-size", "2"], "--distributed-world-size is 2"),
+    ],
+)
+def test_a_users_mistake_is_one_line(refused: Callable[..., str], flags: list[str], message: str) -> None:
+    world = [] if "--distributed-world-size" in flags else ["--distributed-world-size", 1]
+    assert message in refused(*HYBRID, *world, *flags)
+
+
+def test_a_worker_with_another_model_is_named_with_the_first_difference(
+    processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    """The command is a script that gives worker 1 a larger model."""
+    script = tmp_path / "train.sh"
+    larger = '[ $FAIRSEQ_ASYNC_WORKER = 1 ] && set -- "$@" --encoder-ffn-embed-dim 96'
+    script.write_text(f'#!/bin/sh\n{larger}\nexec {command("fairseq-train")} "$@"\n')
+    script.chmod(0o755)
+    line = [script if word == "fairseq-train" else word for word in launch_command(data, 2, tmp_path / "run")]
+    code, output = processes.run([*line, "--max-update", 5])
+    assert code != 0 and re.search(r"worker [01] has another model than the others", output)
+    assert "encoder.layers.0.fc1.weight 96x32" in output and "64x32" in output
+
+
+def test_a_port_in_use_is_said(launch: Launch, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, output = launch(1, tmp_path, launcher=["--port", port])
+    assert code == 2 and f"port {port} (--port) cannot be used" in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fairseq-train", "data", "--optimizer", "adam"], "--optimizer adam: launch runs --optimizer hybrid_async"),
+        (["no-such-program", "--optimizer", "hybrid_async"], "no-such-program: no such program"),
+        (["fairseq-train", "--optimizer", "hybrid_async", "--server", "a:1"], "launch starts its own server"),
+    ],
+)
+def test_a_command_that_cannot_be_launched_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        WorkerCommand(arguments)
+
+
+@pytest.mark.parametrize("slowdown", ["1,4,2", "1,0.5", "1,fast", "1,nan", "inf,1"])
+def test_slowdown_needs_a_factor_for_each_worker(processes: Processes, slowdown: str) -> None:
+    ours = [command("fairseq-async"), "launch", "--workers", 2, "--slowdown", slowdown]
+    code, output = processes.run([*ours, "--", "fairseq-train", "data", "--optimizer", "hybrid_async"])
+    assert code == 2 and "error: --slowdown" in output and output.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--slowdown", "--max-restarts", "--host", "--token-file"])
+def test_what_only_asynchronous_workers_have_is_refused_with_a_synchronous_method(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    job = ["--", "fairseq-train", "data", "--optimizer", "adasum"]
+    monkeypatch.setattr(sys, "argv", ["fairseq-async", "launch", "--workers", "2", flag, "1", *job])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.startswith(f"fairseq-async: error: {flag}: ") and said.count("\n") == 1
+
+
+def test_a_slowed_down_worker_sends_fewer_gradients_and_older_ones(launch: Launch, tmp_path: Path) -> None:
+    code, output = launch(2, tmp_path, "--max-update", 250, launcher=["--slowdown", "1,20"])
+    assert code == 0, output
+    updates = events(tmp_path)
+    began = [event["worker"] for event in updates].index(1)
+    ages = [[e["staleness"] for e in updates[began:] if e["worker"] == worker] for worker in (0, 1)]
+    assert len(ages[0]) > 2 * len(ages[1])
+    assert sum(ages[1]) / len(ages[1]) > sum(ages[0]) / len(ages[0])
+
+
+def event(worker: int, version: int, now: float, **more: Any) -> str:
+    fields = {"time": now, "worker": worker, "version_after": version, "status": "applied", "weight": 100.0}
+    return json.dumps(fields | {"sequence": 0, "base_version": 0, "staleness": 1, "loss": 2.0} | more) + "\n"
+
+
+def test_progress_follows_the_log_and_leaves_half_a_line_for_later(tmp_path: Path) -> None:
+    now = 1000.0
+    path = tmp_path / "events.jsonl"
+    path.write_text(event(0, 7, 900.0))  # an earlier run's
+    progress = Progress(path, 2, clock=lambda: now)
+    with path.open("a") as file:
+        file.write(event(0, 8, 1001.0) + event(1, 9, 1002.0, status="refused") + event(1, 10, 1003.0)[:20])
+    now = 1004.0
+    progress.poll()
+    assert progress.updates == {0: 1, 1: 1} and progress.version == 9 and progress.refused == 1
+    assert progress.rows()[0] == ("worker 0", 1, 25.0, 1.0, 0.0, 0.0, 2.0)
+    with path.open("a") as file:
+        file.write(event(1, 10, 1003.0)[20:])
+    progress.poll()
+    assert progress.version == 10
+    now = 2000.0
+    progress.poll()
+    assert progress.rows()[-1].tokens == 0.0 and "1 refused" in progress.summary()
+
+
+def test_progress_says_who_was_held_and_how_far_was_looked_ahead(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    progress = Progress(path, 2, clock=lambda: 1000.0)
+    lines = [event(0, 4, 1000.0), event(0, 4, 1000.0, held_seconds=0.25), event(0, 5, 1000.0)]
+    lines += [event(0, 5, 1000.0, held_seconds=0.75), event(1, 6, 1000.0, look_ahead=1.5)]
+    path.write_text("".join(lines))
+    progress.poll()
+    first, second, every = progress.rows()
+    assert (first.held_seconds, first.look_ahead) == (0.25, 0.0)
+    assert (second.held_seconds, second.look_ahead) == (0.0, 1.5) and every.held_seconds == 0.2
+    assert progress.updates_in_a_step == 2.0 and "2.0 in a step" in progress.summary()

@@ -1,0 +1,242 @@
+"""Real runs of fairseq workers, repeated in this process."""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fairseq_async import cli
+from fairseq_async.algorithms import Rule, Update
+from fairseq_async.errors import AsyncError, ConfigurationError
+from fairseq_async.fairseq_plugin.replayed import FairseqRun
+from fairseq_async.replay import DifferenceError, Recording, Replay
+from fairseq_async.server import Layout, ParameterServer, Segment
+from fairseq_async.server.coordinator import Settled
+from fairseq_async.server.event_log import EventLog, Recorder
+from fairseq_async.server.plan import Plan
+from fairseq_async.server.protocol import Push, Report
+from scripts.faults.sgd_server import build, sgd_spec
+from tests.helpers.commands import MODEL, Processes, command
+from tests.helpers.run_files import events
+
+Record = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay changes to the run's directory."""
+    monkeypatch.chdir(Path.cwd())
+
+
+def launch(processes: Processes, data: Path, save_dir: Path, *flags: object) -> Path:
+    launcher = [command("fairseq-async"), "launch", "--workers", 2, "--slowdown", "1,3", "--"]
+    train = ["fairseq-train", data, *MODEL, "--record", "--save-dir", save_dir, *flags]
+    code, output = processes.run([*launcher, *train])
+    assert code == 0, output
+    return save_dir
+
+
+@pytest.fixture(scope="module")
+def hybrid(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gradients of two batches each; worker 0 validates and saves in the midst of it, and epochs end."""
+    processes = Processes()
+    try:
+        flags = ["--optimizer", "hybrid_async", "--update-freq", 2, "--max-update", 24, "--save-interval-updates", 10]
+        for _ in range(3):  # on a busy machine one worker may have done all before the other is there
+            run_dir = launch(processes, data, tmp_path_factory.mktemp("hybrid"), *flags)
+            if {event["worker"] for event in events(run_dir)} == {0, 1}:
+                break
+        return run_dir
+    finally:
+        processes.end()
+
+
+def replay(run_dir: Path, until: int | None = None) -> Replay:
+    recording = Recording.read(run_dir)
+    repeated = Replay(recording, FairseqRun(run_dir, recording.spec, recording.events))
+    for _ in repeated.steps(until):
+        pass
+    return repeated
+
+
+def test_a_hybrid_run_is_repeated_bit_for_bit(hybrid: Path) -> None:
+    recorded = events(hybrid)
+    assert {event["worker"] for event in recorded} == {0, 1} and max(
+        event["position"]["epoch"] for event in recorded
+    ) > 1
+    repeated = replay(hybrid)
+    last = recorded[-1]["version_after"]
+    assert last >= 24, "as many whole steps were asked for, of which some may have come in parts"
+    assert repeated.server.version == repeated.compared == last
+
+
+LAYOUT = Layout((Segment("w", (3,), "float32"),))
+
+
+class Halving:
+    """A worker whose gradients are half of what it started from: a wrong start is a wrong update."""
+
+    layout = LAYOUT
+
+    def __init__(self) -> None:
+        self.sequence = -1
+
+    def start_from(self, parameters: Tensor, version: int) -> None:
+        self.start, self.version = parameters.clone(), version
+
+    def compute(self) -> tuple[Push, Tensor]:
+        self.sequence += 1
+        report = Report(position={"seen": self.sequence})
+        return Push(self.sequence, self.version, 1.0 + self.sequence % 3, report), self.start / 2
+
+
+class HalvingRun:
+    """Its server takes a step of every ``n`` updates."""
+
+    threads = 1
+
+    def __init__(self, n: int) -> None:
+        self.spec = sgd_spec(updates_per_step=n, workers=3)
+        self.workers = {worker: Halving() for worker in range(3)}
+
+    def build(self, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
+        return build(self.spec, layout, parameters)
+
+
+def record(run_dir: Path, n: int, pushes: list[tuple[int, bool]]) -> Tensor:
+    """Workers push in this order, and go on from what is published then, or ("early") still was during the step before,
+    if their update came then and was only added to others. Returns the last parameters."""
+    run, parameters = HalvingRun(n), torch.tensor([1.0, -2.0, 3.0])
+    server = ParameterServer(parameters, run.build(LAYOUT, parameters)[0])
+    recorder, log = Recorder(run_dir, server, resumed=False), EventLog(run_dir, {}, "the beginning", 0.0)
+    before, in_step = parameters.clone(), set[int]()  # whose pushes may have been accepted during the last step
+    for worker in run.workers.values():
+        worker.start_from(parameters, 0)
+    for pusher, early in pushes:
+        push, gradient = run.workers[pusher].compute()
+        earlier = parameters.clone()
+        receipt = server.push(Update(pusher, push.sequence, push.base_version, push.weight, gradient))
+        added = recorder.of(Settled(receipt, push.report))
+        log.write(0.0, receipt, push.report, added)
+        if "checksum" in added:
+            before, in_step = earlier, set(run.workers) - {pusher}
+        pulled = (before, server.version - 1) if early and pusher in in_step else (parameters, server.version)
+        run.workers[pusher].start_from(*pulled)
+        in_step.discard(pusher)
+    os.close(log._file)
+    description = {"method": run.spec.to_json(), "layout": LAYOUT.to_json(), "workers": len(run.workers)}
+    (run_dir / "run.json").write_text(json.dumps(description))
+    return parameters
+
+
+@example(n=2, pushes=[(1, False), *[(1, False), (0, True)] * 4])  # worker 0's come in one step after the other
+@given(n=st.integers(1, 4), pushes=st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=4, max_size=40))
+def test_who_pulled_during_a_step_is_repeated_from_where_it_started(n: int, pushes: list[tuple[int, bool]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        parameters = record(Path(folder), n, pushes)
+        repeated = Replay(Recording.read(Path(folder)), HalvingRun(n))
+        assert list(repeated.steps()) == list(range(1, len(pushes) // n + 1))
+    assert torch.equal(repeated.parameters, parameters)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(["--outer", "diloco", "--local-steps", 4], id="DiLoCo"),
+        pytest.param(
+            ["--local-steps", 4, "--dynamic-local-steps", "--grace-period", 0.01]
+            + ["--staleness-power", -0.5, "--delay-compensation", 0.5],
+            id="delayed Nesterov with dynamic steps, grace, weights and compensation",
+        ),
+    ],
+)
+def test_local_sgd_is_repeated_bit_for_bit(
+    processes: Processes, data: Path, tmp_path: Path, method: list[object]
+) -> None:
+    run_dir = launch(processes, data, tmp_path, "--optimizer", "local_sgd", "--max-update", 12, "--no-save", *method)
+    last = max(event["version_after"] for event in events(run_dir))
+    repeated = replay(run_dir)
+    assert repeated.server.version == last > 2
+    assert repeated.compared == sum("checksum" in event for event in events(run_dir)) > 2
+
+
+def test_a_replay_stops_at_the_update_that_was_asked_for(hybrid: Path) -> None:
+    assert replay(hybrid, until=5).server.version == 5
+
+
+def changed(run_dir: Path, copy: Path, change: Callable[[list[dict[str, Any]]], None]) -> Path:
+    shutil.copytree(run_dir, copy)
+    lines = events(copy)
+    change(lines)
+    (copy / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return copy
+
+
+@pytest.mark.parametrize(("key", "value"), [("checksum", "00000000"), ("norm", 1.5), ("version_after", 77)])
+def test_the_first_update_that_differs_is_named(hybrid: Path, tmp_path: Path, key: str, value: Any) -> None:
+    def spoil(lines: list[dict[str, Any]]) -> None:
+        for line in [line for line in lines if "checksum" in line][6:]:
+            line[key] = value
+
+    with pytest.raises(DifferenceError, match="update (7|77) .* is the first that differs"):
+        replay(changed(hybrid, tmp_path / "run", spoil))
+
+
+def test_a_log_cut_in_the_middle_of_a_line_is_replayed_to_its_last_whole_one(
+    hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(hybrid, copy)
+    log = copy / "events.jsonl"
+    log.write_text("".join(line + "\n" for line in log.read_text().splitlines()[:9]) + '{"time": 17')
+    monkeypatch.setattr(sys, "argv", ["fairseq-async", "replay", str(copy)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().out
+    assert not ended.value.code and "ends in the middle of a line" in said
+    assert "all equal to the recorded ones" in said
+
+
+def test_a_worker_that_was_elsewhere_in_its_data_ends_the_replay_with_a_line(hybrid: Path, tmp_path: Path) -> None:
+    def skip(lines: list[dict[str, Any]]) -> None:
+        lines[5]["position"]["iterations_in_epoch"] += 2
+
+    with pytest.raises(DifferenceError, match="worker was started again before it"):
+        replay(changed(hybrid, tmp_path / "run", skip))
+
+
+def test_what_cannot_be_replayed_is_refused_in_one_line(hybrid: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    other = tmp_path / "other"
+    shutil.copytree(hybrid, other)
+    recorded = json.loads((other / "command.json").read_text())
+    width = recorded["arguments"].index("--decoder-ffn-embed-dim") + 1
+    recorded["arguments"][width] = "48"
+    (other / "command.json").write_text(json.dumps(recorded))
+    unrecorded = changed(
+        hybrid, tmp_path / "plain", lambda lines: [line.pop("checksum", None) for line in lines] and None
+    )
+    alone = tmp_path / "alone"
+    shutil.copytree(hybrid, alone)
+    (alone / "start.pt").write_bytes(b"not a checkpoint")
+    for run_dir, message in {
+        tmp_path / "empty": "no run there",
+        tmp_path / "nowhere": "no run there",
+        unrecorded: "no checksums in events.jsonl",
+        alone: "first state, cannot be read",
+        other: "the recorded model is not this command's: its tensor",
+    }.items():
+        with pytest.raises(AsyncError) as caught:
+            replay(run_dir)
+        assert isinstance(caught.value, ConfigurationError)
+        assert message in str(caught.value) and "\n" not in str(caught.value), str(caught.value)

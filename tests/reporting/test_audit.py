@@ -1,0 +1,201 @@
+"""``fairseq-async audit``: logs that prove a run, and logs that do not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fairseq_async import cli
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.reporting.audit import AuditError, audit, show
+from fairseq_async.server import event_log as events
+from fairseq_async.server.event_log import EventLog
+from fairseq_async.server.parameter_server import Receipt, Status
+from fairseq_async.server.protocol import Report
+from scripts.faults.thread_server import ThreadServer
+from tests.helpers.server_client import join_patiently, push
+
+
+def event(
+    worker: int, sequence: int, base: int, after: int, status: str = "applied", staleness: int = 0
+) -> dict[str, Any]:
+    fields = {"time": 1.0, "worker": worker, "sequence": sequence, "base_version": base, "version_after": after}
+    return fields | {"staleness": staleness, "weight": 1.0, "status": status}
+
+
+def write(run_dir: Path, lines: list[dict[str, Any]], name: str = events.EVENTS) -> None:
+    (run_dir / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def rollback(sequences: dict[int, int], taken_back: int, source: str = "snapshot version-2.pt") -> dict[str, Any]:
+    return {"time": 1.0, "source": source, "sequences": sequences, "events": taken_back}
+
+
+RUN = [
+    event(0, 0, 0, 1),
+    event(1, 0, 0, 2, staleness=1),
+    event(1, 1, 2, 2, "refused"),
+    event(0, 1, 1, 2, "stale", staleness=1),
+    event(0, 1, 1, 2, "duplicate", staleness=1),
+    event(0, 2, 2, 3),
+    event(1, 2, 2, 3, "outlier", staleness=1),
+    event(1, 3, 3, 3, "finished"),
+]
+
+
+def test_a_run_without_faults_is_counted(tmp_path: Path) -> None:
+    write(tmp_path, RUN)
+    found = audit(tmp_path)
+    assert found.applied == 3 and found.version == 3 and not found.covered and not found.cut
+    assert {worker: dict(counts) for worker, counts in found.counts.items()} == {
+        0: {Status.APPLIED: 2, Status.STALE: 1, Status.DUPLICATE: 1},
+        1: {Status.APPLIED: 1, Status.REFUSED: 1, Status.OUTLIER: 1, Status.FINISHED: 1},
+    }
+
+
+def change(line: int, **values: Any) -> Callable[[list[dict[str, Any]]], None]:
+    return lambda lines: lines[line].update(values)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda lines: lines.pop(2), r"line 6: worker 1's update 2 comes after its update 0: update 1 was .* lost"),
+        (lambda lines: lines.insert(6, event(0, 1, 2, 3)), r"line 7: worker 0's update 1 comes .* it counts twice"),
+        (change(5, version_after=4), r"line 6: worker 0's update 2 \(applied\) took .* version 2 to 4"),
+        (change(2, version_after=3), r"line 3: worker 1's update 1 \(refused\) took .* version 2 to 3"),
+        (change(5, version_after=1), "version 2 to 1"),
+        (change(5, base_version=3), "line 6: worker 0's update 2 started from version 3"),
+        (change(4, sequence=2), "line 5: worker 0's update 2 was called a duplicate, but was never settled"),
+    ],
+)
+def test_the_first_violation_is_named(
+    tmp_path: Path, spoil: Callable[[list[dict[str, Any]]], None], message: str
+) -> None:
+    lines = [dict(line) for line in RUN]
+    spoil(lines)
+    write(tmp_path, lines)
+    with pytest.raises(AuditError, match=message):
+        audit(tmp_path)
+
+
+def test_what_a_rollback_took_back_is_named_and_anything_else_is_lost(tmp_path: Path) -> None:
+    write(tmp_path, [event(0, 0, 0, 1), event(1, 0, 1, 2), event(0, 3, 2, 3), event(1, 1, 2, 4, staleness=1)])
+    write(tmp_path, [event(0, 1, 1, 3), event(1, 1, 2, 4)], events.ROLLED_BACK)
+    write(tmp_path, [rollback({0: 0, 1: 0}, 2)], events.ROLLBACKS)
+    found = audit(tmp_path)
+    # 2 was acknowledged while the server died: no line of it was written; worker 1 came back with the same number
+    assert [update for update, _ in found.covered] == [(0, 1), (0, 2)]
+    assert dict(found.rolled_back) == {0: 1, 1: 1}
+    write(tmp_path, [rollback({0: 0, 1: 0}, 0)], events.ROLLBACKS)
+    with pytest.raises(AuditError, match="update 2 was acknowledged and is lost"):
+        audit(tmp_path)
+    write(tmp_path, [rollback({0: 0, 1: 1}, 2)], events.ROLLBACKS)
+    with pytest.raises(AuditError, match="worker 1's update 1 is part of snapshot version-2.pt, and was taken back"):
+        audit(tmp_path)
+
+
+def test_a_workers_first_update_may_be_lost_with_a_server_that_has_not_written_its_line(tmp_path: Path) -> None:
+    write(tmp_path, [event(0, 1, 0, 0), event(1, 0, 0, 1)])
+    write(tmp_path, [rollback({}, 0)], events.ROLLBACKS)
+    assert [update for update, _ in audit(tmp_path).covered] == [(0, 0)]
+    write(tmp_path, [event(0, 2, 0, 0), event(1, 0, 0, 1)])
+    with pytest.raises(AuditError, match="update 1 was acknowledged and is lost"):
+        audit(tmp_path)
+
+
+def test_a_run_that_goes_on_in_another_directory_begins_where_it_begins(tmp_path: Path) -> None:
+    write(tmp_path, [event(0, 70, 50, 51), event(1, 8, 49, 52, staleness=2), event(0, 71, 52, 53)])
+    assert audit(tmp_path).first_version == 50
+    write(tmp_path, [event(0, 70, 50, 51), event(0, 72, 51, 52)])
+    with pytest.raises(AuditError, match="update 71 was acknowledged and is lost"):
+        audit(tmp_path)
+
+
+def test_a_cut_last_line_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, RUN)
+    path = tmp_path / events.EVENTS
+    path.write_text(path.read_text() + '{"worker": 0, "seq')
+    show(audit(tmp_path), Console())
+    assert "events.jsonl: the last line is cut" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no events.jsonl; give the --run-dir or --save-dir of a run"),
+        ("hello\n", "line 1: not a line of fairseq-async"),
+        ('{"time": 0, "worker": 0}\n', "line 1: not a line of fairseq-async: sequence: Field required"),
+        ("\x00\xff\n", "line 1: not a line of fairseq-async"),
+    ],
+)
+def test_other_files_are_one_line(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / events.EVENTS).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigurationError, match=message) as error:
+        audit(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_the_command_ends_with_1_at_a_violation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fairseq-async", "audit", str(tmp_path)])
+    for lines, code in ((RUN[:2] + RUN[3:], 1), (RUN, 0)):
+        write(tmp_path, lines)
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert (end.value.code or 0) == code
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and said.err.startswith("fairseq-async: error: events.jsonl, line ")
+    assert "each of 3 applied updates counts once" in said.out
+
+
+def test_a_real_run_is_proved(tmp_path: Path) -> None:
+    server = ThreadServer(2, tmp_path)
+    try:
+        first, second = join_patiently(server, 0, updates_per_step=2), join_patiently(server, 1, updates_per_step=2)
+        for sequence in range(4):
+            push(first, sequence, 0.5)
+            push(second, sequence, float("nan") if sequence == 2 else 0.25)
+            push(second, sequence, 0.25)  # its answer was lost
+    finally:
+        server.stop()
+    found = audit(tmp_path)
+    assert found.applied == 7 and found.version == 3 and found.counts[1][Status.DUPLICATE] == 4
+
+
+@pytest.mark.parametrize("dies_at", range(4))
+def test_a_death_while_events_are_taken_back_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
+) -> None:
+    def settled(sequence: int) -> Receipt:
+        return Receipt(0, sequence, sequence, 1.0, Status.APPLIED, 0, 1.0, sequence + 1)
+
+    log = EventLog(tmp_path, {}, "the beginning", 0.0)
+    for sequence in range(6):
+        log.write(0.0, settled(sequence), Report())
+    whole = events._write_whole
+    left = dies_at
+
+    def mortal(path: Path, lines: list[str]) -> None:
+        nonlocal left
+        if left == 0:
+            path.with_name(path.name + ".part").write_text("half a li")
+            raise SystemExit
+        left -= 1
+        whole(path, lines)
+
+    monkeypatch.setattr(events, "_write_whole", mortal)
+    try:
+        EventLog(tmp_path, {0: 2}, "a snapshot", 1.0)
+    except SystemExit:
+        pass
+    monkeypatch.undo()
+    for sequences, then in (({0: 2}, 6), ({0: 1}, 7)):
+        log = EventLog(tmp_path, sequences, "a snapshot", 2.0)
+        log.write(3.0, Receipt(0, then, 0, 1.0, Status.APPLIED, 0, 1.0, sequences[0] + 2), Report())
+    assert audit(tmp_path).applied == 3

@@ -1,0 +1,145 @@
+"""How many workers a server holds, and the live view of a run, from files alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.reporting.capacity import Costs, measure, tables
+from fairseq_async.reporting.watch import WatchedRun
+
+WITHOUT_TIMES = (
+    '{"time": 1, "worker": 0, "sequence": 0, "base_version": 0, "staleness": 0, "weight": 1, "version_after": 1, '
+    '"status": "applied"}\n'
+)
+LAYOUT = [["weight", [1000], "float32"]]
+
+
+def write_run(run_dir: Path, workers: int, step: float, exchange: float, server: float, updates: int = 20) -> Path:
+    """Workers that take turns without a wait."""
+    run_dir.mkdir(exist_ok=True)
+    description = {"workers": workers, "method": {"barrier": 0}, "layout": LAYOUT}
+    (run_dir / "run.json").write_text(json.dumps(description))
+    events = [
+        {
+            "time": 1e9 + (number + 1) * (step + exchange) + worker * step / workers,
+            "worker": worker,
+            "sequence": number,
+            "base_version": number,
+            "version_after": number,
+            "status": "applied",
+            "weight": 10.0,
+            "staleness": 0,
+            "loss": 2.0,
+            "push_seconds": 0.75 * exchange,
+            "pull_seconds": 0.25 * exchange,
+            "server_seconds": server,
+        }
+        for number in range(updates)
+        for worker in range(workers)
+    ]
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return run_dir
+
+
+def test_costs_are_read_off_a_run(tmp_path: Path) -> None:
+    found = measure(write_run(tmp_path, workers=2, step=0.9, exchange=0.1, server=0.05))
+    assert found.workers == 2 and found.costs.parameters == 1000
+    assert (found.costs.step, found.costs.exchange, found.costs.server) == pytest.approx((0.9, 0.1, 0.05), abs=1e-5)
+    assert found.updates_per_second == pytest.approx(2.0, rel=1e-5)
+    assert found.costs.updates_per_second(2) == pytest.approx(2.0, rel=1e-5)
+
+
+def test_what_was_held_for_others_is_no_cost(tmp_path: Path) -> None:
+    """Two workers of steps that close: the first waits half a second in each for the other."""
+    run = write_run(tmp_path, workers=1, step=1.4, exchange=0.1, server=0.05)
+    description = json.loads((run / "run.json").read_text())
+    description["method"] |= {"barrier": 2, "closes_early": True}
+    (run / "run.json").write_text(json.dumps(description))
+    events = [json.loads(line) for line in (run / "events.jsonl").open()]
+    held = [event | {"held_seconds": 0.5, "push_seconds": 0.575} for event in events]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in held))
+    found = measure(run)
+    assert (found.costs.step, found.costs.exchange, found.costs.server) == pytest.approx((0.9, 0.1, 0.05), abs=1e-5)
+    assert found.updates_per_second == pytest.approx(1 / 1.5, rel=1e-5)
+
+
+def test_workers_add_up_until_the_server_is_busy_all_the_time() -> None:
+    costs = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000)
+    assert costs.workers_held == pytest.approx(20.0)
+    assert [costs.updates_per_second(k) for k in (1, 10, 20, 10_000)] == pytest.approx([1.0, 10.0, 20.0, 20.0])
+
+
+def test_a_link_costs_the_worker_both_ways_and_the_server_one_at_a_time() -> None:
+    linked = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, link=4 * 1000 / 0.2)
+    assert linked.alone == pytest.approx(0.9 + 0.1 + 2 * 0.2) and linked.busiest == pytest.approx(0.2)
+    assert linked.workers_held == pytest.approx(7.0)
+
+
+def test_shards_divide_the_servers_work_but_not_the_workers_link() -> None:
+    sharded = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, servers=5)
+    assert sharded.alone == pytest.approx(0.96) and sharded.busiest == pytest.approx(0.01)
+    linked = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, link=4 * 1000 / 0.2, servers=5)
+    assert linked.alone == pytest.approx(0.96 + 0.4) and linked.busiest == pytest.approx(0.04)
+
+
+def test_another_model_costs_in_proportion() -> None:
+    twice = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000).of_size(2000)
+    assert (twice.step, twice.exchange, twice.server) == pytest.approx((1.8, 0.2, 0.1))
+
+
+def test_the_tables_have_a_row_for_each_model_and_link_and_number_of_workers(tmp_path: Path) -> None:
+    console = Console(width=160, record=True, file=(tmp_path / "out").open("w"))
+    run = measure(write_run(tmp_path / "run", workers=1, step=0.9, exchange=0.1, server=0.05))
+    for table in tables(run, [1000, 20_000], [1, 10], [1, 4]):
+        console.print(table)
+    text = console.export_text()
+    assert text.count("Gbit/s") == 4 + 4 and "20,000" in text and "10,000" in text and "4 servers" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda run: (run / "run.json").unlink(), "no run that can be read there"),
+        (lambda run: (run / "events.jsonl").write_text(""), "too few to measure costs by"),
+        (lambda run: (run / "events.jsonl").write_text(WITHOUT_TIMES), "no measured times of the server"),
+        (lambda run: (run / "events.jsonl").write_text('{"worker": 0}\n'), "line 1: not a line of fairseq-async: time"),
+        (
+            lambda run: (run / "run.json").write_text(json.dumps({"method": {"barrier": 2}, "layout": LAYOUT})),
+            "a run with a barrier says nothing",
+        ),
+    ],
+)
+def test_a_run_that_says_too_little_is_one_line(tmp_path: Path, change: Any, message: str) -> None:
+    run = write_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05)
+    change(run)
+    with pytest.raises(ConfigurationError) as caught:
+        measure(run)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_run_is_watched_by_its_own_clock(tmp_path: Path) -> None:
+    now = [100.0]
+    run = write_run(tmp_path, workers=2, step=0.9, exchange=0.1, server=0.05, updates=30)
+    watched = WatchedRun(run, lambda: now[0])
+    watched.poll()
+    every = watched.rows()[-1]
+    assert (every.name, every.updates, every.staleness, every.loss) == ("all", 60, 0.0, 2.0)
+    assert every.tokens == pytest.approx(20.0, rel=0.1)
+    assert "nothing new" not in watched.summary()
+    now[0] += 45
+    watched.poll()
+    assert "nothing new for 45 s" in watched.summary() and watched.rows()[-1].tokens == 0.0
+    with (run / "events.jsonl").open("a") as log:
+        last = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
+        log.write(json.dumps(last | {"time": last["time"] + 1, "status": "refused", "worker": 5}) + '\n{"half')
+    watched.poll()
+    assert watched.refused == 1 and watched.updates[5] == 1 and "1 refused" in watched.summary()
+
+
+def test_an_empty_directory_is_not_watched(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no run there yet"):
+        WatchedRun(tmp_path)

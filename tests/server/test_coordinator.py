@@ -1,0 +1,164 @@
+"""The coordinator alone, with a list of times in place of a clock."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Rule
+from fairseq_async.server import Status
+from fairseq_async.server.coordinator import ControlEvent, Outcome, build_coordinator
+from fairseq_async.server.local_step_plan import LocalStepPlan
+from fairseq_async.server.membership import Membership
+from fairseq_async.server.plan import EpochPlan, Plan
+from fairseq_async.server.protocol import ScheduleEvent
+from scripts.faults.sgd_server import Constant, sgd_spec
+from tests.helpers.driven import Driven
+
+
+def synchronous() -> Driven:
+    """Three workers behind a barrier, plain SGD with a rate of 1 on the mean of their gradients."""
+    parameters = torch.zeros(1)
+    rule = HybridAccumulation(torch.optim.SGD([parameters], lr=1.0), 3)
+    return driven(rule, EpochPlan(Constant(), max_epoch=0), parameters, barrier=3)
+
+
+def driven(rule: Rule, plan: Plan, parameters: torch.Tensor, workers: int = 3, **changes: Any) -> Driven:
+    spec = sgd_spec(workers=workers, **changes)
+    coordinator = build_coordinator(spec, rule, plan, parameters, Membership(workers, now=0.0, timeout=60.0))
+    return Driven(coordinator, workers)
+
+
+def local(grace: float | None = None, total_steps: int = 0) -> Driven:
+    """Two workers that take 10 local steps a round, and whose updates are added up."""
+    parameters = torch.zeros(1)
+    plan = LocalStepPlan(2, maximum=10, total_steps=total_steps, dynamic=False, shards=[], seed=1)
+    rule = NesterovMomentum(lr=2.0, momentum=0.0, workers=2)
+    barrier = 0 if grace is None else 2
+    return driven(rule, plan, parameters, workers=2, barrier=barrier, grace_seconds=grace, waits_for_dead=False)
+
+
+def answered(outcome: Outcome) -> list[int]:
+    return [instruction.worker for instruction in outcome.instructions]
+
+
+def test_a_barrier_waits_for_all_and_answers_them_in_their_order() -> None:
+    run = synchronous()
+    assert run.push(2, 3.0, now=1.0) == run.push(0, 1.0, now=2.0) == run.tick(3.0) == Outcome()
+    outcome = run.push(1, 2.0, now=4.0)
+    assert [settled.receipt.worker for settled in outcome.settled] == answered(outcome) == [0, 1, 2]
+    assert run.version == 1 and run.parameter == -2.0
+    assert outcome.settled[0].control_events == (ControlEvent("limit_round", updates=3),)
+
+
+def test_a_barrier_goes_on_without_a_worker_that_left() -> None:
+    run = synchronous()
+    run.push(0, 1.0, now=1.0), run.push(1, 2.0, now=1.0)
+    outcome = run.leave(2, for_good=True, now=2.0)
+    assert answered(outcome) == [0, 1] and run.version == 1 and run.parameter == -1.5
+    run.push(0, 1.0, now=3.0)
+    assert answered(run.push(1, 1.0, now=4.0)) == [0, 1]
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["dead", "silent"])
+def test_a_barrier_waits_for_the_dead_and_the_silent_as_long_as_is_allowed(dies: bool) -> None:
+    run = synchronous()
+    if dies:
+        assert run.leave(2, for_good=False, now=0.0) == Outcome()
+    run.push(0, 1.0, now=1.0), run.push(1, 2.0, now=1.0)
+    assert run.tick(60.0) == Outcome()
+    assert answered(run.tick(60.5)) == [0, 1] and run.version == 1
+
+
+def test_the_update_of_a_worker_that_leaves_while_it_waits_is_not_in_the_round() -> None:
+    run = synchronous()
+    run.push(0, 7.0, now=1.0)
+    run.leave(0, for_good=True, now=2.0)
+    run.push(1, 1.0, now=3.0)
+    assert answered(run.push(2, 2.0, now=4.0)) == [1, 2] and run.parameter == -1.5
+
+
+def test_a_grace_period_ends_at_its_deadline() -> None:
+    run = local(grace=2.0)
+    assert run.steps(0, 10, now=10.0) == Outcome() and run.coordinator.deadline == 12.0
+    assert run.tick(11.9) == Outcome()
+    outcome = run.tick(12.0)
+    assert answered(outcome) == [0] and run.version == 1
+    assert run.coordinator.deadline is None and run.tick(13.0) == Outcome()
+
+
+def test_a_grace_period_ends_when_all_are_there() -> None:
+    run = local(grace=2.0)
+    run.steps(0, 10, now=10.0)
+    assert answered(run.steps(1, 10, now=11.0)) == [0, 1] and run.coordinator.deadline is None
+
+
+def test_a_grace_period_ends_early_when_nobody_can_come_in_it() -> None:
+    """Worker 0 begins again at 12 and needs 10 seconds: it is there at 22, and a period from 15 on ends at 17."""
+    run = local(grace=2.0)
+    run.steps(0, 10, now=10.0), run.tick(12.0)
+    assert answered(run.steps(1, 10, now=15.0)) == [1] and run.coordinator.deadline is None
+    assert run.steps(0, 10, now=23.5) == Outcome(), "worker 1 is there at 25, and the period ends at 25.5"
+    assert answered(run.steps(1, 10, now=25.0)) == [0, 1] and run.version == 4
+
+
+def test_an_idle_worker_is_woken_when_work_is_free_again() -> None:
+    """20 steps in all: 10 are done and 10 are the other worker's, until it dies."""
+    run = local(total_steps=10)
+    (instruction,) = run.steps(0, 10, now=10.0).instructions
+    assert instruction.assignment.idle and not instruction.finished
+    assert run.coordinator.wait(0, now=10.0) == run.tick(11.0) == Outcome()
+    (woken,) = run.leave(1, for_good=False, now=12.0).instructions
+    assert (woken.worker, woken.receipt, woken.finished) == (0, None, False)
+    assert woken.assignment.local_steps == 10 and not woken.assignment.idle
+    assert run.coordinator.membership.idle == set()
+
+
+def test_an_idle_worker_is_told_of_the_end_when_the_others_have_done_the_rest() -> None:
+    run = local(total_steps=10)
+    run.steps(0, 10, now=10.0)
+    run.coordinator.wait(0, now=10.0)
+    outcome = run.steps(1, 10, now=20.0)
+    assert {instruction.worker: instruction.finished for instruction in outcome.instructions} == {0: True, 1: True}
+    assert run.coordinator.finished
+
+
+def test_a_round_does_not_wait_for_a_worker_that_has_nothing_to_do() -> None:
+    run = local(grace=1000.0, total_steps=15)
+    run.steps(0, 10, now=10.0)
+    assert answered(run.steps(1, 10, now=10.0)) == [0, 1]  # 10 of 30 steps are left, which are worker 0's
+    assert run.coordinator.wait(1, now=10.0) == Outcome()
+    outcome = run.steps(0, 10, now=20.0)
+    assert answered(outcome) == [0, 1] and run.coordinator.finished
+
+
+def test_an_update_after_the_last_step_is_finished() -> None:
+    parameters = torch.zeros(1)
+    rule = HybridAccumulation(torch.optim.SGD([parameters], lr=1.0), 1)
+    run = driven(rule, EpochPlan(Constant(), max_epoch=0), parameters, last_version=1)
+    (last,) = run.push(0, 1.0, now=1.0).instructions
+    assert last.receipt is not None and last.receipt.status is Status.APPLIED and last.finished
+    (late,) = run.push(1, 5.0, now=2.0).instructions
+    assert late.receipt is not None and late.receipt.status is Status.FINISHED and late.finished
+    assert run.version == 1 and run.parameter == -1.0
+
+
+def test_updates_that_wait_when_a_worker_ends_the_run_are_finished() -> None:
+    run = synchronous()
+    run.push(0, 1.0, now=1.0), run.push(1, 2.0, now=1.0)
+    outcome = run.coordinator.end(now=2.0)
+    assert not outcome.settled and answered(outcome) == [0, 1]
+    for instruction in [*outcome.instructions, run.coordinator.rejected(2, now=3.0)]:
+        assert instruction.receipt is not None and instruction.receipt.status is Status.FINISHED
+        assert instruction.finished
+    assert run.version == 0 and run.parameter == 0.0
+
+
+def test_a_schedule_event_counts_once_and_goes_with_the_next_update_to_the_log() -> None:
+    run = synchronous()
+    event = ScheduleEvent("a-1", "end_epoch", 3, 0.5)
+    assert [run.coordinator.follow(0, event) for _ in range(3)] == [1.0] * 3
+    for worker in range(3):
+        outcome = run.push(worker, 1.0, now=1.0)
+    limit, end = ControlEvent("limit_round", updates=3), ControlEvent("end_epoch", epoch=3, loss=0.5)
+    assert [settled.control_events for settled in outcome.settled] == [(limit, end), (), ()]

@@ -1,0 +1,130 @@
+"""How long an update waits for others, by the speeds of those who are at work."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairseq_async.config import DelayedNesterovOptions
+from fairseq_async.method_spec import MethodSpec, ServerSettings, local_sgd_spec
+from fairseq_async.server import Layout
+from fairseq_async.server import local_sgd_main as outer
+from fairseq_async.server.grace import GracePeriod
+from fairseq_async.server.local_step_plan import LocalStepPlan
+from fairseq_async.server.parameter_server import Status
+from fairseq_async.server.protocol import Hello, Initialise, Push, PushReply, Report, Welcome
+from tests.helpers import in_process
+from tests.helpers.in_process import Connection
+
+
+def at_work(**seconds_per_step: float) -> LocalStepPlan:
+    """Workers a, b, … are 0, 1, …; each was measured and has 10 steps before it."""
+    plan = LocalStepPlan(workers=len(seconds_per_step), maximum=10, total_steps=0, dynamic=False, shards=[], seed=1)
+    for worker, seconds in enumerate(seconds_per_step.values()):
+        plan.record(worker, Report(local_steps=10, step_seconds=seconds))
+        plan.assign(worker)
+    return plan
+
+
+def begun(grace: GracePeriod, *moments: float) -> GracePeriod:
+    for worker, moment in enumerate(moments):
+        grace.begin_work(worker, moment)
+    return grace
+
+
+def test_who_comes_within_the_period_is_waited_for_and_who_comes_later_is_not() -> None:
+    plan = at_work(a=1.0, b=1.0, c=1.0)
+    grace = begun(GracePeriod(2.0), 0.0, 1.9, 2.1)
+    assert grace.continues(0, [1, 2], plan, now=10.0) and grace.deadline == 12.0
+    assert not grace.continues(1, [2], plan, now=11.9)
+    assert grace.deadline == 12.0  # it began with the first
+    assert not begun(GracePeriod(2.0), 0.0, 1.9, 2.1).continues(0, [2], plan, now=10.0)
+
+
+def test_nobody_at_work_nobody_waited_for() -> None:
+    assert not begun(GracePeriod(5.0), 0.0).continues(0, [], at_work(a=1.0), now=10.0)
+
+
+def test_a_round_without_a_period_waits_for_all() -> None:
+    grace = begun(GracePeriod(None), 0.0)
+    assert grace.continues(0, [], at_work(a=1.0), now=10.0) and grace.deadline is None
+
+
+def test_a_worker_that_was_never_measured_may_come_at_any_time() -> None:
+    plan = at_work(a=1.0)
+    plan.assign(1)
+    assert begun(GracePeriod(0.1), 0.0, 9.9).continues(0, [1], plan, now=10.0)
+
+
+def test_who_has_not_begun_is_waited_for_in_the_first_round_only() -> None:
+    plan = LocalStepPlan(workers=2, maximum=10, total_steps=0, dynamic=False, shards=[], seed=1)
+    plan.assign(0)
+    assert begun(GracePeriod(0.1), 0.0).continues(0, [1], plan, now=10.0)
+    plan.record(0, Report(local_steps=10, step_seconds=1.0))
+    plan.assign(0)
+    assert not begun(GracePeriod(0.1), 10.0).continues(0, [1], plan, now=20.0)
+
+
+@pytest.mark.parametrize(("seconds", "waits"), [(10.0, False), (5.0, True), (20.0, False)])
+def test_what_speeds_up_one_may_speed_up_the_others(seconds: float, waits: bool) -> None:
+    """Both began together; the second had been slow, and a slow first one does not make it later than it was."""
+    assert begun(GracePeriod(2.0), 0.0, 0.0).continues(0, [1], at_work(a=1.0, b=1.25), now=seconds) is (
+        waits or seconds > 12.5
+    )
+
+
+LAYOUT = Layout.of([("w", torch.zeros(3))])
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Worker(Connection):
+    """One that says what a worker says."""
+
+    def come(self, worker: int, spec: MethodSpec) -> None:
+        self.sequence = 0
+        self.introduce(worker)
+        self.ask(Hello(spec, LAYOUT, remote=False), Welcome)
+
+    def deliver(self, steps: int, step_seconds: float) -> bool:
+        """Whether it is answered at once, and does not wait for others."""
+        in_process.slot(self.service, self.peer.id).fill_(0.1)
+        report = Report(local_steps=steps, step_seconds=step_seconds)
+        self.sequence += 1
+        return self.send(Push(self.sequence - 1, 0, 1.0, report))
+
+
+def test_the_server_waits_for_those_who_are_about_to_come_and_not_for_others(tmp_path: Path) -> None:
+    options = DelayedNesterovOptions(local_steps=10, grace_period=2.0, total_steps=1000)
+    spec, clock = local_sgd_spec(options, 2, [], None, {}), Clock()
+    spec = replace(spec, server=ServerSettings(worker_timeout=1000.0))
+    service = in_process.new_service(2, tmp_path, outer.build, clock)
+    one, other = Worker(service), Worker(service)
+    try:
+        one.come(0, spec)
+        one.ask(Initialise(False), Welcome)
+        server = in_process.server(service)
+        other.come(1, spec)
+        clock.now += 10
+        assert not one.deliver(10, 1.0)  # they have not been measured
+        clock.now += 1.5
+        assert other.deliver(10, 1.0) and server.version == 2
+        clock.now += 10
+        assert not one.deliver(10, 1.0)
+        clock.now += 2.5
+        service.tick()
+        assert server.version == 3 and one.answer(PushReply).status is Status.APPLIED
+        assert other.deliver(10, 1.0)  # the first will need 10 seconds
+        clock.now += 9
+        assert not one.deliver(10, 0.9)
+        clock.now += 1
+        assert other.deliver(10, 1.0) and server.version == 6
+    finally:
+        in_process.end(service)
+    assert torch.isfinite(server.parameters).all()

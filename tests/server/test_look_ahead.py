@@ -1,0 +1,89 @@
+"""Parameters ahead of the server's, for workers whose updates will be stale."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.server import ParameterServer
+from fairseq_async.server.look_ahead import LookAhead
+
+
+def test_a_worker_looks_ahead_by_the_running_mean_of_its_staleness() -> None:
+    look_ahead = LookAhead(None)
+    assert look_ahead.of(0) == 0.0
+    for staleness in (2, 2, 6):
+        look_ahead.note(0, staleness)
+        look_ahead.note(1, 0)
+    assert look_ahead.of(0) == 3.0 and look_ahead.of(1) == 0.0
+    look_ahead.note(1, 1)
+    assert look_ahead.of(1) == 0.0, "a quarter of a version is as good as none"
+    look_ahead.forget(0)
+    assert look_ahead.of(0) == 0.0
+
+
+def test_a_number_is_for_all_workers_whatever_their_staleness() -> None:
+    look_ahead = LookAhead(1.5)
+    look_ahead.note(0, 7)
+    assert look_ahead.of(0) == look_ahead.of(1) == 1.5
+
+
+def sgd(start: float, lr: float, keeps_last_step: bool = True) -> ParameterServer:
+    parameters = torch.tensor([start])
+    rule = HybridAccumulation(torch.optim.SGD([parameters], lr=lr), 1)
+    return ParameterServer(parameters, rule, keeps_last_step=keeps_last_step)
+
+
+def ahead(server: ParameterServer, versions: float) -> float:
+    out = torch.full_like(server.parameters, torch.nan)
+    server.write_ahead(out, versions)
+    return out.item()
+
+
+def test_it_looks_along_the_last_step_and_changes_nothing() -> None:
+    server = sgd(10.0, lr=1.0)
+    assert ahead(server, 2.0) == 10.0  # no step yet
+    server.push(Update(0, 0, 0, 1.0, torch.tensor([4.0])))
+    assert [ahead(server, versions) for versions in (0.0, 0.5, 2.0)] == [6.0, 4.0, -2.0]
+    server.push(Update(0, 1, 1, 1.0, torch.tensor([-1.0])))
+    assert ahead(server, 3.0) == 10.0 and server.pull(0).values.item() == 7.0
+
+
+@given(st.integers(1, 4), st.floats(0.01, 0.2), st.floats(-3, 3))
+def test_on_a_quadratic_with_a_constant_delay_it_is_the_closed_form(delay: int, lr: float, start: float) -> None:
+    """θ²/2 has the gradient θ. With a delay of τ and a look-ahead of τ versions along the last step, plain SGD is
+
+    θ(v+1) = θ(v) − lr · [θ(v−τ) + τ · (θ(v−τ) − θ(v−τ−1))],
+    """
+    server = sgd(start, lr)
+    gradients = [server.parameters.item()] * delay  # of the first versions: no step has been taken
+    expected = [start] * (delay + 2)  # float64; the last one is version 0
+    for sequence in range(30):
+        gradients.append(ahead(server, delay))
+        server.push(Update(0, sequence, server.version, 1.0, torch.tensor([gradients.pop(0)])))
+        stale, before = expected[-1 - delay], expected[-2 - delay]
+        expected.append(expected[-1] - lr * (stale + delay * (stale - before)))
+    assert server.parameters.item() == pytest.approx(expected[-1], rel=1e-4, abs=1e-5)
+
+
+def test_a_server_that_comes_back_from_a_state_gives_the_same_parameters_ahead(tmp_path: Path) -> None:
+    """As after a death between a step and the pull of a late worker."""
+    server = sgd(10.0, lr=1.0)
+    for sequence, value in enumerate((4.0, 1.0)):
+        server.push(Update(0, sequence, sequence, 1.0, torch.tensor([value])))
+    torch.save(server.state_dict(), tmp_path / "state.pt")
+    again = sgd(0.0, lr=1.0)
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert ahead(again, 2.0) == ahead(server, 2.0) == 3.0
+
+
+def test_a_state_without_the_last_step_looks_nowhere() -> None:
+    """As one of a run without look-ahead, with which this one goes on."""
+    server = sgd(10.0, lr=1.0, keeps_last_step=False)
+    server.push(Update(0, 0, 0, 1.0, torch.tensor([4.0])))
+    again = sgd(0.0, lr=1.0)
+    again.load_state_dict(server.state_dict())
+    assert ahead(again, 2.0) == 6.0

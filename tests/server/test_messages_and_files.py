@@ -1,0 +1,39 @@
+"""What a message says is used, and what is promised of files is there."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.halving import halving_spec
+from tests.helpers.mortal import InlineSnapshots
+from tests.helpers.restarts import Restarts, both
+
+
+def test_a_gradient_weighs_as_much_as_its_tokens_and_the_next_event_says_what_it_cost_the_server(
+    tmp_path: Path,
+) -> None:
+    """Worker 0 has 1 token and 3 as gradient, worker 1 has 2 and 6: the mean is 5."""
+    spec = halving_spec()
+    restarts = Restarts(tmp_path, spec)
+    try:
+        (first, second), _ = both(restarts.begin(), spec)
+        first.push(3.0), second.push(6.0)
+        assert second.service.described.coordinator.server.parameters.tolist() == pytest.approx([-5.0] * 3)
+        first.push(0.0)
+        events = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
+        assert [event["weight"] for event in events] == [1.0, 2.0, 1.0]
+        assert [event["server_seconds"] > 0 for event in events] == [False, False, True]
+    finally:
+        restarts.close()
+
+
+def test_the_last_two_snapshots_are_kept(tmp_path: Path) -> None:
+    """What killed the server may have torn the last one."""
+    snapshots = InlineSnapshots(tmp_path)
+    for version in (1, 2, 3):
+        snapshots.take({"version": version}, version)
+    assert sorted(path.name for path in snapshots.directory.iterdir()) == [
+        "version-000000000002.pt",
+        "version-000000000003.pt",
+    ]

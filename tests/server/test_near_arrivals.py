@@ -1,0 +1,144 @@
+"""How long a step waits for gradients that are about to come, with a list of times in place of a clock."""
+
+import pytest
+import torch
+
+from fairseq_async.algorithms import HybridAccumulation
+from fairseq_async.server.coordinator import build_coordinator
+from fairseq_async.server.membership import Membership
+from fairseq_async.server.near_arrivals import NearArrivals
+from fairseq_async.server.parameter_server import Status
+from fairseq_async.server.plan import EpochPlan
+from scripts.faults.sgd_server import Constant, sgd_spec
+from tests.helpers.driven import Driven
+
+
+def measured(waiting: NearArrivals, **seconds: float) -> NearArrivals:
+    """Workers a, b, … are 0, 1, …; each has taken so long for its last step, and begins another at 100."""
+    for worker, took in enumerate(seconds.values()):
+        waiting.begin_work(worker, 0.0)
+        waiting.arrive(worker, took)
+    waiting.close()
+    for worker in range(len(seconds)):
+        waiting.begin_work(worker, 100.0)
+    return waiting
+
+
+def test_who_is_due_within_half_a_step_is_waited_for_and_who_is_due_later_is_not() -> None:
+    waiting = measured(NearArrivals(0.5), a=1.0, b=1.5, c=1.6)
+    waiting.arrive(0, 101.0)
+    assert waiting.continues([1, 2], 101.0)
+    assert waiting.deadline == 102.0  # b is due at 101.5, and half a second late at most
+    waiting.arrive(1, 101.5)
+    assert not waiting.continues([2], 101.5)
+
+
+def test_a_slow_worker_waits_by_its_own_measure() -> None:
+    """Half a step of four seconds is long: a fast worker, just begun, is near."""
+    waiting = measured(NearArrivals(0.5), fast=1.0, slow=4.0)
+    waiting.begin_work(0, 103.9)
+    waiting.arrive(1, 104.0)
+    assert waiting.continues([0], 104.0) and waiting.deadline == pytest.approx(104.9 + 2.0)
+    waiting.arrive(0, 104.9)
+    waiting.close()
+    waiting.begin_work(1, 104.9)
+    waiting.arrive(0, 105.9)
+    assert not waiting.continues([1], 105.9)
+
+
+def test_a_worker_that_does_not_come_is_waited_for_once() -> None:
+    waiting = measured(NearArrivals(0.5), a=1.0, hung=1.0)
+    waiting.arrive(0, 101.0)
+    assert waiting.continues([1], 101.0) and waiting.deadline == 101.5
+    waiting.close()
+    waiting.begin_work(0, 101.5)
+    waiting.arrive(0, 102.5)
+    assert not waiting.continues([1], 102.5)
+
+
+def test_a_grace_in_seconds_is_the_same_for_all() -> None:
+    waiting = measured(NearArrivals(0.5, seconds=3.0), a=1.0, b=3.9, c=4.1)
+    waiting.arrive(0, 101.0)
+    assert waiting.continues([1, 2], 101.0) and waiting.deadline == pytest.approx(106.9)
+    waiting.forget(1)
+    assert not waiting.continues([2], 101.0)
+
+
+def test_an_odd_step_does_not_move_what_is_expected_and_a_change_of_speed_does() -> None:
+    waiting = NearArrivals(0.5)
+    for took in (1.0, 1.0, 1.0, 1.0, 9.0):
+        waiting.begin_work(0, 0.0)
+        waiting.arrive(0, took)
+    assert waiting._seconds(0) == 1.0
+    for took in (9.0, 9.0):
+        waiting.begin_work(0, 0.0)
+        waiting.arrive(0, took)
+    assert waiting._seconds(0) == 9.0
+
+
+def test_in_the_first_step_all_are_taken_to_be_as_fast_as_the_first() -> None:
+    waiting = NearArrivals(0.5)
+    for worker in range(3):
+        waiting.begin_work(worker, 0.2 * worker)
+    waiting.arrive(0, 1.0)
+    assert waiting.continues([1, 2, 3], 1.0), "3 has not come yet, and is not waited for"
+    assert waiting.deadline == pytest.approx(1.4 + 0.5)
+    waiting.arrive(1, 1.2)
+    waiting.arrive(2, 1.4)
+    assert not waiting.continues([3], 1.4)
+
+
+def steps(workers: int = 3) -> Driven:
+    """Plain SGD on the mean of the gradients in a step, with a rate of 1 for those of all workers."""
+    parameters = torch.zeros(1)
+    rule = HybridAccumulation(torch.optim.SGD([parameters], lr=1.0), workers, partial_steps=True)
+    spec = sgd_spec(workers=workers, barrier=workers, closes_early=True, waits_for_dead=False, look_ahead=None)
+    plan = EpochPlan(Constant(), max_epoch=0)
+    return Driven(build_coordinator(spec, rule, plan, parameters, Membership(workers, 0.0, timeout=60.0)), workers)
+
+
+def test_a_step_is_the_mean_of_those_who_came_together() -> None:
+    run = steps()
+    for worker in (0, 1):
+        assert not run.push(worker, worker + 1.0, now=1.0).instructions
+    outcome = run.tick(1.5)  # the third was expected, too
+    assert [(i.worker, i.receipt.status) for i in outcome.instructions if i.receipt] == [
+        (0, Status.APPLIED),
+        (1, Status.APPLIED),
+    ]
+    assert run.version == 1 and run.parameter == pytest.approx(-1.5 * 2 / 3)
+    assert [event.updates for event in outcome.settled[0].control_events] == [2]
+    assert [settled.held_seconds for settled in outcome.settled] == [0.5, 0.5]
+    assert run.push(2, 5.0, now=1.9, base=0).settled == []  # it joins the next step
+    run.push(0, 1.0, now=2.5)
+    receipts = [settled.receipt for settled in run.push(1, 3.0, now=2.5).settled]
+    assert [(receipt.worker, receipt.staleness) for receipt in receipts] == [(0, 0), (1, 0), (2, 1)]
+    assert run.version == 2 and run.parameter == pytest.approx(-1.0 - 3.0)
+
+
+def test_a_worker_that_leaves_is_waited_for_no_more() -> None:
+    run = steps()
+    run.push(0, 1.0, now=1.0)
+    assert run.push(1, 3.0, now=1.0).settled == []
+    assert len(run.leave(2, for_good=False, now=1.1).settled) == 2
+    assert run.parameter == pytest.approx(-2.0 * 2 / 3)
+
+
+def test_who_joins_beyond_those_announced_is_in_the_step() -> None:
+    run = steps(workers=1)
+    run.sequences += [0]
+    run.coordinator.membership.enter(1, "x", 0.0)
+    run.coordinator.instruct(1, None, 0.0)
+    assert run.push(0, 1.0, now=1.0).settled == []
+    assert len(run.push(1, 3.0, now=1.2).settled) == 2 and run.version == 1 and run.parameter == -2.0
+
+
+def test_a_late_worker_is_told_to_start_ahead_by_as_many_versions_as_it_is_late() -> None:
+    run = steps(workers=2)
+    for now in (1.0, 2.0, 3.0):
+        run.push(0, 1.0, now)
+        run.tick(now + 0.5)
+    run.push(1, 1.0, now=3.6, base=0)
+    both = run.push(0, 1.0, now=4.5)
+    assert [settled.receipt.staleness for settled in both.settled] == [0, 3]
+    assert [i.assignment.look_ahead for i in both.instructions] == [0.0, 3.0]

@@ -1,0 +1,135 @@
+"""The state machine, driven by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.errors import RefusedError
+from fairseq_async.server import ParameterServer, Status
+
+
+def server(n: int = 1, size: int = 2, **options: int) -> ParameterServer:
+    parameters = torch.zeros(size)
+    rule = HybridAccumulation(torch.optim.SGD([parameters], lr=1.0), n)
+    return ParameterServer(parameters, rule, **options)
+
+
+def update(worker: int, sequence: int, value: float, base: int = 0, weight: float = 1.0, size: int = 2) -> Update:
+    return Update(worker, sequence, base, weight, torch.full((size,), value))
+
+
+def test_a_pull_is_a_copy_of_one_version() -> None:
+    it = server()
+    before = it.pull(0)
+    it.push(update(0, 0, 1.0))
+    after = it.pull(0)
+    assert (before.version, after.version) == (0, 1)
+    assert before.values.tolist() == [0, 0] and after.values.tolist() == [-1, -1]
+
+
+def test_staleness_counts_the_steps_since_the_pull() -> None:
+    it = server()
+    assert [it.push(update(0, i, 1.0, base=0)).staleness for i in range(3)] == [0, 1, 2]
+    assert it.push(update(1, 0, 1.0, base=3)).staleness == 0
+
+
+def test_an_update_that_comes_twice_is_applied_once() -> None:
+    it = server()
+    assert it.push(update(0, 0, 1.0)).status is Status.APPLIED
+    assert it.push(update(0, 0, 1.0)).status is Status.DUPLICATE
+    assert it.push(update(1, 0, 1.0)).status is Status.APPLIED
+    assert it.parameters.tolist() == [-2, -2] and it.version == 2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_nan_and_inf_are_refused_and_counted_and_change_nothing(bad: float) -> None:
+    it = server(n=2)
+    it.push(update(0, 0, 1.0))
+    receipt = it.push(Update(1, 0, 0, 1.0, torch.tensor([0.0, bad])))
+    assert receipt.status is Status.REFUSED and it.refused == {1: 1}
+    assert it.version == 0 and it.parameters.tolist() == [0, 0]
+    it.push(update(1, 1, 3.0))
+    assert it.version == 1 and it.parameters.tolist() == [-2, -2]
+
+
+def test_a_finished_run_takes_no_more_steps() -> None:
+    it = server(last_version=1)
+    assert it.push(update(0, 0, 1.0)).status is Status.APPLIED
+    assert it.push(update(1, 0, 1.0)).status is Status.FINISHED
+    assert it.version == 1 and it.parameters.tolist() == [-1, -1]
+
+
+def test_the_barrier_applies_a_round_in_the_order_of_the_workers() -> None:
+    it = server(n=2, barrier=2)
+    assert it.push(update(1, 0, 3.0)).status is Status.HELD
+    assert it.push(update(1, 0, 3.0)).status is Status.HELD  # sent again while it waits
+    assert it.released() == [] and it.version == 0
+    assert it.push(update(0, 0, 1.0)).status is Status.HELD
+    assert [(r.worker, r.status) for r in it.released()] == [(0, Status.APPLIED), (1, Status.APPLIED)]
+    assert it.released() == [] and it.version == 1 and it.parameters.tolist() == [-2, -2]
+
+
+def test_the_update_of_a_worker_that_died_behind_the_barrier_is_withdrawn() -> None:
+    it = server(n=2, barrier=2)
+    it.push(update(0, 0, 9.0))
+    it.withdraw(0)
+    assert it.push(update(1, 0, 1.0)).status is Status.HELD and it.version == 0
+    it.push(update(0, 0, 3.0))
+    assert it.version == 1 and it.parameters.tolist() == [-2, -2]
+
+
+def test_no_round_waits_for_workers_that_have_left() -> None:
+    it = server(n=3, barrier=3)
+    it.push(update(0, 0, 1.0))
+    it.push(update(1, 0, 1.0))
+    it.limit_barrier(2)
+    assert [r.worker for r in it.released()] == [0, 1]
+
+
+def test_the_order_of_arrival_does_not_change_a_bit_behind_the_barrier() -> None:
+    torch.manual_seed(1)
+    sent = [Update(w, 0, 0, float(w + 1), torch.randn(50)) for w in range(4)]
+
+    def result(order: list[int]) -> torch.Tensor:
+        it = server(n=4, size=50, barrier=4)
+        for worker in order:
+            it.push(sent[worker])
+        return it.parameters
+
+    assert torch.equal(result([0, 1, 2, 3]), result([3, 1, 0, 2]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.floats(-1, 1, width=16)), max_size=40),
+    st.integers(0, 40),
+)
+def test_any_sequence_of_messages_leaves_what_a_simple_model_says(
+    n: int, sent: list[tuple[int, int, float]], stop: int
+) -> None:
+    """Resent, out of order, stopped and restored in the middle: each update counts once."""
+    it, seen, accepted = server(n), dict[int, int](), list[float]()
+    may_skip: set[int] = set()
+    for index, (worker, sequence, value) in enumerate(sent):
+        if index == stop:
+            restored = server(n)
+            restored.load_state_dict(it.state_dict())
+            it, may_skip = restored, {0, 1, 2}
+        if sequence > seen.get(worker, -1) + 1 and worker not in may_skip:
+            with pytest.raises(RefusedError, match=f"the next of worker {worker} is {seen.get(worker, -1) + 1}"):
+                it.push(update(worker, sequence, value))
+            continue
+        fresh = sequence > seen.get(worker, -1)
+        assert (it.push(update(worker, sequence, value)).status is Status.APPLIED) == fresh
+        if fresh:
+            seen[worker] = sequence
+            may_skip.discard(worker)
+            accepted.append(value)
+    steps = len(accepted) // n
+    assert it.version == steps and it.sequences == seen
+    assert it.parameters[0].item() == pytest.approx(-sum(accepted[: steps * n]) / n, abs=1e-5)

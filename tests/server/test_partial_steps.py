@@ -1,0 +1,69 @@
+"""Parts of steps in the schedule, in the run's end and in what a restart keeps."""
+
+import pytest
+import torch
+
+from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.server.plan import EpochPlan
+from fairseq_async.server.scheduled_rule import ScheduledRule
+
+
+class Recorded:
+    """A schedule that keeps what it was told."""
+
+    learning_rate = 0.5
+
+    def __init__(self) -> None:
+        self.followed: list[int] = []
+
+    def follow(self, steps: int) -> None:
+        self.followed.append(steps)
+
+    def begin_epoch(self, epoch: int) -> None: ...
+
+    def end_epoch(self, epoch: int, loss: float | None) -> None: ...
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def rule_of(workers: int) -> tuple[ScheduledRule, Recorded, torch.Tensor]:
+    parameters, schedule = torch.zeros(1), Recorded()
+    optimizer = torch.optim.SGD([parameters], lr=1.0)
+    return ScheduledRule(HybridAccumulation(optimizer, workers, partial_steps=True), schedule), schedule, parameters
+
+
+def step(rule: ScheduledRule, parameters: torch.Tensor, gradients: int) -> float:
+    rule.limit_round(gradients)
+    return sum(rule.apply(parameters, Update(0, 0, 0, 1.0, torch.ones(1))) for _ in range(gradients))
+
+
+def test_the_schedule_goes_on_when_parts_make_a_whole_step() -> None:
+    """Three thirds are one, whatever their sum is in binary."""
+    rule, schedule, parameters = rule_of(3)
+    for _ in range(3):
+        step(rule, parameters, 1)
+    step(rule, parameters, 2)
+    step(rule, parameters, 3)
+    assert schedule.followed == [0, 0, 0, 1, 1, 2] and rule.steps == pytest.approx(1 + 2 / 3 + 1)
+
+
+def test_a_run_ends_after_so_many_whole_steps() -> None:
+    rule, _, parameters = rule_of(10)
+    plan = EpochPlan(rule, max_epoch=0, total_steps=2)
+    for gradients in (7, 7, 5):
+        step(rule, parameters, gradients)
+        assert not plan.finished
+    step(rule, parameters, 1)  # 0.7 + 0.7 + 0.5 + 0.1 is below 2 in binary
+    assert plan.finished and plan.assign(0).total_progress == pytest.approx(2.0)
+
+
+def test_a_restart_goes_on_in_the_middle_of_a_step() -> None:
+    rule, _, parameters = rule_of(4)
+    step(rule, parameters, 3)
+    again, schedule, parameters = rule_of(4)
+    again.load_state_dict(rule.state_dict())
+    step(again, parameters, 1)
+    assert again.steps == 1.0 and schedule.followed == [0, 0, 1]

@@ -1,0 +1,318 @@
+"""A server process and its clients over loopback, with a rule that needs no fairseq."""
+
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
+from fairseq_async.exchange import Channel
+from fairseq_async.server import Layout, Segment, Status
+from fairseq_async.server.event_loop import EventLoop
+from fairseq_async.server.peers import Peer
+from fairseq_async.server.process import ServerProcess
+from fairseq_async.server.protocol import Greeting, Hello, Push, PushReply, Welcome, encode, parse_answer
+from fairseq_async.worker.client import Client
+from fairseq_async.worker.context import WorkerContext
+from scripts.faults.sgd_server import build, sgd_spec
+from scripts.faults.thread_server import ThreadServer
+from tests.helpers import in_process
+from tests.helpers.run_files import events
+from tests.helpers.server_client import LAYOUT, METHOD, SGD_SERVER, ask, changed, join, pull, push
+
+HELLO = Hello(METHOD, LAYOUT, remote=False)
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[ServerProcess]:
+    process = ServerProcess(SGD_SERVER, 2, tmp_path, tmp_path / "server.log")
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ThreadServer]:
+    server = ThreadServer(2, tmp_path)
+    yield server
+    server.stop()
+
+
+def test_two_workers_share_the_parameters_that_worker_0_brought(server: ThreadServer, tmp_path: Path) -> None:
+    first = join(server, 0)
+    second = join(server, 1)
+    assert pull(second) == (0, 1.0)
+    assert push(first, 0, 0.5).version == 1
+    assert push(second, 0, 0.25).staleness == 1
+    assert pull(first) == pull(second) == (2, 0.25)
+    updates = events(tmp_path)
+    assert [(e["worker"], e["sequence"], e["base_version"], e["version_after"]) for e in updates] == [
+        (0, 0, 0, 1),
+        (1, 0, 0, 2),
+    ]
+    assert all(e["norm"] > 0 and e["weight"] == 1.0 and e["time"] > 0 for e in updates)
+
+
+def test_a_worker_that_died_in_the_middle_of_a_write_costs_that_update_and_comes_back(server: ThreadServer) -> None:
+    first, second = join(server, 0), join(server, 1)
+    push(second, 0, 0.5)
+    second.slot.fill_(1e9)  # written, never pushed
+    second._channel.close()
+    assert push(first, 0, 0.25).version == 2 and pull(first) == (2, 0.25)
+    again = Client(server.address, server.token, 1)
+    welcome = again.join(LAYOUT, METHOD)
+    assert welcome.sequence == 1 and welcome.position == {"epoch": 1, "seen": 0}
+
+
+def test_the_whole_state_comes_back_from_a_snapshot(server: ThreadServer, tmp_path: Path) -> None:
+    first = join(server, 0, updates_per_step=2)
+    for sequence in range(3):
+        push(first, sequence, 0.5)
+    first.save_state(str(tmp_path / "state.pt"))
+    other = ThreadServer(2, tmp_path / "other")
+    try:
+        client = Client(other.address, other.token, 0)
+        client.join(LAYOUT, sgd_spec(updates_per_step=2))
+        welcome = client.initialise(str(tmp_path / "state.pt"))
+        assert welcome.sequence == 3 and pull(client) == pull(first)
+        assert push(client, 3, 0.5).version == push(first, 3, 0.5).version == 2  # the third waited in the sum
+        assert pull(client) == pull(first)
+    finally:
+        other.stop()
+
+
+def taken_up(server: ThreadServer, tmp_path: Path, before: str, now: str) -> Welcome:
+    """A run of one pass, which has ended with the one inner optimizer and is taken up with the other."""
+    first = join(server, 0, max_epoch=1, framework={"inner_optimizer": {"_name": before}})
+    assert push(first, 0, 0.5, epochs=1.0).finished
+    first.save_state(str(tmp_path / "state.pt"))
+    other = ThreadServer(2, tmp_path / "other")
+    try:
+        client = Client(other.address, other.token, 0)
+        client.join(LAYOUT, sgd_spec(max_epoch=1, framework={"inner_optimizer": {"_name": now}}))
+        return client.initialise(str(tmp_path / "state.pt"))
+    finally:
+        other.stop()
+
+
+def test_a_run_that_had_passed_its_data_is_finished_when_it_is_taken_up(server: ThreadServer, tmp_path: Path) -> None:
+    assert taken_up(server, tmp_path, "adam", "adam").finished
+
+
+def test_the_state_of_another_inner_optimizer_is_refused(server: ThreadServer, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="inner optimizer is adam, this run's is nag: give --inner-optimizer adam"):
+        taken_up(server, tmp_path, "adam", "nag")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            encode(Hello(METHOD, Layout((Segment("weight", (2, 3), "float32"),)), remote=False)),
+            "its tensor 0 is weight 2x3 float32, theirs is weight 2x2",
+        ),
+        (encode(Hello(sgd_spec(updates_per_step=3), LAYOUT, remote=False)), "another updates_per_step than the others"),
+        (encode(Push(0, 0, 1.0)), "say hello first"),
+        (changed(HELLO, {"kind": "dance"}), "malformed message: Input tag 'dance'"),
+        (changed(HELLO, {"layout": "nonsense"}), "malformed message: layout: "),
+        (changed(HELLO, {"spec": None}), "malformed message: spec: "),
+        (b"[]", "malformed message: "),
+    ],
+)
+def test_who_does_not_fit_is_told_why_and_the_server_stays(server: ThreadServer, body: bytes, message: str) -> None:
+    first = join(server, 0)
+    assert message in ask(Client(server.address, server.token, 1), body)["error"]
+    assert push(first, 0, 0.5).version == 1
+
+
+@pytest.mark.parametrize(
+    ("token", "worker", "message"),
+    [("wrong", 1, "another run"), (None, 2, "there is no worker 2"), (None, 0, "worker 0 is here already")],
+)
+def test_strangers_do_not_come_in(server: ThreadServer, token: str | None, worker: int, message: str) -> None:
+    first = join(server, 0)
+    with pytest.raises(RefusedError, match=message):
+        Client(server.address, token or server.token, worker)
+    assert push(first, 0, 0.5).version == 1
+
+
+def header(body: int, tensor: int = 0) -> bytes:
+    """What is before a message: how many bytes it and the tensor behind it have."""
+    return struct.pack("!IQ", body, tensor)
+
+
+def test_bytes_that_are_no_message_close_that_connection_only(server: ThreadServer) -> None:
+    first = join(server, 0)
+    host, port = server.address.split(":")
+    for garbage in (header(2**31), header(4) + b"\xff\xfe{}", header(2, tensor=24) + b"{}", header(2) + b"[}"):
+        with socket.create_connection((host, int(port))) as stranger:
+            parse_answer(Channel(stranger).receive(), Greeting)
+            stranger.sendall(garbage)
+            stranger.settimeout(5)
+            assert stranger.recv(1) == b""
+    assert push(first, 0, 0.5).version == 1
+
+
+def test_the_barrier_answers_both_workers_when_the_round_is_complete(server: ThreadServer) -> None:
+    method = {"updates_per_step": 2, "barrier": 2}
+    first, second = join(server, 0, **method), join(server, 1, **method)
+    first.slot.fill_(1.0)
+    first._channel.send(encode(Push(0, 0, 1.0, wait=False)))
+    assert pull(second) == (0, 1.0)
+    assert push(second, 0, 0.0).version == 1
+    assert parse_answer(first._channel.receive(), PushReply).version == 1
+    assert pull(first) == (1, 0.5)
+
+
+def test_a_worker_that_leaves_a_barrier_run_early_does_not_hold_up_the_others(server: ThreadServer) -> None:
+    method = {"updates_per_step": 2, "barrier": 2}
+    first, second = join(server, 0, **method), join(server, 1, **method)
+    first._channel.send(encode(Push(0, 0, 1.0, wait=False)))
+    second.leave(finished=False)
+    assert parse_answer(first._channel.receive(), PushReply).status is Status.APPLIED
+
+
+def test_parameters_of_a_server_that_died_meanwhile_are_not_taken_for_the_next_ones(server: ThreadServer) -> None:
+    """Another thread of the worker has found the server that came back, while this one copied."""
+    client = join(server, 0)
+    memory = client.memory
+
+    class Old:
+        publishes = True
+
+        def read(self, copy: Any, gone: Any) -> int:
+            client.memory, client._restored_version = memory, 0
+            return 57
+
+    client.memory = Old()  # type: ignore[assignment]
+    assert pull(client) == (0, 1.0)
+
+
+def test_two_runs_do_not_share_a_directory(process: ServerProcess, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is in use by another run"):
+        ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log")
+
+
+def test_an_update_that_steps_nothing_is_answered_at_once_and_not_overwritten(server: ThreadServer) -> None:
+    first = join(server, 0, updates_per_step=50)
+    answers = [push(first, sequence, float(sequence)) for sequence in range(50)]
+    assert [answer.status.value for answer in answers] == ["accepted"] * 49 + ["applied"]
+    assert pull(first)[1] == pytest.approx(1.0 - sum(range(50)) / 50)
+
+
+def test_a_refused_update_is_told_with_the_next_answer_or_at_once_to_whom_waits(server: ThreadServer) -> None:
+    first = join(server, 0, updates_per_step=50)
+    assert push(first, 0, float("nan")).refused == 0
+    assert push(first, 1, 1.0).refused == 1
+    answer = push(first, 2, float("inf"), wait=True)
+    assert answer.status is Status.REFUSED and answer.refused == 2
+
+
+def test_the_run_ends_for_all_at_the_last_version_and_the_server_with_the_last_worker(process: ServerProcess) -> None:
+    first, second = join(process, 0, last_version=1), join(process, 1, last_version=1)
+    assert push(first, 0, 0.5).finished
+    answer = push(second, 0, 0.5)
+    assert answer.status is Status.FINISHED and answer.version == 1
+    first.leave(finished=True)
+    assert process.process.poll() is None
+    second.leave(finished=False)
+    assert process.process.wait(timeout=10) == 0
+
+
+def test_worker_0_may_end_the_run_before_its_limits(server: ThreadServer) -> None:
+    """As with --patience: the others learn of it at their next push, and the server ends after them."""
+    first, second = join(server, 0), join(server, 1)
+    push(first, 0, 0.5)
+    first.leave(finished=True)
+    assert push(second, 0, 0.5).status is Status.FINISHED
+    second.leave(finished=False)
+    server.thread.join(10)
+    assert not server.thread.is_alive()
+
+
+def test_the_passes_of_all_workers_together_end_the_run(server: ThreadServer) -> None:
+    first, second = join(server, 0, max_epoch=1), join(server, 1, max_epoch=1)
+    assert not push(first, 0, 0.0, epochs=0.5).finished
+    assert push(second, 0, 0.0, epochs=0.5).finished
+
+
+def test_a_server_that_dies_is_an_error_at_once(process: ServerProcess) -> None:
+    client = join(process, 0)
+    os.kill(process.process.pid, signal.SIGKILL)
+    with pytest.raises(ExchangeError, match="is gone"):
+        push(client, 0, 0.5)
+
+
+def test_a_server_ends_with_the_process_that_started_it(process: ServerProcess) -> None:
+    assert process.process.stdin is not None
+    process.process.stdin.close()
+    assert process.process.wait(timeout=10) == 0
+
+
+def test_no_server_and_a_port_in_use_are_clear(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"port {port} \(--port\) cannot be used"):
+            ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log", port=port)
+    with socket.socket() as silent:  # bound, and nobody listens
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        with pytest.raises(ExchangeError, match=rf"no server at 127.0.0.1:{port} \(--server\)"):
+            Client(f"127.0.0.1:{port}", "token", 0)
+    with pytest.raises(ExchangeError, match="no server at nowhere"):
+        Client("nowhere", "token", 0)
+
+
+def test_a_server_that_does_not_start_is_clear(tmp_path: Path) -> None:
+    with pytest.raises(ExchangeError, match="the server did not start; see .*server.log"):
+        WorkerContext().connect("no.such.module", None, None, tmp_path, 1.0, print)
+    assert "No module named 'no'" in (tmp_path / "logs" / "server.log").read_text()
+
+
+def test_a_message_arrives_whole_however_it_is_cut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        left = socket.create_connection(listener.getsockname())
+        sender, receiver = Channel(left), Channel(listener.accept()[0])
+    body = json.dumps({"text": "é" * 5000}).encode()
+    for byte in header(len(body)) + body:
+        left.sendall(bytes([byte]))
+    assert receiver.receive() == body
+    sender.close()
+    with pytest.raises(ExchangeError, match="closed"):
+        receiver.receive()
+
+
+def test_what_an_imported_library_prints_goes_to_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('a word from a library')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    process = ServerProcess(SGD_SERVER, 1, tmp_path / "run", tmp_path / "server.log")
+    try:
+        join(process, 0).leave(finished=True)
+    finally:
+        process.stop()
+    assert "a word from a library" in (tmp_path / "server.log").read_text()
+
+
+def test_a_worker_whose_update_takes_long_on_its_way_is_not_silent(tmp_path: Path) -> None:
+    now = 0.0
+    service = in_process.new_service(1, tmp_path, build, lambda: now)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as worker:
+        connection, _ = listener.accept()
+        peer = service.peers[0] = Peer(Channel(connection), worker=0)
+        membership = service.membership
+        membership.enter(0, "x", now)
+        loop = EventLoop(listener, service, connection)
+        now = membership.timeout + 1
+        assert membership.is_silent(0, now)
+        worker.sendall(header(100) + b'{"kind"')
+        select.select([connection], [], [], 10)
+        loop._serve(peer, selectors.EVENT_READ)
+        assert not membership.is_silent(0, now)
+        connection.close()

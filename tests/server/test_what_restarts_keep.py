@@ -1,0 +1,146 @@
+"""A server that goes on from a checkpoint, or from its own snapshot, has all of what the one before had."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fairseq_async.config import DelayedNesterovOptions
+from fairseq_async.method_spec import local_sgd_spec
+from fairseq_async.server import Status
+from fairseq_async.server.protocol import (
+    ScheduleEvent,
+    Welcome,
+)
+from scripts.faults.digest import digest
+from tests.helpers.halving import halving_spec
+from tests.helpers.in_process import take_snapshot
+from tests.helpers.restarts import Restarts, Worker, both, save
+
+SPEC = halving_spec(max_update_norm_ratio=10.0, max_epoch=4, snapshot_seconds=1e6)
+LOCAL = DelayedNesterovOptions(local_steps=12, dynamic_local_steps=True, total_steps=1000, seed=3)
+EPOCH_ENDS = ScheduleEvent("a-1", "end_epoch", 1, 2.0)
+
+
+@pytest.fixture(params=["checkpoint", "snapshot"])
+def how(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def restarts(tmp_path: Path) -> Iterator[Restarts]:
+    restarts = Restarts(tmp_path, SPEC)
+    yield restarts
+    restarts.close()
+
+
+def restarted(restarts: Restarts, workers: list[Worker], how: str) -> tuple[list[Worker], Welcome]:
+    """The workers of the next server, and what the second of them was told when it came."""
+    path = restarts.run_dir / "state.pt"
+    before = save(workers[0], path)
+    if how == "snapshot":
+        assert restarts.service is not None
+        take_snapshot(restarts.service)
+    service = restarts.begin()
+    if how == "snapshot":
+        assert service.recover().startswith("version-")
+    again, welcome = both(service, restarts.spec, path)
+    after = save(again[0], path)
+    assert digest(after) == digest(before), {key: (before[key], after[key]) for key in before}
+    return again, welcome
+
+
+def prepared(restarts: Restarts) -> list[Worker]:
+    """Both have sent updates, two of which were refused; one waits for its step; an epoch has ended."""
+    (first, second), _ = both(restarts.begin(), restarts.spec)
+    for _ in range(7):
+        first.push(0.5)
+        second.push(1.0, epochs=0.25)
+    first.follow(EPOCH_ENDS)
+    assert [second.push(value).status for value in (math.nan, 100.0)] == [Status.REFUSED, Status.OUTLIER]
+    assert first.push(0.25).assignment.learning_rate == 0.5
+    return [first, second]
+
+
+def test_all_that_the_server_knows_of_its_workers_is_there_again(restarts: Restarts, how: str) -> None:
+    (first, second), welcome = restarted(restarts, prepared(restarts), how)
+    assert first.sequence == 8
+    assert (welcome.sequence, welcome.refused, welcome.version) == (9, 2, 7)
+    assert welcome.assignment.learning_rate == 0.5 and welcome.position == {"epoch": 1, "seen": 8}
+
+
+def test_the_limit_of_norms_holds_from_the_first_update_on(restarts: Restarts, how: str) -> None:
+    (first, second), _ = restarted(restarts, prepared(restarts), how)
+    answer = second.push(100.0)
+    assert (answer.status, answer.refused) == (Status.OUTLIER, 3)
+
+
+def test_a_restart_changes_no_bit_of_what_comes_after_it(restarts: Restarts, how: str, tmp_path: Path) -> None:
+    """Momentum, the gradient that waits for its step, the learning rate and the passes over the data."""
+    quiet = Restarts(tmp_path / "quiet", SPEC)
+    (tmp_path / "quiet").mkdir()
+    states = []
+    try:
+        undisturbed = prepared(quiet)
+        again, _ = restarted(restarts, prepared(restarts), how)
+        for first, second in (undisturbed, again):
+            answers = [second.push(2.0), first.push(-1.0), second.push(math.inf), second.push(1.0, epochs=2.25)]
+            assert [answer.status.value for answer in answers] == ["applied", "applied", "refused", "applied"]
+            assert [answer.version for answer in answers] == [8, 8, 8, 9]
+            assert [answer.finished for answer in answers] == [False, False, False, True]
+            states.append(save(first, tmp_path / "last.pt"))
+    finally:
+        quiet.close()
+    assert digest(states[0]) == digest(states[1])
+
+
+def test_a_schedule_event_that_was_counted_before_a_server_died_is_not_counted_again(restarts: Restarts) -> None:
+    """Its answer was lost with the server: the worker asks the next one. In a new job numbers begin anew."""
+    (first, _), _ = restarted(restarts, prepared(restarts), "snapshot")
+    assert first.follow(EPOCH_ENDS) == 0.5
+    assert first.follow(replace(EPOCH_ENDS, number="a-2")) == 0.25
+
+
+@pytest.mark.parametrize(("value", "status"), [(math.nan, "refused"), (100.0, "outlier"), (0.5, "applied")])
+def test_a_worker_goes_on_in_its_data_behind_its_last_update_whatever_became_of_that(
+    restarts: Restarts, how: str, value: float, status: str
+) -> None:
+    (first, second) = prepared(restarts)
+    assert second.push(value).status.value == status
+    _, welcome = restarted(restarts, [first, second], how)
+    assert (welcome.sequence, welcome.position) == (10, {"epoch": 1, "seen": 9})
+
+
+def test_a_run_that_was_finished_is_finished_after_a_restart(restarts: Restarts, how: str) -> None:
+    (first, second) = prepared(restarts)
+    assert second.push(1.0, epochs=2.25).finished
+    (first, second), welcome = restarted(restarts, [first, second], how)
+    assert welcome.finished and first.push(1.0).status is Status.FINISHED
+
+
+def test_local_sgd_goes_on_with_its_speeds_steps_and_shards(tmp_path: Path, how: str) -> None:
+    """Worker 1 is three times as slow, and takes 4 of 12 steps."""
+    spec = local_sgd_spec(LOCAL, 2, [100, 300], None, {}, max_epoch=3)
+    runs = [Restarts(tmp_path / name, spec) for name in ("straight", "restarted")]
+    states, assigned = [], []
+    try:
+        for restarts in runs:
+            restarts.run_dir.mkdir()
+            workers, _ = both(restarts.begin(), spec)
+            for _ in range(3):
+                workers[0].push(0.5, local_steps=12, step_seconds=0.1, epochs=0.25)
+                workers[1].push(1.0, local_steps=4, step_seconds=0.3, epochs=0.125)
+            if restarts is runs[1]:
+                workers, welcome = restarted(restarts, workers, how)
+                assert welcome.assignment.local_steps == 4 and welcome.assignment.total_progress == 24.0
+            answers = [workers[1].push(1.0, local_steps=4, step_seconds=0.3, epochs=0.125) for _ in range(3)]
+            answers += [workers[0].push(0.5, local_steps=12, step_seconds=0.1, epochs=0.5) for _ in range(3)]
+            assert [answer.finished for answer in answers] == [False] * 5 + [True]
+            assigned.append(answers)
+            states.append(save(workers[0], tmp_path / "last.pt"))
+    finally:
+        for restarts in runs:
+            restarts.close()
+    assert digest(assigned[0]) == digest(assigned[1]) and digest(states[0]) == digest(states[1])

@@ -1,0 +1,154 @@
+"""Whether a round behind a barrier waits for a worker whose connection has closed is for the method to say."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fairseq_async.config import DiLoCoOptions, ServerOptions
+from fairseq_async.method_spec import MethodSpec, local_sgd_spec
+from fairseq_async.server import local_sgd_main as outer
+from fairseq_async.server.parameter_server import ParameterServer
+from fairseq_async.server.protocol import Alive, Goodbye, Hello, Initialise, Leave, Push, Report, Welcome
+from fairseq_async.server.service import Service
+from tests.helpers import halving, in_process
+from tests.helpers.halving import LAYOUT, halving_spec
+from tests.helpers.in_process import Connection, end, new_service
+
+SYNCHRONOUS = halving_spec(barrier=2, worker_timeout=60.0)
+DILOCO = local_sgd_spec(DiLoCoOptions(local_steps=1), 2, [], ServerOptions(worker_timeout=60.0), {})
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Pair:
+    """Two workers, the first of which has begun a round."""
+
+    def __init__(self, run_dir: Path, spec: MethodSpec) -> None:
+        self.clock, self.spec = Clock(), spec
+        build = outer.build if spec.method == "local_sgd" else halving.build
+        self.service: Service = new_service(2, run_dir, build, self.clock)
+        self.first, self.second = self.enter(0), self.enter(1)
+
+    def enter(self, worker: int) -> Connection:
+        connection = Connection(self.service)
+        connection.introduce(worker)
+        if not connection.ask(Hello(self.spec, LAYOUT, remote=False), Welcome).initialised:
+            in_process.slot(self.service, 0).zero_()
+            connection.ask(Initialise(False), Welcome)
+        return connection
+
+    def push(self, connection: Connection) -> bool:
+        """Whether it is answered at once."""
+        in_process.slot(self.service, connection.peer.id).fill_(1.0)
+        return connection.send(Push(0, 0, 1.0, Report(local_steps=1, step_seconds=0.0)))
+
+    @property
+    def server(self) -> ParameterServer:
+        return in_process.server(self.service)
+
+    def is_answered(self, connection: Connection) -> bool:
+        return connection.last.get("status") == "applied"
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path, request.param)
+    yield pair
+    end(pair.service)
+
+
+synchronous = pytest.mark.parametrize("pair", [SYNCHRONOUS], indirect=True, ids=["synchronous"])
+diloco = pytest.mark.parametrize("pair", [DILOCO], indirect=True, ids=["DiLoCo"])
+
+
+@synchronous
+def test_a_synchronous_round_waits_for_a_dead_worker_until_its_time_is_over(pair: Pair) -> None:
+    """It may be started again, and the run would not be the synchronous one without it."""
+    assert not pair.push(pair.first)
+    pair.second.close()
+    pair.clock.now += 59.0
+    pair.service.tick()
+    assert not pair.is_answered(pair.first)
+    pair.clock.now += 2.0
+    pair.service.tick()
+    assert pair.is_answered(pair.first) and pair.server.version == 1
+
+
+@synchronous
+def test_a_synchronous_round_is_complete_when_the_dead_worker_has_come_back(pair: Pair) -> None:
+    assert not pair.push(pair.first)
+    pair.second.close()
+    pair.clock.now += 30.0
+    again = pair.enter(1)
+    assert not pair.is_answered(pair.first)
+    assert pair.push(again) and pair.is_answered(pair.first)
+
+
+@diloco
+def test_diloco_goes_on_at_once_without_a_dead_worker(pair: Pair) -> None:
+    assert not pair.push(pair.first)
+    pair.second.close()
+    assert pair.is_answered(pair.first) and pair.server.version == 1
+
+
+@diloco
+def test_diloco_waits_for_a_worker_that_has_come_back(pair: Pair) -> None:
+    pair.second.close()
+    again = pair.enter(1)
+    assert not pair.push(pair.first)
+    assert pair.push(again) and pair.is_answered(pair.first)
+
+
+@pytest.mark.parametrize("pair", [SYNCHRONOUS, DILOCO], indirect=True, ids=["synchronous", "DiLoCo"])
+def test_a_worker_that_leaves_for_good_is_waited_for_by_nobody(pair: Pair) -> None:
+    """Nor does the step wait for its update."""
+    assert not pair.push(pair.first)
+    pair.second.ask(Leave(finished=False), Goodbye)
+    assert pair.is_answered(pair.first) and pair.server.version == 1
+
+
+@synchronous
+def test_the_update_of_a_worker_that_dies_while_it_waits_is_not_in_the_round(pair: Pair) -> None:
+    """Whoever takes its place sends it again, from the same memory."""
+    assert not pair.push(pair.first)
+    pair.first.close()
+    assert not pair.push(pair.second), "the round waits for the first"
+    again = pair.enter(0)
+    assert pair.push(again) and pair.is_answered(pair.second)
+    assert pair.server.version == 1
+
+
+@pytest.mark.parametrize("pair", [SYNCHRONOUS, DILOCO], indirect=True, ids=["synchronous", "DiLoCo"])
+def test_a_server_that_came_back_waits_for_those_for_whom_the_one_before_waited(pair: Pair) -> None:
+    in_process.take_snapshot(pair.service)
+    end(pair.service)
+    pair.service = new_service(2, pair.service.run_dir, pair.service.build, pair.clock)
+    pair.service.recover()
+    pair.first, pair.second = pair.enter(0), pair.enter(1)
+    assert not pair.push(pair.first)
+    pair.second.close()
+    assert pair.is_answered(pair.first) == (pair.spec is DILOCO)
+    pair.clock.now += 61.0
+    pair.service.tick()
+    assert pair.is_answered(pair.first)
+
+
+@pytest.mark.parametrize("pair", [SYNCHRONOUS, DILOCO], indirect=True, ids=["synchronous", "DiLoCo"])
+def test_a_worker_that_says_nothing_is_waited_for_until_its_time_is_over(pair: Pair) -> None:
+    assert not pair.push(pair.first)
+    pair.clock.now += 59.0
+    pair.service.tick()
+    assert not pair.is_answered(pair.first)
+    assert not pair.second.send(Alive()), "there is no answer"
+    pair.clock.now += 59.0
+    pair.service.tick()
+    assert not pair.is_answered(pair.first)
+    pair.clock.now += 2.0
+    pair.service.tick()
+    assert pair.is_answered(pair.first)

@@ -1,0 +1,61 @@
+"""The experiment file: its mistakes are one line each."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.simulation.experiment import read
+from fairseq_async.simulation.simulate import Simulator
+from tests.helpers.simulations import DN, experiment
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stepps": 3}, 'unknown key "stepps"; known are'),
+        ({"methods": None}, '"methods": Input should be a valid dictionary'),
+        ({"steps": 0}, '"steps": Input should be greater than or equal to 1 (it is 0)'),
+        ({"methods": {"DN": DN | {"outter": "sgd"}}}, 'method DN: unknown key "outter"; known are'),
+        ({"methods": {"DN": {"method": "sgdd"}}}, 'method DN: "method": sgdd: there is no such method; there are'),
+        ({"methods": {"DN": {}}}, 'method DN: "method" is missing; there are'),
+        ({"methods": {"DN": DN | {"outer": "sgdd"}}}, 'method DN: "outer"'),
+        ({"methods": {"DN": DN | {"overlap": True}}}, 'method DN: "overlap" cannot be set for one method'),
+        ({"methods": {"DN": DN | {"c": 0.1, "outer": "sgd"}}}, "c is of no use with outer sgd"),
+        ({"methods": {"A": {"method": "adascale"}}}, 'adascale is simulated with "optimizer": "type": sgd, not adamw'),
+        ({"methods": {"DN": DN | {"optimizer": {"lrr": 1}}}}, 'method DN, optimizer: unknown key "lrr"'),
+        ({"cluster": {"workers": 2, "seconds_per_step": [1, 2, 3]}}, "seconds_per_step has 3 entries for 2 workers"),
+        ({"cluster": {"workers": 2, "seconds_per_step": -1}}, '"seconds_per_step'),
+        ({"cluster": {"workers": 2, "exchange": {"sec": 1}}}, 'unknown key "exchange.sec"'),
+        ({"cluster": {"workers": 1, "absences": [{"worker": 1, "from": 2}]}}, "absences name worker 1; there are 1"),
+        ({"cluster": {"workers": 1, "absences": [{"worker": 0, "from": 2, "to": 1}]}}, "it must be after from"),
+        ({"cluster": {"workers": 1, "seconds_per_step": {"trace": "nowhere"}}}, "trace nowhere cannot be read"),
+        ({"cluster": None}, 'give "cluster", or several with names as "clusters"'),
+        ({"schedule": {"type": "cosinus"}}, 'schedule: "type"'),
+        ({"optimizer": {"lr": 0}}, 'optimizer: "lr"'),
+        ({"problem": {"type": "gaussian"}}, '"problem": "type": gaussian; there are gaussians, c4_lm'),
+        ({"problem": {"type": "nowhere:f"}}, '"problem": "type": nowhere:f cannot be imported'),
+        ({"problem": {"type": "gaussians", "wigth": 3}}, '"problem" (gaussians)'),
+        ({"target": {"of": "X"}}, '"of": X: there is no such method; there are DN'),
+        ({"optimizer": {"type": "adam", "momentum": 0.9}}, "momentum is of no use with adam: leave it out"),
+        ({"schedule": {"minimum": 0.1}}, "minimum is of no use with constant: leave it out"),
+        (
+            {"cluster": {"workers": 1, "absences": [{"worker": 0, "from": 2}, {"worker": 0, "from": 3, "to": 4}]}},
+            "absences of worker 0 overlap at 3",
+        ),
+        ({"target": {}}, 'target: give "loss", or "of"'),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line_that_names_it(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Simulator(experiment(tmp_path, **change), tmp_path / "out", resume=False).run()
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["- 1\n", "a: [", "1: 2\n", ""])
+def test_a_file_that_is_no_experiment_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        read(tmp_path / "x.yaml")
+    assert "x.yaml" in str(caught.value) and "\n" not in str(caught.value)

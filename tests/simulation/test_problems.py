@@ -1,0 +1,65 @@
+"""What is trained in a simulation: a function of the user's, a translation task of fairseq's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.reporting.runs import load
+from fairseq_async.simulation.simulate import Simulator
+from tests.helpers.commands import MODEL, Processes, command
+from tests.helpers.simulations import METHODS, experiment
+
+
+def test_a_problem_may_be_a_function_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "my_problem.py").write_text(
+        "import torch\n"
+        "class Line:\n"
+        "    def __init__(self, seed, device, slope):\n"
+        "        self.model, self.samples, self.slope = torch.nn.Linear(1, 1), 32, slope\n"
+        "    def batch(self, indices): return torch.tensor([[float(i)] for i in indices]) / 32\n"
+        "    def loss(self, x): return (self.model(x) - self.slope * x).square().mean(), float(len(x))\n"
+        "    def evaluate(self): return float(self.loss(self.batch(range(32)))[0])\n"
+    )
+    given = experiment(tmp_path, problem={"type": "my_problem:Line", "slope": 3.0}, steps=400, evaluate_every=100)
+    (row,) = Simulator(given, tmp_path / "out", resume=False).run()
+    assert row["loss"] < 0.1
+
+
+def test_a_translation_task_is_simulated_with_fairseqs_own_parts(
+    processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    arguments = MODEL[: MODEL.index("--lr")]
+    problem = {"type": "fairseq_translation", "data": str(data), "flags": " ".join(arguments)}
+    cluster = {"workers": 2, "seconds_per_step": [1.0, 2.0]}
+    methods = {name: METHODS[name] for name in ("hybrid", "synchronous")}
+    experiment(tmp_path, problem=problem, methods=methods, steps=30, batch_size=1, cluster=cluster, evaluate_every=30)
+    simulate = [command("fairseq-async"), "simulate", tmp_path / "experiment.yaml", "--out", tmp_path / "out"]
+    code, output = processes.run(simulate)
+    assert code == 0 and "DEBUG" not in output, output  # one of fairseq's modules asks for it
+    rows = json.loads((tmp_path / "out/results.json").read_text())["trials"]
+    curve = load([tmp_path / "out"])[0].curve
+    assert all(row["loss"] < 0.9 * (curve[0].loss or 0.0) for row in rows)
+    assert rows[0]["time"] < rows[1]["time"] and rows[0]["tokens"] > 60 * 50
+    assert all(row["checksum"] for row in rows)
+
+
+@pytest.mark.parametrize("languages", ["", " --source-lang en --target-lang de"])
+@pytest.mark.parametrize("made", [True, False])
+def test_translation_data_that_is_missing_is_one_line_and_leaves_nothing(
+    tmp_path: Path, languages: str, made: bool
+) -> None:
+    if made:
+        (tmp_path / "data").mkdir()
+    problem = {"type": "fairseq_translation", "data": "data", "flags": f"--arch transformer{languages}"}
+    path = experiment(tmp_path, problem=problem)
+    with pytest.raises(ConfigurationError, match=f'"data" {tmp_path / "data"} with these "flags"'):
+        Simulator(path, tmp_path / "out", resume=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_flags_that_fairseq_does_not_take_are_one_line(data: Path, tmp_path: Path) -> None:
+    problem = {"type": "fairseq_translation", "data": str(data), "flags": "--arch transfarmer"}
+    with pytest.raises(ConfigurationError, match='"problem": "flags"'):
+        Simulator(experiment(tmp_path, problem=problem), tmp_path / "out", resume=False)

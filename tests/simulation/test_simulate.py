@@ -1,0 +1,111 @@
+"""A whole experiment: every method on every cluster, broken off and resumed, and the report about it."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.reporting import page
+from fairseq_async.reporting.runs import COMPUTING, WAITING, load
+from fairseq_async.simulation.experiment import Experiment, read
+from fairseq_async.simulation.simulate import Interrupted, Simulator
+from fairseq_async.simulation.trial import Trial
+from tests.helpers.simulations import BASE, METHODS, experiment
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Experiment:
+    clusters = {name: {"workers": 2, "seconds_per_step": [1.0, slow]} for name, slow in (("equal", 1.0), ("slow", 2.0))}
+    path = tmp_path / "both.yaml"
+    methods = {name: METHODS[name] for name in ("synchronous", "hybrid", "DiLoCo")}
+    content = BASE | {"methods": methods, "clusters": clusters, "target": {"of": "synchronous", "within": 0.5}}
+    content.pop("cluster")
+    path.write_text(yaml.safe_dump(content | {"pretraining": {"steps": 3}}, sort_keys=False))
+    return read(path)
+
+
+def test_every_method_meets_every_cluster_from_one_state(both: Experiment, tmp_path: Path) -> None:
+    rows = Simulator(both, tmp_path / "out", resume=False).run()
+    assert [(row["cluster"], row["method"]) for row in rows] == [
+        (cluster, method) for cluster in ("equal", "slow") for method in ("synchronous", "hybrid", "DiLoCo")
+    ]
+    assert len({run.curve[0].loss for run in load([tmp_path / "out"])}) == 1
+    by = {(row["cluster"], row["method"]): row for row in rows}
+    assert by["slow", "synchronous"]["time"] == 24.0 and by["slow", "hybrid"]["time"] == pytest.approx(16.0, abs=1)
+    assert by["slow", "hybrid"]["time_to_target"] <= by["slow", "synchronous"]["time_to_target"]
+    assert by["equal", "synchronous"]["checksum"] == by["slow", "synchronous"]["checksum"]
+    assert not list((tmp_path / "out").glob("**/state.pt"))
+
+
+def test_ctrl_c_saves_and_resume_ends_with_the_same_bits(
+    both: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Simulator(both, tmp_path / "whole", resume=False).run()
+    broken, advance = Simulator(both, tmp_path / "broken", resume=False), Trial.advance
+    left = iter(range(40))
+
+    def stopping(self: Trial) -> bool:
+        if next(left, None) is None:
+            broken._interrupt(2, None)
+        return advance(self)
+
+    monkeypatch.setattr(Trial, "advance", stopping)
+    with pytest.raises(Interrupted):
+        broken.run()
+    monkeypatch.setattr(Trial, "advance", advance)
+    assert list((tmp_path / "broken").glob("**/state.pt"))
+    with pytest.raises(ConfigurationError, match="holds a simulation: go on with it by --resume"):
+        Simulator(both, tmp_path / "broken", resume=False)
+    rest = Simulator(both, tmp_path / "broken", resume=True).run()
+    for a, b in zip(whole, rest, strict=True):
+        assert {**a, "real_seconds": 0} == {**b, "real_seconds": 0}
+    for path in (tmp_path / "whole").glob("**/*.jsonl"):
+        assert path.read_text() == (tmp_path / "broken" / path.relative_to(tmp_path / "whole")).read_text()
+
+
+def test_a_report_is_one_page_that_needs_no_network(both: Experiment, tmp_path: Path) -> None:
+    Simulator(both, tmp_path / "out", resume=False).run()
+    runs = load([tmp_path / "out"])
+    written = page.write(runs, "both & more", tmp_path / "report").read_text()
+    assert "both &amp; more" in written and "DiLoCo" in written
+    assert "http" not in written.replace("data:image", "") and "<script" not in written
+    pictures = list((tmp_path / "report").glob("*.png"))
+    assert {"slow-loss.png", "equal-timelines.png", "slow-staleness.png"} <= {path.name for path in pictures}
+    assert written.count("<img") == len(pictures)
+    slow = next(run for run in runs if run.group == "slow" and run.name == "synchronous")
+    assert slow.shares(0)[COMPUTING] == pytest.approx(0.5) and slow.shares(0)[WAITING] == pytest.approx(0.5)
+    assert slow.shares(1)[COMPUTING] == pytest.approx(1.0)
+
+
+def test_a_worker_that_never_came_has_an_empty_row(tmp_path: Path) -> None:
+    cluster = {"workers": 2, "absences": [{"worker": 0, "from": 0}]}
+    given = experiment(tmp_path, methods={"hybrid": METHODS["hybrid"] | {"updates_per_step": 1}}, cluster=cluster)
+    Simulator(given, tmp_path / "out", resume=False).run()
+    runs = load([tmp_path / "out"])
+    assert runs[0].shares(0)[COMPUTING] == 0.0 and runs[0].shares(1)[COMPUTING] == 1.0
+    assert (tmp_path / "report" / "report.html") == page.write(runs, "late", tmp_path / "report")
+
+
+def test_a_report_shows_what_closed_steps_and_look_ahead_do(tmp_path: Path) -> None:
+    """Workers of 1 and 1.2 s step together, and the first waits; one of 4 s looks ahead, and nobody waits for it."""
+    workers = {"near": [1.0, 1.2], "far": [1.0, 4.0]}
+    runs = {}
+    for name, seconds in workers.items():
+        cluster = {"workers": 2, "seconds_per_step": seconds}
+        given = experiment(tmp_path, methods={"hybrid": {"method": "hybrid_async"}}, cluster=cluster)
+        Simulator(given, tmp_path / name, resume=False).run()
+        (runs[name],) = load([tmp_path / name])
+    near, far = (page.worker_row(runs[name], worker) for name, worker in (("near", 0), ("far", 1)))
+    assert (near["seconds held for others"], near["longest"], near["versions ahead at its start"]) == ("0.20",) * 2 + (
+        "0.00",
+    )
+    assert set(runs["near"].step_sizes) == {2} and set(runs["far"].step_sizes) == {1, 2}
+    assert far["staleness"] >= "2.00" and far["versions ahead at its start"] >= "1.00"
+    written = page.write([runs["far"]], "far", tmp_path / "report").read_text()
+    assert "Updates in a step" in written and f"<td>{far['staleness']}</td>" in written
+
+
+def test_a_directory_without_a_run_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no run and no simulation there"):
+        load([tmp_path])

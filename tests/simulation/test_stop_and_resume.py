@@ -1,0 +1,80 @@
+"""A simulation that is stopped, wherever that is, goes on as if it had not been."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fairseq_async.simulation.trial import Trial
+from scripts.faults.digest import digest
+from tests.helpers.gaussian_trials import Log, trial
+
+DN = {"method": "local_sgd", "local_steps": 2}
+METHODS: dict[str, dict[str, Any]] = {
+    "hybrid": {"method": "hybrid_async"},
+    "synchronous": {"method": "hybrid_async", "barrier": True},
+    "DiLoCo": {"method": "local_sgd", "outer": "diloco", "local_steps": 2},
+    "grace": DN | {"grace_period": 1.5, "dynamic_local_steps": True, "staleness_power": -0.5},
+    "compensated": DN | {"delay_compensation": 0.5, "staleness_limit": 1},
+    "adasum": {"method": "adasum", "local_steps": 2},
+    "adascale": {"method": "adascale", "optimizer": {"type": "sgd", "lr": 0.1}},
+}
+EXCHANGE = {"seconds": 0.25, "server_seconds": 0.8}
+CLUSTERS: dict[str, dict[str, Any]] = {
+    # worker 1 comes, and comes back, while the server is busy; worker 2 stands still
+    "busy": {
+        "workers": 3,
+        "seconds_per_step": [1.0, 1.3, {"distribution": "lognormal", "mean": 2.0}],
+        "exchange": EXCHANGE,
+        "absences": [
+            {"worker": 1, "from": 0, "to": 1.6},
+            {"worker": 1, "from": 3.1, "to": 4.2},
+            {"worker": 2, "from": 1.0, "to": 2.5, "pause": True},
+        ],
+    },
+    "dead behind the barrier": {
+        "workers": 3,
+        "seconds_per_step": [1.0, 1.0, 4.0],
+        "absences": [{"worker": 1, "from": 3.5, "to": 20.0}],
+    },
+    "left": {
+        "workers": 3,
+        "seconds_per_step": [1.0, 1.0, 3.0],
+        "exchange": EXCHANGE,
+        "absences": [{"worker": 2, "from": 14.0}],
+    },
+}
+
+
+def saved_and_loaded(trial: Trial, new: Callable[[], Trial]) -> Trial:
+    """Another trial, in the state of this one as a file has it."""
+    file = io.BytesIO()
+    torch.save(trial.state_dict(), file)
+    file.seek(0)
+    other = new()
+    other.load_state_dict(torch.load(file, weights_only=True))
+    return other
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS.keys())
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_run_that_is_stopped_again_and_again_writes_what_the_undisturbed_one_writes(
+    tmp_path: Path, method: dict[str, Any], cluster: dict[str, Any], every: int
+) -> None:
+    """Receipts and reports whole, with the seconds that workers waited for a busy server; then all of the state."""
+    logs = Log(), Log()
+    straight, stopped = (trial(tmp_path, method, log, cluster=cluster) for log in logs)
+    happened = 0
+    while straight.advance():
+        assert stopped.advance()
+        happened += 1
+        if happened % every == 0:
+            stopped = saved_and_loaded(stopped, lambda: trial(tmp_path, method, logs[1], cluster=cluster))
+        assert logs[1].lines() == logs[0].lines(), f"after {happened} happenings"
+    assert not stopped.advance() and len(logs[0].events) > 3
+    assert digest(stopped.state_dict()) == digest(straight.state_dict())
+    assert (stopped.steps, stopped.tokens, stopped.clock.now) == (straight.steps, straight.tokens, straight.clock.now)

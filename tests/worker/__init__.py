@@ -1,0 +1,1 @@
+"""Of a worker of an asynchronous run, whichever way it came in."""
