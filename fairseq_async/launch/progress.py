@@ -54,17 +54,23 @@ class Progress:
         self, path: Path, workers: int, clock: Callable[[], float] = time.time, from_start: bool = False
     ) -> None:
         self.workers, self.clock = workers, clock
-        self._events = LineReader(path, Event.from_json)
+        self._events = LineReader(path, Event.from_json, skip=lambda _: None)  # an audit names what is no event
         if not from_start:
             self._events.skip()
-        self._recent: deque[Event] = deque()
         self._began = clock()
-        self.updates = {worker: 0 for worker in range(workers)}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._replaced = self._events.replaced
+        self._recent: deque[Event] = deque()
+        self.updates = {worker: 0 for worker in range(self.workers)}
         self.refused = self.version = 0
 
     def poll(self) -> None:
-        """Reads the events that were added since."""
+        """Reads the events that were added since; after a restart of the server, all that it has kept."""
         for event in self._events:
+            if self._events.replaced > self._replaced:
+                self._reset()
             self._add(event)
         self._drop_old()
 

@@ -1,5 +1,6 @@
 """Reads ``events.jsonl``, for replays, reports, audits and live views."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +86,8 @@ _Line = TypeVar("_Line")
 class LineReader(Generic[_Line]):
     """Reads the whole lines of a ``.jsonl`` file, each once, while it may still be written.
 
-    Iterating yields the lines that were added since; of a file that has become shorter, as after a restart that took
-    events back, all. A file that does not exist has no lines.
+    Iterating yields the lines that were added since; of a file that took the place of the one before, as after a
+    restart that took events back, all. A file that does not exist has no lines.
 
     Args:
         parse: makes a value of a line, or raises a pydantic.ValidationError.
@@ -94,6 +95,7 @@ class LineReader(Generic[_Line]):
 
     Attributes:
         number: of the last line that was read, from 1.
+        replaced: how often another file was found in the place of the one before.
         cut: whether the file ended in the middle of a line when it was last read.
     """
 
@@ -101,8 +103,9 @@ class LineReader(Generic[_Line]):
         self, path: Path, parse: Callable[[bytes], _Line], skip: Callable[[str], object] | None = None
     ) -> None:
         self.path, self._parse, self._skip = path, parse, skip
-        self.number, self.cut = 0, False
+        self.number, self.replaced, self.cut = 0, 0, False
         self._offset = 0
+        self._file = 0  # its inode: a new file may have grown longer than the old one before anybody looks
 
     def __iter__(self) -> Iterator[_Line]:
         """
@@ -125,10 +128,9 @@ class LineReader(Generic[_Line]):
     def _new_lines(self) -> Iterator[bytes]:
         if not self.path.exists():
             return
-        if self.path.stat().st_size < self._offset:
-            self.number = self._offset = 0
         self.cut = False
         with self.path.open("rb") as file:
+            self._begin_again_if_replaced(os.fstat(file.fileno()))
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -137,6 +139,12 @@ class LineReader(Generic[_Line]):
                 self._offset += len(line)
                 self.number += 1
                 yield line
+
+    def _begin_again_if_replaced(self, file: os.stat_result) -> None:
+        if self.number and (file.st_ino != self._file or file.st_size < self._offset):
+            self.number = self._offset = 0
+            self.replaced += 1
+        self._file = file.st_ino
 
     def _parsed(self, line: bytes) -> _Line:
         try:

@@ -286,3 +286,19 @@ def test_progress_says_who_was_held_and_how_far_was_looked_ahead(tmp_path: Path)
     assert (first.held_seconds, first.look_ahead) == (0.25, 0.0)
     assert (second.held_seconds, second.look_ahead) == (0.0, 1.5) and every.held_seconds == 0.2
     assert progress.updates_in_a_step == 2.0 and "2.0 in a step" in progress.summary()
+
+
+def test_progress_begins_again_where_a_restart_has_put_another_file_and_lives_through_bad_lines(tmp_path: Path) -> None:
+    """The new file may be longer than the old one before anybody looks: an offset into it would be amid a line."""
+    path = tmp_path / "events.jsonl"
+    progress = Progress(path, 2, clock=lambda: 1000.0)
+    path.write_text(event(0, 1, 1000.0) + event(1, 2, 1000.0) + event(0, 3, 1000.0))
+    progress.poll()
+    assert progress.updates == {0: 2, 1: 1} and progress.version == 3
+    kept = event(0, 1, 1000.0) + "no event at all\n" + "".join(event(1, version, 1000.0) for version in range(2, 9))
+    (tmp_path / "events.jsonl.part").write_text(kept)
+    (tmp_path / "events.jsonl.part").replace(path)
+    progress.poll()
+    assert progress.updates == {0: 1, 1: 7} and progress.version == 8
+    progress.poll()
+    assert progress.updates == {0: 1, 1: 7} and progress.version == 8
