@@ -150,10 +150,13 @@ class EventLoop:
         now = self.service.clock()
         self._finished_at = self._finished_at or now
         membership = self.service.membership
-        late = len(membership.joined) < membership.announced and now < self._finished_at + _LATE_SECONDS
-        there = {peer.worker for peer in self.peers if peer.worker is not None}
+        unready = membership.unready
+        late = unready or len(membership.joined) < membership.announced
+        if late and now < self._finished_at + _LATE_SECONDS:
+            return False
+        there = {peer.worker for peer in self.peers if peer.worker is not None} - unready
         silent = {worker for worker in there & set(membership.members) if membership.is_silent(worker, now)}
-        if late or there - silent:
+        if there - silent:
             return False
         for worker in sorted(silent):
             self.service.tell(f"worker {worker} was not heard of for {membership.timeout:g} s: the run ends without it")

@@ -20,12 +20,14 @@ class Member:
         instance: names its process: it may connect again when a connection breaks.
         heard: when its last message came.
         pending: the request that it waits for an answer to; until then it owes no sign of life.
+        ready: it has said hello. Before that it makes its model, which may take it minutes without a word.
     """
 
     worker: int
     instance: str
     heard: float
     pending: Pending | None = None
+    ready: bool = True
 
 
 class Membership:
@@ -37,11 +39,11 @@ class Membership:
         announced: workers 0 to ``announced - 1`` are expected; others may join.
         now: the beginning of the run.
         timeout: seconds without a word after which nobody waits for a worker any more.
-        arrival_timeout: the same for a worker that has not come yet.
+        arrival_timeout: the same for a worker that has not come yet, or is not ready.
 
     Attributes:
         members: the workers that are connected.
-        joined: the workers that have ever come.
+        joined: the workers that have ever come, and were ready.
         waits_for_dead: whether ``timeout`` is granted also to a worker whose connection has closed.
     """
 
@@ -83,11 +85,23 @@ class Membership:
             raise RefusedError(f"worker {asked} is here already")
         return asked
 
-    def enter(self, worker: int, instance: str, now: float) -> None:
-        """The worker is connected."""
-        self.members[worker] = Member(worker, instance, now)
-        self.joined.add(worker)
+    @property
+    def unready(self) -> set[int]:
+        """The workers that are connected and not ready."""
+        return {worker for worker, member in self.members.items() if not member.ready}
+
+    def enter(self, worker: int, instance: str, now: float, ready: bool = True) -> None:
+        """The worker is connected; one that is not ready will say so by :meth:`begin`."""
+        self.members[worker] = Member(worker, instance, now, ready=ready)
         self._left_at.pop(worker, None)
+        if ready:
+            self.joined.add(worker)
+
+    def begin(self, worker: int) -> None:
+        """The worker is ready."""
+        if worker in self.members:
+            self.members[worker].ready = True
+            self.joined.add(worker)
 
     def leave(self, worker: int, for_good: bool, now: float) -> None:
         """The worker's connection is closed; ``for_good`` if it has said that it will not come back."""
@@ -116,7 +130,8 @@ class Membership:
     def is_silent(self, worker: int, now: float) -> bool:
         """Whether nothing was heard for too long of a connected worker that owes a word."""
         member = self.members[worker]
-        return member.pending is None and now - member.heard > self.timeout
+        timeout = self.timeout if member.ready else self.arrival_timeout
+        return member.pending is None and now - member.heard > timeout
 
     def excuse(self, seconds: float) -> None:
         """Nobody was listened to for so long: that much silence says nothing of anybody."""

@@ -245,10 +245,11 @@ class Service:
             self.disconnected(before)
             before.channel.end()
         self.peers[worker] = peer
-        self.membership.enter(worker, instance, now)
+        self.membership.enter(worker, instance, now, ready=False)
         return self._handshake.complete(peer, introduce, worker, self.membership)
 
     def _hello(self, peer: Peer, hello: protocol.Hello) -> Answer | None:
+        self.membership.begin(peer.id)
         if self.run is None and peer.worker != 0:  # only worker 0 says what is trained
             peer.hello = hello
             self.membership.wait(peer.id, "hello")

@@ -43,6 +43,13 @@ class Pair:
             connection.ask(Initialise(False), Welcome)
         return connection
 
+    def leave_and_introduce(self, worker: int) -> Connection:
+        """Another process in its place, which has still to make its model."""
+        (self.first, self.second)[worker].close()
+        connection = Connection(self.service)
+        connection.introduce(worker)
+        return connection
+
     def push(self, connection: Connection) -> bool:
         """Whether it is answered at once."""
         in_process.slot(self.service, connection.peer.id).fill_(1.0)
@@ -103,6 +110,31 @@ def test_diloco_waits_for_a_worker_that_has_come_back(pair: Pair) -> None:
     again = pair.enter(1)
     assert not pair.push(pair.first)
     assert pair.push(again) and pair.is_answered(pair.first)
+
+
+@pytest.mark.parametrize("pair", [SYNCHRONOUS, DILOCO], indirect=True, ids=["synchronous", "DiLoCo"])
+def test_a_round_waits_for_a_worker_that_makes_its_model_and_says_nothing(pair: Pair) -> None:
+    """It may compile something for minutes; one that does not come is given up like one that never came."""
+    again = pair.leave_and_introduce(1)
+    pair.clock.now += 500.0
+    pair.service.handle(pair.first.peer, Alive())
+    assert not pair.push(pair.first)
+    pair.service.tick()
+    assert not pair.is_answered(pair.first)
+    again.ask(Hello(pair.spec, LAYOUT, remote=False), Welcome)
+    pair.clock.now += 59.0
+    pair.service.tick()
+    assert not pair.is_answered(pair.first), "it is silent only from its hello on"
+    assert pair.push(again) and pair.is_answered(pair.first)
+
+
+@synchronous
+def test_a_round_does_not_wait_for_ever_for_a_worker_that_makes_its_model(pair: Pair) -> None:
+    pair.leave_and_introduce(1)
+    assert not pair.push(pair.first)
+    pair.clock.now += 601.0
+    pair.service.tick()
+    assert pair.is_answered(pair.first) and pair.server.version == 1
 
 
 @pytest.mark.parametrize("pair", [SYNCHRONOUS, DILOCO], indirect=True, ids=["synchronous", "DiLoCo"])
