@@ -247,15 +247,23 @@ def test_every_update_of_busy_workers_counts_once(
 def test_a_worker_that_waits_for_its_slot_says_so(server: ThreadServer, step: Step, beside: Beside) -> None:
     (first, second, third), stepping = at_a_step(server, step, beside)
     job = HybridJob(third)
-    for _ in range(2):  # the first is accepted, and not taken before the step ends
-        job.backward(torch.ones(2, 2))
-        scaling = beside(job.worker.scale_into_slot, 1.0)
-        if job.worker.sequence:
-            assert has_no_answer(scaling)
-            step.go_on.set()
-        scaling.result(10)
-        job.worker.step(1, None)
-    assert job.worker.last["push_seconds"] >= 0.05 and job.worker.waited == 0.0
+    job.backward(torch.ones(2, 2))
+    job.worker.scale_into_slot(1.0)
+    job.worker.step(1, None)  # accepted, and not taken before the step ends
+
+    def seconds_to_scale() -> float:
+        began = time.perf_counter()
+        job.worker.scale_into_slot(1.0)
+        return time.perf_counter() - began
+
+    job.backward(torch.ones(2, 2))
+    scaling = beside(seconds_to_scale)
+    assert has_no_answer(scaling)
+    step.go_on.set()
+    seconds, waited = scaling.result(10), job.worker.waited
+    assert seconds / 2 < waited <= seconds
+    job.worker.step(1, None)
+    assert job.worker.last["push_seconds"] >= waited and job.worker.waited == 0.0
     assert stepping.result(10).version == 1
 
 
