@@ -34,6 +34,7 @@ class Channel:
         self._received = bytearray()
         self._body: bytes | None = None  # of a message whose tensor is on its way
         self._missing = memoryview(b"")
+        self._had_tensor = False  # the last message
         self._outgoing: deque[memoryview] = deque()
 
     def notice_death(self, seconds: float) -> None:
@@ -107,6 +108,8 @@ class Channel:
     def messages(self) -> list[bytes]:
         """Reads what is there, without waiting, and returns the messages that are complete, :data:`AT_A_TIME` at most.
 
+        One with a tensor behind it comes alone: what is asked before it, or after it, may need the same room.
+
         Raises:
             ExchangeError: as :meth:`receive`.
         """
@@ -116,9 +119,17 @@ class Channel:
                 self._read(socket.MSG_DONTWAIT)
             except BlockingIOError:  # another thread has read it
                 return complete
-        while len(complete) < AT_A_TIME and (message := self._next()) is not None:
+        while len(complete) < AT_A_TIME and not (complete and self._tensor_is_next):
+            if (message := self._next()) is None:
+                break
             complete.append(message)
+            if self._had_tensor:
+                break
         return complete
+
+    @property
+    def _tensor_is_next(self) -> bool:
+        return len(self._received) >= _HEADER.size and _HEADER.unpack_from(self._received)[1] > 0
 
     @property
     def has_begun(self) -> bool:
@@ -188,6 +199,7 @@ class Channel:
         room[:here] = self._received[end : end + here]
         del self._received[: end + here]
         self._missing = room[here:bulk]
+        self._had_tensor = bulk > 0
 
 
 def _bytes(tensor: Tensor) -> memoryview:

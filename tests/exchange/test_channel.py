@@ -1,0 +1,42 @@
+"""Messages over a connection, some with a tensor behind them."""
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fairseq_async.exchange import Channel
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = Channel(socket.create_connection(listener.getsockname()))
+        theirs = Channel(listener.accept()[0])
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def test_a_tensor_takes_its_room_only_when_all_before_it_was_handled(pair: tuple[Channel, Channel]) -> None:
+    """An answer to a question before it may use the same room, and so may the next tensor."""
+    ours, theirs = pair
+    theirs.room = torch.zeros(3)
+    ours.send(b"question")
+    ours.send(b"first", torch.ones(3))
+    ours.send(b"second", torch.full((3,), 2.0))
+    ours.send(b"last")
+    time.sleep(0.05)
+    got = []
+    while len(got) < 4:
+        bodies = theirs.messages()
+        got.append((bodies, theirs.room.tolist()))
+        theirs.room.fill_(9.0)  # an answer's
+    assert got == [
+        ([b"question"], [0.0] * 3),
+        ([b"first"], [1.0] * 3),
+        ([b"second"], [2.0] * 3),
+        ([b"last"], [9.0] * 3),
+    ]
