@@ -17,7 +17,8 @@ class NearArrivals:
     arrival of each gradient that waits; the grace is a share of that gradient's worker's own step. So workers of about
     equal speed step together, a fast worker never waits for one that is much slower, and a slow worker, for which half
     a step is long, waits for the fast ones. Who is near and does not come is waited for until a grace after it was due:
-    that much a wrong estimate costs, once, for it is not near any more then.
+    that much a wrong estimate costs, once, for it is not near any more then. In the first step nobody is known, and all
+    are taken to be as fast as the first that comes; later nobody waits for a worker before its first gradient.
 
     Args:
         share: of a worker's own step.
@@ -33,10 +34,11 @@ class NearArrivals:
         self._begun: dict[int, float] = {}
         self._took: dict[int, list[float]] = {}
         self._waiting: dict[int, float] = {}  # since when
+        self._first_step = True
 
     def begin_work(self, worker: int, now: float) -> None:
-        """The worker was given its work."""
-        self._begun[worker] = now
+        """The worker was given its work. One that asks for it again, without a gradient, is due when it was."""
+        self._begun.setdefault(worker, now)
 
     def arrive(self, worker: int, now: float) -> None:
         """The worker's gradient has come, and waits."""
@@ -50,7 +52,8 @@ class NearArrivals:
         """Whether the step stays open for any of these others, who are at work."""
         until = min((since + self._grace(worker) for worker, since in self._waiting.items()), default=now)
         grace = min((self._grace(worker) for worker in self._waiting), default=0.0)
-        due = [self._begun[worker] + self._seconds(worker) for worker in others if worker in self._begun]
+        expected = [worker for worker in others if worker in self._begun and self._is_known(worker)]
+        due = [self._begun[worker] + self._seconds(worker) for worker in expected]
         near = [at + grace for at in due if at <= until + _ROUNDING * grace and at + grace > now]
         self.deadline = max(near, default=now)
         return bool(near)
@@ -61,21 +64,28 @@ class NearArrivals:
             known.pop(worker, None)
 
     def close(self) -> None:
-        """The step is closed."""
+        """The step is closed, if one was open."""
+        if self._waiting:
+            self._first_step = False
         self.deadline, self._waiting = None, {}
+
+    def _is_known(self, worker: int) -> bool:
+        return self._first_step or worker in self._took
 
     def _grace(self, worker: int) -> float:
         return self.share * self._seconds(worker) if self.seconds is None else self.seconds
 
     def _seconds(self, worker: int) -> float:
-        """Of the worker's step; one that is not known yet is taken to be as fast as the fastest."""
+        """Of the worker's step; in the first one, one that is not known yet is taken to be as fast as the fastest."""
         if worker in self._took:
             return median(self._took[worker])
         return min(map(median, self._took.values()), default=0.0)
 
     def state_dict(self) -> State:
-        return {"deadline": self.deadline, "begun": self._begun, "took": self._took, "waiting": self._waiting}
+        waiting = {"deadline": self.deadline, "waiting": self._waiting, "first_step": self._first_step}
+        return waiting | {"begun": self._begun, "took": self._took}
 
     def load_state_dict(self, state: State) -> None:
         self.deadline, self._begun, self._waiting = state["deadline"], dict(state["begun"]), dict(state["waiting"])
+        self._first_step = state["first_step"]
         self._took = {worker: list(took) for worker, took in state["took"].items()}

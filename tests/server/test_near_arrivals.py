@@ -36,6 +36,8 @@ def test_who_is_due_within_half_a_step_is_waited_for_and_who_is_due_later_is_not
 def test_a_slow_worker_waits_by_its_own_measure() -> None:
     """Half a step of four seconds is long: a fast worker, just begun, is near."""
     waiting = measured(NearArrivals(0.5), fast=1.0, slow=4.0)
+    waiting.arrive(0, 101.0)
+    waiting.close()
     waiting.begin_work(0, 103.9)
     waiting.arrive(1, 104.0)
     assert waiting.continues([0], 104.0) and waiting.deadline == pytest.approx(104.9 + 2.0)
@@ -86,6 +88,16 @@ def test_in_the_first_step_all_are_taken_to_be_as_fast_as_the_first() -> None:
     waiting.arrive(1, 1.2)
     waiting.arrive(2, 1.4)
     assert not waiting.continues([3], 1.4)
+
+
+def test_after_the_first_step_nobody_waits_for_a_worker_before_its_first_gradient() -> None:
+    """Who joins over and over, or asks for work over and over, would hold up each step."""
+    waiting = measured(NearArrivals(0.5), a=1.0, b=1.0)
+    waiting.begin_work(2, 100.9)
+    waiting.arrive(0, 101.0)
+    assert not waiting.continues([2], 101.0)
+    waiting.begin_work(1, 101.2)  # it asks again: it is still due at 101
+    assert waiting.continues([1], 101.3) and waiting.deadline == 101.5
 
 
 def steps(workers: int = 3) -> Driven:
