@@ -205,7 +205,7 @@ class Service:
                 self._deliver(run, run.coordinator.wait(peer.id, self.clock()))
                 return None
             case protocol.ScheduleEvent():
-                return protocol.ScheduleReply(run.coordinator.follow(peer.id, request))
+                return self._follow(run, peer, request)
             case protocol.SaveState():
                 return self._save_state(run, peer)
         raise RefusedError(f"there is no message {request.kind!r} after the introduction")
@@ -362,6 +362,11 @@ class Service:
             copy(slot, server.parameters)
         server.note_pull(peer.id)
         self._answer(peer, protocol.PullReply(server.version), slot if peer.remote else None)
+
+    def _follow(self, run: Run, peer: Peer, event: protocol.ScheduleEvent) -> Answer:
+        if peer.worker != 0:
+            raise RefusedError("worker 0 tells of its epochs, which the learning rate follows")
+        return protocol.ScheduleReply(run.coordinator.follow(peer.id, event))
 
     # Saving and leaving
 
