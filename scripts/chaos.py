@@ -36,7 +36,7 @@ from fairseq_async.exchange import copy  # noqa: E402
 from fairseq_async.launch.command import SERVERS  # noqa: E402
 from fairseq_async.method_spec import MethodSpec  # noqa: E402
 from fairseq_async.reporting.audit import audit  # noqa: E402
-from fairseq_async.server import Layout  # noqa: E402
+from fairseq_async.server import Layout, protocol  # noqa: E402
 from fairseq_async.server.process import ServerProcess  # noqa: E402
 from fairseq_async.worker.client import Client  # noqa: E402
 from recipes.multi30k_en_de.presets import PRESETS, Size  # noqa: E402
@@ -45,7 +45,8 @@ from recipes.training import Method, Training  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.faults import schedule  # noqa: E402
-from scripts.faults.digest import digest, read_snapshot  # noqa: E402
+from scripts.faults.digest import digest  # noqa: E402
+from scripts.faults.hostile import Attack, HostileWorker  # noqa: E402
 from scripts.faults.hosts import LOOPBACK, Cable, Host, other_host  # noqa: E402
 from scripts.faults.injector import Injector  # noqa: E402
 from scripts.faults.proxy import Proxy  # noqa: E402
@@ -65,6 +66,7 @@ COUNT = 2  # workers
 _PROBE_EVERY = 20.0  # seconds between two comparisons of the server's parameters with a worker's
 _START = 300.0  # seconds for all workers to send their first update
 _LONGEST = 1_000_000  # updates: a run ends by time
+_HOSTILE_PAUSE = 0.2  # seconds before each of the hostile worker's batches: on few cores it would take the others' time
 _LONG = 20_000  # local steps, which the learning rate follows: an hour's
 
 
@@ -150,13 +152,17 @@ def storm(minutes: float, per_hour: float, seed: int) -> Schedule:
 class Run:
     """One run of a job for so many seconds, worker 1 on the other host.
 
+    Args:
+        hostile: whether one more worker joins that knows the token and means no good.
+
     Attributes:
         timeline: starts, deaths and faults.
         equal, probes: how often a worker that had just pulled held what the server held, and of how many times.
     """
 
-    def __init__(self, job: Job, host: Host) -> None:
-        self.job, self.timeline, self.prefixes = job, Timeline(), [(), host.prefix]
+    def __init__(self, job: Job, host: Host, hostile: bool = False) -> None:
+        self.job, self.timeline, self.prefixes, self.hostile = job, Timeline(), [(), host.prefix], hostile
+        self.attack: Attack | None = None
         self.equal = self.probes = 0
         shutil.rmtree(job.run_dir, ignore_errors=True)
         self.logs = job.run_dir / "logs"
@@ -177,6 +183,8 @@ class Run:
             for worker in range(COUNT):
                 self._start(worker)
             self._wait_for_all()
+            if self.hostile:
+                self.attack = self._attack()
             self.timeline.note("begin")
             injector = Injector(faults, self.proxy, self._send)
             end, probe_at = time.monotonic() + seconds, time.monotonic() + _PROBE_EVERY
@@ -189,7 +197,21 @@ class Run:
         finally:
             self._end()
 
+    def _attack(self) -> Attack:
+        """Starts the hostile worker, whose updates are all refused: they would be gradients like any other."""
+        layout, spec = self._description()
+        address, token = self.server.address, self.server.token
+        rng = random.Random(1)
+        hostile = HostileWorker(address, token, spec, layout, rng, None, True, only_nan=True, pause=_HOSTILE_PAUSE)
+        return Attack(hostile, sys.maxsize)
+
+    def _description(self) -> tuple[Layout, MethodSpec]:
+        description = json.loads((self.job.run_dir / "run.json").read_text())
+        return Layout.from_json(description["layout"]), MethodSpec.from_json(description["method"])
+
     def _poll(self, injector: Injector) -> None:
+        if self.attack:
+            self.attack.poll()
         before = len(injector.happened)
         injector.poll()
         for _, fault in injector.happened[before:]:
@@ -231,29 +253,25 @@ class Run:
             time.sleep(0.2)
 
     def _probe(self) -> None:
-        """One more worker joins, pulls, and compares: with the server's own state, of the same version."""
-        path = self.job.run_dir / ".probe.pt"
+        """One more worker joins, reads the published parameters, and compares them with those that the server sends."""
         try:
-            description = json.loads((self.job.run_dir / "run.json").read_text())
+            layout, spec = self._description()
             client = Client(self.server.address, self.server.token, None)
-            layout = Layout.from_json(description["layout"])
-            client.join(layout, MethodSpec.from_json(description["method"]))
+            client.join(layout, spec)
             mine = torch.empty(layout.size)
             for _ in range(20):
                 version = client.pull(lambda published: copy(mine, published))
-                client.save_state(str(path.resolve()))
-                state = read_snapshot(path)["server"]
-                if state["version"] == version:
+                if client._ask(protocol.Pull(), protocol.PullReply).version == version:
                     self.probes += 1
-                    self.equal += digest(state["parameters"]) == digest(mine)
+                    self.equal += digest(client.slot) == digest(mine)
                     break
             client.leave(finished=False)
         except AsyncError:
             pass  # it was killed just now
-        finally:
-            path.unlink(missing_ok=True)
 
     def _end(self) -> None:
+        if self.attack:
+            self.attack.end()
         for process in self.workers.values():
             process.kill()
             process.wait()
@@ -290,6 +308,9 @@ def main(
     text: Annotated[Path | None, typer.Option(help="Shards of C4, for its recipe; else a made-up text.")] = None,
     faults: Annotated[Path | None, typer.Option(help="A schedule in YAML, instead of the random faults.")] = None,
     loopback: Annotated[bool, typer.Option("--loopback", help="Worker 1 is on this host in any case.")] = False,
+    hostile: Annotated[
+        bool, typer.Option("--hostile", help="One more worker of the storm sends what it should not.")
+    ] = False,
     latency: Annotated[float, typer.Option(min=0, help="Milliseconds to worker 1's host.")] = 0,
     loss: Annotated[float, typer.Option(min=0, max=0.5, help="Share of packets lost between the hosts.")] = 0,
     mbit: Annotated[float | None, typer.Option(min=0.1, help="Mbit/s to worker 1's host.")] = None,
@@ -312,7 +333,7 @@ def main(
             print(f"{each.value}: {name}", flush=True)
             try:
                 with nullcontext(LOOPBACK) if loopback else other_host(cable) as host:
-                    runs[name] = Run(job, host)
+                    runs[name] = Run(job, host, hostile and name == "storm")
                     runs[name].go(60 * minutes, what)
             except AsyncError as error:
                 fail(error)
@@ -324,6 +345,10 @@ def main(
             "parameters equal on server and a worker that has just pulled": f"{last.equal} of {last.probes}",
             "audit": f"{found.applied} applied, {sum(found.rolled_back.values())} rolled back, each counts once",
         }
+        if last.attack:
+            rows["the hostile worker's messages; kinds of answers"] = (
+                f"{last.attack.sent:,}; {len(last.attack.outcomes)}"
+            )
         report.table(each.value, [{"figure": key, "value": value} for key, value in rows.items()])
         judge(report, each.value, quiet, wild)
         report.bound(f"{each.value}: share of equal parameters", last.equal / max(1, last.probes), 1.0, at_least=True)

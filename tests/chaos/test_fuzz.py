@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fairseq_async.server.protocol import Hello, Initialise, Welcome
 from fairseq_async.worker.client import Client
+from scripts import fuzz_sessions
 from scripts.faults.adder import LAYOUT, Adder, adder_spec
 from scripts.faults.fuzzer import Fuzzer, read_corpus
 from scripts.faults.sgd_server import build
@@ -47,6 +48,13 @@ def test_what_was_once_found_is_refused_again(tmp_path: Path) -> None:
         assert fuzzer.state() == before and adder.step().version == 1
     finally:
         server.stop()
+
+
+def test_a_hostile_worker_changes_nothing_of_an_honest_ones_run(tmp_path: Path) -> None:
+    """Its sessions follow the protocol's schema but for one thing a message; its own updates are zeros or NaN."""
+    honest, state, attack, _ = fuzz_sessions.go(tmp_path / "both", 3000, seed=0)
+    assert attack.sent >= 3000 and len(attack.outcomes) > 50
+    assert state == fuzz_sessions.alone(tmp_path / "alone", len(honest.seconds))
 
 
 JSON = st.recursive(

@@ -1,0 +1,220 @@
+"""A worker that knows the token and means no good: valid sessions, changed in one message after the other."""
+
+import multiprocessing
+import random
+import re
+import socket
+import struct
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from fairseq_async.errors import AsyncError
+from fairseq_async.exchange import Channel
+from fairseq_async.exchange.authentication import challenge, proof
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server import Layout, protocol
+from scripts.faults.grammar import Grammar, to_json
+
+_HEADER = struct.Struct("!IQ")  # bytes of the body, bytes of the tensor behind it
+_AT_ONCE = 64  # messages, before it reads the answers
+_TELL_EVERY = 2.0  # seconds
+_LIES = 0.02  # share of these batches that end in the middle of a message
+_REPLY = re.compile(rb'"status":"(\w+)","version":(\d+)')
+_ERROR = re.compile(rb'"error":"([^"\\]{0,60})')
+_NUMBER = re.compile(r"[-+]?\d[\w.+-]*")
+_KINDS = ["push"] * 8 + ["pull", "pull", "wait", "schedule_event", "alive", "hello", "initialise", "save_state"]
+_KINDS += ["introduce"]
+
+
+@dataclass
+class HostileWorker:
+    """One worker, that sends thousands of messages a second. Its updates are zeros, or NaN: what it does not change by
+    them it must not be able to change at all.
+
+    Attributes:
+        joins: it was not announced, and takes a free number in place of ``worker``.
+        only_nan: none of its updates is zeros, which in a real run would be gradients like any other.
+        pause: seconds before each batch of messages.
+        sent: messages that the server has read; the questions of a flood are not among them.
+        outcomes: of the answers that came, by what they said.
+    """
+
+    address: str
+    token: str
+    spec: MethodSpec
+    layout: Layout
+    rng: random.Random
+    worker: int | None = 1
+    joins: bool = False
+    only_nan: bool = False
+    pause: float = 0.0
+    sent: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._grammar = Grammar(self.rng)
+        self._zeros = bytes(4 * self.layout.size)
+        self._nan = struct.pack("<f", float("nan")) * self.layout.size
+        self._sequence = self._version = 0
+        self._given = {"spec": self.spec.to_json(), "layout": self.layout.to_json(), "remote": True}
+
+    def run(self, messages: int, until: float = float("inf")) -> None:
+        """Sends so many messages, or until that time of ``time.monotonic``."""
+        end = self.sent + messages
+        while self.sent < end and time.monotonic() < until:
+            try:
+                self._session(end, until)
+            except (AsyncError, OSError) as error:
+                self.outcomes[f"connection: {type(error).__name__}"] += 1
+                time.sleep(self.pause)
+
+    def _session(self, end: int, until: float) -> None:
+        """One connection, to the message at which the server closes it."""
+        host, _, port = self.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.settimeout(10)
+            channel, kind = Channel(connection), self.rng.random()
+            if kind < 0.3:
+                return self._as_stranger(channel)
+            self._introduce(channel)
+            if self.rng.random() < 0.95:
+                channel.send(protocol.encode(protocol.Hello(self.spec, self.layout, remote=True)))
+                self._learn(channel.receive())
+            if kind < 0.31:
+                return self._dribble(connection)
+            if kind < 0.32:
+                return self._flood(connection)
+            for _ in range(self.rng.choice((1, 50, 1000))):
+                if self.sent >= end or time.monotonic() > until:
+                    return
+                time.sleep(self.pause)
+                self._send_some(connection)
+
+    def _as_stranger(self, channel: Channel) -> None:
+        """With a wrong introduction, or something else in its place."""
+        channel.receive()
+        given = {"worker": self.worker, "joins": self.joins}
+        kind = self.rng.choice(["introduce", "introduce", *_KINDS])
+        channel.send(self._grammar.wrong(self._grammar.valid(kind, **(given if kind == "introduce" else {}))))
+        self.sent += 1
+        self._note(channel.receive())
+
+    def _introduce(self, channel: Channel) -> None:
+        theirs, ours = protocol.parse_answer(channel.receive(), protocol.Greeting).challenge, challenge()
+        own = proof(self.token, "worker", theirs, ours)
+        channel.send(protocol.encode(protocol.Introduce(own, ours, self.worker, self.joins, instance="hostile")))
+        self._note(channel.receive())
+        self.sent += 1
+
+    def _dribble(self, connection: socket.socket) -> None:
+        """A message byte by byte, and not to its end."""
+        for byte in self._frame()[: self.rng.randrange(1, 40)]:
+            connection.sendall(bytes([byte]))
+            time.sleep(0.01)
+        self.outcomes["dribbled"] += 1
+
+    def _flood(self, connection: socket.socket) -> None:
+        """Questions without end, and reads no answer."""
+        pull = protocol.encode(protocol.Pull())
+        for _ in range(2000):
+            connection.sendall(_HEADER.pack(len(pull), 0) + pull)
+        self.outcomes["flooded"] += 1
+
+    def _send_some(self, connection: socket.socket) -> None:
+        """Several messages at once, and reads until the last of them is answered: it is one that the answer quotes."""
+        frames = [self._frame() for _ in range(self.rng.randint(1, _AT_ONCE))]
+        mark = f"mark-{self.sent}".encode()
+        last = b'{"kind":"%b"}' % mark
+        if self.rng.random() < _LIES:
+            connection.sendall(b"".join(frames) + self._lie(last))
+            raise ConnectionError("left in the middle of a message")
+        connection.sendall(b"".join(frames) + _HEADER.pack(len(last), 0) + last)
+        said = b""
+        while mark not in said:
+            more = connection.recv(1 << 16)
+            if not more:
+                self._learn(said)
+                raise ConnectionError("closed by the server")
+            said += more
+        self.sent += len(frames) + 1
+        self._learn(said)
+
+    def _frame(self) -> bytes:
+        kind = "leave" if self.rng.random() < 0.002 else self.rng.choice(_KINDS)
+        message = self._grammar.valid(kind, **self._plausible(kind))
+        body = self._grammar.wrong(message) if self.rng.random() < 0.7 else to_json(message)
+        tensor = b""
+        if kind == "push":
+            tensor = self._nan if self.only_nan or self.rng.random() < 0.2 else self._zeros
+        return _HEADER.pack(len(body), len(tensor)) + body + tensor
+
+    def _plausible(self, kind: str) -> dict[str, Any]:
+        """What makes a valid message of this moment."""
+        if kind == "push":
+            sequence = self._sequence + (self.rng.random() < 0.1)
+            return {"sequence": sequence, "base_version": self._version, "weight": self.rng.choice((0.0, 1.0, 9.0))}
+        if kind == "hello":
+            return self._given
+        return {"finished": False} if kind == "leave" else {}
+
+    def _lie(self, body: bytes) -> bytes:
+        """A frame that is not as long as it says."""
+        length = self.rng.choice((0, 1, len(body) - 1, len(body) + 1, 1 << 18, 1 << 24, 1 << 31, (1 << 32) - 1))
+        return _HEADER.pack(length, self.rng.choice((0, 0, 1, len(self._zeros), 1 << 40, (1 << 64) - 1))) + body
+
+    def _learn(self, said: bytes) -> None:
+        """The version, and the number of its next update."""
+        for found in _REPLY.finditer(said):
+            self.outcomes[f"push: {found[1].decode()}"] += 1
+            self._version = int(found[2])
+            self._sequence += found[1] in (b"applied", b"accepted", b"refused", b"outlier")
+        if welcome := re.search(rb'"version":(\d+),"sequence":(\d+)', said):
+            self._version, self._sequence = int(welcome[1]), int(welcome[2])
+        self._note(said)
+
+    def _note(self, said: bytes) -> None:
+        for error in _ERROR.finditer(said):
+            self.outcomes["refused: " + _NUMBER.sub("#", error[1].decode(errors="replace"))[:50]] += 1
+
+
+@dataclass
+class Attack:
+    """A hostile worker in a process of its own, until it has sent so many messages.
+
+    Attributes:
+        sent, outcomes: as of the hostile worker, a while ago.
+    """
+
+    hostile: HostileWorker
+    messages: int
+    sent: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._reader, writer = context.Pipe(duplex=False)
+        self._process = context.Process(target=_attack, args=(self.hostile, self.messages, writer), daemon=True)
+        self._process.start()
+        writer.close()
+
+    def poll(self) -> bool:
+        """Whether it goes on."""
+        try:
+            while self._reader.poll():
+                self.sent, self.outcomes = self._reader.recv()
+        except EOFError:
+            return False
+        return True
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _attack(hostile: HostileWorker, messages: int, writer: Connection) -> None:
+    while hostile.sent < messages:
+        hostile.run(messages - hostile.sent, until=time.monotonic() + _TELL_EVERY)
+        writer.send((hostile.sent, hostile.outcomes))

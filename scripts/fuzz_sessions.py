@@ -1,0 +1,162 @@
+"""Two workers of one run, an honest and a hostile one: the honest one's run must be what it is alone, to the bit.
+
+The hostile one knows the token and sends valid sessions, changed in one message after the other by the protocol's
+schema, and wrong introductions. Its updates are zeros or NaN.
+
+python scripts/fuzz_sessions.py --messages 10000000
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fairseq_async.reporting.audit import audit  # noqa: E402
+from fairseq_async.server.process import ServerProcess  # noqa: E402
+from fairseq_async.server.protocol import Push, Report  # noqa: E402
+from fairseq_async.worker.client import Client  # noqa: E402
+from scripts.bench.report import Report as Bench  # noqa: E402
+from scripts.faults.adder import LAYOUT, adder_spec  # noqa: E402
+from scripts.faults.digest import digest, read_snapshot  # noqa: E402
+from scripts.faults.hostile import Attack, HostileWorker  # noqa: E402
+
+SERVER = "scripts.faults.sgd_server"
+SPEC = adder_spec(snapshot_seconds=2.0)
+_PAUSE = 0.02  # seconds between two updates of the honest worker
+_LOOK_EVERY = 5.0  # seconds between two looks at the server's memory
+_SHOWN = 40
+_WARM_UP = 0.1  # of the messages: until then memory may grow
+
+
+@dataclass
+class Honest:
+    """Worker 0, whose updates depend on their number alone.
+
+    Attributes:
+        seconds: that each push took.
+    """
+
+    client: Client
+    seconds: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._parameters = torch.zeros(LAYOUT.size)
+        self.client.join(LAYOUT, SPEC)
+        self.client.slot.zero_()
+        self.client.initialise(None)
+        self._version = self.client.pull(self._parameters.copy_)
+
+    def step(self) -> None:
+        sequence = len(self.seconds)
+        update = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(sequence))
+        report = Report(epochs=0.25, loss=1.0, position={"batch": sequence})
+        began = time.perf_counter()
+        self.client.push(lambda slot: slot.copy_(update), Push(sequence, self._version, 1.0, report))
+        self.seconds.append(time.perf_counter() - began)
+        self._version = self.client.pull(self._parameters.copy_)
+
+    def state(self, directory: Path) -> str:
+        """The digest of all that is its own, and of the parameters."""
+        path = directory / "state.pt"
+        self.client.save_state(str(path))
+        state = read_snapshot(path)
+        server = state["server"]
+        own = [server["sequences"][0], server["refused"].get(0, 0), state["positions"][0]]
+        return digest([server["parameters"], server["rule"], own])
+
+
+def go(run_dir: Path, messages: int, seed: int) -> tuple[Honest, str, Attack, list[int]]:
+    """The honest worker beside the hostile one, until that has sent its messages; and the server's memory meanwhile."""
+    sizes: list[int] = []
+    look_at = 0.0
+    with served(run_dir) as server:
+        honest = Honest(Client(server.address, server.token, 0, 30.0))
+        hostile = HostileWorker(server.address, server.token, SPEC, LAYOUT, random.Random(seed))
+        attack = Attack(hostile, messages)
+        try:
+            while attack.poll():
+                honest.step()
+                time.sleep(_PAUSE)
+                if time.monotonic() >= look_at and attack.sent >= _WARM_UP * messages:
+                    sizes.append(_resident(server.process.pid))
+                    look_at = time.monotonic() + _LOOK_EVERY
+        finally:
+            attack.end()
+        return honest, honest.state(run_dir), attack, sizes
+
+
+def alone(run_dir: Path, updates: int) -> str:
+    """The state of the honest worker's run without the other one."""
+    with served(run_dir) as server:
+        honest = Honest(Client(server.address, server.token, 0, 30.0))
+        for _ in range(updates):
+            honest.step()
+        return honest.state(run_dir)
+
+
+@contextmanager
+def served(run_dir: Path) -> Iterator[ServerProcess]:
+    """A server process, which ends with the block."""
+    server = ServerProcess(SERVER, 2, run_dir, run_dir / "server.log")
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def _resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main(
+    messages: Annotated[int, typer.Option(min=1000)] = 10_000_000,
+    seed: Annotated[int | None, typer.Option(help="Of the hostile worker; another each time by default.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="For what is printed.")] = None,
+) -> None:
+    """Print what the server answered, how long the honest worker's pushes took, and how much the server grew."""
+    seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
+    report = Bench(f"{messages:,} messages of a hostile worker, seed {seed}")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = Path(directory) / "both"
+        honest, state, attack, sizes = go(run_dir, messages, seed)
+        seconds = time.monotonic() - began
+        same = state == alone(Path(directory) / "alone", len(honest.seconds))
+        log = (run_dir / "server.log").stat().st_size
+        found = audit(run_dir)
+    common = attack.outcomes.most_common(_SHOWN)
+    report.table("the most frequent answers", [{"answer": what, "count": count} for what, count in common])
+    figures = {
+        "messages": attack.sent,
+        "messages a second": attack.sent / seconds,
+        "kinds of answers": len(attack.outcomes),
+        "updates of the honest worker": len(honest.seconds),
+        "its pushes: median milliseconds": 1000 * median(honest.seconds),
+        "its pushes: longest, milliseconds": 1000 * max(honest.seconds),
+        "the server's log, kB": log / 1000,
+        "updates in the audited log": found.applied,
+    }
+    report.table("figures", [{"figure": name, "value": value} for name, value in figures.items()])
+    report.bound("messages", attack.sent, messages, at_least=True)
+    report.bound("state as alone, to the bit", float(same), 1.0, at_least=True)
+    report.bound("growth of the server, MiB", (sizes[-1] - sizes[0]) / 2**20, 5.0)
+    report.bound("longest push of the honest worker, seconds", max(honest.seconds), 0.5)
+    report.end(json_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)
