@@ -1,24 +1,28 @@
 """Two workers of one run, an honest and a hostile one: the honest one's run must be what it is alone, to the bit.
 
 The hostile one knows the token and sends valid sessions, changed in one message after the other by the protocol's
-schema, and wrong introductions. Its updates are zeros or NaN.
+schema, and wrong introductions. Its updates are zeros or NaN. First over sockets, to a server's process; then straight
+into the service, which is several times as fast.
 
-python scripts/fuzz_sessions.py --messages 10000000
+python scripts/fuzz_sessions.py --messages 100000 --direct 10000000
 """
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import os
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -32,7 +36,9 @@ from fairseq_async.worker.client import Client  # noqa: E402
 from scripts.bench.report import Report as Bench  # noqa: E402
 from scripts.faults.adder import LAYOUT, adder_spec  # noqa: E402
 from scripts.faults.digest import digest, read_snapshot  # noqa: E402
+from scripts.faults.direct import DirectAttack  # noqa: E402
 from scripts.faults.hostile import Attack, HostileWorker  # noqa: E402
+from scripts.faults.sgd_server import build  # noqa: E402
 
 SERVER = "scripts.faults.sgd_server"
 SPEC = adder_spec(snapshot_seconds=2.0)
@@ -118,18 +124,62 @@ def served(run_dir: Path) -> Iterator[ServerProcess]:
         server.stop()
 
 
+class DirectResult(NamedTuple):
+    """What one process of :func:`direct` has come to.
+
+    Attributes:
+        same: whether the honest worker's state is that of its run alone.
+        growth: bytes of this process.
+        longest: seconds of an update of the honest worker.
+    """
+
+    sent: int
+    kinds: int
+    same: bool
+    growth: int
+    longest: float
+
+
+def direct(directory: Path, messages: int, seed: int) -> DirectResult:
+    """The same without sockets, in this process."""
+    torch.set_num_threads(1)
+    sys.stderr = open(directory / f"refusals-{seed}.log", "w")  # noqa: SIM115  # until this process ends
+    attack = DirectAttack(directory / f"both-{seed}", build, SPEC, LAYOUT, seed)
+    size = 0
+    while attack.sent < messages:
+        for _ in range(10):
+            attack.session(1000)
+        attack.step()
+        size = size or (_resident(os.getpid()) if attack.sent >= _WARM_UP * messages else 0)
+    growth = _resident(os.getpid()) - size
+    alone = DirectAttack(directory / f"alone-{seed}", build, SPEC, LAYOUT, seed)
+    for _ in attack.seconds:
+        alone.step()
+    same = digest(attack.state()) == digest(alone.state())
+    return DirectResult(attack.sent, len(attack.outcomes), same, growth, max(attack.seconds))
+
+
 def _resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main(
-    messages: Annotated[int, typer.Option(min=1000)] = 10_000_000,
+    messages: Annotated[int, typer.Option(min=1000, help="Over sockets.")] = 100_000,
+    without: Annotated[int, typer.Option("--direct", min=0, help="Without sockets.")] = 1_000_000,
+    processes: Annotated[int, typer.Option(min=1, help="For those without sockets.")] = 2,
     seed: Annotated[int | None, typer.Option(help="Of the hostile worker; another each time by default.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="For what is printed.")] = None,
 ) -> None:
     """Print what the server answered, how long the honest worker's pushes took, and how much the server grew."""
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
-    report = Bench(f"{messages:,} messages of a hostile worker, seed {seed}")
+    report = Bench(f"{messages:,} messages of a hostile worker over sockets and {without:,} without, seed {seed}")
+    over_sockets(report, messages, seed)
+    if without:
+        without_sockets(report, without, processes, seed)
+    report.end(json_file)
+
+
+def over_sockets(report: Bench, messages: int, seed: int) -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "both"
@@ -155,7 +205,19 @@ def main(
     report.bound("state as alone, to the bit", float(same), 1.0, at_least=True)
     report.bound("growth of the server, MiB", (sizes[-1] - sizes[0]) / 2**20, 5.0)
     report.bound("longest push of the honest worker, seconds", max(honest.seconds), 0.5)
-    report.end(json_file)
+
+
+def without_sockets(report: Bench, messages: int, processes: int, seed: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory, ProcessPoolExecutor(processes, mp_context=context) as pool:
+        each = math.ceil(messages / processes)
+        runs = [pool.submit(direct, Path(directory), each, seed + number) for number in range(processes)]
+        found = [run.result() for run in runs]
+    report.table("without sockets, each process", [result._asdict() for result in found])
+    report.bound("messages without sockets", sum(result.sent for result in found), messages, at_least=True)
+    report.bound("state as alone, to the bit", float(all(result.same for result in found)), 1.0, at_least=True)
+    report.bound("growth of a process, MiB", max(result.growth for result in found) / 2**20, 5.0)
+    report.bound("longest update of the honest worker, seconds", max(result.longest for result in found), 0.5)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import re
 import socket
 import struct
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,6 +20,7 @@ from scripts.faults.grammar import Grammar, to_json
 
 _HEADER = struct.Struct("!IQ")  # bytes of the body, bytes of the tensor behind it
 _AT_ONCE = 64  # messages, before it reads the answers
+_BATCHES = 2  # of these on their way
 _TELL_EVERY = 2.0  # seconds
 _LIES = 0.02  # share of these batches that end in the middle of a message
 _REPLY = re.compile(rb'"status":"(\w+)","version":(\d+)')
@@ -58,7 +59,7 @@ class HostileWorker:
         self._grammar = Grammar(self.rng)
         self._zeros = bytes(4 * self.layout.size)
         self._nan = struct.pack("<f", float("nan")) * self.layout.size
-        self._sequence = self._version = 0
+        self._sequence = self._version = self._batch = 0
         self._given = {"spec": self.spec.to_json(), "layout": self.layout.to_json(), "remote": True}
 
     def run(self, messages: int, until: float = float("inf")) -> None:
@@ -82,16 +83,18 @@ class HostileWorker:
             self._introduce(channel)
             if self.rng.random() < 0.95:
                 channel.send(protocol.encode(protocol.Hello(self.spec, self.layout, remote=True)))
-                self._learn(channel.receive())
+                self.learn(channel.receive())
             if kind < 0.31:
                 return self._dribble(connection)
             if kind < 0.32:
                 return self._flood(connection)
-            for _ in range(self.rng.choice((1, 50, 1000))):
+            unanswered: deque[bytes] = deque()
+            said = bytearray()
+            for _ in range(self.rng.choice((2, 50, 1000))):
                 if self.sent >= end or time.monotonic() > until:
                     return
                 time.sleep(self.pause)
-                self._send_some(connection)
+                self._send_some(connection, unanswered, said)
 
     def _as_stranger(self, channel: Channel) -> None:
         """With a wrong introduction, or something else in its place."""
@@ -123,33 +126,48 @@ class HostileWorker:
             connection.sendall(_HEADER.pack(len(pull), 0) + pull)
         self.outcomes["flooded"] += 1
 
-    def _send_some(self, connection: socket.socket) -> None:
-        """Several messages at once, and reads until the last of them is answered: it is one that the answer quotes."""
+    def _send_some(self, connection: socket.socket, unanswered: deque[bytes], said: bytearray) -> None:
+        """Several messages at once; then reads until the last of those before them is answered, whose answer quotes it.
+
+        Args:
+            unanswered: the last messages of the batches that are on their way, changed here.
+            said: what has been read and not understood yet, likewise.
+        """
         frames = [self._frame() for _ in range(self.rng.randint(1, _AT_ONCE))]
-        mark = f"mark-{self.sent}".encode()
+        self._batch += 1
+        mark = f"mark-{self._batch}-{len(frames)}".encode()
         last = b'{"kind":"%b"}' % mark
         if self.rng.random() < _LIES:
             connection.sendall(b"".join(frames) + self._lie(last))
             raise ConnectionError("left in the middle of a message")
         connection.sendall(b"".join(frames) + _HEADER.pack(len(last), 0) + last)
-        said = b""
-        while mark not in said:
+        unanswered.append(mark)
+        while len(unanswered) > _BATCHES:
+            self._read(connection, unanswered, said)
+
+    def _read(self, connection: socket.socket, unanswered: deque[bytes], said: bytearray) -> None:
+        while (end := said.find(unanswered[0])) < 0:
             more = connection.recv(1 << 16)
             if not more:
-                self._learn(said)
+                self.learn(bytes(said))
                 raise ConnectionError("closed by the server")
             said += more
-        self.sent += len(frames) + 1
-        self._learn(said)
+        self.learn(bytes(said[:end]))
+        del said[:end]
+        self.sent += int(unanswered.popleft().rsplit(b"-", 1)[1]) + 1
 
     def _frame(self) -> bytes:
+        body, tensor = self.message()
+        return _HEADER.pack(len(body), len(tensor)) + body + tensor
+
+    def message(self) -> tuple[bytes, bytes]:
+        """The next message of a worker that has said hello, and the tensor behind it."""
         kind = "leave" if self.rng.random() < 0.002 else self.rng.choice(_KINDS)
         message = self._grammar.valid(kind, **self._plausible(kind))
         body = self._grammar.wrong(message) if self.rng.random() < 0.7 else to_json(message)
-        tensor = b""
-        if kind == "push":
-            tensor = self._nan if self.only_nan or self.rng.random() < 0.2 else self._zeros
-        return _HEADER.pack(len(body), len(tensor)) + body + tensor
+        if kind != "push":
+            return body, b""
+        return body, self._nan if self.only_nan or self.rng.random() < 0.2 else self._zeros
 
     def _plausible(self, kind: str) -> dict[str, Any]:
         """What makes a valid message of this moment."""
@@ -165,7 +183,7 @@ class HostileWorker:
         length = self.rng.choice((0, 1, len(body) - 1, len(body) + 1, 1 << 18, 1 << 24, 1 << 31, (1 << 32) - 1))
         return _HEADER.pack(length, self.rng.choice((0, 0, 1, len(self._zeros), 1 << 40, (1 << 64) - 1))) + body
 
-    def _learn(self, said: bytes) -> None:
+    def learn(self, said: bytes) -> None:
         """The version, and the number of its next update."""
         for found in _REPLY.finditer(said):
             self.outcomes[f"push: {found[1].decode()}"] += 1

@@ -14,33 +14,11 @@ from fairseq_async.server.peers import Peer
 from fairseq_async.server.protocol import Greeting, Introduce, Introduced, Request, encode, parse_answer
 from fairseq_async.server.run import Build
 from fairseq_async.server.service import Service
+from scripts.faults.direct import FakeChannel
 from tests.helpers.mortal import InlineSnapshots
 
 TOKEN = "a token of sixteen or more"
 _Answer = TypeVar("_Answer")
-
-
-class FakeChannel:
-    """Keeps what the server says."""
-
-    def __init__(self) -> None:
-        self.said: list[bytes] = []
-        self.room: Tensor | None = None
-        self.largest = 0
-        self.closed = False
-        self.unsent = 0
-
-    def queue(self, body: bytes, tensor: Tensor | None = None) -> None:
-        self.said.append(body)
-
-    def flush(self) -> bool:
-        return True
-
-    def notice_death(self, seconds: float) -> None:
-        """There is no kernel."""
-
-    def end(self) -> None:
-        self.closed = True
 
 
 class Connection:

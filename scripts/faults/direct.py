@@ -1,0 +1,141 @@
+"""A server's service without a socket: a hostile worker's messages as fast as they can be handled."""
+
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fairseq_async.errors import ProtocolError
+from fairseq_async.exchange.authentication import challenge, proof
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server import Layout, protocol
+from fairseq_async.server.peers import Peer
+from fairseq_async.server.run import Build
+from fairseq_async.server.service import Service
+from scripts.faults.hostile import HostileWorker
+
+TOKEN = "a token of sixteen or more"
+
+
+class FakeChannel:
+    """Keeps what the server says."""
+
+    def __init__(self) -> None:
+        self.said: list[bytes] = []
+        self.room: Tensor | None = None
+        self.largest = 0
+        self.closed = False
+        self.unsent = 0
+
+    def queue(self, body: bytes, tensor: Tensor | None = None) -> None:
+        self.said.append(body)
+
+    def flush(self) -> bool:
+        return True
+
+    def notice_death(self, seconds: float) -> None:
+        """There is no kernel."""
+
+    def end(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Member:
+    """A worker of the service that has come in."""
+
+    service: Service
+    worker: int
+    spec: MethodSpec
+    layout: Layout
+    remote: bool
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.channel = FakeChannel()
+        self.peer = Peer(self.channel)  # type: ignore[arg-type]
+        self.service.greet(self.peer)
+        theirs, ours = protocol.parse_answer(self.channel.said[0], protocol.Greeting).challenge, challenge()
+        own = proof(TOKEN, "worker", theirs, ours)
+        name = f"process of {self.worker}"
+        self.send(protocol.encode(protocol.Introduce(own, ours, self.worker, joins=False, instance=name)))
+        self.send(protocol.encode(protocol.Hello(self.spec, self.layout, self.remote)))
+
+    def send(self, body: bytes, tensor: bytes = b"") -> bytes:
+        """What the server says to it."""
+        if tensor and self.channel.room is not None:
+            self.channel.room.copy_(torch.frombuffer(bytearray(tensor), dtype=torch.float32))
+        self.channel.said.clear()
+        try:
+            self.service.receive(self.peer, body)
+        except ProtocolError:
+            self.channel.closed = True
+        if self.channel.closed and not self.closed:
+            self.service.disconnected(self.peer)
+            self.closed = True
+        return b"".join(self.channel.said)
+
+
+@dataclass
+class DirectAttack:
+    """An honest and a hostile worker of one service, in this thread.
+
+    Attributes:
+        seconds: that each update of the honest one took, with the clock's turn before it.
+    """
+
+    run_dir: Path
+    build: Build
+    spec: MethodSpec
+    layout: Layout
+    seed: int
+    outcomes: Counter[str] = field(default_factory=Counter)
+    seconds: list[float] = field(default_factory=list)
+    sent: int = 0
+
+    def __post_init__(self) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.service = Service(TOKEN, 2, self.run_dir, self.build)
+        self.honest = Member(self.service, 0, self.spec, self.layout, remote=False)
+        self.service.described.memory.slot(0).zero_()
+        self.honest.send(protocol.encode(protocol.Initialise(False)))
+        self._hostile = HostileWorker("", TOKEN, self.spec, self.layout, random.Random(self.seed))
+        self._version = 0
+
+    def session(self, messages: int) -> None:
+        """The hostile one comes in, and sends so many messages, or fewer if it is put out before."""
+        member = Member(self.service, 1, self.spec, self.layout, remote=True)
+        self._hostile.learn(b"".join(member.channel.said))
+        for _ in range(messages):
+            self._hostile.learn(member.send(*self._hostile.message()))
+            self.sent += 1
+            if member.closed or member.peer.worker is None:
+                break
+        if not member.closed:
+            self.service.disconnected(member.peer)
+        self.outcomes = self._hostile.outcomes
+
+    def step(self) -> None:
+        """An update of the honest one, which depends on its number alone."""
+        sequence = len(self.seconds)
+        update = torch.randn(self.layout.size, generator=torch.Generator().manual_seed(sequence))
+        report = protocol.Report(epochs=0.25, loss=1.0, position={"batch": sequence})
+        self.service.described.memory.slot(0).copy_(update)
+        began = time.perf_counter()
+        self.service.tick()
+        said = self.honest.send(protocol.encode(protocol.Push(sequence, self._version, 1.0, report)))
+        self.seconds.append(time.perf_counter() - began)
+        answer = protocol.parse_answer(said, protocol.PushReply)
+        assert answer.status == "applied"
+        self._version = answer.version
+
+    def state(self) -> list[object]:
+        """All that is the honest one's own, and the parameters."""
+        coordinator = self.service.described.coordinator
+        server = coordinator.server
+        own = [server.sequences[0], server.refused.get(0, 0), coordinator.positions[0]]
+        return [server.parameters, server.rule.state_dict(), own]
