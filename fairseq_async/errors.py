@@ -25,6 +25,10 @@ class RefusedError(AsyncError):
     """The server does not take this worker or its updates."""
 
 
+class HalfAppliedError(Exception):
+    """A rule has failed in the middle of an update: the parameters are of no version, and no run goes on from them."""
+
+
 def option(name: str) -> str:
     """An option as the user has written it: ``--token-file`` in a command, ``"token_file"`` in a DeepSpeed JSON."""
     return _spell[0](name)

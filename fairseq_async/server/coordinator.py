@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fairseq_async.algorithms import NormGate, Rule, StalenessPolicy, Update
 from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import RefusedError
 from fairseq_async.method_spec import JsonObject, MethodSpec
 from fairseq_async.server.grace import GracePeriod
 from fairseq_async.server.look_ahead import LookAhead
@@ -15,6 +16,8 @@ from fairseq_async.server.near_arrivals import NearArrivals
 from fairseq_async.server.parameter_server import OPEN, SETTLED, ParameterServer, Receipt, Status
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Assignment, Report, ScheduleEvent
+
+_MOST_EVENTS = 64  # between two updates; a replay needs them all, so they are kept until then
 
 
 @dataclass(frozen=True)
@@ -247,12 +250,20 @@ class Coordinator:
         if updates != self._limit:
             self._limit = updates
             self.server.rule.limit_round(updates)
+            if self._control_events and self._control_events[-1].event == "limit_round":
+                self._control_events.pop()  # nothing came in between: workers may come and go without an update
             self._control_events.append(ControlEvent("limit_round", updates=updates))
 
     def follow(self, worker: int, event: ScheduleEvent) -> float:
-        """An epoch begins or ends; returns the learning rate. An event that comes again counts once."""
+        """An epoch begins or ends; returns the learning rate. An event that comes again counts once.
+
+        Raises:
+            RefusedError: there were too many since the last update.
+        """
         number, learning_rate = self._answered.get(worker, ("", 0.0))
         if number != event.number:
+            if len(self._control_events) >= _MOST_EVENTS:
+                raise RefusedError(f"there were {_MOST_EVENTS} epochs since the last update")
             learning_rate = self.plan.follow(event)
             self._control_events.append(ControlEvent(event.event, epoch=event.epoch, loss=event.loss))
             self._answered[worker] = event.number, learning_rate

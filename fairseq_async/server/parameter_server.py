@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fairseq_async.algorithms import NormGate, Rule, StalenessPolicy, Update
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import RefusedError
+from fairseq_async.errors import HalfAppliedError, RefusedError
 
 
 class Status(str, Enum):
@@ -269,7 +269,10 @@ class ParameterServer:
         changes = self.rule.moves_parameters()
         if changes and self.before_last_step is not None:
             self.before_last_step.copy_(self.parameters)
-        self.rule.apply(self.parameters, worth)
+        try:
+            self.rule.apply(self.parameters, worth)
+        except Exception as error:  # whatever it is: no memory, or a mistake of the rule's
+            raise HalfAppliedError(f"the update of worker {update.worker} was not applied to its end") from error
         self._use_up(update)
         self.version += changes
         return replace(receipt, version=self.version, cosine=cosine)

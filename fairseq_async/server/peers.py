@@ -1,5 +1,7 @@
 """The connections of a server: who is at the other end, and the proof that it belongs to the run."""
 
+import hashlib
+import traceback
 from collections import Counter
 from dataclasses import dataclass
 
@@ -62,6 +64,12 @@ class RefusalLog:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
+    def count_mistake(self, source: str, error: Exception) -> None:
+        """A mistake of this program's own; those that are written come with a traceback."""
+        if self.count("internal error", source, repr(error)):
+            for line in "".join(traceback.format_exception(error)).splitlines():
+                tell_log(line)
+
     def count(self, kind: str, who: str, what: object) -> bool:
         """One more refusal of this kind; ``who`` has sent it. Returns whether it was written."""
         self.counts[kind] += 1
@@ -77,10 +85,14 @@ class Handshake:
 
     Args:
         token: what both sides know.
+
+    Attributes:
+        run: names the run, whose processes have the token in common.
     """
 
     def __init__(self, token: str) -> None:
         self._token = token
+        self.run = hashlib.sha256(f"run {token}".encode()).hexdigest()[:16]
         self._instance = challenge()  # names this process: another after each restart
 
     def greet(self, peer: Peer) -> Greeting:

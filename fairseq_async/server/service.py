@@ -1,7 +1,6 @@
 """Answers the requests of a run's workers, and lets in only workers that know its token."""
 
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import Update
-from fairseq_async.errors import AsyncError, RefusedError
+from fairseq_async.errors import AsyncError, HalfAppliedError, RefusedError
 from fairseq_async.exchange import copy
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import protocol
@@ -59,7 +58,7 @@ class Service:
         self.run_dir, self.build, self.clock, self.wall_clock, self.tell = run_dir, build, clock, wall_clock, tell
         self._handshake = Handshake(token)
         self.membership = Membership(workers, clock())
-        self.snapshots = Snapshots(run_dir, clock, tell)
+        self.snapshots = Snapshots(run_dir, clock, tell, self._handshake.run)
         self.peers: dict[int, Peer] = {}
         self.refusals = RefusalLog()
         self.run: Run | None = None
@@ -108,6 +107,9 @@ class Service:
 
         Args:
             accepted: it is an update that has had its answer.
+
+        Raises:
+            HalfAppliedError: the server's state is lost; another process has to go on from its last snapshot.
         """
         self.hear(peer)
         try:
@@ -117,8 +119,10 @@ class Service:
             self._refuse(peer, type(error).__name__, error)
         except OSError as error:
             self._refuse(peer, "files", error, f"the server cannot use its directory: {error}")
+        except HalfAppliedError:
+            raise
         except Exception as error:  # a mistake of this program's own: whatever it is, it must not end the others' run
-            self._note_mistake(peer.name, error)
+            self.refusals.count_mistake(peer.name, error)
             self._answer(peer, protocol.ErrorReply(f"internal error of the server: {error!r}; see server.log"))
         else:
             if answer is not None:
@@ -136,7 +140,7 @@ class Service:
         self._part(peer, for_good=False)
 
     def tick(self) -> float:
-        """Does what time brings; returns the seconds until there is something to do again."""
+        """Does what time brings; returns the seconds until there is something to do again. Raises as :meth:`handle`."""
         run = self.begun
         if run is None:
             return 1.0
@@ -145,8 +149,10 @@ class Service:
             self._deliver(run, coordinator.tick(self.clock()))
             if not coordinator.finished:
                 self._keep_snapshots(run)
+        except HalfAppliedError:
+            raise
         except Exception as error:  # likewise
-            self._note_mistake("the clock", error)
+            self.refusals.count_mistake("the clock", error)
             return 1.0
         return 1.0 if coordinator.deadline is None else max(0.0, min(1.0, coordinator.deadline - self.clock()))
 
@@ -170,11 +176,6 @@ class Service:
         self._answer(peer, protocol.ErrorReply(said or str(error)))
         if peer.worker is None:
             peer.channel.end()
-
-    def _note_mistake(self, source: str, error: Exception) -> None:
-        if self.refusals.count("internal error", source, repr(error)):
-            for line in "".join(traceback.format_exception(error)).splitlines():
-                tell_log(line)
 
     def _respond(self, peer: Peer, request: Request, accepted: bool) -> Answer | None:
         """The answer to a request; None if there is none, or it was given already, or comes later."""
@@ -226,7 +227,7 @@ class Service:
     def _deliver(self, run: Run, outcome: Outcome) -> None:
         """Publishes and logs what was settled, then answers the workers that wait for it."""
         for worker, error in outcome.uncounted:
-            self._note_mistake(f"worker {worker}", error)
+            self.refusals.count_mistake(f"worker {worker}", error)
         run.publish()
         run.log(outcome.settled, self.wall_clock())
         for instruction in outcome.instructions:

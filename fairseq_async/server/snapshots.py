@@ -28,10 +28,13 @@ class Snapshots:
         run_dir: they go to ``snapshots/`` there.
         clock: seconds.
         tell: what to do with a line that says that one could not be written.
+        run: names the run, whose server goes on from no other's.
     """
 
-    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic, tell: Tell = tell_log) -> None:
-        self.directory, self.clock, self.tell = run_dir / DIRECTORY, clock, tell
+    def __init__(
+        self, run_dir: Path, clock: Callable[[], float] = time.monotonic, tell: Tell = tell_log, run: str = ""
+    ) -> None:
+        self.directory, self.clock, self.tell, self.run = run_dir / DIRECTORY, clock, tell, run
         self._child = 0
         self._taken_at: float | None = None
         self._version = -1
@@ -99,11 +102,16 @@ class Snapshots:
         Raises:
             RefusedError: there are some, and none can be read.
         """
+        for part in self.directory.glob("*.part"):
+            part.unlink(missing_ok=True)  # whoever wrote it has ended with its server
         for path in reversed(self._files()):
             try:
                 state = torch.load(path, map_location="cpu", weights_only=True)
                 check(state)
-                return path, state
+                if state.pop("run", self.run) == self.run:
+                    return path, state
+                self.tell(f"{path} is skipped: it is of another run")
+                path.replace(path.with_suffix(".other"))
             except Exception as error:  # torch raises whatever the broken bytes lead it to
                 self.tell(f"{path} is skipped: {type(error).__name__}: {error}")
                 path.replace(path.with_suffix(".torn"))
@@ -121,7 +129,7 @@ class Snapshots:
         part = path.with_suffix(".part")
         try:
             with open(part, "wb", opener=private) as file:
-                torch.save(state, file)
+                torch.save(state | {"run": self.run}, file)
                 file.flush()
                 os.fsync(file.fileno())
             torch.load(part, map_location="cpu", weights_only=True, mmap=True)  # what nobody can read replaces nothing

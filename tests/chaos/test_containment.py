@@ -146,7 +146,7 @@ def test_a_run_goes_on_without_a_snapshot(
 
 def test_a_flood_of_mistakes_fills_no_log(service: Service, capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(100):
-        service._note_mistake("worker 1", ValueError("line\nfeed \x1b[31m"))
+        service.refusals.count_mistake("worker 1", ValueError("line\nfeed \x1b[31m"))
     service.refusals.count("messages", "worker \x1b", "a\nb")
     said = capfd.readouterr().err
     assert said.count("refused (internal error") == 7 and len(said) < 10_000

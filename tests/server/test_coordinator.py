@@ -162,3 +162,12 @@ def test_a_schedule_event_counts_once_and_goes_with_the_next_update_to_the_log()
         outcome = run.push(worker, 1.0, now=1.0)
     limit, end = ControlEvent("limit_round", updates=3), ControlEvent("end_epoch", epoch=3, loss=0.5)
     assert [settled.control_events for settled in outcome.settled] == [(limit, end), (), ()]
+
+
+def test_limits_of_rounds_between_two_updates_leave_the_last_one() -> None:
+    """Workers may come and go as often as they like."""
+    run = synchronous()
+    for _ in range(50):
+        run.coordinator.limit_round(2)
+        run.coordinator.limit_round(3)
+    assert [event.updates for event in run.coordinator._control_events] == [3]

@@ -1,0 +1,100 @@
+"""A server and its workers on a disk that is full or read-only for a while; in a mount namespace of its own.
+
+Arguments: what happens (``full``, ``read-only``, ``no shared memory``), and an empty directory. Prints JSON.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from fairseq_async.errors import AsyncError
+from fairseq_async.server.process import ServerProcess
+from fairseq_async.worker.client import Client
+from scripts.faults.sgd_server import sgd_spec
+from tests.helpers.run_files import snapshot_versions
+from tests.helpers.server_client import LAYOUT, SGD_SERVER, join, pull, push
+
+SHARED = Path("/dev/shm")
+
+
+def mount(*options: str) -> None:
+    subprocess.run(["mount", *options], check=True)
+
+
+def fill(directory: Path) -> Path:
+    """A file that takes all the room that is left."""
+    path = directory / "filler"
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+        except OSError:
+            try:
+                while True:
+                    file.write(b"\0")
+            except OSError:
+                return path
+
+
+def main() -> None:
+    what, directory = sys.argv[1], Path(sys.argv[2])
+    mount("-t", "tmpfs", "-o", "size=2m", "none", str(directory))
+    mount("-t", "tmpfs", "-o", "size=256k", "none", str(SHARED))
+    log = directory.parent / "server.log"
+    server = ServerProcess(SGD_SERVER, 2, directory, log, restarts=0)
+    found: dict[str, Any] = {}
+    try:
+        worker = join(server, 0, snapshot_updates=1)
+        statuses = [push(worker, 0, 0.5, wait=True).status]
+        trouble(what, directory, server)
+        statuses += [push(worker, number, 0.5, wait=True).status for number in range(1, 20)]
+        if what == "no shared memory":
+            found["joiner"] = refused(server)
+        relieve(what, directory)
+        statuses += [push(worker, number, 0.5, wait=True).status for number in range(20, 40)]
+        found |= {"version": pull(worker)[0], "statuses": sorted(set(statuses)), "running": server.poll() is None}
+        server.process.kill()
+        found["snapshots"] = len(snapshot_versions(directory))
+        lines = (directory / "events.jsonl").read_text().splitlines()
+        found["sequences"] = [json.loads(line)["sequence"] for line in lines]
+        found["log"] = log.read_text()
+    finally:
+        server.stop()
+    print(json.dumps(found))
+
+
+def trouble(what: str, directory: Path, server: ServerProcess) -> None:
+    if what == "full":
+        fill(directory)
+    elif what == "read-only":
+        mount("--bind", str(directory), str(directory))  # files that are open stay open
+        mount("-o", "remount,bind,ro", str(directory))
+    elif what == "no shared memory":
+        fill(SHARED)
+    else:
+        assert what == "no memory"
+        used = 1024 * int(Path(f"/proc/{server.process.pid}/status").read_text().split("VmSize:")[1].split()[0])
+        resource.prlimit(server.process.pid, resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
+
+
+def relieve(what: str, directory: Path) -> None:
+    if what == "read-only":
+        subprocess.run(["umount", str(directory)], check=True)
+    for path in (directory / "filler", SHARED / "filler"):
+        path.unlink(missing_ok=True)
+
+
+def refused(server: ServerProcess) -> str:
+    """What a worker is told that comes now."""
+    try:
+        Client(server.address, server.token, 1).join(LAYOUT, sgd_spec(snapshot_updates=1))
+    except AsyncError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    main()
