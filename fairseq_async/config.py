@@ -180,8 +180,8 @@ class HybridOptions(Options):
     )
     look_ahead: Annotated[float, Field(ge=0, le=1024)] | None = Field(
         None,
-        description="give a worker parameters so many versions ahead, along the server's last step; auto: as many as "
-        "its gradients are late; off: none",
+        description="give a worker parameters so many versions ahead, along the server's last step; auto: as far as "
+        "would have been best for its late gradients before; off: none",
         json_schema_extra=_AUTO | {"metavar": "X"},
     )
     barrier: bool = Field(

@@ -302,6 +302,7 @@ def judge(report: Report, name: str, quiet: Log, wild: Log) -> None:
 def main(
     recipe: Annotated[list[Recipe], typer.Option(help="May be repeated.")] = [Recipe.MULTI30K, Recipe.C4],  # noqa: B006
     minutes: Annotated[float, typer.Option(min=0.5, help="Of each run, the one without faults and the one with.")] = 30,
+    calm_minutes: Annotated[float | None, typer.Option(min=0.5, help="Of the one without, if it is shorter.")] = None,
     faults_per_hour: Annotated[float, typer.Option(min=1)] = 150,
     seed: Annotated[int, typer.Option(help="Of the order of the faults.")] = 1,
     data: Annotated[Path | None, typer.Option(help="Multi30k, binarised by its recipe; else a made-up pair.")] = None,
@@ -334,7 +335,7 @@ def main(
             try:
                 with nullcontext(LOOPBACK) if loopback else other_host(cable) as host:
                     runs[name] = Run(job, host, hostile and name == "storm")
-                    runs[name].go(60 * minutes, what)
+                    runs[name].go(60 * (minutes if name == "storm" else calm_minutes or minutes), what)
             except AsyncError as error:
                 fail(error)
             (directory / "timeline.json").write_text(json.dumps(runs[name].timeline.moments, indent=0))

@@ -275,6 +275,7 @@ class Coordinator:
         """All that was applied is counted before anyone gets new work."""
         if not self.server.held:
             self.waiting.close()
+        self.look_ahead.follow(self.server.version, self.server.parameters)
         settled, waiting = [], []
         uncounted: list[tuple[int, Exception]] = []
         for receipt in receipts:
@@ -285,7 +286,7 @@ class Coordinator:
                     self.plan.record(receipt.worker, report)
                 except Exception as error:  # whatever it says, the others of its round are not to suffer
                     uncounted.append((receipt.worker, error))
-                self.look_ahead.note(receipt.worker, receipt.staleness)
+                self.look_ahead.note(receipt.worker, receipt.base_version, receipt.staleness)
             held_seconds = now - self.held_since.pop(receipt.worker, now)
             settled.append(Settled(receipt, report, tuple(self._control_events), held_seconds))
             self._control_events = []

@@ -12,14 +12,14 @@ from fairseq_async.server import ParameterServer
 from fairseq_async.server.look_ahead import LookAhead
 
 
-def test_a_worker_looks_ahead_by_the_running_mean_of_its_staleness() -> None:
+def test_before_anything_is_measured_a_worker_looks_ahead_by_the_running_mean_of_its_staleness() -> None:
     look_ahead = LookAhead(None)
     assert look_ahead.of(0) == 0.0
     for staleness in (2, 2, 6):
-        look_ahead.note(0, staleness)
-        look_ahead.note(1, 0)
+        look_ahead.note(0, 0, staleness)
+        look_ahead.note(1, 0, 0)
     assert look_ahead.of(0) == 3.0 and look_ahead.of(1) == 0.0
-    look_ahead.note(1, 1)
+    look_ahead.note(1, 0, 1)
     assert look_ahead.of(1) == 0.0, "a quarter of a version is as good as none"
     look_ahead.forget(0)
     assert look_ahead.of(0) == 0.0
@@ -27,8 +27,58 @@ def test_a_worker_looks_ahead_by_the_running_mean_of_its_staleness() -> None:
 
 def test_a_number_is_for_all_workers_whatever_their_staleness() -> None:
     look_ahead = LookAhead(1.5)
-    look_ahead.note(0, 7)
+    look_ahead.note(0, 1, 7)
     assert look_ahead.of(0) == look_ahead.of(1) == 1.5
+
+
+def walked(*steps: list[float]) -> LookAhead:
+    """The parameters have taken these steps."""
+    look_ahead, place = LookAhead(None), torch.zeros(len(steps[0]))
+    look_ahead.follow(0, place)
+    for version, step in enumerate(steps, 1):
+        place = place + torch.tensor(step)
+        look_ahead.follow(version, place)
+    return look_ahead
+
+
+@pytest.mark.parametrize(
+    ("steps", "ahead"),
+    [
+        ([[1.0, 2.0]] * 4, 3.0),  # straight on: as far as it is late
+        ([[1.0, 0.0], [0.5, 0.0], [0.25, 0.0], [0.25, 0.0]], 1.0),  # slower and slower
+        ([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 5.0]], 1.0),  # the nearest point on the line
+        ([[1.0, 0.0], [-1.0, 0.0], [-1.0, 0.0], [-1.0, 0.0]], 0.0),  # back
+        ([[0.1, 0.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]], 6.0),  # no more than twice as far as it is late
+    ],
+)
+def test_a_worker_looks_as_far_ahead_as_would_have_been_best(steps: list[list[float]], ahead: float) -> None:
+    """Its update is three versions late, from version 1."""
+    look_ahead = walked(*steps)
+    look_ahead.note(0, 1, 3)
+    assert look_ahead.of(0) == pytest.approx(ahead)
+    look_ahead.note(0, 1, 3)
+    assert look_ahead.of(0) == pytest.approx(ahead)
+
+
+def test_of_many_parameters_a_sample_is_kept_and_of_many_versions_the_last() -> None:
+    look_ahead, place = LookAhead(None), torch.zeros(100_000)
+    for version in range(200):
+        look_ahead.follow(version, place)
+        place = place + 1.0
+    look_ahead.note(0, 180, 3)
+    assert look_ahead.of(0) == pytest.approx(3.0)
+    assert len(look_ahead._path) == 64 and max(map(torch.numel, look_ahead._path.values())) < 5000
+    look_ahead.note(1, 20, 170)  # it began where nobody remembers: its staleness counts
+    assert look_ahead.of(1) == 170.0
+
+
+def test_a_state_goes_on_measuring(tmp_path: Path) -> None:
+    look_ahead, again = walked(*[[1.0, 2.0]] * 4), LookAhead(None)
+    look_ahead.note(0, 1, 2)
+    torch.save(look_ahead.state_dict(), tmp_path / "state.pt")
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    again.note(0, 1, 3)
+    assert again.of(0) == pytest.approx(2.25)
 
 
 def sgd(start: float, lr: float, keeps_last_step: bool = True) -> ParameterServer:

@@ -41,7 +41,8 @@ def test_fast_workers_step_together_and_never_wait_for_a_slow_one(tmp_path: Path
     assert log.of(3)[:3] == [2.5, 4.5, 6.5]
     assert {receipt.staleness for _, receipt, _ in log.events if receipt.worker < 3} == {0}
     late = [(receipt.staleness, report.look_ahead) for _, receipt, report in log.events if receipt.worker == 3]
-    assert late[:3] == [(1, None), (1, 1.0), (1, 1.0)]
+    assert late[:2] == [(1, None), (1, 1.0)], "its staleness, before anything is measured"
+    assert all(staleness == 1 and ahead is not None and 0 < ahead <= 2 for staleness, ahead in late[2:])
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
