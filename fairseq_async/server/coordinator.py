@@ -115,6 +115,7 @@ class Coordinator:
         self._answered: dict[int, tuple[str, float]] = {}  # number and answer of each worker's last schedule event
         self._control_events: list[ControlEvent] = []
         self._awaited = 0
+        self._silent: set[int] = set()  # whose work was given up
         self._limit: int | None = None
 
     @property
@@ -235,10 +236,18 @@ class Coordinator:
 
     def tick(self, now: float) -> Outcome:
         """What time brings: a worker that is silent, the end of a grace period."""
-        outcome = self.recount(now)
+        outcome = self.recount(now) + self._release_silent(now)
         if self.deadline is not None and now >= self.deadline:
             outcome += self.close_round(now)
         return outcome
+
+    def _release_silent(self, now: float) -> Outcome:
+        """Others may do the work of a worker that hangs: at the end of a run they would wait for it, idle."""
+        silent = self.membership.silent(now)
+        released, self._silent = silent - self._silent, silent
+        for worker in released:
+            self.plan.release(worker)
+        return self._wake(now) if released else Outcome()
 
     def end(self, now: float) -> Outcome:
         """A worker has ended the run, for all."""

@@ -155,7 +155,7 @@ class EventLoop:
         if late and now < self._finished_at + _LATE_SECONDS:
             return False
         there = {peer.worker for peer in self.peers if peer.worker is not None} - unready
-        silent = {worker for worker in there & set(membership.members) if membership.is_silent(worker, now)}
+        silent = there & membership.silent(now)
         if there - silent:
             return False
         for worker in sorted(silent):

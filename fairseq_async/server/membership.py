@@ -133,6 +133,10 @@ class Membership:
         timeout = self.timeout if member.ready else self.arrival_timeout
         return member.pending is None and now - member.heard > timeout
 
+    def silent(self, now: float) -> set[int]:
+        """The connected workers of which nothing was heard for too long."""
+        return {worker for worker in self.members if self.is_silent(worker, now)}
+
     def excuse(self, seconds: float) -> None:
         """Nobody was listened to for so long: that much silence says nothing of anybody."""
         self._began += seconds

@@ -114,6 +114,21 @@ def test_an_idle_worker_is_woken_when_work_is_free_again() -> None:
     assert run.coordinator.membership.idle == set()
 
 
+def test_an_idle_worker_gets_the_work_of_one_that_hangs() -> None:
+    """Else it would wait for that one for as long as its connection lasts."""
+    run = local(total_steps=10)
+    run.steps(0, 10, now=10.0)
+    run.coordinator.wait(0, now=10.0)
+    run.coordinator.membership.hear(1, 30.0)
+    assert run.tick(89.0) == Outcome()
+    (woken,) = run.tick(91.0).instructions
+    assert (woken.worker, woken.assignment.local_steps, woken.finished) == (0, 10, False)
+    assert run.tick(92.0) == Outcome()
+    run.coordinator.membership.hear(1, 93.0)
+    late = run.steps(1, 10, now=93.0)
+    assert late.settled[0].receipt.status is Status.APPLIED, "what it has done all the same is not lost"
+
+
 def test_an_idle_worker_is_told_of_the_end_when_the_others_have_done_the_rest() -> None:
     run = local(total_steps=10)
     run.steps(0, 10, now=10.0)

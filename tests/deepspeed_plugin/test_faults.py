@@ -1,0 +1,61 @@
+"""What a rank that hangs, or a server that dies, costs a job under the ``deepspeed`` launcher."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, ROOT, Processes, command, free_port
+from tests.helpers.launched import count, find
+from tests.helpers.run_files import events
+from tests.helpers.waiting import wait_until
+
+SECTION = {"local_steps": 5, "total_steps": 4000, "outer": "nesterov", "grace_period": None, "worker_timeout": 3}
+
+
+@pytest.fixture
+def start(processes: Processes, tmp_path: Path) -> Any:
+    """``start(**section)``: a job of two ranks; its run is in ``tmp_path / "run"``."""
+
+    def run(**section: Any) -> Any:
+        launcher = [command("deepspeed"), "--num_accelerators", 2, "--master_port", free_port()]
+        change = json.dumps({"gradient_clipping": 0.0, "async_training": SECTION | section})
+        base = ROOT / "deepspeed_config" / "delayed_nesterov.json"
+        job = [DEEPSPEED_JOB, "--out", tmp_path, "--deepspeed", "--deepspeed_config", base, "--change", change]
+        return processes.start([*launcher, *job], **DEEPSPEED)
+
+    return run
+
+
+def rank(tmp_path: Path, number: int) -> int:
+    (pid,) = find(tmp_path, rf"deepspeed_job\.py.*\bLOCAL_RANK={number}\b")
+    return pid
+
+
+@pytest.mark.timeout(400)
+def test_a_rank_that_hangs_ends_no_others_run(start: Any, tmp_path: Path) -> None:
+    """The others do all the steps, and their server does not wait for it at the end."""
+    start()
+    run_dir = tmp_path / "run"
+    wait_until(lambda: min(count(run_dir, 0), count(run_dir, 1)) > 2, 300)
+    first = rank(tmp_path, 0)
+    os.kill(rank(tmp_path, 1), signal.SIGSTOP)
+    wait_until(lambda: (tmp_path / "worker-0-0.json").exists(), 120)
+    wait_until(lambda: not Path(f"/proc/{first}").exists() or " Z " in Path(f"/proc/{first}/stat").read_text(), 30)
+    assert sum(event["local_steps"] for event in events(run_dir)) >= 2 * 4000
+
+
+@pytest.mark.timeout(400)
+def test_a_server_that_is_killed_comes_back_and_the_job_ends_as_it_should(start: Any, tmp_path: Path) -> None:
+    job = start(snapshot_updates=20)
+    run_dir = tmp_path / "run"
+    wait_until(lambda: min(count(run_dir, 0), count(run_dir, 1)) > 30, 300)
+    (server,) = find(run_dir, r"local_sgd_main")
+    os.kill(server, signal.SIGKILL)
+    output, _ = job.communicate(timeout=200)
+    assert job.returncode == 0, output
+    assert "the server was killed by SIGKILL, and was started again from version-" in output
+    assert all((tmp_path / f"worker-{worker}-0.json").exists() for worker in (0, 1))
