@@ -7,7 +7,7 @@ from fairseq_async.algorithms.rule import State
 _NEWEST = 0.25  # weight of a worker's last update in its running means
 _IN_STEP = 0.5  # a worker whose updates are less stale than this starts from the parameters as they are
 _MOST = 2.0  # times its staleness that a worker starts ahead: a tiny step says little of those behind it
-_VERSIONS, _SAMPLE = 64, 4096  # of the parameters, that are kept to be compared
+_VERSIONS, _SAMPLE = 32, 1024  # of the parameters, that are kept to be compared; they are in each snapshot
 
 
 class LookAhead:
@@ -32,7 +32,7 @@ class LookAhead:
         """The server is at this version."""
         if self.versions is None and version not in self._path:
             stride = max(1, parameters.numel() // _SAMPLE)
-            self._path[version] = parameters[::stride].double()
+            self._path[version] = parameters[::stride].detach().clone()
             self._path.pop(version - _VERSIONS, None)
 
     def note(self, worker: int, base: int, staleness: int) -> None:
@@ -61,9 +61,9 @@ class LookAhead:
         before, start, end = known
         if before is None or start is None or end is None:
             return None
-        step = start - before
+        step = start.double() - before
         size = float(step @ step)
-        return float((end - start) @ step) / size if size > 0 else None
+        return float((end.double() - start) @ step) / size if size > 0 else None
 
     def state_dict(self) -> State:
         return {"staleness": self._staleness, "steps": self._steps, "path": self._path}
