@@ -66,7 +66,8 @@ COUNT = 2  # workers
 _PROBE_EVERY = 20.0  # seconds between two comparisons of the server's parameters with a worker's
 _START = 300.0  # seconds for all workers to send their first update
 _LONGEST = 1_000_000  # updates: a run ends by time
-_HOSTILE_PAUSE = 0.2  # seconds before each of the hostile worker's batches: on few cores it would take the others' time
+_HOSTILE_TENSORS = 0.01  # of its updates: they are as large as the model
+_HOSTILE_PAUSE = 0.5  # seconds before each of the hostile worker's batches: on few cores it would take the others' time
 _LONG = 20_000  # local steps, which the learning rate follows: an hour's
 
 
@@ -202,7 +203,8 @@ class Run:
         layout, spec = self._description()
         address, token = self.server.address, self.server.token
         rng = random.Random(1)
-        hostile = HostileWorker(address, token, spec, layout, rng, None, True, only_nan=True, pause=_HOSTILE_PAUSE)
+        hostile = HostileWorker(address, token, spec, layout, rng, worker=None, joins=True, only_nan=True)
+        hostile.with_tensor, hostile.pause = _HOSTILE_TENSORS, _HOSTILE_PAUSE
         return Attack(hostile, sys.maxsize)
 
     def _description(self) -> tuple[Layout, MethodSpec]:

@@ -24,17 +24,18 @@ class Channel:
     Attributes:
         room: where the tensor behind a message is received; None takes none. It is overwritten as the bytes arrive.
         largest: bytes of a message that the peer may send.
+        with_tensor: whether the last message had one behind it.
     """
 
     def __init__(self, connection: socket.socket, largest: int = LARGEST) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
         self.largest = largest
+        self.with_tensor = False
         self.room: Tensor | None = None
         self._received = bytearray()
         self._body: bytes | None = None  # of a message whose tensor is on its way
         self._missing = memoryview(b"")
-        self._had_tensor = False  # the last message
         self._outgoing: deque[memoryview] = deque()
 
     def notice_death(self, seconds: float) -> None:
@@ -123,7 +124,7 @@ class Channel:
             if (message := self._next()) is None:
                 break
             complete.append(message)
-            if self._had_tensor:
+            if self.with_tensor:
                 break
         return complete
 
@@ -199,7 +200,7 @@ class Channel:
         room[:here] = self._received[end : end + here]
         del self._received[: end + here]
         self._missing = room[here:bulk]
-        self._had_tensor = bulk > 0
+        self.with_tensor = bulk > 0
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -340,12 +340,10 @@ class Service:
         return None
 
     def checked_update(self, peer: Peer, push: protocol.Push) -> Update:
-        """The update in the worker's slot.
-
-        Raises:
-            RefusedError: no worker can have sent it.
-        """
+        """The update in the worker's slot; raises a RefusedError if no worker can have sent it."""
         run = self.described
+        if peer.remote and not peer.channel.with_tensor:
+            raise RefusedError("an update without its tensor")
         update = Update(peer.id, push.sequence, push.base_version, push.weight, run.memory.slot(peer.id))
         run.coordinator.check(update, push.report)
         return update

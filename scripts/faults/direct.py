@@ -28,7 +28,7 @@ class FakeChannel:
         self.said: list[bytes] = []
         self.room: Tensor | None = None
         self.largest = 0
-        self.closed = False
+        self.closed = self.with_tensor = False
         self.unsent = 0
 
     def queue(self, body: bytes, tensor: Tensor | None = None) -> None:
@@ -67,6 +67,7 @@ class Member:
 
     def send(self, body: bytes, tensor: bytes = b"") -> bytes:
         """What the server says to it."""
+        self.channel.with_tensor = bool(tensor)
         if tensor and self.channel.room is not None:
             self.channel.room.copy_(torch.frombuffer(bytearray(tensor), dtype=torch.float32))
         self.channel.said.clear()

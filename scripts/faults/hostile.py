@@ -38,6 +38,7 @@ class HostileWorker:
     Attributes:
         joins: it was not announced, and takes a free number in place of ``worker``.
         only_nan: none of its updates is zeros, which in a real run would be gradients like any other.
+        with_tensor: share of its updates that have a tensor; a real model's is large.
         pause: seconds before each batch of messages.
         sent: messages that the server has read; the questions of a flood are not among them.
         outcomes: of the answers that came, by what they said.
@@ -51,6 +52,7 @@ class HostileWorker:
     worker: int | None = 1
     joins: bool = False
     only_nan: bool = False
+    with_tensor: float = 1.0
     pause: float = 0.0
     sent: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -165,7 +167,7 @@ class HostileWorker:
         kind = "leave" if self.rng.random() < 0.002 else self.rng.choice(_KINDS)
         message = self._grammar.valid(kind, **self._plausible(kind))
         body = self._grammar.wrong(message) if self.rng.random() < 0.7 else to_json(message)
-        if kind != "push":
+        if kind != "push" or self.rng.random() >= self.with_tensor:
             return body, b""
         return body, self._nan if self.only_nan or self.rng.random() < 0.2 else self._zeros
 

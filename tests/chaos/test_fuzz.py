@@ -9,10 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fairseq_async.server.protocol import Hello, Initialise, Welcome
+from fairseq_async.server.protocol import Hello, Initialise, Push, Welcome, encode
 from fairseq_async.worker.client import Client
 from scripts import fuzz_sessions
 from scripts.faults.adder import LAYOUT, Adder, adder_spec
+from scripts.faults.direct import Member
 from scripts.faults.fuzzer import Fuzzer, read_corpus
 from scripts.faults.sgd_server import build
 from scripts.faults.thread_server import ThreadServer
@@ -55,6 +56,16 @@ def test_a_hostile_worker_changes_nothing_of_an_honest_ones_run(tmp_path: Path) 
     honest, state, attack, _ = fuzz_sessions.go(tmp_path / "both", 3000, seed=0)
     assert attack.sent >= 3000 and len(attack.outcomes) > 50
     assert state == fuzz_sessions.alone(tmp_path / "alone", len(honest.seconds))
+
+
+def test_an_update_without_its_tensor_is_refused(tmp_path: Path) -> None:
+    """What was in the slot before is no gradient."""
+    service = new_service(2, tmp_path, build, lambda: 1000.0)
+    attack = Member(service, 0, adder_spec(), LAYOUT, remote=True)
+    attack.send(encode(Initialise(False)))
+    assert b"an update without its tensor" in attack.send(encode(Push(0, 0, 1.0)))
+    assert b'"status":"applied"' in attack.send(encode(Push(0, 0, 1.0)), bytes(4 * LAYOUT.size))
+    end(service)
 
 
 JSON = st.recursive(

@@ -33,6 +33,7 @@ def test_a_tensor_takes_its_room_only_when_all_before_it_was_handled(pair: tuple
     while len(got) < 4:
         bodies = theirs.messages()
         got.append((bodies, theirs.room.tolist()))
+        assert theirs.with_tensor == (bodies in ([b"first"], [b"second"]))
         theirs.room.fill_(9.0)  # an answer's
     assert got == [
         ([b"question"], [0.0] * 3),

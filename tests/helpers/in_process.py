@@ -14,10 +14,9 @@ from fairseq_async.server.peers import Peer
 from fairseq_async.server.protocol import Greeting, Introduce, Introduced, Request, encode, parse_answer
 from fairseq_async.server.run import Build
 from fairseq_async.server.service import Service
-from scripts.faults.direct import FakeChannel
+from scripts.faults.direct import TOKEN, FakeChannel
 from tests.helpers.mortal import InlineSnapshots
 
-TOKEN = "a token of sixteen or more"
 _Answer = TypeVar("_Answer")
 
 
