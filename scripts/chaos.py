@@ -67,7 +67,7 @@ _PROBE_EVERY = 20.0  # seconds between two comparisons of the server's parameter
 _START = 300.0  # seconds for all workers to send their first update
 _LONGEST = 1_000_000  # updates: a run ends by time
 _HOSTILE_TENSORS = 0.01  # of its updates: they are as large as the model
-_HOSTILE_PAUSE = 0.5  # seconds before each of the hostile worker's batches: on few cores it would take the others' time
+_HOSTILE_PAUSE = 0.1  # seconds before each of the hostile worker's batches: on few cores it would take the others' time
 _LONG = 20_000  # local steps, which the learning rate follows: an hour's
 
 
