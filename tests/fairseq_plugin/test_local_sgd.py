@@ -41,8 +41,8 @@ def test_two_workers_learn_and_leave_what_was_promised(processes: Processes, dat
     code, output = processes.run(local_command(data, 2, tmp_path, *flags))
     assert code == 0, output
     losses = valid_losses(tmp_path / "logs" / "worker-0.log")
-    assert losses[-1] < losses[0] - 0.1
     left = events(tmp_path)
+    assert len(losses) > 2 and losses[-1] < left[0]["loss"] - 0.5  # worker 0 may validate late, when much is learned
     assert {event["worker"] for event in left} == {0, 1}
     assert all(1 <= event["local_steps"] <= 5 and event["tokens"] >= 0 for event in left)
     assert sum(event["epochs"] for event in left) == pytest.approx(30, abs=0.5)
