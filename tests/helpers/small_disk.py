@@ -10,14 +10,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fairseq_async.errors import AsyncError
+from fairseq_async.server import Layout
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.worker.client import Client
 from scripts.faults.sgd_server import sgd_spec
 from tests.helpers.run_files import snapshot_versions
-from tests.helpers.server_client import LAYOUT, SGD_SERVER, join, pull, push
+from tests.helpers.server_client import SGD_SERVER, push
 
 SHARED = Path("/dev/shm")
+LAYOUT = Layout.of([("weight", torch.zeros(50_000))])  # 200 kB for each slot
+METHOD = sgd_spec(snapshot_updates=1)
 
 
 def mount(*options: str) -> None:
@@ -42,12 +47,15 @@ def fill(directory: Path) -> Path:
 def main() -> None:
     what, directory = sys.argv[1], Path(sys.argv[2])
     mount("-t", "tmpfs", "-o", "size=2m", "none", str(directory))
-    mount("-t", "tmpfs", "-o", "size=256k", "none", str(SHARED))
+    mount("-t", "tmpfs", "-o", "size=1m", "none", str(SHARED))
     log = directory.parent / "server.log"
     server = ServerProcess(SGD_SERVER, 2, directory, log, restarts=0)
     found: dict[str, Any] = {}
     try:
-        worker = join(server, 0, snapshot_updates=1)
+        worker = Client(server.address, server.token, 0)
+        worker.join(LAYOUT, METHOD)
+        worker.slot.zero_()
+        worker.initialise(None)
         statuses = [push(worker, 0, 0.5, wait=True).status]
         trouble(what, directory, server)
         statuses += [push(worker, number, 0.5, wait=True).status for number in range(1, 20)]
@@ -55,7 +63,11 @@ def main() -> None:
             found["joiner"] = refused(server)
         relieve(what, directory)
         statuses += [push(worker, number, 0.5, wait=True).status for number in range(20, 40)]
-        found |= {"version": pull(worker)[0], "statuses": sorted(set(statuses)), "running": server.poll() is None}
+        found |= {
+            "version": worker.pull(lambda published: None),
+            "statuses": sorted(set(statuses)),
+            "running": server.poll() is None,
+        }
         server.process.kill()
         found["snapshots"] = len(snapshot_versions(directory))
         lines = (directory / "events.jsonl").read_text().splitlines()
@@ -90,7 +102,7 @@ def relieve(what: str, directory: Path) -> None:
 def refused(server: ServerProcess) -> str:
     """What a worker is told that comes now."""
     try:
-        Client(server.address, server.token, 1).join(LAYOUT, sgd_spec(snapshot_updates=1))
+        Client(server.address, server.token, 1).join(LAYOUT, METHOD)
     except AsyncError as error:
         return str(error)
     return ""
