@@ -33,7 +33,8 @@ class LookAhead:
         if self.versions is None and version not in self._path:
             stride = max(1, parameters.numel() // _SAMPLE)
             self._path[version] = parameters[::stride].detach().clone()
-            self._path.pop(version - _VERSIONS, None)
+            while len(self._path) > _VERSIONS:
+                del self._path[min(self._path)]  # a round may take several versions at once: not always the same ones
 
     def note(self, worker: int, base: int, staleness: int) -> None:
         """An update of the worker was settled, which it had computed from version ``base``."""
@@ -57,8 +58,7 @@ class LookAhead:
     def _steps_between(self, base: int, now: int) -> float | None:
         """The multiple of the step into version ``base`` that leads nearest to version ``now``; None where it is not
         known: argmin over s of |θ_now − θ_base − s · (θ_base − θ_(base−1))|."""
-        known = (self._path.get(version) for version in (base - 1, base, now))
-        before, start, end = known
+        before, start, end = (self._path.get(version) for version in (base - 1, base, now))
         if before is None or start is None or end is None:
             return None
         step = start.double() - before

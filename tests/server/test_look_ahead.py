@@ -72,6 +72,13 @@ def test_of_many_parameters_a_sample_is_kept_and_of_many_versions_the_last() -> 
     assert look_ahead.of(1) == 170.0
 
 
+def test_versions_that_are_taken_several_at_once_are_forgotten_too() -> None:
+    look_ahead = LookAhead(None)
+    for version in range(0, 500, 5):
+        look_ahead.follow(version, torch.full((3,), float(version)))
+    assert sorted(look_ahead._path) == list(range(340, 500, 5))
+
+
 def test_a_state_goes_on_measuring(tmp_path: Path) -> None:
     look_ahead, again = walked(*[[1.0, 2.0]] * 4), LookAhead(None)
     look_ahead.note(0, 1, 2)
