@@ -9,6 +9,7 @@ messages, and disconnects it. Signals kill and stop processes. This program rest
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -68,6 +69,8 @@ _START = 300.0  # seconds for all workers to send their first update
 _LONGEST = 1_000_000  # updates: a run ends by time
 _HOSTILE_TENSORS = 0.01  # of its updates: they are as large as the model
 _HOSTILE_PAUSE = 0.1  # seconds before each of the hostile worker's batches: on few cores it would take the others' time
+_LONGEST_END = 60.0  # seconds for which the end of a run is watched
+_WORKER_TIMEOUT = 10  # seconds
 _LONG = 20_000  # local steps, which the learning rate follows: an hour's
 
 
@@ -100,7 +103,7 @@ class Timeline:
 def multi30k(out: Path, data: Path | None) -> Job:
     preset = PRESETS[Size.SMALL]
     rim = {"disable-validation": True, "no-save": True, "log-interval": 50, "max-update": _LONGEST, "seed": 1}
-    faults = {"snapshot-seconds": 5, "worker-timeout": 10}
+    faults = {"snapshot-seconds": 5, "worker-timeout": _WORKER_TIMEOUT}
     training = Training(
         jobs.corpus(data, out.parent),
         out,
@@ -120,7 +123,7 @@ def c4(out: Path, text: Path | None) -> Job:
         line = [sys.executable, str(recipe / "corpus_made_up.py"), str(out.parent / "text")]
         text = Path(subprocess.run(line, check=True, capture_output=True, text=True).stdout.strip())
     config = json.loads((recipe / "demo.json").read_text())
-    config["async_training"] |= {"run_dir": str(out), "snapshot_seconds": 5, "worker_timeout": 10}
+    config["async_training"] |= {"run_dir": str(out), "snapshot_seconds": 5, "worker_timeout": _WORKER_TIMEOUT}
     (out.parent / "c4.json").write_text(json.dumps(config))
     command = [sys.executable, str(recipe / "train.py"), "--deepspeed", "--deepspeed_config", f"{out.parent}/c4.json"]
     command += ["--model", "tiny", "--vocab", "2000", "--data", str(text), "--out", str(out.parent / "c4"), "--resume"]
@@ -159,12 +162,15 @@ class Run:
     Attributes:
         timeline: starts, deaths and faults.
         equal, probes: how often a worker that had just pulled held what the server held, and of how many times.
+        ended_after: seconds from the run's last step, with worker 1 stopped by a signal, to the end of the last of server
+            and worker 0; infinite if one of them was still there after ``_LONGEST_END``.
     """
 
     def __init__(self, job: Job, host: Host, hostile: bool = False) -> None:
         self.job, self.timeline, self.prefixes, self.hostile = job, Timeline(), [(), host.prefix], hostile
         self.attack: Attack | None = None
         self.equal = self.probes = 0
+        self.ended_after = math.inf
         shutil.rmtree(job.run_dir, ignore_errors=True)
         self.logs = job.run_dir / "logs"
         self.logs.mkdir(parents=True)
@@ -195,6 +201,7 @@ class Run:
                     self._probe()
                     probe_at = time.monotonic() + _PROBE_EVERY
             self.timeline.note("end")
+            self._finish()
         finally:
             self._end()
 
@@ -270,6 +277,21 @@ class Run:
             client.leave(finished=False)
         except AsyncError:
             pass  # it was killed just now
+
+    def _finish(self) -> None:
+        """Ends the run for all while one worker hangs, and waits for server and worker 0."""
+        self._send(0, signal.SIGCONT)  # it may be in a pause of the schedule
+        self._send(1, signal.SIGSTOP)
+        layout, spec = self._description()
+        client = Client(self.server.address, self.server.token, None, patience=_LONGEST_END)
+        client.join(layout, spec)
+        began = time.monotonic()
+        client.leave(finished=True)
+        while time.monotonic() < began + _LONGEST_END:
+            if self.server.poll() is not None and self.workers[0].poll() is not None:
+                self.ended_after = time.monotonic() - began
+                return
+            time.sleep(0.02)
 
     def _end(self) -> None:
         if self.attack:
@@ -355,6 +377,8 @@ def main(
         report.table(each.value, [{"figure": key, "value": value} for key, value in rows.items()])
         judge(report, each.value, quiet, wild)
         report.bound(f"{each.value}: share of equal parameters", last.equal / max(1, last.probes), 1.0, at_least=True)
+        most = _WORKER_TIMEOUT + 5
+        report.bound(f"{each.value}: seconds to the end of a run in which a worker hangs", last.ended_after, most)
     report.end(json_file)
 
 
