@@ -363,6 +363,11 @@ class ServerOptions(Options):
         description="refuse an update whose norm is more than this many times the running median",
         json_schema_extra=_OFF | {"metavar": "R"},
     )
+    server_threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None,
+        description="threads on which the server adds up gradients, steps and publishes",
+        json_schema_extra={"default": "cores on which no worker computes at the time", "metavar": "N"},
+    )
     record: bool = Field(False, description="keep in the run's directory what a replay needs")
 
     @field_validator("server")

@@ -24,6 +24,7 @@ class ServerSettings:
     snapshot_seconds: float = 60.0
     snapshot_updates: int = 0
     max_update_norm_ratio: float | None = None
+    server_threads: int | None = None
     record: bool = False
 
 

@@ -73,12 +73,14 @@ class GradientRuleContext:
         clip_norm: largest L2 norm of a gradient that is stepped with; 0 does not clip.
         tensors: views of the parameters, one for each tensor of the model; None where the optimizer has these.
         workers: number of workers that were announced.
+        elementwise: the optimizer takes each element by itself.
     """
 
     optimizer: torch.optim.Optimizer
     clip_norm: float
     tensors: Sequence[Tensor] | None
     workers: int
+    elementwise: bool = False
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,12 @@ def _accumulation(options: HybridOptions, context: GradientRuleContext) -> Rule:
 
     whole_step = options.updates_per_step or context.workers
     return HybridAccumulation(
-        context.optimizer, whole_step, context.clip_norm, context.tensors, partial_steps=options.closes_early
+        context.optimizer,
+        whole_step,
+        context.clip_norm,
+        context.tensors,
+        partial_steps=options.closes_early,
+        elementwise=context.elementwise,
     )
 
 

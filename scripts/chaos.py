@@ -162,8 +162,8 @@ class Run:
     Attributes:
         timeline: starts, deaths and faults.
         equal, probes: how often a worker that had just pulled held what the server held, and of how many times.
-        ended_after: seconds from the run's last step, with worker 1 stopped by a signal, to the end of the last of server
-            and worker 0; infinite if one of them was still there after ``_LONGEST_END``.
+        ended_after: seconds from the run's last step, with worker 1 stopped by a signal, to the end of server and
+            worker 0; infinite if one of them was still there after ``_LONGEST_END``.
     """
 
     def __init__(self, job: Job, host: Host, hostile: bool = False) -> None:

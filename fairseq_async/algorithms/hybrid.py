@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fairseq_async.algorithms.rule import State, fills
+from fairseq_async.algorithms.threads import PIECE, copy_in_threads, in_threads, pairs, step_in_threads
 from fairseq_async.algorithms.update import Update
-
-_PIECE = 1 << 16  # elements: gradient, two moments, parameters and a temporary of them are 1.25 MiB in fp32
 
 
 class HybridAccumulation:
@@ -36,6 +35,7 @@ class HybridAccumulation:
         clip_norm: largest L2 norm of the aggregated gradient; 0 does not clip.
         tensors: views into ``parameters`` whose norms make up that norm, if not those that the optimizer has. In
             another order of summation it would differ in its last bits.
+        elementwise: the optimizer takes each element by itself, so that several threads may share a step.
         partial_steps: :meth:`limit_round` says how many gradients the next step has, and one of fewer than N is a
             partial step. Otherwise all steps are whole ones.
 
@@ -50,6 +50,7 @@ class HybridAccumulation:
         clip_norm: float = 0.0,
         tensors: Sequence[Tensor] | None = None,
         partial_steps: bool = False,
+        elementwise: bool = False,
     ) -> None:
         if updates_per_step < 1:
             raise ValueError(f"updates_per_step is {updates_per_step}; it must be at least 1")
@@ -57,7 +58,7 @@ class HybridAccumulation:
             raise ValueError(f"clip_norm is {clip_norm}; it must not be negative")
         self.optimizer = optimizer
         self.updates_per_step = self.whole_step = updates_per_step
-        self.clip_norm, self.partial_steps = clip_norm, partial_steps
+        self.clip_norm, self.partial_steps, self.elementwise = clip_norm, partial_steps, elementwise
         self._optimized = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         self._tensors = self._optimized if tensors is None else tensors
         self.mean: Tensor | None = None
@@ -70,9 +71,10 @@ class HybridAccumulation:
         self.weight += update.weight
         steps, norm = self.moves_parameters(), None
         if self.count == 0:
-            mean.copy_(update.delta)
+            copy_in_threads(mean, update.delta)
         elif update.weight > 0 and not (steps and self.clip_norm):
-            mean.lerp_(update.delta, update.weight / self.weight)
+            fraction = update.weight / self.weight
+            in_threads(lambda pair: pair[0].lerp_(pair[1], fraction), pairs(mean, update.delta))
         elif update.weight > 0:
             norm = _norm_of_lerp(mean, update.delta, update.weight / self.weight)
         self.count += 1
@@ -82,7 +84,7 @@ class HybridAccumulation:
             self._clip(mean, norm)
         share = min(1.0, self.count / self.whole_step) if self.partial_steps else 1.0
         with _scaled_learning_rate(self.optimizer, share):
-            self.optimizer.step()
+            step_in_threads(self.optimizer) if self.elementwise else self.optimizer.step()
         self.weight, self.count = 0.0, 0
         return share
 
@@ -124,7 +126,8 @@ class HybridAccumulation:
         if norm is None:
             norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in self._tensors if tensor.grad is not None])
         if norm + 1e-6 > self.clip_norm:
-            mean.mul_(self.clip_norm / (norm + 1e-6))
+            factor = self.clip_norm / (norm + 1e-6)
+            in_threads(lambda part: part.mul_(factor), mean.split(PIECE))
 
 
 @contextmanager
@@ -142,14 +145,16 @@ def _scaled_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> It
 
 def _norm_of_lerp(mean: Tensor, other: Tensor, fraction: float) -> Tensor:
     """mean ← mean + fraction · (other − mean); returns its L2 norm, for which no part is read from memory again."""
-    squares = []
-    for part, new in zip(mean.split(_PIECE), other.split(_PIECE), strict=True):
+
+    def square(pair: tuple[Tensor, Tensor]) -> Tensor:
+        part, new = pair
         part.lerp_(new, fraction)
-        squares.append(torch.dot(part, part))  # sooner than norm(), and its sum has fewer terms a lane: more exact
-    return torch.stack(squares).sum().sqrt()
+        return torch.dot(part, part)  # sooner than norm(), and its sum has fewer terms a lane: more exact
+
+    return torch.stack(in_threads(square, pairs(mean, other))).sum().sqrt()
 
 
 def pieces(parameters: Tensor) -> list[Parameter]:
     """A flat vector in parts, for an optimizer that takes each element by itself: a step of one part after the other
     finds in the cache what a step of all at once reads from memory in every one of its operations."""
-    return [Parameter(part) for part in parameters.split(_PIECE)]
+    return [Parameter(part) for part in parameters.split(PIECE)]

@@ -79,7 +79,7 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
     optimizer = _optimizer(_section(spec, "optimizer") or {}, pieces(parameters))
     schedule = DeepSpeedSchedule(optimizer, _schedule(_section(spec, "scheduler"), optimizer))
     clip_norm = float(str(spec.framework["clip_norm"]))
-    context = methods.GradientRuleContext(optimizer, clip_norm, views, spec.workers)
+    context = methods.GradientRuleContext(optimizer, clip_norm, views, spec.workers, elementwise=True)
     rule = ScheduledRule(methods.gradient_rule(options.gradient_rule).build(options, context), schedule)
     return rule, EpochPlan(rule, spec.max_epoch, spec.whole_steps)
 

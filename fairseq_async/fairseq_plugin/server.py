@@ -67,7 +67,8 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
             optimizer = build_optimizer(component_config(inner, "optimizer"), pieces(parameters))
         schedule = build_lr_scheduler(component_config(scheduler, "lr_scheduler"), optimizer)
         clip_norm = float(str(spec.framework["clip_norm"]))
-        context = methods.GradientRuleContext(optimizer.optimizer, clip_norm, views, spec.workers)
+        elementwise = bool(optimizer.supports_flat_params)
+        context = methods.GradientRuleContext(optimizer.optimizer, clip_norm, views, spec.workers, elementwise)
         rule = methods.gradient_rule(options.gradient_rule).build(options, context)
         scheduled = ScheduledRule(rule, FairseqSchedule(optimizer, schedule))
     except Exception as error:  # fairseq finds mistakes by whatever goes wrong with them

@@ -66,6 +66,11 @@ class Membership:
         """The workers that wait for work."""
         return {worker for worker, member in self.members.items() if member.pending == "work"}
 
+    @property
+    def computing(self) -> set[int]:
+        """The connected workers that wait for nothing."""
+        return {worker for worker, member in self.members.items() if member.pending is None}
+
     def number(self, asked: int | None, joins: bool, instance: str, now: float) -> int:
         """The id of a worker that comes in, or comes back; one that ``joins`` was not announced, and may ask for any.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fairseq_async.algorithms import NormGate, Rule, StalenessPolicy, Update
 from fairseq_async.algorithms.rule import State
+from fairseq_async.algorithms.threads import copy_in_threads
 from fairseq_async.errors import HalfAppliedError, RefusedError
 
 
@@ -268,7 +269,7 @@ class ParameterServer:
         worth = self.staleness.adjusted(update, receipt.staleness, self.parameters, then)
         changes = self.rule.moves_parameters()
         if changes and self.before_last_step is not None:
-            self.before_last_step.copy_(self.parameters)
+            copy_in_threads(self.before_last_step, self.parameters)
         try:
             self.rule.apply(self.parameters, worth)
         except Exception as error:  # whatever it is: no memory, or a mistake of the rule's

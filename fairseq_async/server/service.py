@@ -15,6 +15,7 @@ from fairseq_async.exchange import copy
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import protocol
 from fairseq_async.server.coordinator import Outcome
+from fairseq_async.server.idle_cores import use_idle_cores
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.notices import Tell, tell_log
@@ -145,6 +146,7 @@ class Service:
         if run is None:
             return 1.0
         coordinator = run.coordinator
+        use_idle_cores(self.peers, self.membership, run.spec.server.server_threads)
         try:
             self._deliver(run, coordinator.tick(self.clock()))
             if not coordinator.finished:
@@ -326,6 +328,7 @@ class Service:
         else:
             waits = True
             self.membership.wait(peer.id, "push")
+        use_idle_cores(self.peers, self.membership, run.spec.server.server_threads)
         report = replace(push.report, server_seconds=peer.server_seconds)
         norm = None if peer.remote else push.norm  # what came over a network may not be what was sent
         receipt = coordinator.admit(update, report, waits, norm)

@@ -1,0 +1,18 @@
+"""How many threads the server's passes over memory may use."""
+
+import os
+from collections.abc import Mapping
+
+from fairseq_async.algorithms.threads import set_threads
+from fairseq_async.server.membership import Membership
+from fairseq_async.server.peers import Peer
+
+
+def use_idle_cores(peers: Mapping[int, Peer], membership: Membership, threads: int | None) -> None:
+    """The cores of this machine on which no worker computes: when all wait for a step, every one.
+
+    Args:
+        threads: what was asked for instead.
+    """
+    computing = sum(not peers[worker].remote for worker in membership.computing & set(peers))
+    set_threads(threads or max(1, len(os.sched_getaffinity(0)) - computing))

@@ -1,0 +1,62 @@
+"""The server's passes over memory take the cores on which no worker computes."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+
+from fairseq_async.algorithms import threads
+from fairseq_async.server.idle_cores import use_idle_cores
+from fairseq_async.server.membership import Membership
+from fairseq_async.server.peers import Peer
+
+CORES = 4
+
+
+@dataclass
+class OnAMachine:
+    """A peer of which only the machine counts."""
+
+    remote: bool = False
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(CORES)))
+    yield
+    threads.set_threads(1)
+
+
+def used(waiting: list[int], remote: list[int], asked: int | None = None) -> int:
+    """Threads with three workers, of which some wait and some are on other machines."""
+    membership = Membership(3, 0.0)
+    for worker in range(3):
+        membership.enter(worker, f"process {worker}", 0.0)
+    for worker in waiting:
+        membership.wait(worker, "push")
+    peers = {worker: cast(Peer, OnAMachine(worker in remote)) for worker in range(3)}
+    use_idle_cores(peers, membership, asked)
+    return threads.thread_count()
+
+
+def test_a_worker_that_computes_keeps_its_core() -> None:
+    assert used(waiting=[0], remote=[]) == 2
+
+
+def test_a_step_for_which_all_wait_has_every_core() -> None:
+    assert used(waiting=[0, 1, 2], remote=[]) == CORES
+
+
+def test_workers_of_other_machines_take_no_core_of_this_one() -> None:
+    assert used(waiting=[0], remote=[1, 2]) == CORES
+
+
+def test_there_is_one_thread_when_no_core_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    assert used(waiting=[], remote=[]) == 1
+
+
+def test_server_threads_says_how_many_in_any_case() -> None:
+    assert used(waiting=[], remote=[], asked=7) == 7
