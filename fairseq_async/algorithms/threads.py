@@ -71,9 +71,12 @@ def pairs(first: Tensor, second: Tensor) -> list[tuple[Tensor, Tensor]]:
     return list(zip(first.split(PIECE), second.split(PIECE), strict=True))
 
 
-def copy_in_threads(destination: Tensor, source: Tensor) -> None:
-    """``destination.copy_(source)`` for flat vectors."""
-    in_threads(lambda pair: pair[0].copy_(pair[1]), pairs(destination, source))
+def copy_in_threads(
+    destination: Tensor, source: Tensor, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_
+) -> None:
+    """``copy(destination, source)`` for flat vectors, each thread a part."""
+    size = max(1, -(-destination.numel() // _threads.count))
+    in_threads(lambda pair: copy(*pair), list(zip(destination.split(size), source.split(size), strict=True)))
 
 
 def step_in_threads(optimizer: Optimizer) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms.threads import in_threads, pairs
+from fairseq_async.algorithms.threads import copy_in_threads
 from fairseq_async.errors import ExchangeError
 from fairseq_async.exchange.copying import copy
 
@@ -121,7 +121,7 @@ class SharedMemory:
 
     def publish(self, parameters: Tensor, version: int) -> None:
         self._count()
-        in_threads(lambda pair: copy(*pair), pairs(self.published, parameters))
+        copy_in_threads(self.published, parameters, copy)
         self._header[1] = version
         self._count()
 

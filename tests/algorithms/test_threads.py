@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from fairseq_async.algorithms import HybridAccumulation, Update
 from fairseq_async.algorithms.hybrid import pieces
-from fairseq_async.algorithms.threads import PIECE, in_threads, set_threads, step_in_threads
+from fairseq_async.algorithms.threads import PIECE, copy_in_threads, in_threads, set_threads, step_in_threads
 
 SIZE = 5 * PIECE + 17  # no multiple of a piece, nor of the number of threads
 
@@ -95,3 +95,12 @@ def test_an_error_in_one_thread_is_raised_when_all_have_ended() -> None:
     with pytest.raises(MemoryError, match="no room"):
         in_threads(fail_or_end, [0, 1])
     assert ended.is_set()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 7])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_copy_on_several_threads_is_whole(size: int, threads: int) -> None:
+    set_threads(threads)
+    destination = torch.zeros(size)
+    copy_in_threads(destination, torch.arange(size) + 1.0)
+    assert destination.tolist() == [n + 1.0 for n in range(size)]
