@@ -19,6 +19,7 @@ LAYERS = [
     {"collective"},
     {"server"},
     {"worker"},
+    {"fairseq_server"},
     {"fairseq_plugin", "deepspeed_plugin", "launch"},
     {"simulation", "replay", "reporting"},
     {"cli"},

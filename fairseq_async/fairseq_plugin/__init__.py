@@ -14,7 +14,7 @@ from fairseq_async.fairseq_plugin.hybrid import HybridAsync, HybridTrainer
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDFlags, LocalSGDTrainer
 from fairseq_async.fairseq_plugin.registry import AsynchronousMethod, SynchronousMethod, register_method
 
-_HYBRID_SERVER, _LOCAL_SGD_SERVER = "fairseq_async.fairseq_plugin.server", "fairseq_async.server.local_sgd_main"
+_HYBRID_SERVER, _LOCAL_SGD_SERVER = "fairseq_async.fairseq_server", "fairseq_async.server.local_sgd_main"
 
 register_method(
     "hybrid_async",

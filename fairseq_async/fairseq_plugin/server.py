@@ -1,8 +1,4 @@
-"""``python -m fairseq_async.fairseq_plugin.server``: the server of a ``hybrid_async`` run.
-
-It builds fairseq's optimizer and schedule over the flat parameters. The package does not import this module, so that
-Python can run it as a program.
-"""
+"""fairseq's optimizer and schedule over the flat parameters of a ``hybrid_async`` run's server."""
 
 from fairseq.optim import FairseqOptimizer, build_optimizer
 from fairseq.optim.lr_scheduler import FairseqLRScheduler, build_lr_scheduler
@@ -17,7 +13,6 @@ from fairseq_async.fairseq_plugin.compat.optimizers import component_config
 from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_options
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.plan import EpochPlan
-from fairseq_async.server.process import serve
 from fairseq_async.server.scheduled_rule import ScheduledRule
 
 
@@ -84,7 +79,3 @@ def _component(spec: MethodSpec, name: str) -> JsonObject:
     if not isinstance(component, dict):
         raise ConfigurationError(f"{name} is {component!r}: not a description of one of fairseq's")
     return component
-
-
-if __name__ == "__main__":
-    serve(build)

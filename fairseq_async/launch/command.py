@@ -12,7 +12,7 @@ from fairseq_async.option_flags import check_command
 
 # the module that is the server of each --optimizer
 SERVERS = {
-    "hybrid_async": "fairseq_async.fairseq_plugin.server",
+    "hybrid_async": "fairseq_async.fairseq_server",
     "local_sgd": "fairseq_async.server.local_sgd_main",
 }
 

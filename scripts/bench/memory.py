@@ -102,7 +102,7 @@ def watch(process: Popen[Any]) -> Memory:
 
 def hybrid_server(parameters: int, out: Path) -> dict[str, Memory]:
     """A server's memory after some updates, and after it has also written its state for a checkpoint."""
-    process = ServerProcess("fairseq_async.fairseq_plugin.server", WORKERS, out, out / "server.log")
+    process = ServerProcess("fairseq_async.fairseq_server", WORKERS, out, out / "server.log")
     try:
         clients = [Client(process.address, process.token, number) for number in range(WORKERS)]
         workers = [exchange_times.join(client, parameters, SPEC) for client in clients]
