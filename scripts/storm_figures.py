@@ -6,7 +6,7 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,15 +60,15 @@ class Log:
 def figures(quiet: Log, wild: Log) -> dict[str, str]:
     """The printed figures of a run without faults and one with."""
     hours = (wild.end - wild.begin) / 3600
-    version = common_version(quiet, wild)
-    losses = [final_loss(log, version) for log in (quiet, wild)]
+    work = common_work(quiet, wild)
+    losses = [final_loss(log, work) for log in (quiet, wild)]
     kept = sum(push.kept for push in wild.inside)
     return {
         "faults": f"{len(wild.faults)} in {60 * hours:.1f} minutes: {len(wild.faults) / hours:.0f} an hour",
         "updates kept": f"{kept} (calm: {len(quiet.inside)}); taken back: {len(wild.inside) - kept}",
         "useful work": f"{100 * useful_share(wild):.1f}% of what the live workers could have done",
         "final loss": f"{losses[1]:.4f} (calm: {losses[0]:.4f}, {100 * (loss_ratio(quiet, wild) - 1):+.2f}%) "
-        f"at version {version}",
+        f"after {work:,.0f} tokens or local steps",
         "longest gap between survivors' steps after a kill": f"{_range(gaps_after_kills(wild))} "
         f"(calm, any {_AFTER:.0f} s: {_range(gaps_in_windows(quiet))})",
         "the same without the waits of a grace period": f"{_range(gaps_after_kills(wild, waits=False))} "
@@ -116,20 +116,23 @@ def absences(log: Log, worker: int) -> list[tuple[float, float]]:
     return away
 
 
-def common_version(quiet: Log, wild: Log) -> int:
-    """The last version that both runs have reached."""
-    return min(max(push.version for push in log.inside) for log in (quiet, wild))
+def common_work(quiet: Log, wild: Log) -> float:
+    """Tokens (or local steps) that both runs have kept. Versions cannot be compared: while a worker is away, a step has
+    fewer gradients."""
+    return min(sum(push.weight for push in log.all if push.kept) for log in (quiet, wild))
 
 
 def loss_ratio(quiet: Log, wild: Log) -> float:
-    """Ratio of the final losses after the same number of applied updates: above 1 the run with faults is worse."""
-    version = common_version(quiet, wild)
-    return final_loss(wild, version) / final_loss(quiet, version)
+    """Ratio of the final losses after the same amount of work: above 1 the run with faults is worse."""
+    work = common_work(quiet, wild)
+    return final_loss(wild, work) / final_loss(quiet, work)
 
 
-def final_loss(log: Log, version: int) -> float:
-    """Mean training loss of a token over the last updates up to this version."""
-    last = [p for p in log.all if p.kept and p.loss is not None and (1 - _LAST) * version <= p.version <= version]
+def final_loss(log: Log, work: float) -> float:
+    """Mean training loss of a token over the last updates until so much work was kept."""
+    kept = [push for push in log.all if push.kept]
+    done = accumulate(push.weight for push in kept)
+    last = [p for p, d in zip(kept, done, strict=True) if p.loss is not None and (1 - _LAST) * work <= d <= work]
     return sum(p.weight * p.loss for p in last if p.loss is not None) / sum(p.weight for p in last)
 
 

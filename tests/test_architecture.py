@@ -19,12 +19,12 @@ LAYERS = [
     {"collective"},
     {"server"},
     {"worker"},
-    {"fairseq_server"},
     {"fairseq_plugin", "deepspeed_plugin", "launch"},
+    {"fairseq_server"},
     {"simulation", "replay", "reporting"},
     {"cli"},
 ]
-FRONT_ENDS = LAYERS[7] | LAYERS[8] | LAYERS[9]
+FRONT_ENDS = LAYERS[7] | LAYERS[8] | LAYERS[9] | LAYERS[10]
 
 
 def modules() -> dict[str, Path]:

@@ -1,13 +1,24 @@
 """What a storm has cost, worked out by hand for a run of two workers and a hundred seconds."""
 
 import json
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.storm_figures import Log, entrances, final_loss, gaps_after_kills, live_seconds, useful_share, waits
+from scripts.storm_figures import (
+    Log,
+    common_work,
+    entrances,
+    final_loss,
+    gaps_after_kills,
+    live_seconds,
+    loss_ratio,
+    useful_share,
+    waits,
+)
 
 
 def moment(time: float, what: str, worker: int | None = None, **more: Any) -> dict[str, Any]:
@@ -66,4 +77,17 @@ def test_what_a_survivor_waited_for_others_is_told_apart(log: Log) -> None:
 
 
 def test_the_loss_is_that_of_the_last_updates(log: Log) -> None:
-    assert final_loss(log, 100) == pytest.approx(5 - 0.01 * 92.5, abs=0.01)
+    assert final_loss(log, 1000) == pytest.approx(5 - 0.01 * 92.5, abs=0.01)  # ten tokens an update
+
+
+def test_losses_are_compared_after_the_same_work(log: Log) -> None:
+    slower = replace_versions(log)
+    assert common_work(log, slower) == 10 * sum(push.kept for push in log.all)
+    assert loss_ratio(log, slower) == pytest.approx(1.0)
+
+
+def replace_versions(log: Log) -> Log:
+    """The same updates in twice as many steps, as where each has one gradient."""
+    other = copy(log)
+    other.all = [replace(push, version=2 * push.version) for push in log.all]
+    return other
