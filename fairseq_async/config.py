@@ -92,9 +92,22 @@ class AsyncLocalSGDOptions(LocalSGDOptions):
 
 
 OuterLearningRate = Annotated[
-    float, Field(gt=0, description="outer learning rate ε, of as many arrivals as there are workers")
+    float,
+    Field(
+        gt=0,
+        description="outer learning rate ε, of as many arrivals as there are workers; with mla, heloco, adam and adamw "
+        "of each arrival",
+        json_schema_extra={"default": "0.7; 0.001 with adam and adamw"},
+    ),
 ]
-OuterMomentum = Annotated[float, Field(ge=0, lt=1, description="outer Nesterov momentum β")]
+OuterMomentum = Annotated[float, Field(ge=0, lt=1, description="outer momentum β")]
+LookAheadDispatch = Annotated[
+    bool,
+    Field(
+        description="on or off: local steps start ahead of the parameters, where the momentum takes them: θ − εβm",
+        json_schema_extra={"metavar": "on|off", "default": "on with mla and heloco, else off"},
+    ),
+]
 
 
 class DiLoCoOptions(LocalSGDOptions):
@@ -111,6 +124,7 @@ class NesterovOptions(AsyncLocalSGDOptions):
     outer: Literal["nesterov"] = "nesterov"
     outer_lr: OuterLearningRate = 0.7
     outer_momentum: OuterMomentum = 0.9
+    look_ahead: LookAheadDispatch = False
 
 
 class BufferedNesterovOptions(AsyncLocalSGDOptions):
@@ -119,6 +133,7 @@ class BufferedNesterovOptions(AsyncLocalSGDOptions):
     outer: Literal["buffered_nesterov"] = "buffered_nesterov"
     outer_lr: OuterLearningRate = 0.7
     outer_momentum: OuterMomentum = 0.9
+    look_ahead: LookAheadDispatch = False
     buffer_size: int | None = Field(None, ge=1, description="updates N that are averaged", json_schema_extra=_WORKERS)
 
     def for_workers(self, workers: int) -> "BufferedNesterovOptions":
@@ -131,6 +146,7 @@ class DelayedNesterovOptions(AsyncLocalSGDOptions):
     outer: Literal["delayed_nesterov"] = "delayed_nesterov"
     outer_lr: OuterLearningRate = 0.7
     outer_momentum: OuterMomentum = 0.9
+    look_ahead: LookAheadDispatch = False
     delay: int | None = Field(
         None, ge=1, description="arrivals N between two momentum steps", json_schema_extra=_WORKERS
     )

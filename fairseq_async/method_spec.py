@@ -45,6 +45,9 @@ class MethodSpec:
             one that closes early, see :class:`~fairseq_async.server.near_arrivals.NearArrivals`.
         grace_share: the same as a share of a worker's step.
         look_ahead: versions ahead at which workers start; 0 for none, None for as many as their updates are stale.
+        quorum: updates with which the grace period of a round begins; all of the round are one step of the rule.
+            0 where the rule decides which are.
+        counts_in_rounds: whether updates that are applied together are 0, 1, 2, … stale where staleness is weighed.
         waits_for_dead: whether a round waits ``worker_timeout`` also for a worker whose connection has closed.
         publishes: whether workers read parameters from shared memory whenever they like.
         last_version: the run ends at this version of the parameters; None for no such end.
@@ -65,6 +68,8 @@ class MethodSpec:
     grace_seconds: float | None = None
     grace_share: float = 0.5
     look_ahead: float | None = 0.0
+    quorum: int = 0
+    counts_in_rounds: bool = False  # as in recordings that do not say it
     waits_for_dead: bool = True
     publishes: bool = True
     last_version: int | None = None
@@ -84,7 +89,7 @@ class MethodSpec:
     @property
     def full_rounds(self) -> bool:
         """Whether updates wait in rounds of a fixed size."""
-        return self.barrier > 0 and not self.closes_early
+        return self.barrier > 0 and not self.closes_early and not self.quorum
 
     def difference(self, other: "MethodSpec") -> str | None:
         """The name of the first option in which the two differ; None when they are equal."""
@@ -155,7 +160,8 @@ def local_sgd_spec(
 ) -> MethodSpec:
     """The description of a run by local SGD; see :func:`hybrid_spec`."""
     filled = options.for_workers(workers).model_dump(exclude={"shards", "max_refused"})
-    waits = methods.outer_rule(options.outer).synchronous or filled.get("grace_period") is not None
+    quorum, grace = filled.get("quorum", 0), filled.get("grace_period")
+    waits = methods.outer_rule(options.outer).synchronous or quorum > 0 or grace is not None
     return MethodSpec(
         method=options.method,
         workers=workers,
@@ -163,7 +169,9 @@ def local_sgd_spec(
         server=_settings(server),
         framework=framework,
         barrier=workers if waits else 0,
-        grace_seconds=filled.get("grace_period"),
+        grace_seconds=grace or 0.0 if quorum else grace,
+        quorum=quorum,
+        counts_in_rounds=waits,
         waits_for_dead=False,
         publishes=False,
         max_epoch=max_epoch,

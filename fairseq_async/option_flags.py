@@ -24,7 +24,7 @@ class Option:
     """One option of a method.
 
     Attributes:
-        switch: on or off; its flag takes no value.
+        switch: its flag switches it on, and takes no value; one that may be on by default takes "on" or "off".
         number: its flag's value is a number, which the model checks.
         default: in words, as help and tables show it.
         metavar: stands for the value in help and tables; empty for a switch.
@@ -155,8 +155,8 @@ def spelling(method: str, name: str) -> str:
 
 def _option(name: str, field: FieldInfo) -> Option:
     kinds = {field.annotation, *get_args(field.annotation)}
-    switch, number = bool in kinds, bool({int, float} & kinds)
     shown = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    switch, number = bool in kinds and "metavar" not in shown, bool({int, float} & kinds)
     metavar = "" if switch else str(shown.get("metavar", _metavar(name, kinds)))
     default = str(shown.get("default", _in_words(field.default)))
     return Option(name, field.description or "", switch, number, default, metavar)

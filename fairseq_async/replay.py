@@ -150,7 +150,7 @@ class Replay:
         self.parameters: Tensor = recording.start["server"]["parameters"].clone()
         rule, plan = run.build(layout, self.parameters)
         # the log says when a round is complete: no round of the replay is complete, or ends, by itself
-        held = replace(spec, barrier=OPEN if spec.barrier else 0, grace_seconds=None, closes_early=False)
+        held = replace(spec, barrier=OPEN if spec.barrier else 0, grace_seconds=None, closes_early=False, quorum=0)
         membership = Membership(spec.workers, now=0.0)
         self.coordinator = build_coordinator(held, rule, plan, self.parameters, membership)
         self.server = self.coordinator.server
@@ -185,8 +185,9 @@ class Replay:
         for worker, ahead in self._ahead.items():
             kept = self._kept.get(worker)
             if ahead and ahead[0].base_version == version:
-                self.server.note_pull(worker)
-                self.run.workers[worker].start_from(self._start(ahead[0]), version)
+                start = self._start(ahead[0])
+                self.server.note_pull(worker, start)
+                self.run.workers[worker].start_from(start, version)
             elif ahead and kept and ahead[0].base_version == kept.version:
                 self.run.workers[worker].start_from(kept.values, kept.version)
             if _pulls_early(ahead, version):
@@ -195,7 +196,7 @@ class Replay:
     def _start(self, event: Event) -> Tensor:
         """The present parameters, or ahead of them, as the worker of this update took them."""
         if not event.look_ahead:
-            return self.parameters
+            return self.server.dispatch()
         ahead = torch.empty_like(self.parameters)
         self.server.write_ahead(ahead, event.look_ahead)
         return ahead
@@ -214,7 +215,7 @@ class Replay:
                 "and a replay goes no further"
             )
         norm = push.norm if push.norm == event.norm else None  # the server does not believe other machines' norms
-        return Update(worker, *here, vector), _recorded_report(event), norm
+        return Update(worker, *here, vector, event.tokens or 0.0), _recorded_report(event), norm
 
     def _push(self, computed: list[tuple[Update, Report, float | None]]) -> list[Settled]:
         settled: list[Settled] = []

@@ -15,7 +15,7 @@ LAYERS = [
     {"errors", "environment"},
     {"algorithms"},
     {"exchange"},
-    {"config", "methods", "method_spec", "option_flags", "validation"},
+    {"config", "methods", "method_spec", "option_flags", "outer_options", "rule_registry", "rules", "validation"},
     {"collective"},
     {"server"},
     {"worker"},

@@ -3,8 +3,11 @@
 from fairseq_async.algorithms.adascale import AdaScaleGain
 from fairseq_async.algorithms.adasum import adasum
 from fairseq_async.algorithms.admission import NormGate, StalenessPolicy
+from fairseq_async.algorithms.baseline_optimizers import HeavyBall, OuterAdam
+from fairseq_async.algorithms.direction_averaging import DirectionAveraging
 from fairseq_async.algorithms.hybrid import HybridAccumulation
 from fairseq_async.algorithms.local_steps import local_steps, shard_probabilities
+from fairseq_async.algorithms.momentum_look_ahead import HeLoCo, MomentumLookAhead
 from fairseq_async.algorithms.outer_optimizers import BufferedNesterov, DelayedNesterov, NesterovMomentum
 from fairseq_async.algorithms.rule import Rule
 from fairseq_async.algorithms.update import Update
@@ -13,9 +16,14 @@ __all__ = [
     "AdaScaleGain",
     "BufferedNesterov",
     "DelayedNesterov",
+    "DirectionAveraging",
+    "HeLoCo",
+    "HeavyBall",
     "HybridAccumulation",
+    "MomentumLookAhead",
     "NesterovMomentum",
     "NormGate",
+    "OuterAdam",
     "Rule",
     "StalenessPolicy",
     "Update",

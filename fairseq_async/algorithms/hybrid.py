@@ -91,6 +91,10 @@ class HybridAccumulation:
     def moves_parameters(self, ahead: int = 0) -> bool:
         return fills(self.count, self.updates_per_step, ahead)
 
+    def dispatch(self, parameters: Tensor) -> Tensor:
+        """The parameters themselves."""
+        return parameters
+
     @property
     def momentum_buffer(self) -> None:
         return None

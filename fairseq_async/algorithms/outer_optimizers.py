@@ -1,45 +1,19 @@
 """Outer optimizers of local SGD: what a server does with pseudo-gradients.
 
 Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling" (arXiv 2401.09135). A worker takes H local
-steps from θ_start and sends δ = θ_start − θ_local; ε is the outer learning rate, β the outer momentum.
+steps from θ_start and sends δ = θ_start − θ_local; ε is the outer learning rate, β the outer momentum. Each rule takes
+``look_ahead``, see :class:`~fairseq_async.algorithms.momentum_rule.MomentumRule`.
 """
 
 import torch
 from torch import Tensor
 
+from fairseq_async.algorithms.momentum_rule import MomentumRule, at_least_one, copied
 from fairseq_async.algorithms.rule import State, fills
 from fairseq_async.algorithms.update import Update
 
 
-class _Outer:
-    """Learning rate, momentum and what is common to their checks and checkpoints."""
-
-    def __init__(self, lr: float, momentum: float) -> None:
-        if lr <= 0:
-            raise ValueError(f"lr is {lr}; it must be above 0")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum is {momentum}; it must be at least 0 and below 1")
-        self.lr = lr
-        self.momentum = momentum
-        self.momentum_buffer: Tensor | None = None
-
-    def limit_round(self, updates: int) -> None:
-        """Steps do not wait for a round."""
-
-    def state_dict(self) -> State:
-        return {"momentum_buffer": self.momentum_buffer}
-
-    def load_state_dict(self, state: State) -> None:
-        self.momentum_buffer = _copied(state["momentum_buffer"])
-
-    def _momentum_after(self, gradient: Tensor, factor: float) -> Tensor:
-        """m ← βm + factor·gradient"""
-        if self.momentum_buffer is None:
-            self.momentum_buffer = torch.zeros_like(gradient)
-        return self.momentum_buffer.mul_(self.momentum).add_(gradient, alpha=factor)
-
-
-class NesterovMomentum(_Outer):
+class NesterovMomentum(MomentumRule):
     """One Nesterov step per arrival, on δ/k: the naive asynchronous method, whose stale momentum overshoots.
 
     ::
@@ -57,9 +31,9 @@ class NesterovMomentum(_Outer):
         ValueError: an argument is out of its range.
     """
 
-    def __init__(self, lr: float, momentum: float, workers: int) -> None:
-        super().__init__(lr, momentum)
-        self.workers = _at_least_one("workers", workers)
+    def __init__(self, lr: float, momentum: float, workers: int, look_ahead: bool = False) -> None:
+        super().__init__(lr, momentum, look_ahead)
+        self.workers = at_least_one("workers", workers)
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
         """One arrival; always True."""
@@ -68,15 +42,12 @@ class NesterovMomentum(_Outer):
         parameters.add_(update.delta, alpha=-self.lr / self.workers)
         return True
 
-    def moves_parameters(self, ahead: int = 0) -> bool:
-        return True
 
-
-class _Buffered(_Outer):
+class _Buffered(MomentumRule):
     """Adds updates up: the momentum takes Δ/N at every N-th."""
 
-    def __init__(self, lr: float, momentum: float) -> None:
-        super().__init__(lr, momentum)
+    def __init__(self, lr: float, momentum: float, look_ahead: bool = False) -> None:
+        super().__init__(lr, momentum, look_ahead)
         self.buffer: Tensor | None = None
         self.count = 0
 
@@ -85,7 +56,7 @@ class _Buffered(_Outer):
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        self.buffer, self.count = _copied(state["buffer"]), state["count"]
+        self.buffer, self.count = copied(state["buffer"]), state["count"]
 
     def _add(self, delta: Tensor) -> Tensor:
         """Δ ← Δ + δ"""
@@ -114,9 +85,9 @@ class BufferedNesterov(_Buffered):
         ValueError: an argument is out of its range.
     """
 
-    def __init__(self, lr: float, momentum: float, buffer_size: int) -> None:
-        super().__init__(lr, momentum)
-        self.buffer_size = _at_least_one("buffer_size", buffer_size)
+    def __init__(self, lr: float, momentum: float, buffer_size: int, look_ahead: bool = False) -> None:
+        super().__init__(lr, momentum, look_ahead)
+        self.buffer_size = at_least_one("buffer_size", buffer_size)
         self._wanted = buffer_size
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
@@ -160,9 +131,9 @@ class DelayedNesterov(_Buffered):
         ValueError: an argument is out of its range.
     """
 
-    def __init__(self, lr: float, momentum: float, delay: int, c: float = 0.0) -> None:
-        super().__init__(lr, momentum)
-        self.delay = _at_least_one("delay", delay)
+    def __init__(self, lr: float, momentum: float, delay: int, c: float = 0.0, look_ahead: bool = False) -> None:
+        super().__init__(lr, momentum, look_ahead)
+        self.delay = at_least_one("delay", delay)
         if not 0 <= c <= 1 / delay:
             raise ValueError(f"c is {c}; it must be in [0, 1/delay] = [0, {1 / delay:g}]")
         self.c = c
@@ -180,16 +151,3 @@ class DelayedNesterov(_Buffered):
             parameters.add_(self.momentum_buffer, alpha=-self.lr * share * self.momentum)
         parameters.add_(update.delta, alpha=-self.lr / self.delay)
         return stepped
-
-    def moves_parameters(self, ahead: int = 0) -> bool:
-        return True
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"{name} is {value}; it must be at least 1")
-    return value
-
-
-def _copied(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()

@@ -29,6 +29,13 @@ class Rule(Protocol):
         """Whether the update behind ``ahead`` others will move the parameters; its sender waits only then."""
         return True
 
+    def dispatch(self, parameters: Tensor) -> Tensor:
+        """What a worker's local steps start from: the parameters, or a new tensor where the rule looks ahead of them.
+
+        Nothing else sees it: neither validation, nor checkpoints, nor the run's last parameters.
+        """
+        return parameters
+
     @property
     def momentum_buffer(self) -> Tensor | None:
         """The momentum, with which updates can be compared; None where there is none."""

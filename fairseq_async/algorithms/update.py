@@ -16,6 +16,7 @@ class Update:
         weight: target tokens (hybrid asynchronous SGD) or local steps (local SGD) that went into it.
         delta: flat fp32 tensor of the parameters' size: the mean gradient over ``weight`` tokens,
             or, for local SGD, the parameters before minus the parameters after the local steps.
+        tokens: target tokens of the local steps, where somebody counts them.
     """
 
     worker: int
@@ -23,3 +24,4 @@ class Update:
     base_version: int
     weight: float
     delta: Tensor
+    tokens: float = 0.0

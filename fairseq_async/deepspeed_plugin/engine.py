@@ -183,8 +183,7 @@ class LocalEngine(AsyncEngine):
             return
         if self.async_worker.done:
             run_or_exit(self.async_worker.exchange)
-        else:
-            run_or_exit(self.async_worker.pull)
+        run_or_exit(self.async_worker.pull)  # what an exchange gives may be ahead of the parameters
 
 
 class HybridEngine(AsyncEngine):

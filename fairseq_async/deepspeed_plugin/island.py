@@ -108,9 +108,9 @@ class IslandClient:
             self._barrier()  # all parts are in the slot before rank 0 pushes
             return self._broadcast_answer(lambda client: client.push(lambda slot: None, push), PushReply)
 
-    def pull(self, copy: Callable[[Tensor], object]) -> int:
+    def pull(self, copy: Callable[[Tensor], object], starts: bool = False) -> int:
         """See :meth:`Client.pull`; every rank copies from the slot."""
-        version = self._broadcast_answer(lambda client: client.pull(lambda flat: None), int)
+        version = self._broadcast_answer(lambda client: client.pull(lambda flat: None, starts=starts), int)
         copy(self.slot)
         self._barrier()  # nobody writes before all have read
         return version

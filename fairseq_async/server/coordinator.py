@@ -16,6 +16,7 @@ from fairseq_async.server.near_arrivals import NearArrivals
 from fairseq_async.server.parameter_server import OPEN, SETTLED, ParameterServer, Receipt, Status
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Assignment, Report, ScheduleEvent
+from fairseq_async.server.quorum import Quorum
 
 _MOST_EVENTS = 64  # between two updates; a replay needs them all, so they are kept until then
 
@@ -209,8 +210,7 @@ class Coordinator:
         self.held_since.pop(worker, None)
         self.plan.release(worker)
         self.look_ahead.forget(worker)
-        if isinstance(self.waiting, NearArrivals):
-            self.waiting.forget(worker)
+        self.waiting.forget(worker)
         return self.recount(now, changed=True) + self._wake(now)
 
     def recount(self, now: float, changed: bool = False) -> Outcome:
@@ -225,7 +225,7 @@ class Coordinator:
         if not changed and awaited == self._awaited:
             return Outcome()
         self._awaited = awaited
-        if isinstance(self.waiting, NearArrivals):
+        if self.waiting.steps_together:
             if self.server.held and not self._continues(None, now):
                 self._complete_round()
         else:
@@ -313,10 +313,10 @@ class Coordinator:
             if arrived is not None:
                 self.waiting.arrive(arrived, now)
             return self.waiting.continues(others, now)
-        return arrived is None or self.waiting.continues(arrived, others, self.plan, now)
+        return self.waiting.continues(arrived, others, self.plan, now)
 
     def _complete_round(self) -> None:
-        if isinstance(self.waiting, NearArrivals):
+        if self.waiting.steps_together:
             self.limit_round(max(1, len(self.server.held)))  # the optimizer is to step with the last of them
         self.server.complete_round()
 
@@ -365,9 +365,9 @@ def build_server(spec: MethodSpec, rule: Rule, parameters: Tensor) -> ParameterS
     """The parameter server of a method; ``parameters`` (flat) change in place."""
     staleness = StalenessPolicy(spec.staleness_power, spec.staleness_limit, spec.delay_compensation)
     gate = NormGate(spec.server.max_update_norm_ratio)
-    barrier = OPEN if spec.closes_early else spec.barrier
-    looks_ahead = spec.look_ahead != 0.0
-    return ParameterServer(parameters, rule, barrier, spec.last_version, staleness, gate, looks_ahead)
+    barrier = OPEN if spec.closes_early or spec.quorum else spec.barrier
+    looks_ahead, in_rounds = spec.look_ahead != 0.0, spec.counts_in_rounds
+    return ParameterServer(parameters, rule, barrier, spec.last_version, staleness, gate, looks_ahead, in_rounds)
 
 
 def build_coordinator(
@@ -379,4 +379,6 @@ def build_coordinator(
     waiting: GracePeriod | NearArrivals = GracePeriod(spec.grace_seconds)
     if spec.closes_early:
         waiting = NearArrivals(spec.grace_share, spec.grace_seconds)
+    elif spec.quorum:
+        waiting = Quorum(spec.quorum, spec.grace_seconds or 0.0)
     return Coordinator(server, plan, membership, waiting, LookAhead(spec.look_ahead))

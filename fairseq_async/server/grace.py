@@ -1,6 +1,6 @@
 """For how long a round stays open for workers that are about to come (Liu et al. 2024, arXiv 2401.09135)."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from math import inf
 
 from fairseq_async.algorithms.rule import State
@@ -21,7 +21,10 @@ class GracePeriod:
 
     Attributes:
         deadline: when the present period ends; None while there is none.
+        steps_together: whether the updates of a round are one step of the rule.
     """
+
+    steps_together = False
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
@@ -32,9 +35,17 @@ class GracePeriod:
         """The worker was given its work."""
         self._begun[worker] = now
 
-    def continues(self, arrived: int, others: Iterable[int], plan: Plan, now: float) -> bool:
-        """Whether the round stays open, now that this worker's update has joined it, for any of the others at work."""
-        if self.seconds is None:
+    def forget(self, worker: int) -> None:
+        """The worker is gone; one that comes back is due at once."""
+        self._begun.pop(worker, None)
+
+    def continues(self, arrived: int | None, others: Collection[int], plan: Plan, now: float) -> bool:
+        """Whether the round stays open, now that this worker's update has joined it, for any of the others at work.
+
+        Args:
+            arrived: None where only the others have changed.
+        """
+        if self.seconds is None or arrived is None:
             return True
         if self.deadline is None:
             self.deadline = now + self.seconds

@@ -19,7 +19,8 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, L
         ConfigurationError: a rule that there is not, or a value out of its range.
     """
     options = local_sgd_options(spec)
-    context = methods.RuleContext(spec.workers, [segment.size for segment in layout.segments])
+    sizes, names = zip(*((segment.size, segment.name) for segment in layout.segments), strict=True)
+    context = methods.RuleContext(spec.workers, sizes, names)
     try:
         return methods.outer_rule(options.outer).build(options, context), LocalStepPlan(
             workers=spec.workers,

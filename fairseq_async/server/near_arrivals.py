@@ -26,7 +26,10 @@ class NearArrivals:
 
     Attributes:
         deadline: when the step closes if nobody comes; None while no gradient waits.
+        steps_together: the gradients of a step are one step of the rule.
     """
+
+    steps_together = True
 
     def __init__(self, share: float, seconds: float | None = None) -> None:
         self.share, self.seconds = share, seconds

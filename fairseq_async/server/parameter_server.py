@@ -82,12 +82,15 @@ class ParameterServer:
         gate: which norms are taken.
         keeps_last_step: keep the parameters before the last step, from which :meth:`write_ahead` looks ahead; one more
             copy.
+        counts_in_rounds: where staleness is weighed, an update of a round is as stale as the version at which its turn
+            comes: those that were computed from one version are 0, 1, 2, … stale, in the order in which they are
+            applied. Otherwise, as when it arrived. The receipt says the latter.
 
     Attributes:
         round_size: the barrier that was asked for; ``barrier`` may be lower while workers are away.
         sequences: the last settled update of each worker.
         refused: how many updates of each worker had NaN, Inf or a norm above the gate.
-        started_from: the parameters that each worker started from, where delay compensation needs them.
+        started_from: what each worker started from, where delay compensation needs it.
         before_last_step: the parameters of the version before this one; None where they are not kept.
     """
 
@@ -100,6 +103,7 @@ class ParameterServer:
         staleness: StalenessPolicy | None = None,
         gate: NormGate | None = None,
         keeps_last_step: bool = False,
+        counts_in_rounds: bool = False,
     ) -> None:
         self.parameters = parameters
         self.rule = rule
@@ -110,8 +114,9 @@ class ParameterServer:
         self.version = 0
         self.sequences: dict[int, int] = {}
         self.refused: dict[int, int] = {}
-        self.started_from: dict[int, Tensor] = {}
+        self.started_from: dict[int, Parameters] = {}
         self.before_last_step = parameters.clone() if keeps_last_step else None
+        self.counts_in_rounds = counts_in_rounds
         self._held: dict[int, tuple[Update, Receipt]] = {}
         self._released: list[Receipt] = []
         self._restarted = False
@@ -127,7 +132,7 @@ class ParameterServer:
 
     def pull(self, worker: int) -> Parameters:
         """The current parameters, copied."""
-        self.note_pull(worker)
+        self.note_pull(worker, self.parameters)
         return Parameters(self.version, self.parameters.clone())
 
     def write_ahead(self, out: Tensor, versions: float) -> None:
@@ -141,10 +146,26 @@ class ParameterServer:
         else:
             torch.lerp(self.before_last_step, self.parameters, 1.0 + versions, out=out)
 
-    def note_pull(self, worker: int) -> None:
-        """The worker starts from the current parameters, which delay compensation compares with later ones."""
+    def dispatch(self) -> Tensor:
+        """What local steps start from: the parameters, or ahead of them where the rule looks ahead.
+
+        It is to be copied at once: it may be the parameters themselves.
+        """
+        return self.rule.dispatch(self.parameters)
+
+    def note_pull(self, worker: int, start: Tensor) -> None:
+        """The worker starts from these, which delay compensation compares with later parameters."""
         if self.staleness.compensation:
-            self.started_from[worker] = self.parameters.clone()
+            self.started_from[worker] = Parameters(self.version, start.clone())
+
+    def _start_of(self, update: Update) -> Tensor | None:
+        """What an update was computed from; None where that is not known.
+
+        After a restart the server knows the starts of its snapshot. A worker that has started since then did so from a
+        version that is lost: its update says another base version, and is taken without compensation.
+        """
+        start = self.started_from.get(update.worker)
+        return start.values if start is not None and start.version == update.base_version else None
 
     @property
     def held(self) -> set[int]:
@@ -244,6 +265,7 @@ class ParameterServer:
             "refused": self.refused,
             "norms": self.gate.state_dict(),
             "before_last_step": self.before_last_step,
+            "started_from": {worker: (start.version, start.values) for worker, start in self.started_from.items()},
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -257,6 +279,8 @@ class ParameterServer:
         if self.before_last_step is not None:  # a state without them has no last step to look along
             before = state.get("before_last_step")
             self.before_last_step.copy_(state["parameters"] if before is None else before)
+        starts = state.get("started_from", {})  # not in a state of the first edition
+        self.started_from = {worker: Parameters(*start) for worker, start in starts.items()}
 
     def complete_round(self) -> None:
         """Applies the updates that are held, in the order of the workers' ids, and waits for no other."""
@@ -265,8 +289,8 @@ class ParameterServer:
 
     def _apply(self, update: Update, receipt: Receipt) -> Receipt:
         cosine = _cosine(update.delta, receipt.norm, self.rule.momentum_buffer)
-        then = self.started_from.get(update.worker)
-        worth = self.staleness.adjusted(update, receipt.staleness, self.parameters, then)
+        staleness = self.version - update.base_version if self.counts_in_rounds else receipt.staleness
+        worth = self.staleness.adjusted(update, staleness, self.parameters, self._start_of(update))
         changes = self.rule.moves_parameters()
         if changes and self.before_last_step is not None:
             copy_in_threads(self.before_last_step, self.parameters)

@@ -156,9 +156,11 @@ class Pull:
 
     Attributes:
         look_ahead: versions ahead along the server's last step.
+        starts: local steps start from them: the server's rule may look ahead.
     """
 
     look_ahead: Annotated[float, Field(ge=0, le=1024)] = 0.0
+    starts: bool = False
     kind: Literal["pull"] = "pull"
 
 

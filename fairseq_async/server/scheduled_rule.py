@@ -65,6 +65,9 @@ class ScheduledRule(Rule):
     def moves_parameters(self, ahead: int = 0) -> bool:
         return self.rule.moves_parameters(ahead)
 
+    def dispatch(self, parameters: Tensor) -> Tensor:
+        return self.rule.dispatch(parameters)
+
     @property
     def momentum_buffer(self) -> Tensor | None:
         return self.rule.momentum_buffer

@@ -202,7 +202,7 @@ class Service:
             case protocol.Push():
                 return self._push(peer, request, accepted)
             case protocol.Pull():
-                self._pull(peer, request.look_ahead)
+                self._pull(peer, request)
                 return None
             case protocol.WaitForWork():
                 self._deliver(run, run.coordinator.wait(peer.id, self.clock()))
@@ -347,22 +347,23 @@ class Service:
         run = self.described
         if peer.remote and not peer.channel.with_tensor:
             raise RefusedError("an update without its tensor")
-        update = Update(peer.id, push.sequence, push.base_version, push.weight, run.memory.slot(peer.id))
+        slot, tokens = run.memory.slot(peer.id), push.report.tokens or 0.0
+        update = Update(peer.id, push.sequence, push.base_version, push.weight, slot, tokens)
         run.coordinator.check(update, push.report)
         return update
 
-    def _pull(self, peer: Peer, look_ahead: float) -> None:
-        """Gives the current parameters to a worker that does not read the published copy.
+    def _pull(self, peer: Peer, pull: protocol.Pull) -> None:
+        """Gives the current parameters, or what lies ahead of them, to a worker that does not read the published copy.
 
         Not with the answer to an update: until that is heard, the slot must keep the update for a second attempt.
         """
         run = self.described
         server, slot = run.coordinator.server, run.memory.slot(peer.id)
-        if look_ahead:
-            server.write_ahead(slot, look_ahead)
+        if pull.look_ahead:
+            server.write_ahead(slot, pull.look_ahead)
         else:
-            copy(slot, server.parameters)
-        server.note_pull(peer.id)
+            copy(slot, server.dispatch() if pull.starts else server.parameters)
+        server.note_pull(peer.id, slot)
         self._answer(peer, protocol.PullReply(server.version), slot if peer.remote else None)
 
     def _follow(self, run: Run, peer: Peer, event: protocol.ScheduleEvent) -> Answer:

@@ -131,7 +131,6 @@ class Trial:
         if assignment.idle:
             self._deliver(self.coordinator.wait(worker.id, self.clock.now))
             return
-        self.server.note_pull(worker.id)
         worker.base_version = self.server.version
         started = max(self.clock.now, self.answers_at) + self.transfer
         steps, loss, tokens = self._compute(worker, assignment)
@@ -154,11 +153,14 @@ class Trial:
     def _compute(self, worker: LogicalWorker, assignment: Assignment) -> tuple[int, float, float]:
         """Steps, loss and tokens of the worker's next update, which is computed here."""
         if self.sends_gradients:
+            self.server.note_pull(worker.id, self.parameters)
             with self._looking_ahead(assignment.look_ahead):
                 loss = self.model.gradient(worker, worker.id, worker.sequence)
             return 1, loss, worker.weight
         clip_norm = self.method.optimizer.clip_norm
-        losses, tokens = self.model.local_steps(worker, self.parameters, assignment, self.rate, clip_norm)
+        start = self.server.dispatch()
+        self.server.note_pull(worker.id, start)
+        losses, tokens = self.model.local_steps(worker, start, assignment, self.rate, clip_norm)
         return assignment.local_steps, sum(losses) / assignment.local_steps, tokens
 
     @contextmanager
@@ -225,7 +227,6 @@ class Trial:
             "coordinator": self.coordinator.state_dict(),
             "membership": self.membership.state_dict(),
             "waiting": self.coordinator.waiting.state_dict(),
-            "started_from": self.server.started_from,
             "barrier": self.server.barrier,
             "held": dict(sorted(self.coordinator.held_since.items())),
             "clock": self.clock.state_dict(),
@@ -236,7 +237,6 @@ class Trial:
         """Goes on where :meth:`state_dict` was taken, to the bit."""
         self.coordinator.load_state_dict(state["coordinator"])
         self.membership.load_state_dict(state["membership"])
-        self.server.started_from = dict(state["started_from"])
         if isinstance(self.coordinator.plan, LocalStepPlan):
             self.coordinator.plan.awaited.clear()  # the workers are all here, at what they were at
         self.clock.load_state_dict(state["clock"])
@@ -254,4 +254,5 @@ class Trial:
 
 
 def _update(worker: LogicalWorker) -> Update:
-    return Update(worker.id, worker.sequence, worker.base_version, worker.weight, worker.delta)
+    tokens = worker.report.tokens or 0.0
+    return Update(worker.id, worker.sequence, worker.base_version, worker.weight, worker.delta, tokens)

@@ -79,6 +79,10 @@ class AsyncWorker:
         """Starts from the server's parameters, and counts on from what the server has of this worker."""
         self.joined, self.finished = True, welcome.finished
         self.sequence, self.refusals.total = welcome.sequence, welcome.refused
+        self.start()
+
+    def start(self) -> None:
+        """Takes what this worker's next work starts from: here the server's current parameters."""
         self.pull()
 
     def pull(self) -> None:

@@ -144,11 +144,12 @@ class Client:
     def _sent(self) -> Tensor | None:
         return self._slot if self.remote else None
 
-    def pull(self, copy: Callable[[Tensor], object], look_ahead: float = 0.0) -> int:
+    def pull(self, copy: Callable[[Tensor], object], look_ahead: float = 0.0, starts: bool = False) -> int:
         """Calls ``copy(flat parameters)`` on one version and returns it; other workers may do so at the same time.
 
         Args:
             look_ahead: versions ahead of it along the server's last step; only the server can compute these parameters.
+            starts: local steps start from them; where the server's rule looks ahead, they are ahead of its own.
         """
         while (memory := self.memory) is not None and memory.publishes and not look_ahead:
             try:
@@ -161,7 +162,7 @@ class Client:
                 with self._lock:
                     if memory is self.memory:
                         self._reconnect(error)
-        version, self._restored_version = self._ask(protocol.Pull(look_ahead), protocol.PullReply).version, None
+        version, self._restored_version = self._ask(protocol.Pull(look_ahead, starts), protocol.PullReply).version, None
         copy(self.slot)
         return version
 

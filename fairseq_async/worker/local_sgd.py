@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -71,8 +72,13 @@ class LocalSGDWorker(AsyncWorker):
     def begin(self, welcome: Welcome) -> None:
         """Starts from the server's parameters, with the first assignment."""
         finished, assignment = self._wait_while_idle(welcome.finished, welcome.assignment)
-        super().begin(welcome)
+        super().begin(replace(welcome, finished=finished))
         self._take_assignment(finished, assignment)
+
+    def start(self) -> None:
+        """Takes what the next local steps start from, which may be ahead of the server's parameters; at the end of the
+        run, the parameters."""
+        self.version = self.client.pull(self.replica.write, starts=not self.finished)
 
     def step(self, seconds: float, loss: float | Tensor | None = None, position: JsonObject | None = None) -> bool:
         """After each step of the inner optimizer; True when it was followed by an exchange.
@@ -106,7 +112,7 @@ class LocalSGDWorker(AsyncWorker):
         finished, assignment = self._wait_while_idle(answer.finished, answer.assignment)
         self.sequence += 1
         self._take_assignment(finished, assignment)
-        self.version = self.client.pull(self.replica.write)
+        self.start()
         self._waited = self.clock() - started
         self._note(answer)
 

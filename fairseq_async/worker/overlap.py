@@ -97,7 +97,8 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
         """In the other thread, which has the connection and the slot to itself until the future is done."""
         answer = self.client.push(self._subtract_sent, push)
         finished, assignment = self._wait_while_idle(answer.finished, answer.assignment)
-        return _Exchanged(answer, finished, assignment, self.client.pull(lambda flat: None))
+        version = self.client.pull(lambda flat: None, starts=not finished)
+        return _Exchanged(answer, finished, assignment, version)
 
     def _subtract_sent(self, slot: Tensor) -> None:
         slot.sub_(self._sent)

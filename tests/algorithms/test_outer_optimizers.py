@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairseq_async.algorithms import BufferedNesterov, DelayedNesterov, NesterovMomentum, StalenessPolicy, Update
+from fairseq_async.algorithms import (
+    BufferedNesterov,
+    DelayedNesterov,
+    DirectionAveraging,
+    HeavyBall,
+    HeLoCo,
+    MomentumLookAhead,
+    NesterovMomentum,
+    OuterAdam,
+    StalenessPolicy,
+    Update,
+)
 from tests.helpers.references import DelayedNesterov64
 
 LR, BETA = 0.7, 0.9
@@ -84,6 +95,11 @@ RULES: list[Callable[[], Any]] = [
     lambda: NesterovMomentum(LR, BETA, 3),
     lambda: DelayedNesterov(LR, BETA, 3, c=0.1),
     lambda: BufferedNesterov(LR, BETA, 3),
+    lambda: MomentumLookAhead(LR, BETA),
+    lambda: HeLoCo(LR, BETA, 3, [2, 1]),
+    lambda: DirectionAveraging(LR, BETA, 3, [2, 1], embeddings=[1]),
+    lambda: HeavyBall(LR, BETA, 3),
+    lambda: OuterAdam(LR, BETA, 3, weight_decay=0.1),
 ]
 
 
@@ -95,6 +111,7 @@ def test_a_restart_in_the_middle_of_a_buffer_changes_no_bit(make: Callable[[], A
     first, second = make(), make()
     halfway, _ = apply_all(first, theta, deltas[:cut])
     second.load_state_dict(first.state_dict())
+    assert torch.equal(second.dispatch(halfway), first.dispatch(halfway))
     assert torch.equal(apply_all(second, halfway, deltas[cut:])[0], whole)
 
 
@@ -147,6 +164,11 @@ def test_a_round_of_fewer_workers_is_averaged_over_them() -> None:
         (lambda: BufferedNesterov(0.7, 1.0, 4), "momentum is 1.0"),
         (lambda: NesterovMomentum(0.0, 0.9, 4), "lr is 0.0"),
         (lambda: NesterovMomentum(0.7, 0.9, 0), "workers is 0"),
+        (lambda: MomentumLookAhead(0.7, 1.0), "momentum is 1.0"),
+        (lambda: HeLoCo(0.7, 0.9, 0, [3]), "workers is 0"),
+        (lambda: DirectionAveraging(0.7, 0.9, 0, [3]), "round_size is 0"),
+        (lambda: OuterAdam(0.7, 0.9, 4, beta2=1.0), "beta2 is 1.0"),
+        (lambda: OuterAdam(0.7, 0.9, 4, weight_decay=-1.0), "weight_decay is -1.0"),
         (lambda: StalenessPolicy(power=0.5), "power is 0.5"),
         (lambda: StalenessPolicy(limit=-1), "limit is -1"),
         (lambda: StalenessPolicy(compensation=-1.0), "compensation is -1.0"),

@@ -30,19 +30,19 @@ def test_without_the_option_a_stale_update_is_taken_as_it_is(tmp_path: Path) -> 
         assert first.pull() == (2, 2.0)
 
 
-def test_behind_a_barrier_staleness_is_that_of_the_arrival(tmp_path: Path) -> None:
-    """Those of one round were computed from one version, whichever of them is applied first."""
+def test_updates_of_one_round_are_0_1_2_stale_where_staleness_is_weighed(tmp_path: Path) -> None:
+    """The answers say the staleness of the arrival. In the second round, 0 and then 1 + 2 versions are weighed."""
     with (
         local_sgd(tmp_path, grace_period=60.0, staleness_power=-0.5) as (first, second),
         ThreadPoolExecutor() as threads,
     ):
         held = threads.submit(first.push, 0, 1.0)
         assert second.push(0, 1.0).staleness == held.result(30).staleness == 0
-        assert first.pull() == (2, 2.0)
+        assert first.pull() == (2, pytest.approx(1 + 2**-0.5))
         held = threads.submit(first.push, 1, 1.0, 2)
         late = second.push(1, 1.0, 0)  # it had not pulled what the first round made
         assert (held.result(30).staleness, late.staleness) == (0, 2)
-        assert first.pull() == (4, pytest.approx(3.0 + 3**-0.5))
+        assert first.pull() == (4, pytest.approx(2 + 2**-0.5 + 4**-0.5))
 
 
 @HOSTS

@@ -259,7 +259,7 @@ def test_steps_go_on_while_an_answer_is_on_its_way_and_none_is_lost(start: Start
     ("values", "message"),
     [
         ({"outr": "diloco"}, '"outr"; known are .*outer'),
-        ({"outer": "adam"}, "\"outer\": Input should be 'diloco'"),
+        ({"outer": "adagrad"}, "\"outer\": Input should be 'diloco'"),
         ({"local_steps": 0}, '"local_steps": .*greater than or equal to 1 .*it is 0'),
         ({"outer": "diloco", "delay": 4}, "delay is of no use with outer diloco"),
         ({"outer": "nesterov", "c": 0.1}, "c is of no use with outer nesterov"),

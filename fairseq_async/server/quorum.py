@@ -1,0 +1,47 @@
+"""Rounds of a quorum with grace (Decoupled DiLoCo, arXiv 2604.21428)."""
+
+from collections.abc import Collection
+
+from fairseq_async.algorithms.rule import State
+from fairseq_async.server.grace import GracePeriod
+from fairseq_async.server.plan import Plan
+
+
+class Quorum(GracePeriod):
+    """A round that stays open until K updates are there, and then for a grace period; its updates are one step.
+
+    Where fewer workers than K are at work it closes when all of them have come.
+
+    Args:
+        size: K.
+        seconds: the grace period.
+    """
+
+    steps_together = True
+
+    def __init__(self, size: int, seconds: float) -> None:
+        super().__init__(seconds)
+        self.size = size
+        self._arrived: set[int] = set()
+
+    def continues(self, arrived: int | None, others: Collection[int], plan: Plan, now: float) -> bool:
+        if arrived is not None:
+            self._arrived.add(arrived)
+        if not others:
+            return False
+        return len(self._arrived) < self.size or super().continues(arrived, others, plan, now)
+
+    def forget(self, worker: int) -> None:
+        super().forget(worker)
+        self._arrived.discard(worker)
+
+    def close(self) -> None:
+        super().close()
+        self._arrived.clear()
+
+    def state_dict(self) -> State:
+        return super().state_dict() | {"arrived": sorted(self._arrived)}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self._arrived = set(state["arrived"])

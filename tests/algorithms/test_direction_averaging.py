@@ -1,0 +1,76 @@
+"""Direction averaging against its formula in float64, and by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairseq_async.algorithms import DirectionAveraging, Update
+
+
+def update(delta: list[float], steps: float = 1.0, tokens: float = 0.0) -> Update:
+    return Update(0, 0, 0, steps, torch.tensor(delta), tokens)
+
+
+def test_updates_that_point_apart_are_as_long_as_they_are() -> None:
+    """The mean of (3, 0) and (0, 1) has the length 1.58; their mean length is 2, between the two directions."""
+    rule, theta = DirectionAveraging(1.0, 0.0, 2, [2]), torch.zeros(2)
+    assert [rule.apply(theta, update(delta)) for delta in ([3.0, 0.0], [0.0, 1.0])] == [False, True]
+    assert theta.tolist() == pytest.approx([-2 / math.sqrt(2)] * 2)
+
+
+def test_an_embedding_is_averaged_as_it_is() -> None:
+    rule, theta = DirectionAveraging(1.0, 0.0, 2, [2], embeddings=[0]), torch.zeros(2)
+    for delta in ([3.0, 0.0], [0.0, 1.0]):
+        rule.apply(theta, update(delta))
+    assert theta.tolist() == pytest.approx([-1.5, -0.5])
+
+
+def test_an_update_weighs_its_tokens_squared_over_its_steps() -> None:
+    """20²/4 = 100 and 10²/4 = 25: four fifths and one fifth. Without tokens, 4 and 1 steps are the same."""
+    for first, second in (((4.0, 20.0), (4.0, 10.0)), ((4.0, 0.0), (1.0, 0.0))):
+        rule, theta = DirectionAveraging(1.0, 0.0, 2, [1], embeddings=[0]), torch.zeros(1)
+        rule.apply(theta, update([1.0], *first))
+        rule.apply(theta, update([6.0], *second))
+        assert theta.item() == pytest.approx(-2.0)
+
+
+def test_a_round_of_which_nothing_is_left_moves_nothing() -> None:
+    """Two that cancel have no direction; two of no steps have no weight."""
+    for steps in (1.0, 0.0):
+        rule, theta = DirectionAveraging(1.0, 0.9, 2, [1]), torch.zeros(1)
+        assert rule.apply(theta, update([1.0], steps)) is False
+        assert rule.apply(theta, update([-1.0], steps)) is True
+        assert theta.item() == 0.0
+
+
+def test_rounds_have_as_many_updates_as_there_were() -> None:
+    rule, theta = DirectionAveraging(1.0, 0.0, 3, [1]), torch.zeros(1)
+    rule.limit_round(1)
+    assert rule.moves_parameters() and rule.apply(theta, update([1.0]))
+    rule.limit_round(2)
+    assert [rule.moves_parameters(ahead) for ahead in range(3)] == [False, True, False]
+
+
+@given(st.integers(0, 2**31), st.integers(1, 4))
+def test_it_is_the_papers_formula_with_a_nesterov_step(seed: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sizes, theta = [3, 2], torch.randn(5, generator=generator)
+    rule = DirectionAveraging(0.7, 0.9, count, sizes, embeddings=[1])
+    reference, m = theta.double(), torch.zeros(5, dtype=torch.float64)
+    for _ in range(3):
+        deltas = torch.randn(count, 5, generator=generator)
+        tokens = torch.randint(1, 99, (count,), generator=generator).tolist()
+        for delta, n in zip(deltas, tokens, strict=True):
+            rule.apply(theta, Update(0, 0, 0, 2.0, delta, float(n)))
+        w = torch.tensor(tokens, dtype=torch.float64) ** 2 / 2
+        v = deltas[:, :3].double()
+        length = (w * v.norm(dim=1)).sum() / w.sum()
+        direction = (w[:, None] * v / v.norm(dim=1, keepdim=True)).sum(0)
+        embedding = (w[:, None] * deltas[:, 3:].double()).sum(0) / w.sum()
+        mean = torch.cat([length * direction / direction.norm(), embedding])
+        m = 0.9 * m + mean
+        reference = reference - 0.7 * (0.9 * m + mean)
+        assert torch.allclose(theta.double(), reference, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,136 @@
+"""Rules of local SGD that look ahead, or average a round: what a real server has recorded is repeated to the bit."""
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_async import methods
+from fairseq_async.algorithms import Rule
+from fairseq_async.config import LocalSGDOptions, ServerOptions
+from fairseq_async.method_spec import MethodSpec, local_sgd_spec
+from fairseq_async.replay import Recording, Replay
+from fairseq_async.server import Layout, local_sgd_main
+from fairseq_async.server.plan import Plan
+from fairseq_async.server.protocol import Push, Report
+from fairseq_async.worker.client import Client
+from scripts.faults.thread_server import ThreadServer
+
+LAYOUT = Layout.of([("embed", torch.zeros(2)), ("w", torch.zeros(3))])
+PULL = torch.tensor([[0.3, -0.2, 0.5, 0.1, -0.4], [-0.1, 0.4, 0.2, -0.3, 0.6]])  # where each worker pulls to
+
+
+class LocalWorker:
+    """One local step a round, to which the start counts."""
+
+    layout = LAYOUT
+
+    def __init__(self, worker: int) -> None:
+        self.worker, self.sequence = worker, -1
+
+    def start_from(self, parameters: Tensor, version: int) -> None:
+        self.start, self.version = parameters.clone(), version
+
+    def compute(self) -> tuple[Push, Tensor]:
+        self.sequence += 1
+        report = Report({"seen": self.sequence}, local_steps=1, step_seconds=0.1, tokens=10.0 + self.worker)
+        return Push(self.sequence, self.version, 1.0, report), 0.3 * self.start - PULL[self.worker]
+
+
+class LocalRun:
+    threads = 1
+
+    def __init__(self, spec: MethodSpec) -> None:
+        self.spec, self.workers = spec, {worker: LocalWorker(worker) for worker in (0, 1)}
+
+    def build(self, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
+        return local_sgd_main.build(self.spec, layout, parameters)
+
+
+class Live:
+    """The same workers with a real server."""
+
+    def __init__(self, run_dir: Path, spec: MethodSpec) -> None:
+        self.run = LocalRun(spec)
+        self.server = ThreadServer(2, run_dir, build=local_sgd_main.build)
+        self.clients = [Client(self.server.address, self.server.token, worker) for worker in (0, 1)]
+        for client in self.clients:
+            if not client.join(LAYOUT, spec).initialised:
+                client.slot.copy_(torch.arange(5.0))
+                client.initialise(None)
+        for worker in (0, 1):
+            self.start(worker)
+
+    def start(self, worker: int) -> None:
+        values = torch.empty(LAYOUT.size)
+        version = self.clients[worker].pull(values.copy_, starts=True)
+        self.run.workers[worker].start_from(values, version)
+
+    def push(self, worker: int) -> None:
+        push, delta = self.run.workers[worker].compute()
+        self.clients[worker].push(lambda slot: slot.copy_(delta), push)
+        self.start(worker)
+
+
+def one_by_one(live: Live) -> None:
+    for worker in (0, 0, 1, 0, 1, 1, 0, 1):
+        live.push(worker)
+
+
+def in_rounds(live: Live) -> None:
+    with ThreadPoolExecutor() as threads:
+        for _ in range(4):
+            for each in [threads.submit(live.push, worker) for worker in (0, 1)]:
+                each.result(30)
+
+
+@pytest.mark.parametrize(
+    ("options", "work"),
+    [
+        ({"outer": "mla"}, one_by_one),
+        ({"outer": "heloco", "delay_compensation": 0.5}, one_by_one),
+        ({"outer": "delayed_nesterov", "look_ahead": True}, one_by_one),
+        ({"outer": "adamw"}, one_by_one),
+        ({"outer": "direction_averaging", "quorum": 2, "grace_period": 60.0}, in_rounds),
+        ({"outer": "nesterov", "grace_period": 60.0, "staleness_power": -0.5}, in_rounds),
+    ],
+    ids=["MLA", "HeLoCo", "DN ahead", "AdamW", "direction averaging", "weights in rounds"],
+)
+def test_each_version_of_the_replay_is_that_of_the_run(
+    tmp_path: Path, options: dict[str, Any], work: Callable[[Live], None]
+) -> None:
+    chosen = methods.parse(LocalSGDOptions, options, "test")
+    spec = local_sgd_spec(chosen, 2, [], ServerOptions(record=True), {})
+    live = Live(tmp_path, spec)
+    try:
+        work(live)
+        expected = live.server.service.described.coordinator.server.parameters.clone()
+    finally:
+        live.server.stop()
+    replay = Replay(Recording.read(tmp_path), LocalRun(spec))
+    versions = list(replay.steps())
+    assert len(versions) == replay.compared >= 4
+    assert torch.equal(replay.parameters, expected)
+
+
+def test_a_recording_that_says_nothing_of_it_weighs_a_round_as_it_was_weighed_then(tmp_path: Path) -> None:
+    """Before, the updates of a round were as stale as when they arrived, all of them."""
+    chosen = methods.parse(LocalSGDOptions, {"outer": "sgd", "grace_period": 60.0, "staleness_power": -0.5}, "test")
+    described = json.loads(json.dumps(local_sgd_spec(chosen, 2, [], ServerOptions(record=True), {}).to_json()))
+    del described["counts_in_rounds"], described["quorum"]
+    spec = MethodSpec.from_json(described)
+    live = Live(tmp_path, spec)
+    try:
+        in_rounds(live)
+        first = torch.arange(5.0) - 0.7 / 2 * (0.6 * torch.arange(5.0) - PULL.sum(0))
+    finally:
+        live.server.stop()
+    replay = Replay(Recording.read(tmp_path), LocalRun(spec))
+    steps = replay.steps()
+    assert next(steps) == 2 and torch.allclose(replay.parameters, first)
+    assert list(steps)[-1] == 8
