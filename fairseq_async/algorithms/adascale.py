@@ -28,8 +28,8 @@ class AdaScaleGain:
         step size = r · lr(⌊τ⌋);  τ ← τ + r;  stop at τ ≥ T
 
     lr(·) and T are those of the run with one batch in a step, and the momentum stays what it is. σ² and μ² are averages
-    of the estimates: exponential with θ = max(1 − S/1000, 0), and the plain mean while t < 1/(1 − θ). Before the first
-    estimate r is 1.
+    of the estimates of the iterations before: so a gain does not depend on the noise of the gradient that it multiplies,
+    and r₀ = 1. They are exponential with θ = max(1 − S/1000, 0), and the plain mean while t < 1/(1 − θ).
 
     The caller gathers the norms. Both σ² and μ² are of single batches, so ``scale`` may be changed at any time, and
     after loading a state.
@@ -76,7 +76,7 @@ class AdaScaleGain:
 
     @property
     def gain(self) -> float:
-        """r, in [1, S]."""
+        """r of the next iteration, in [1, S]."""
         if not self.estimates:
             return 1.0
         r = (self.variance + self.square_mean) / (self.variance / self.scale + self.square_mean)
@@ -94,7 +94,7 @@ class AdaScaleGain:
         return self.variance / self.square_mean if self.square_mean > 0 else math.inf
 
     def update(self, local_square_norms: Sequence[float], mean_square_norm: float) -> float:
-        """One iteration: adds the estimates to the averages and advances τ by the gain.
+        """One iteration: advances τ by the gain, then adds the estimates to the averages for the iterations behind it.
 
         Args:
             local_square_norms: |g_i|² of at least two gradients, each of an equal share of the S batches: S gradients
@@ -107,14 +107,16 @@ class AdaScaleGain:
         Raises:
             ValueError: a norm is negative, infinite or NaN, or there is one gradient where S is above 1.
         """
+        gain = self.gain
         if len(local_square_norms) > 1 or self.scale > 1:
             self.observe(sum(local_square_norms), len(local_square_norms), mean_square_norm)
-        return self.advance()
+        self.scale_invariant_steps += gain
+        return gain
 
     def observe(
         self, square_norms: float, gradients: int, mean_square_norm: float, batches: float | None = None
     ) -> None:
-        """Adds one estimate of σ² and μ² to the averages.
+        """Adds one estimate of σ² and μ² to the averages, after the iteration's own gain was taken.
 
         Args:
             square_norms: Σ|g_i|².

@@ -104,7 +104,7 @@ class AdaScaleEngine(SynchronousEngine):
         """Writes the gain and what it is made of to DeepSpeed's monitor, by samples as its other curves."""
         if self.monitor.enabled:
             whole = self.adascale.gains.whole
-            values = {"gain": whole.gain, "noise_scale": whole.noise_scale, "variance": whole.variance}
+            values = {"gain": self.adascale.gain, "noise_scale": whole.noise_scale, "variance": whole.variance}
             values |= {"square_mean": whole.square_mean, "scale_invariant_steps": whole.scale_invariant_steps}
             scalars = [(f"AdaScale/{name}", value, self.global_samples) for name, value in values.items()]
             self.monitor.write_events([each for each in scalars if math.isfinite(each[1])])

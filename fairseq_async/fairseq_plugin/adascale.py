@@ -158,7 +158,7 @@ class AdaScaleTrainer(SynchronousTrainer):
         if grad_norm is not None:
             whole = self.wrapped.adascale.gains.whole
             values = {
-                "gain": whole.gain,
+                "gain": self.wrapped.adascale.gain,
                 "noise_scale": whole.noise_scale,
                 "variance": whole.variance,
                 "square_mean": whole.square_mean,

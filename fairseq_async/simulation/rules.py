@@ -69,12 +69,15 @@ class AdaScaleRule(Rule):
     Args:
         accumulation: sums the gradients, and steps.
         smoothing: θ in place of the paper's.
+
+    Attributes:
+        last_gain: r of the last step.
     """
 
     def __init__(self, accumulation: HybridAccumulation, rate: LearningRate, smoothing: float | None) -> None:
         self.accumulation, self.rate = accumulation, rate
         self.gain = AdaScaleGain(accumulation.updates_per_step, smoothing)
-        self.learning_rate = 0.0
+        self.learning_rate, self.last_gain = 0.0, 1.0
         self._square_norms: list[float] = []
 
     @property
@@ -92,8 +95,8 @@ class AdaScaleRule(Rule):
         self._square_norms.append(_square_norm(update.delta))
         if self.moves_parameters():
             progress = int(self.gain.scale_invariant_steps)
-            gain = self.gain.update(self._square_norms, _square_norm(self._mean_with(update)))
-            self.learning_rate, self._square_norms = gain * self.rate(progress), []
+            self.last_gain = self.gain.update(self._square_norms, _square_norm(self._mean_with(update)))
+            self.learning_rate, self._square_norms = self.last_gain * self.rate(progress), []
             set_lr(self.accumulation.optimizer, self.learning_rate)
         return self.accumulation.apply(parameters, update)
 
@@ -110,13 +113,13 @@ class AdaScaleRule(Rule):
         return mean.lerp(update.delta, update.weight / (weight + update.weight))
 
     def state_dict(self) -> State:
-        own = {"gain": self.gain.state_dict(), "square_norms": self._square_norms}
+        own = {"gain": self.gain.state_dict(), "square_norms": self._square_norms, "last_gain": self.last_gain}
         return self.accumulation.state_dict() | own
 
     def load_state_dict(self, state: State) -> None:
         self.accumulation.load_state_dict(state)
         self.gain.load_state_dict(state["gain"])
-        self._square_norms = list(state["square_norms"])
+        self._square_norms, self.last_gain = list(state["square_norms"]), state["last_gain"]
 
 
 def _square_norm(tensor: Tensor) -> float:

@@ -214,7 +214,7 @@ class Trial:
         self._begin(worker, instruction.assignment, since)
 
     def _gain(self) -> JsonObject:
-        return {"gain": self.rule.gain.gain} if isinstance(self.rule, AdaScaleRule) else {}
+        return {"gain": self.rule.last_gain} if isinstance(self.rule, AdaScaleRule) else {}
 
     # Stop and go on
 

@@ -19,18 +19,26 @@ def test_before_any_statistics_the_gain_is_one() -> None:
 def test_two_gradients_worked_out_by_hand() -> None:
     gain = AdaScaleGain(2)
     # g = (3, 1) and (1, 1): σ̂² = (10 + 2)/1 − 2·5 = 2, μ̂² = 5 − 2/2 = 4, r = (2 + 4)/(2/2 + 4)
-    assert gain.update([10.0, 2.0], 5.0) == pytest.approx(6 / 5)
+    assert gain.update([10.0, 2.0], 5.0) == 1.0, "the first step has no others before it"
     assert (gain.variance, gain.square_mean, gain.noise_scale) == pytest.approx((2.0, 4.0, 0.5))
-    assert gain.scale_invariant_steps == pytest.approx(6 / 5)
+    assert gain.scale_invariant_steps == 1.0
+    assert gain.gain == pytest.approx(6 / 5), "of the next step"
+    # (4, 0) and (0, 0): σ̂² = 16 − 2·4 = 8, μ̂² = 4 − 4 = 0; the gain is that of the step before alone
+    assert gain.update([16.0, 0.0], 4.0) == pytest.approx(6 / 5)
+    assert gain.scale_invariant_steps == pytest.approx(11 / 5)
+    assert gain.gain == pytest.approx((5 + 2) / (5 / 2 + 2))
 
 
 def test_identical_gradients_have_a_gain_of_one() -> None:
-    assert AdaScaleGain(8).update([5.0] * 8, 5.0) == pytest.approx(1.0, abs=1e-5)
+    gain = AdaScaleGain(8)
+    assert [gain.update([5.0] * 8, 5.0) for _ in range(2)] == pytest.approx([1.0, 1.0], abs=1e-5)
 
 
 def test_gradients_of_pure_noise_have_a_gain_of_the_scale() -> None:
-    assert AdaScaleGain(4).update([1.0] * 4, 0.25) == pytest.approx(4.0)  # orthogonal: |ḡ|² = 1/4, so μ̂² = 0
-    assert AdaScaleGain(4).update([1.0] * 4, 0.0) == 4.0  # they cancel: μ̂² would be negative
+    for mean in (0.25, 0.0):  # orthogonal: |ḡ|² = 1/4, so μ̂² = 0; or they cancel: μ̂² would be negative
+        gain = AdaScaleGain(4)
+        gain.update([1.0] * 4, mean)
+        assert gain.gain == pytest.approx(4.0)
 
 
 def test_the_variance_is_at_least_a_millionth_and_the_square_mean_uses_it_as_it_was() -> None:

@@ -39,10 +39,10 @@ def norms(gradients: Sequence[Tensor]) -> Norms:
 
 
 def papers_gains(iterations: Sequence[Norms], scale: float) -> list[float]:
-    """AdaScale's r of each iteration: all past estimates kept, the averages formed from the beginning."""
-    theta, gains = max(1 - scale / 1000, 0.0), []
+    """AdaScale's r of each iteration, from the estimates of those before it, all of which are kept: r₀ = 1."""
+    theta, gains = max(1 - scale / 1000, 0.0), [1.0]
     past: list[tuple[float, float]] = []
-    for local, mean in iterations:
+    for local, mean in iterations[:-1]:
         variance = sum(local) / (scale - 1) - scale / (scale - 1) * mean
         past.append((max(variance, 1e-6), max(mean - variance / scale, 0.0)))
         variance, square = past[0]

@@ -29,7 +29,8 @@ class AdaScaleState(GainsState):
 class AdaScale:
     """Wraps a torch optimizer so that each step is r times as long: r is the gain of S batches in a step over one.
 
-    Johnson et al. 2020 (arXiv 2007.05105); :class:`fairseq_async.algorithms.AdaScaleGain` has the formulas. Schedule,
+    Johnson et al. 2020 (arXiv 2007.05105); :class:`fairseq_async.algorithms.AdaScaleGain` has the formulas. The gain of a
+    step comes from the gradients of those before it, and the first step's is 1. Schedule,
     momentum and the number of steps stay those of the run with one batch in a step: index the schedule with
     ⌊:attr:`scale_invariant_steps`⌋ and stop when they reach that number. Each parameter group steps with a gain of its
     own; scale-invariant steps advance by the gain of the whole model.
@@ -105,6 +106,7 @@ class AdaScale:
         self.set_scale(scale, accumulation)
         self.interval = interval
         self.steps = 0
+        self._gain: float | None = None
         parameters = [_parameters(group["params"], masters) for group in optimizer.param_groups]
         preconditioned = self.adaptive if preconditioned is None else preconditioned
         self._norm = AdamNorm(optimizer, masters) if preconditioned else plain_norm
@@ -137,8 +139,8 @@ class AdaScale:
 
     @property
     def gain(self) -> float:
-        """r of the whole model."""
-        return self.gains.whole.gain
+        """r of the whole model in the last step; before the first one, and after a resumption, of the next."""
+        return self.gains.whole.gain if self._gain is None else self._gain
 
     @property
     def scale_invariant_steps(self) -> float:
@@ -224,13 +226,14 @@ class AdaScale:
 
     def advance(self) -> None:
         """Counts a step. Must be called after each step of the optimizer."""
-        self.gains.whole.advance()
+        self._gain = self.gains.advance()
         self.steps += 1
         self.discard_norms()
 
     def discard_norms(self) -> None:
         """Discards the norms of this step's gradients, as after a step that is not taken."""
         self._measured = False
+        self.gains.discard()
         self._meter.local.clear()
         self._meter.local.active = self.due
         if isinstance(self._norm, AdamNorm):
@@ -273,7 +276,7 @@ class AdaScale:
     def load_statistics(self, state: AdaScaleState) -> None:
         """Restores what :meth:`statistics` returned."""
         self.gains.load_state_dict(state)
-        self.steps = state["steps"]
+        self.steps, self._gain = state["steps"], None
         self.discard_norms()
 
     @property

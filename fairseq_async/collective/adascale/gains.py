@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypedDict
 
 from fairseq_async.algorithms.adascale import AdaScaleGain, GainState
@@ -14,8 +15,20 @@ class GainsState(TypedDict):
     groups: list[GainState]
 
 
+@dataclass(frozen=True)
+class _Observed:
+    """The norms of a step; of the whole model first, then of each group."""
+
+    square_norms: Sequence[float]
+    mean_square_norms: Sequence[float]
+    gradients: int
+    batches: float | None
+
+
 class Gains:
     """One :class:`fairseq_async.algorithms.AdaScaleGain` for each parameter group, and one for all of them together.
+
+    What is observed in a step is added to the averages when the step is taken: its gain is that of the steps before.
 
     Args:
         groups: how many parameter groups there are.
@@ -25,6 +38,7 @@ class Gains:
     def __init__(self, groups: int, smoothing: float | None = None) -> None:
         self.whole = AdaScaleGain(1.0, smoothing)
         self.groups = [AdaScaleGain(1.0, smoothing) for _ in range(groups)]
+        self._observed: _Observed | None = None
 
     def set_scale(self, scale: float) -> None:
         """Sets S of the next step."""
@@ -38,7 +52,7 @@ class Gains:
         mean_square_norms: Sequence[float],
         batches: float | None = None,
     ) -> None:
-        """Adds a step's norms to the averages, unless one is NaN or Inf or there is no gradient.
+        """Takes a step's norms, unless one is NaN or Inf; :meth:`advance` adds them to the averages.
 
         Args:
             square_norms: Σ|g_i|² of each parameter group.
@@ -46,12 +60,23 @@ class Gains:
             mean_square_norms: |ḡ|² of each parameter group.
             batches: single batches in ḡ; by default S.
         """
-        if not all(map(math.isfinite, (*square_norms, *mean_square_norms))):
-            return
-        squares, means = (sum(square_norms), *square_norms), (sum(mean_square_norms), *mean_square_norms)
-        for gain, square, mean in zip(self, squares, means, strict=True):
-            if square > 0:
-                gain.observe(square, gradients, mean, batches)
+        if all(map(math.isfinite, (*square_norms, *mean_square_norms))):
+            squares, means = (sum(square_norms), *square_norms), (sum(mean_square_norms), *mean_square_norms)
+            self._observed = _Observed(squares, means, gradients, batches)
+
+    def discard(self) -> None:
+        """Forgets the norms of a step that is not taken."""
+        self._observed = None
+
+    def advance(self) -> float:
+        """Counts a step that was taken; returns its gain, of the whole model."""
+        step = self.whole.advance()
+        if (seen := self._observed) is not None:
+            for gain, square, mean in zip(self, seen.square_norms, seen.mean_square_norms, strict=True):
+                if square > 0:  # there was a gradient
+                    gain.observe(square, seen.gradients, mean, seen.batches)
+        self.discard()
+        return step
 
     def state_dict(self) -> GainsState:
         """The averages and τ of the model and of each group."""
