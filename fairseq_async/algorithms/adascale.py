@@ -28,8 +28,8 @@ class AdaScaleGain:
         step size = r · lr(⌊τ⌋);  τ ← τ + r;  stop at τ ≥ T
 
     lr(·) and T are those of the run with one batch in a step, and the momentum stays what it is. σ² and μ² are averages
-    of the estimates of the iterations before: so a gain does not depend on the noise of the gradient that it multiplies,
-    and r₀ = 1. They are exponential with θ = max(1 − S/1000, 0), and the plain mean while t < 1/(1 − θ).
+    of the estimates of the iterations before, so that a gain does not depend on the noise of the gradient that it
+    multiplies; r₀ = 1. They are exponential with θ = max(1 − S/1000, 0), and the plain mean while t < 1/(1 − θ).
 
     The caller gathers the norms. Both σ² and μ² are of single batches, so ``scale`` may be changed at any time, and
     after loading a state.

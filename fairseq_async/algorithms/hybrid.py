@@ -27,7 +27,8 @@ class HybridAccumulation:
 
     A partial step, of n < N gradients, is n/N of a step: it is taken with n/N of the learning rate, and counts as so
     much in the schedule. So a gradient moves the parameters as far as in a whole step, whoever it steps with (the
-    linear scaling of Goyal et al. 2017, arXiv 1706.02677, section 2.1, downwards).
+    linear scaling of Goyal et al. 2017, arXiv 1706.02677, section 2.1, downwards). Gradients that all have weight 0
+    make no step.
 
     Args:
         optimizer: a torch optimizer over ``parameters``, as one tensor or as views into it.
@@ -79,6 +80,9 @@ class HybridAccumulation:
             norm = _norm_of_lerp(mean, update.delta, update.weight / self.weight)
         self.count += 1
         if not steps:
+            return 0.0
+        if self.weight == 0:  # no token in any of them: there is nothing to step with
+            self.count = 0
             return 0.0
         if self.clip_norm:
             self._clip(mean, norm)

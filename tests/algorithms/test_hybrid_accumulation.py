@@ -195,3 +195,18 @@ def test_without_partial_steps_a_round_of_fewer_updates_takes_a_whole_step() -> 
     assert [rule.apply(parameters, update([g])) for g in (1.0, 3.0)] == [0.0, 1.0] and float(parameters) == -2.0
     rule.limit_round(9)
     assert rule.updates_per_step == 4
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_gradients_of_weight_0_alone_are_no_step(count: int) -> None:
+    """Not even by the optimizer's momentum, which would move on; what comes after them is a step of its own."""
+    parameters = torch.zeros(1)
+    rule = HybridAccumulation(torch.optim.SGD([parameters], lr=1.0, momentum=0.5), count)
+    for _ in range(count):
+        rule.apply(parameters, update([2.0], weight=1))
+    assert parameters.item() == -2.0
+    for _ in range(count):
+        assert rule.apply(parameters, update([5.0], weight=0)) == 0.0
+    assert parameters.item() == -2.0 and rule.count == 0
+    assert [rule.apply(parameters, update([1.0], weight=1)) for _ in range(count)][-1] == 1.0
+    assert parameters.item() == -4.0
