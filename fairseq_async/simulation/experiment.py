@@ -44,10 +44,11 @@ _OF_OTHERS = {"sgd": ["betas"], "adam": ["momentum"], "adamw": ["momentum"]}
 
 
 class ScheduleOptions(_Strict):
-    """The learning rate over the run's progress, in mean local steps of a worker.
+    """The learning rate over the run's progress: steps of the server where gradients are sent, else mean local steps of
+    a worker. A run of N gradients a step from k workers has ``steps``·k/N steps of the server.
 
     Attributes:
-        warmup: steps over which it grows from 0.
+        warmup: steps, of that kind, over which it grows from 0.
         minimum: share of the learning rate at the end of ``cosine``.
     """
 

@@ -45,21 +45,23 @@ def build_method(
         plan = LocalStepPlan(workers, options.local_steps, experiment.steps, False, shards, experiment.seed)
         spec = MethodSpec("adasum", workers, options.model_dump(), barrier=workers)
         return SimulatedMethod(AdasumOfRanks(layout, workers), plan, spec, sends_gradients=False)
-    rate = LearningRate(experiment.schedule, method.optimizer.lr, experiment.steps)
     inner = make_optimizer(method.optimizer, [parameters])
     if isinstance(options, AdaScaleOptions):
         spec = MethodSpec("adascale", workers, options.model_dump() | {"updates_per_step": workers}, barrier=workers)
         accumulation = HybridAccumulation(inner, workers, method.optimizer.clip_norm)
+        rate = LearningRate(experiment.schedule, method.optimizer.lr, experiment.steps)
         ada_rule = AdaScaleRule(accumulation, rate, options.smoothing)
         return SimulatedMethod(
             ada_rule, EpochPlan(ada_rule, max_epoch=0, total_steps=experiment.steps), spec, sends_gradients=True
         )
     assert isinstance(options, HybridOptions)
-    size = options.updates_per_step or workers
-    spec = hybrid_spec(options, workers, None, {}, max(1, experiment.steps * workers // size))
+    # as in a real run, the schedule counts the server's steps, whatever the number of gradients in one
+    steps = max(1, experiment.steps * workers // (options.updates_per_step or workers))
+    rate = LearningRate(experiment.schedule, method.optimizer.lr, steps)
+    spec = hybrid_spec(options, workers, None, {}, steps)
     context = methods.GradientRuleContext(inner, method.optimizer.clip_norm, None, workers)
     gradient_rule = methods.gradient_rule(options.gradient_rule).build(options, context)
-    rule = ScheduledRule(gradient_rule, StepSchedule(inner, rate, size / workers))
+    rule = ScheduledRule(gradient_rule, StepSchedule(inner, rate))
     return SimulatedMethod(rule, EpochPlan(rule, spec.max_epoch, spec.whole_steps), spec, sends_gradients=True)
 
 

@@ -11,11 +11,14 @@ from fairseq_async.simulation.experiment import OptimizerOptions, ScheduleOption
 
 
 class LearningRate:
-    """A learning-rate schedule: ``rate(progress)``, with progress in mean steps of a worker.
+    """A learning-rate schedule: ``rate(progress)``.
+
+    Progress is counted as in a real run: in steps of the server where gradients are sent, in mean local steps of a
+    worker under local SGD, in scale-invariant steps with AdaScale.
 
     Args:
         lr: the peak.
-        steps: mean steps of a worker in the whole run.
+        steps: progress at the end of the run.
     """
 
     def __init__(self, options: ScheduleOptions, lr: float, steps: int) -> None:
@@ -51,19 +54,15 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 class StepSchedule:
-    """The learning rate of an optimizer in the server, over its steps.
+    """The learning rate of an optimizer in the server, over its steps, which ``rate`` takes for progress."""
 
-    Args:
-        progress_per_step: mean gradients of a worker that a step stands for: N/k.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, rate: LearningRate, progress_per_step: float) -> None:
-        self.optimizer, self.rate, self.progress_per_step = optimizer, rate, progress_per_step
+    def __init__(self, optimizer: torch.optim.Optimizer, rate: LearningRate) -> None:
+        self.optimizer, self.rate = optimizer, rate
         self.learning_rate = 0.0
 
     def follow(self, steps: int) -> None:
         """Sets the learning rate for the step after so many steps."""
-        self.learning_rate = self.rate(steps * self.progress_per_step)
+        self.learning_rate = self.rate(steps)
         set_lr(self.optimizer, self.learning_rate)
 
     def begin_epoch(self, epoch: int) -> None:

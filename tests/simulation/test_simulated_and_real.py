@@ -1,6 +1,7 @@
 """A simulated run against real processes that train the same model on the same data."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,10 +10,20 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from fairseq_async import methods
+from fairseq_async.algorithms.rule import State
+from fairseq_async.config import HybridOptions
+from fairseq_async.method_spec import MethodSpec, hybrid_spec
+from fairseq_async.server import Layout
+from fairseq_async.server.plan import EpochPlan
+from fairseq_async.server.scheduled_rule import ScheduledRule
 from fairseq_async.simulation.experiment import read
 from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel
+from fairseq_async.worker.client import Client
+from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
+from scripts.faults.thread_server import ThreadServer
 from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, Processes, command, free_port
 
 
@@ -76,3 +87,78 @@ def test_a_simulation_ends_where_two_deepspeed_workers_end(
     expected = torch.cat([tensor.double().flatten() for tensor in real.values()])
     assert torch.linalg.vector_norm(simulated - expected) <= 1e-6 * torch.linalg.vector_norm(expected)
     assert trial.evaluate() < 0.8 * before
+
+
+class Cosine:
+    """Six steps of warm-up, then half a cosine down to a tenth at the 40th step of the server."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.learning_rate = optimizer, 0.0
+
+    def follow(self, steps: int) -> None:
+        falling = 0.1 + 0.9 * (1 + math.cos(math.pi * (steps - 6) / 34)) / 2
+        self.learning_rate = 0.05 * ((steps + 1) / 6 if steps < 6 else falling)
+        self.optimizer.param_groups[0]["lr"] = self.learning_rate
+
+    def state_dict(self) -> State:
+        return {}
+
+
+def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[ScheduledRule, EpochPlan]:
+    """As the servers of both plugins."""
+    optimizer = torch.optim.SGD([parameters], lr=0.05, momentum=0.5)
+    context = methods.GradientRuleContext(optimizer, 0.0, None, spec.workers)
+    rule = methods.gradient_rule("accumulation").build(HybridOptions(updates_per_step=1, look_ahead=0.0), context)
+    scheduled = ScheduledRule(rule, Cosine(optimizer))  # type: ignore[arg-type]  # it meets no epochs
+    return scheduled, EpochPlan(scheduled, spec.max_epoch, spec.whole_steps)
+
+
+class Real:
+    """One worker: a model of its own, and the batches of its shard."""
+
+    def __init__(self, server: ThreadServer, spec: MethodSpec, worker: int, order: ShardOrder) -> None:
+        self.sines, self.order = Sines(), order
+        named = list(self.sines.model.named_parameters())
+        self.hybrid = HybridWorker(Client(server.address, server.token, worker), named, 1)
+        welcome = self.hybrid.join(spec)
+        self.hybrid.begin(welcome if welcome.initialised else self.hybrid.bring_parameters(None))
+
+    def step(self) -> float:
+        """The learning rate that the server has said."""
+        rate = self.hybrid.learning_rate
+        indices = self.order.indices(self.hybrid.shard, 8 * self.hybrid.sequence, 8)
+        loss, samples = self.sines.loss(self.sines.batch(indices))
+        self.sines.model.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.hybrid.step(int(samples), None)
+        return rate
+
+
+def test_with_one_gradient_a_step_and_four_workers_both_schedules_count_the_servers_steps(tmp_path: Path) -> None:
+    """Ten gradients of each worker are 40 steps: the cosine ends at the 40th and not at the 10th, in both."""
+    options = HybridOptions(updates_per_step=1, look_ahead=0.0)
+    spec, order = hybrid_spec(options, 4, None, {}, 40), ShardOrder(shard_sizes(256, 4), seed=1)
+    server = ThreadServer(4, tmp_path / "real", build=build)
+    try:
+        workers = [Real(server, spec, worker, order) for worker in range(4)]
+        for _ in range(10):
+            rates = [worker.step() for worker in workers]
+        real = server.service.described.coordinator.server.parameters.clone()
+    finally:
+        server.stop()
+    experiment = {
+        "problem": {"type": "here"},
+        "steps": 10,
+        "batch_size": 8,
+        "optimizer": {"type": "sgd", "lr": 0.05, "momentum": 0.5},
+        "schedule": {"type": "cosine", "warmup": 6, "minimum": 0.1},
+        "cluster": {"workers": 4},
+        "methods": {"it": {"method": "hybrid_async", "updates_per_step": 1, "look_ahead": 0.0}},
+    }
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(experiment))
+    given, model = read(tmp_path / "experiment.yaml"), SharedModel(Sines(), 8, order, seed=1)
+    trial = Trial(given, given.methods[0], given.clusters[""], model, model.flat.clone(), lambda *_: None)
+    while trial.advance():
+        pass
+    assert trial.server.version == 40 and rates[-1] < 0.3 * 0.05
+    assert torch.allclose(trial.parameters, real, rtol=1e-5, atol=1e-6)

@@ -29,8 +29,8 @@ class AdaScaleState(GainsState):
 class AdaScale:
     """Wraps a torch optimizer so that each step is r times as long: r is the gain of S batches in a step over one.
 
-    Johnson et al. 2020 (arXiv 2007.05105); :class:`fairseq_async.algorithms.AdaScaleGain` has the formulas. A gain comes
-    from the gradients of the steps before, and the first is 1. Schedule, momentum and the number of steps stay those
+    Johnson et al. 2020 (arXiv 2007.05105); :class:`fairseq_async.algorithms.AdaScaleGain` has the formulas. A gain is
+    of the gradients of the steps before, and the first is 1. Schedule, momentum and the number of steps stay those
     of the run with one batch in a step: index the schedule with ⌊:attr:`scale_invariant_steps`⌋ and stop when they
     reach that number. Each parameter group steps with a gain of its own; scale-invariant steps advance by the gain of
     the whole model.
