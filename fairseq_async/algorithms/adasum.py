@@ -8,7 +8,8 @@ from torch import Tensor
 NEGLIGIBLE = 2.0**-511  # √(smallest normal double) = 1.49e-154: a vector of a smaller squared norm counts as zero
 _IN_CACHE = 1 << 17  # elements of all vectors that are converted to float64 at a time on a CPU: 1 MiB
 _AT_ONCE = 1 << 25  # the same elsewhere
-_ROUNDING = 1e-15  # of the squared length of its summands: a sum of no more than that is zero but for rounding
+_CANCELLED = 1e-12  # of the squared length of its summands: a sum of no more than that is rounding errors of float32
+_ROUNDING = 1e-15  # the same of products in float64
 _FITS = 1e30  # a larger coefficient, of a tiny vector beside a huge one, is not for float32
 
 
@@ -141,11 +142,16 @@ def pair_coefficients(products: Tensor) -> Tensor:
         products: |a|², a·b and |b|² of one pair of tensors or of many: float64, shape [..., 3].
 
     Returns:
-        the coefficients of a and b: float64, shape [..., 2]. 1 for a vector that is :data:`NEGLIGIBLE`.
+        the coefficients of a and b: float64, shape [..., 2]. 1 for a vector that is :data:`NEGLIGIBLE`. 0 for both of
+        two vectors that cancel: what is left of them has a direction of its own, of rounding errors, and the next pair
+        would take half of the other vector along it.
     """
     aa, ab, bb = products.unbind(-1)
     norms = torch.stack((aa, bb), dim=-1)
-    return torch.where(norms < NEGLIGIBLE, 1.0, 1.0 - ab.unsqueeze(-1) / (2.0 * norms))
+    factors = torch.where(norms < NEGLIGIBLE, 1.0, 1.0 - ab.unsqueeze(-1) / (2.0 * norms))
+    lengths = (factors.abs() * norms.clamp_min(0.0).sqrt()).sum(-1)
+    square = (factors.square() * norms).sum(-1) + 2.0 * factors.prod(-1) * ab
+    return torch.where((square < _CANCELLED * lengths.square()).unsqueeze(-1), 0.0, factors)
 
 
 def combine(mine: Tensor, theirs: Tensor, factors: Sequence[float] | Tensor) -> None:

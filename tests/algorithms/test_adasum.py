@@ -12,11 +12,13 @@ from torch import Tensor
 from fairseq_async.algorithms import adasum
 from fairseq_async.algorithms.adasum import (
     NEGLIGIBLE,
+    combine,
     combine_all,
     gram,
     gram_workspace,
     pair_coefficients,
     pair_products,
+    rounds,
     tree_weights,
 )
 
@@ -207,3 +209,49 @@ def test_a_sum_of_equal_vectors_is_that_vector_to_the_bit(count: int) -> None:
     equal = [vector.clone() for _ in range(count)]
     combine_all(equal, tree_weights(gram(equal)).tolist(), equal[-1], workspace(count))
     assert torch.equal(equal[-1], vector)
+
+
+def in_messages(vectors: Sequence[Tensor]) -> Tensor:
+    """The tree as ranks that send each other messages compute it: rounded to float32 between its rounds."""
+    left = [vector.clone() for vector in vectors]
+    for pairs in rounds(len(left)):
+        for a, b in pairs:
+            combine(left[a], left[b], pair_coefficients(pair_products(left[a], left[b])).tolist())
+    return left[0]
+
+
+def in_shared_memory(vectors: Sequence[Tensor]) -> Tensor:
+    """As ranks compute it that see each other's memory: the weights first, from all products."""
+    result, weights = torch.empty_like(vectors[0]), tree_weights(gram(vectors)).tolist()
+    combine_all([vector.clone() for vector in vectors], weights, result, workspace(len(vectors)))
+    return result
+
+
+def test_what_two_vectors_leave_that_cancel_has_no_direction() -> None:
+    """(a, −a) leaves nothing, and Adasum(0, v) = v; of rounding errors along a it would be a/2."""
+    a = torch.randn(100, generator=torch.Generator().manual_seed(1))
+    noise = 1e-7 * a.abs()
+    for vectors in ([a, -a, a, a], [a, noise - a, a, a]):
+        for path in (adasum, in_messages, in_shared_memory):
+            torch.testing.assert_close(path(vectors), a, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1, -1, 0.5, -0.5, 2, -2, 3, 0, -1 / 3, 0.3]), st.sampled_from([0, 0, 0, 1, -1])),
+        min_size=2,
+        max_size=8,
+    ),
+    st.integers(0, 99),
+)
+def test_the_three_ways_to_compute_the_tree_agree_where_vectors_cancel(
+    multiples: list[tuple[float, float]], seed: int
+) -> None:
+    """Multiples of one vector and sums with another one, which cancel in any of the tree's rounds."""
+    a, b = torch.randn(2, 50, generator=torch.Generator().manual_seed(seed))
+    vectors = [of_a * a + of_b * b for of_a, of_b in multiples]
+    largest = max(float(vector.norm()) for vector in vectors)
+    expected = adasum(vectors)
+    for path in (in_messages, in_shared_memory):
+        assert float((path(vectors) - expected).norm()) <= 1e-4 * largest
