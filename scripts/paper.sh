@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# The papers' experiments on local SGD, simulated one after another on text in runs/c4 (recipes/c4_lm/README.md). A second
+# call goes on where the first was stopped. Results: runs/simulate/NAME, and runs/outer_rules/NAME.json.
+set -euo pipefail
+. "$(dirname "$0")/environment.sh"  # also changes into the project
+if [ ! -d runs/c4 ]; then
+    python recipes/c4_lm/corpus_made_up.py runs/c4
+fi
+for name in heterogeneity workers baselines ranks; do
+    fairseq-async simulate "recipes/paper/$name.yaml" --resume
+done
+grid() {
+    name=$1
+    shift
+    python scripts/bench/outer_rules.py "recipes/paper/$name.yaml" --out "runs/outer_rules/$name" \
+        --json "runs/outer_rules/$name.json" "$@"
+}
+grid outer_optimizers --scheduling none
+grid inner_optimizers --scheduling none
+grid outer_rules

@@ -1,0 +1,75 @@
+"""The experiments of recipes/paper, and the program that gives each method its best outer learning rate."""
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fairseq_async.config import AsyncLocalSGDOptions
+from fairseq_async.simulation.experiment import read
+from scripts.bench.outer_rules import SCHEDULING, Bench, Outcome, Run, rows
+from tests.helpers.commands import ROOT
+
+FILES = sorted((ROOT / "recipes" / "paper").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_file_is_an_experiment_and_is_in_the_list(path: Path) -> None:
+    given = read(path)
+    assert len(given.methods) > 1 and given.steps > 0
+    assert f"`{path.name}`" in (path.parent / "README.md").read_text()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    experiment = {
+        "problem": {"type": "gaussians", "samples": 64, "hidden": 2},
+        "steps": 8,
+        "batch_size": 2,
+        "optimizer": {"type": "sgd", "lr": 0.1},
+        "pretraining": {"steps": 2},
+        "clusters": {"equal": {"workers": 2}, "unequal": {"workers": 2, "seconds_per_step": [1.0, 3.0]}},
+        "methods": {
+            "DiLoCo": {"method": "local_sgd", "outer": "diloco", "local_steps": 2},
+            "MLA": {"method": "local_sgd", "outer": "mla", "local_steps": 2, "outer_lr": 0.5},
+        },
+    }
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(experiment))
+    return Bench(read(tmp_path / "experiment.yaml"), tmp_path / "out", grace=0.1)
+
+
+def test_equal_workers_have_staleness_0_whatever_the_scheduling_and_unequal_ones_do_not(bench: Bench) -> None:
+    stale = {kind: bench.run(Run("MLA", "equal", kind, 1, 1.0)).staleness for kind in SCHEDULING}
+    assert set(stale.values()) == {0.0}
+    assert bench.run(Run("MLA", "unequal", "none", 1, 1.0)).staleness > 0
+
+
+def test_scheduling_and_rate_are_the_runs(bench: Bench) -> None:
+    options = bench.scheduled(Run("MLA", "unequal", "grace and dynamic steps", 1, 0.5)).options
+    assert isinstance(options, AsyncLocalSGDOptions)
+    assert (options.grace_period, options.dynamic_local_steps) == (pytest.approx(0.2), True)
+    assert options.model_dump()["outer_lr"] == 0.25
+    assert "grace_period" not in bench.scheduled(Run("DiLoCo", "equal", "grace", 1, 1.0)).options.model_dump()
+
+
+def test_each_method_is_taken_at_its_best_rate_and_a_diverged_run_is_the_worst(bench: Bench) -> None:
+    losses = {0.1: (2.0, 2.0), 1.0: (1.0, 1.2), 3.0: (0.1, math.nan)}
+    for rate, found in losses.items():
+        for seed, loss in enumerate(found, start=1):
+            for method in ("DiLoCo", "MLA"):
+                bench.done[Run(method, "equal", "none", seed, rate).key] = Outcome(loss, 9.0, 0.5)
+    first, second = rows(bench, "equal", "none", [1, 2], list(losses))
+    assert (first["method"], second["method"], second["outer lr"]) == ("DiLoCo", "MLA", 0.5)
+    assert second["perplexity"] == pytest.approx((math.exp(1.0) + math.exp(1.2)) / 2)
+    assert second["standard error"] == pytest.approx((math.exp(1.2) - math.exp(1.0)) / 2)
+    assert second["best is"] == "inside"
+
+
+def test_what_was_run_is_not_run_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("MLA", "equal", "none", 1, 1.0)
+    bench._keep(run, bench.run(run))
+    again = Bench(bench.experiment, bench.out, grace=0.1)
+    monkeypatch.setattr(again, "_model", None)  # whatever would be run would want it
+    again.run_missing([run], processes=1)
+    assert again.done[run.key] == bench.done[run.key]
