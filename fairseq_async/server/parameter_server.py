@@ -11,6 +11,7 @@ from fairseq_async.algorithms import NormGate, Rule, StalenessPolicy, Update
 from fairseq_async.algorithms.rule import State
 from fairseq_async.algorithms.threads import copy_in_threads
 from fairseq_async.errors import HalfAppliedError, RefusedError
+from fairseq_async.exchange import copy
 
 
 class Status(str, Enum):
@@ -152,6 +153,15 @@ class ParameterServer:
         It is to be copied at once: it may be the parameters themselves.
         """
         return self.rule.dispatch(self.parameters)
+
+    def give(self, worker: int, out: Tensor, look_ahead: float = 0.0, starts: bool = False) -> None:
+        """Writes what a worker has asked for: the parameters, those so many versions ahead, or what local steps start
+        from."""
+        if look_ahead:
+            self.write_ahead(out, look_ahead)
+        else:
+            copy(out, self.dispatch() if starts else self.parameters)
+        self.note_pull(worker, out)
 
     def note_pull(self, worker: int, start: Tensor) -> None:
         """The worker starts from these, which delay compensation compares with later parameters."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fairseq_async.algorithms import Update
 from fairseq_async.errors import AsyncError, HalfAppliedError, RefusedError
-from fairseq_async.exchange import copy
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import protocol
 from fairseq_async.server.coordinator import Outcome
@@ -359,11 +358,7 @@ class Service:
         """
         run = self.described
         server, slot = run.coordinator.server, run.memory.slot(peer.id)
-        if pull.look_ahead:
-            server.write_ahead(slot, pull.look_ahead)
-        else:
-            copy(slot, server.dispatch() if pull.starts else server.parameters)
-        server.note_pull(peer.id, slot)
+        server.give(peer.id, slot, pull.look_ahead, pull.starts)
         self._answer(peer, protocol.PullReply(server.version), slot if peer.remote else None)
 
     def _follow(self, run: Run, peer: Peer, event: protocol.ScheduleEvent) -> Answer:

@@ -28,7 +28,7 @@ JOB = ["--", "fairseq-train", "data", "--optimizer"]
         (["--help"], 0, "Asynchronous training of Transformers"),
         (["launch", "--help"], 0, "Number of workers on this machine"),
         (["launch", "--no-such-flag"], 2, "No such option"),
-        (["launch", "--workers", "2", *JOB, "local_sgd", "--outer", "adam"], 2, "--outer: Input should be 'diloco'"),
+        (["launch", "--workers", "2", *JOB, "local_sgd", "--outer", "adagrad"], 2, "--outer: Input should be 'diloco'"),
         (["launch", "--workers", "2", *JOB, "hybrid_async", "--max-refused", "0"], 2, "--max-refused: Input should be"),
         (["launch", "--workers", "2", *JOB, "adasum", "--adasum-form", "x"], 2, "--adasum-form: Input should be"),
         (

@@ -121,7 +121,7 @@ def test_a_resumed_run_goes_on_with_momentum_and_data(alone: Alone, tmp_path: Pa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--outer", "adam"], "--optimizer local_sgd: --outer: Input should be 'diloco'"),
+        (["--outer", "adagrad"], "--optimizer local_sgd: --outer: Input should be 'diloco'"),
         (["--c", 0.9], r"c is 0.9: with delay 2 it must be in"),
         (["--amp"], "--amp: not possible with --optimizer local_sgd"),
     ],
