@@ -2,6 +2,7 @@
 
 import json
 import math
+from argparse import ArgumentParser
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -239,6 +240,9 @@ def test_an_option_with_the_name_of_one_of_the_servers_is_refused() -> None:
         ("local_sgd", ["--outer-lr"], "argument --outer-lr: expected one argument"),
         ("local_sgd", ["--outer", "sgd", "--delay", "2"], "delay is of no use with outer sgd"),
         ("local_sgd", ["--c", "0.6"], "c is 0.6: with delay 2 it must be in [0, 1/2]"),
+        ("local_sgd", ["--outer", "mla", "--look-ahead", "ahead"], "--look-ahead: Input should be a valid boolean"),
+        ("local_sgd", ["--outer", "sgd", "--look-ahead", "on"], "look_ahead is of no use with outer sgd: leave it out"),
+        ("local_sgd", ["--outer", "direction_averaging", "--quorum", "3"], "quorum is 3: there are only 2 workers"),
         ("local_sgd", ["--worker-timeout", "0"], "--worker-timeout: Input should be greater than 0 (it is 0)"),
         (
             "hybrid_async",
@@ -257,3 +261,13 @@ def test_our_flags_in_a_workers_command_are_checked_without_fairseq(
     with pytest.raises(ConfigurationError) as caught:
         option_flags.check_command(method, line, workers=2)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ahead"), [([], True), (["--look-ahead", "off"], False), (["--look-ahead", "on"], True)]
+)
+def test_look_ahead_is_switched_by_a_word(flags: list[str], ahead: bool) -> None:
+    parser = ArgumentParser()
+    option_flags.add_method_flags(parser, "local_sgd")
+    args = parser.parse_args(["--outer", "heloco", *flags])
+    assert option_flags.method_options(LocalSGDOptions, args, {}).model_dump()["look_ahead"] is ahead
