@@ -15,7 +15,7 @@ LAYERS = [
     {"errors", "environment"},
     {"algorithms"},
     {"exchange"},
-    {"config", "methods", "method_spec", "option_flags", "validation"},
+    {"compression", "config", "methods", "method_spec", "option_flags", "validation"},
     {"collective"},
     {"server"},
     {"worker"},

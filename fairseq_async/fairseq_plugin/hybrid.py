@@ -138,6 +138,9 @@ class HybridAsync(FairseqOptimizer):
 
     def start_from(self, welcome: Welcome) -> None:
         """Starts from the server's parameters, and from its count of what this worker has sent before."""
+        compressor, state = self.worker.client.compressor, (self.restored or {}).get("compressor")
+        if compressor is not None and state is not None:
+            compressor.load_state_dict(state, welcome.sequence)
         self.restored = None
         self.worker.begin(welcome)
         self.set_lr(self.worker.learning_rate)
@@ -165,7 +168,9 @@ class HybridAsync(FairseqOptimizer):
 
     def state_dict(self) -> StateDict:
         """What only this worker holds; the trainer adds what it has fetched from the server."""
-        return {} if self.scaler is None else {"loss_scale": self.scaler.loss_scale}
+        compressor = self.worker.client.compressor
+        own = {} if compressor is None else {"compressor": compressor.state_dict()}
+        return own if self.scaler is None else own | {"loss_scale": self.scaler.loss_scale}
 
     # What fairseq asks of every optimizer
 

@@ -269,7 +269,7 @@ class Service:
         run.check(peer.name, hello.spec, hello.layout)
         run.memory.open(peer.id)
         peer.admitted, peer.remote, peer.hello = True, hello.remote, None
-        peer.channel.room = run.memory.slot(peer.id) if peer.remote else None
+        run.payloads.open(peer, run.memory.slot(peer.id))
         peer.channel.largest = USUAL
         peer.channel.notice_death(self.membership.timeout)
         self._recount(changed=True)
@@ -296,6 +296,7 @@ class Service:
             return self._welcome(run, 0)
         restored = read_state(restored_path(self.run_dir)) if in_file else None
         source = "the beginning" if restored is None else "a checkpoint"
+        run.payloads.take_parameters(peer, run.memory.slot(0))
         run.begin(self.build, run.memory.slot(0).clone(), restored, source, self.membership, self.wall_clock())
         self._recount(changed=True)
         self._keep_snapshots(run)
@@ -319,6 +320,7 @@ class Service:
                 run.memory.mark_taken(peer.id, push.sequence)
                 return None
             return run.reply(coordinator.rejected(peer.id, now))
+        payload = None if accepted else run.payloads.unpack(peer, push, run.memory.slot(peer.id))
         update = self.checked_update(peer, push)
         began = time.perf_counter()
         if accepted or (run.spec.publishes and not push.wait and not coordinator.server.moves_parameters()):
@@ -329,8 +331,9 @@ class Service:
             waits = True
             self.membership.wait(peer.id, "push")
         use_idle_cores(self.peers, self.membership, run.spec.server.server_threads)
-        report = replace(push.report, server_seconds=peer.server_seconds)
-        norm = None if peer.remote else push.norm  # what came over a network may not be what was sent
+        report = replace(push.report, server_seconds=peer.server_seconds, payload=payload)
+        # what came over a network may not be what was sent, and what is decoded is not what was encoded
+        norm = None if peer.channel.with_tensor else push.norm
         receipt = coordinator.admit(update, report, waits, norm)
         if receipt.status is Status.APPLIED:
             with self.applying():
@@ -345,8 +348,6 @@ class Service:
     def checked_update(self, peer: Peer, push: protocol.Push) -> Update:
         """The update in the worker's slot; raises a RefusedError if no worker can have sent it."""
         run = self.described
-        if peer.remote and not peer.channel.with_tensor:
-            raise RefusedError("an update without its tensor")
         update = Update(peer.id, push.sequence, push.base_version, push.weight, run.memory.slot(peer.id))
         run.coordinator.check(update, push.report)
         return update

@@ -19,6 +19,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "DiLoCo": {"method": "local_sgd", "outer": "diloco", "local_steps": 2},
     "grace": DN | {"grace_period": 1.5, "dynamic_local_steps": True, "staleness_power": -0.5},
     "compensated": DN | {"delay_compensation": 0.5, "staleness_limit": 1},
+    "compressed": DN | {"compress": "topk:chunk=3,keep=1", "staleness_limit": 1},
+    "rounded": {"method": "hybrid_async", "compress": "dqsgd"},
     "adasum": {"method": "adasum", "local_steps": 2},
     "adascale": {"method": "adascale", "optimizer": {"type": "sgd", "lr": 0.1}},
 }

@@ -73,14 +73,17 @@ class ErrorFeedback:
             self._forget()
 
     def state_dict(self) -> State:
-        """Residual and codec, for a checkpoint; an update that is pending is not part of it."""
-        return {"residual": self._residual, "codec": self.codec.state_dict()}
+        """Residual, codec, and the update that is pending, if one is."""
+        payload = None if self._update is None else torch.frombuffer(bytearray(self._payload), dtype=torch.uint8)
+        own = {"residual": self._residual, "update": self._update, "payload": payload}
+        return own | {"codec": self.codec.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         """Goes on from :meth:`state_dict`."""
         self._residual = state["residual"].clone()
         self.codec.load_state_dict(state["codec"])
-        self._forget()
+        self._update = state["update"]
+        self._payload = b"" if state["payload"] is None else state["payload"].numpy().tobytes()
 
     def _forget(self) -> None:
         self._update, self._payload = None, b""

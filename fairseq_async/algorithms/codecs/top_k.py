@@ -143,11 +143,11 @@ def _two_means(largest: Floats) -> Floats:
     at = gain.argmax(axis=1)[:, None]
     lower = np.take_along_axis(sums, at, axis=1)
     means = np.concatenate([lower / (at + 1), (sums[:, -1:] - lower) / (count - at - 1)], axis=1)
-    return (means * scale).astype(np.float32)
+    return np.asarray(means * scale, np.float32)
 
 
 def _means(largest: Floats) -> Floats:
-    return largest.mean(axis=1, keepdims=True, dtype=np.float64).astype(np.float32)
+    return np.asarray(largest.mean(axis=1, keepdims=True, dtype=np.float64), np.float32)
 
 
 def _rounded(ends: Floats) -> Floats:
@@ -159,7 +159,7 @@ def _rounded(ends: Floats) -> Floats:
 def _level_values(ends: Floats, levels: int) -> Floats:
     """All levels of each chunk, evenly spaced."""
     share = np.linspace(0, 1, levels, dtype=np.float32) if levels > 1 else np.zeros(1, np.float32)
-    return (ends[:, :1] * (1 - share) + ends[:, 1:] * share).astype(np.float32)
+    return np.asarray(ends[:, :1] * (1 - share) + ends[:, 1:] * share, np.float32)
 
 
 def _nearest(largest: Floats, ends: Floats, levels: int) -> NDArray[np.int64]:
