@@ -213,6 +213,8 @@ class Replay:
                 f"{_name(event)} is of another place in the data than here: the worker was started again before it, "
                 "and a replay goes no further"
             )
+        if push.report.payload != event.payload:
+            raise _first(event, f"the checksum of its payload was {event.payload}, is {push.report.payload}")
         norm = push.norm if push.norm == event.norm else None  # the server does not believe other machines' norms
         return Update(worker, *here, vector), _recorded_report(event), norm
 

@@ -253,7 +253,7 @@ class Trial:
             self.coordinator.plan.awaited.clear()  # the workers are all here, at what they were at
         self.clock.load_state_dict(state["clock"])
         for worker, own in zip(self.workers, state["workers"], strict=True):
-            worker.compressor = self._make_compressor(worker.id)
+            worker.compressor = None if own["compressor"] is None else self._make_compressor(worker.id)
             worker.load_state_dict(own)
         for name in self._PLAIN:
             setattr(self, name, state[name])
