@@ -332,8 +332,7 @@ class Service:
             self.membership.wait(peer.id, "push")
         use_idle_cores(self.peers, self.membership, run.spec.server.server_threads)
         report = replace(push.report, server_seconds=peer.server_seconds, payload=payload)
-        # what came over a network may not be what was sent, and what is decoded is not what was encoded
-        norm = None if peer.channel.with_tensor else push.norm
+        norm = None if peer.channel.with_tensor else push.norm  # of what was sent, which is not what has arrived
         receipt = coordinator.admit(update, report, waits, norm)
         if receipt.status is Status.APPLIED:
             with self.applying():
