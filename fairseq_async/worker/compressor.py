@@ -45,7 +45,7 @@ class Compressor:
         self._sequence = push.sequence
         report = replace(push.report, residual_norm=self._residual_norm())
         try:
-            payload = self._payload(update, zlib.crc32(f"{self._prefix}{push.sequence}".encode()))
+            payload = self._payload(update, push.weight, zlib.crc32(f"{self._prefix}{push.sequence}".encode()))
         except CodecError:
             return replace(push, report=replace(report, bytes_sent=0), norm=float("nan")), None
         report = replace(report, bytes_sent=len(payload), payload=f"{checksum_of(payload):08x}")
@@ -77,10 +77,13 @@ class Compressor:
             self._feedback.load_state_dict(state["feedback"])
         return True
 
-    def _payload(self, update: Tensor, seed: int) -> bytes:
-        if self._feedback is not None:
+    def _payload(self, update: Tensor, weight: float, seed: int) -> bytes:
+        # what has no weight changes nothing, whatever it has: the residual waits for the next
+        if self._feedback is not None and weight > 0:
             return self._feedback.send(update, seed)
         return self.codec.encode(update, seed, self._sizes)
 
     def _residual_norm(self) -> float | None:
-        return None if self._feedback is None else float(torch.linalg.vector_norm(self._feedback.residual))
+        if self._feedback is None:
+            return None
+        return float(torch.linalg.vector_norm(self._feedback.residual, dtype=torch.float64))

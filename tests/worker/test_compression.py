@@ -79,6 +79,18 @@ def test_an_update_with_nan_is_refused_and_leaves_the_residual(tmp_path: Path) -
         assert parameters(worker) == [4.0, 3.0, 0.0]
 
 
+def test_a_residual_waits_for_an_update_with_weight(tmp_path: Path) -> None:
+    """Behind a barrier a worker without a batch sends a gradient of weight 0, which changes nothing."""
+    with local_sgd(tmp_path, workers=1, compress=TOP_1) as [worker]:
+        compressor = worker.client.compressor
+        assert compressor is not None
+        for push in (Push(0, 0, 2.0), Push(1, 1, 0.0)):
+            _, payload = compressor.encode(push, torch.tensor([4.0, 3.0, 0.0]) * push.weight)
+            compressor.settle(taken=True)
+        assert payload is not None and not compressor.codec.decode(payload.numpy().tobytes(), 3).any()
+        assert residual(worker) == [0.0, 6.0, 0.0]
+
+
 def test_an_update_that_is_too_stale_goes_back_into_the_residual(tmp_path: Path) -> None:
     with local_sgd(tmp_path, workers=2, compress=TOP_1, staleness_limit=0) as [one, other]:
         send(one, 0, [1.0, 0.0, 0.0])
