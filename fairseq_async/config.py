@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from fairseq_async.compression import Compress, Compression
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.options_base import Options as Options
 from fairseq_async.options_base import Shown
@@ -19,6 +20,12 @@ _FILE: Shown = {"metavar": "FILE"}
 _WORKERS: Shown = {"default": "number of workers"}  # in place of None, in help and tables
 _OFF: Shown = {"default": "off"}
 _AUTO: Shown = {"default": "auto"}
+
+
+_COMPRESS: Shown = {"default": "none", "metavar": "NAME"}
+_COMPRESS_HELP = (
+    "send updates in fewer bytes: bf16, int8, e3m0, topk, adacomp or dqsgd, with parameters as in topk:keep=32,bits=4"
+)
 
 
 class LocalSGDOptions(Options):
@@ -37,6 +44,7 @@ class LocalSGDOptions(Options):
     shards: int = Field(
         0, ge=0, description="parts of the training set that workers choose from by need; 0 for one a worker"
     )
+    compress: Compression = Field(Compress(), description=_COMPRESS_HELP, json_schema_extra=_COMPRESS)
     max_refused: int = Field(
         3, ge=1, description="end a worker when this many of its updates, or local gradients, in a row had NaN or Inf"
     )
@@ -199,6 +207,7 @@ class HybridOptions(Options):
         description="hold the gradients until so many workers have sent one, then step: "
         "with as many as there are workers, synchronous SGD",
     )
+    compress: Compression = Field(Compress(), description=_COMPRESS_HELP, json_schema_extra=_COMPRESS)
     max_refused: int = Field(
         10, ge=1, description="end a worker when this many of its gradients in a row had NaN or Inf"
     )

@@ -25,6 +25,10 @@ class RefusedError(AsyncError):
     """The server does not take this worker or its updates."""
 
 
+class CodecError(AsyncError, ValueError):
+    """Values that no codec sends, such as NaN, or bytes that are not what it has sent."""
+
+
 class HalfAppliedError(Exception):
     """A rule has failed in the middle of an update: the parameters are of no version, and no run goes on from them."""
 

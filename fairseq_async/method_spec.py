@@ -7,7 +7,7 @@ from functools import cache
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, with_config
 
-from fairseq_async import methods
+from fairseq_async import compression, methods
 from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
 from fairseq_async.validation import checked
 
@@ -90,6 +90,11 @@ class MethodSpec:
     def full_rounds(self) -> bool:
         """Whether updates wait in rounds of a fixed size."""
         return self.barrier > 0 and not self.closes_early and not self.quorum
+
+    @property
+    def compress(self) -> compression.Compress:
+        """How tensors are compressed on their way."""
+        return compression.parse(self.options.get("compress"))
 
     def difference(self, other: "MethodSpec") -> str | None:
         """The name of the first option in which the two differ; None when they are equal."""

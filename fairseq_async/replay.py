@@ -214,6 +214,8 @@ class Replay:
                 f"{_name(event)} is of another place in the data than here: the worker was started again before it, "
                 "and a replay goes no further"
             )
+        if push.report.payload != event.payload:
+            raise _first(event, f"the checksum of its payload was {event.payload}, is {push.report.payload}")
         norm = push.norm if push.norm == event.norm else None  # the server does not believe other machines' norms
         return Update(worker, *here, vector, event.tokens or 0.0), _recorded_report(event), norm
 

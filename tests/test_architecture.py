@@ -16,6 +16,7 @@ LAYERS = [
     {"algorithms"},
     {"exchange"},
     {
+        "compression",
         "config",
         "methods",
         "method_spec",

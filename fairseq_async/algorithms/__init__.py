@@ -4,6 +4,17 @@ from fairseq_async.algorithms.adascale import AdaScaleGain
 from fairseq_async.algorithms.adasum import adasum
 from fairseq_async.algorithms.admission import NormGate, StalenessPolicy
 from fairseq_async.algorithms.baseline_optimizers import HeavyBall, OuterAdam
+from fairseq_async.algorithms.codecs import (
+    BF16,
+    DQSGD,
+    E3M0,
+    AdaComp,
+    Codec,
+    CountSketch,
+    ErrorFeedback,
+    Int8,
+    TopK,
+)
 from fairseq_async.algorithms.direction_averaging import DirectionAveraging
 from fairseq_async.algorithms.hybrid import HybridAccumulation
 from fairseq_async.algorithms.local_steps import local_steps, shard_probabilities
@@ -13,19 +24,28 @@ from fairseq_async.algorithms.rule import Rule
 from fairseq_async.algorithms.update import Update
 
 __all__ = [
+    "BF16",
+    "DQSGD",
+    "E3M0",
+    "AdaComp",
     "AdaScaleGain",
     "BufferedNesterov",
+    "Codec",
+    "CountSketch",
     "DelayedNesterov",
     "DirectionAveraging",
     "HeLoCo",
     "HeavyBall",
+    "ErrorFeedback",
     "HybridAccumulation",
     "MomentumLookAhead",
+    "Int8",
     "NesterovMomentum",
     "NormGate",
     "OuterAdam",
     "Rule",
     "StalenessPolicy",
+    "TopK",
     "Update",
     "adasum",
     "local_steps",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -19,6 +20,7 @@ from fairseq_async.worker.local_sgd import LocalSGDWorker
 logger = logging.getLogger(__name__)
 
 _SERVER_STATE = "async_server.pt"  # in the directory of a checkpoint
+_COMPRESSOR_STATE = "async_compressor.pt"  # likewise
 ClientState: TypeAlias = dict[str, Any]  # what a script saves in a checkpoint besides the engine
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -103,7 +105,11 @@ class AsyncEngine(DeepSpeedEngine):
         """
         tag = f"global_step{self.global_steps}" if tag is None else tag
         run_or_exit(self.async_worker.settle)
-        saved = super().save_checkpoint(checkpoint_directory(save_dir, self.worker), tag, *args, **kwargs)
+        own = checkpoint_directory(save_dir, self.worker)
+        saved = super().save_checkpoint(own, tag, *args, **kwargs)
+        compressor = self.async_worker.compressor_state() if self.context.rank == 0 else None
+        if compressor is not None:
+            torch.save(compressor, Path(own) / str(tag) / _COMPRESSOR_STATE)
         if self.worker == 0 and self.async_worker.joined:
             path = Path(save_dir).resolve() / str(tag) / _SERVER_STATE
             run_or_exit(self.async_worker.client.save_state, str(path))
@@ -131,7 +137,14 @@ class AsyncEngine(DeepSpeedEngine):
             if self.worker == 0:
                 logger.warning("no server state in %s: a new run begins from its parameters", load_dir)
         self._join(state)
+        self._restore_compressor(loaded[0])
         return loaded
+
+    def _restore_compressor(self, loaded_from: str | None) -> None:
+        """Takes what was not sent back from a checkpoint of the time at which the server is."""
+        path = None if loaded_from is None else Path(loaded_from).resolve().parent / _COMPRESSOR_STATE
+        if path is not None and path.exists():
+            self.async_worker.restore_compressor(torch.load(path, weights_only=True))
 
     def _join(self, server_state: Path | None) -> None:
         run_or_exit(self._exchange_first_parameters, server_state)

@@ -18,6 +18,7 @@ from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout
 from fairseq_async.server.protocol import Push, PushReply, Welcome, WorkReply
 from fairseq_async.worker.client import Client
+from fairseq_async.worker.compressor import Compressor
 from fairseq_async.worker.context import WorkerContext
 
 _Answer = TypeVar("_Answer")
@@ -127,6 +128,11 @@ class IslandClient:
         """Ends rank 0's connection; no collective call, since it runs when a process ends."""
         if self.client is not None:
             self.client.leave(finished)
+
+    @property
+    def compressor(self) -> Compressor | None:
+        """See :attr:`Client.compressor`: rank 0 encodes what all ranks have written into the slot."""
+        return None if self.client is None else self.client.compressor
 
     @property
     def slot(self) -> Tensor:

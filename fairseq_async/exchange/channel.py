@@ -24,14 +24,17 @@ class Channel:
     Attributes:
         room: where the tensor behind a message is received; None takes none. It is overwritten as the bytes arrive.
         largest: bytes of a message that the peer may send.
+        any_length: the tensor behind a message may be shorter than its room: it is a payload.
         with_tensor: whether the last message had one behind it.
+        tensor_bytes: of that tensor.
     """
 
     def __init__(self, connection: socket.socket, largest: int = LARGEST) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
         self.largest = largest
-        self.with_tensor = False
+        self.with_tensor = self.any_length = False
+        self.tensor_bytes = 0
         self.room: Tensor | None = None
         self._received = bytearray()
         self._body: bytes | None = None  # of a message whose tensor is on its way
@@ -190,7 +193,7 @@ class Channel:
         room = memoryview(bytearray()) if self.room is None else _bytes(self.room)
         if length > self.largest:
             raise ProtocolError(f"a message of {length} bytes was announced; {self.largest} are allowed")
-        if bulk not in (0, room.nbytes):
+        if bulk > room.nbytes or (bulk not in (0, room.nbytes) and not self.any_length):
             raise ProtocolError("a tensor was announced that is not of the model's size")
         end = _HEADER.size + length
         if len(self._received) < end:
@@ -200,7 +203,7 @@ class Channel:
         room[:here] = self._received[end : end + here]
         del self._received[: end + here]
         self._missing = room[here:bulk]
-        self.with_tensor = bulk > 0
+        self.with_tensor, self.tensor_bytes = bulk > 0, bulk
 
 
 def _bytes(tensor: Tensor) -> memoryview:

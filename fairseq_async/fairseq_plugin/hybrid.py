@@ -138,8 +138,9 @@ class HybridAsync(FairseqOptimizer):
 
     def start_from(self, welcome: Welcome) -> None:
         """Starts from the server's parameters, and from its count of what this worker has sent before."""
-        self.restored = None
         self.worker.begin(welcome)
+        self.worker.restore_compressor((self.restored or {}).get("compressor"))
+        self.restored = None
         self.set_lr(self.worker.learning_rate)
 
     def load_state_dict(self, state_dict: StateDict, optimizer_overrides: StateDict | None = None) -> None:
@@ -165,7 +166,9 @@ class HybridAsync(FairseqOptimizer):
 
     def state_dict(self) -> StateDict:
         """What only this worker holds; the trainer adds what it has fetched from the server."""
-        return {} if self.scaler is None else {"loss_scale": self.scaler.loss_scale}
+        scale = {} if self.scaler is None else {"loss_scale": self.scaler.loss_scale}
+        compressor = self.worker.compressor_state()
+        return scale if compressor is None else scale | {"compressor": compressor}
 
     # What fairseq asks of every optimizer
 

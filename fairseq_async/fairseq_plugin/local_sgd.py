@@ -104,6 +104,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         elif extra_state is None and welcome.sequence:
             logger.warning("worker %d is back; its inner optimizer begins anew", self.session.context.worker)
         self.worker.begin(welcome)
+        self.worker.restore_compressor((extra_state or {}).get("compressor"))
         self.set_num_updates(int(self.worker.progress))
         return self.resume_data(extra_state, welcome.position)
 
@@ -215,4 +216,5 @@ class LocalSGDTrainer(AsynchronousTrainer):
         checkpoint: StateDict = super().state_dict()
         checkpoint["cfg"] = self.session.given
         checkpoint["extra_state"]["async_server"] = state
+        checkpoint["extra_state"]["compressor"] = self.worker.compressor_state()
         return checkpoint

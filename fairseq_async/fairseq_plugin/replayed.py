@@ -27,6 +27,7 @@ from fairseq_async.server import Layout, Status, local_sgd_main
 from fairseq_async.server.events import Event
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Assignment, Push, PushReply, ScheduleReply, Welcome
+from fairseq_async.worker.compressor import Compressor
 from fairseq_async.worker.context import WorkerContext
 
 
@@ -40,6 +41,7 @@ class RecordedClient:
         parameters, version: what the next pull gives.
         slot: the flat vector that is pushed.
         pushed: the message that went with it, until the worker starts again.
+        compressor: of its updates, as in the run; the slot then has what the server has decoded.
     """
 
     def __init__(self, worker: int, events: Sequence[Event]) -> None:
@@ -47,10 +49,13 @@ class RecordedClient:
         self.parameters, self.version = torch.empty(0), 0
         self.slot = torch.empty(0)
         self.pushed: Push | None = None
+        self.compressor: Compressor | None = None
 
     def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
         """The server's welcome, as of a run that is going on."""
         self.layout, self.slot = layout, torch.zeros(layout.size)
+        codec = spec.compress.push
+        self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
         first = self.events[0]
         assignment = _assignment(first)
         return Welcome(True, memory="", publishes=False, slots=0, sequence=first.sequence, assignment=assignment)
@@ -73,12 +78,20 @@ class RecordedClient:
     def push(self, write: Callable[[Tensor], object], push: Push) -> PushReply:
         """Keeps the update, and answers as the server did."""
         write(self.slot)
-        self.pushed = push
-        self.events.pop(0)
+        event = self.events.pop(0)
+        self.pushed = push if self.compressor is None else self._compressed(push, self.compressor, event)
         assignment = _assignment(self.events[0]) if self.events else Assignment(learning_rate=0.0, local_steps=_FOREVER)
         return PushReply(
             Status.APPLIED, push.base_version, staleness=0, refused=0, finished=False, assignment=assignment
         )
+
+    def _compressed(self, push: Push, compressor: Compressor, event: Event) -> Push:
+        """Sends the update through the codec, and learns what became of it."""
+        push, payload = compressor.encode(push, self.slot)
+        if payload is not None:
+            self.slot.copy_(compressor.codec.decode(payload.numpy().tobytes(), self.slot.numel()))
+        compressor.settle(event.status is Status.APPLIED)
+        return push
 
     def schedule_event(self, event: str, epoch: int, loss: float | None = None) -> ScheduleReply:
         """Ignores worker 0's report of its epochs, which the replay gives the schedule from the record."""

@@ -120,6 +120,15 @@ class Progress:
         versions = [event.version_after for event in self._recent]
         return (versions[-1] - versions[0]) / self._seconds() if versions else 0.0
 
+    @property
+    def sent(self) -> str:
+        """In words, bytes per second of compressed updates and the last norm of what is left; empty without them."""
+        if not any(event.payload for event in self._recent):
+            return ""
+        sent = sum(event.bytes_sent or 0 for event in self._recent) / self._seconds()
+        norms = [event.residual_norm for event in self._recent if event.residual_norm is not None]
+        return f", {sent / 1e6:,.3f} MB/s sent" + (f", residual {norms[-1]:.3g}" if norms else "")
+
     def _seconds(self) -> float:
         return max(1.0, min(_WINDOW, self.clock() - self._began))
 
@@ -128,7 +137,7 @@ class Progress:
         every = self.rows()[-1]
         text = f"update {self.version}, {self.updates_per_second:.1f} updates/s, {every.tokens:,.0f} tokens/s, "
         text += f"{self.updates_in_a_step:.1f} in a step, staleness {every.staleness:.2f}, loss {every.loss:.3f}"
-        return text + (f", {self.refused} refused" if self.refused else "")
+        return text + self.sent + (f", {self.refused} refused" if self.refused else "")
 
 
 class Display:

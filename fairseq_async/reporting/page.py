@@ -80,6 +80,8 @@ def row(run: Run) -> dict[str, str | int]:
         "updates in a step": f"{fmean(run.step_sizes):.2f}" if run.step_sizes else "-",
         "mean staleness": _mean(event.staleness for event in run.applied),
         "computing": f"{fmean(run.shares(w)[COMPUTING] for w in range(run.workers)):.0%}",
+        "MB sent": _megabytes(event.bytes_sent for event in run.events),
+        "MB received": _megabytes(event.bytes_received for event in run.events),
         "refused": refused,
     }
 
@@ -87,6 +89,7 @@ def row(run: Run) -> dict[str, str | int]:
 def worker_row(run: Run, worker: int) -> dict[str, str | int]:
     """The cells of one worker of a run, by column: means over its applied updates."""
     applied = [event for event in run.applied if event.worker == worker]
+    norms = [event.residual_norm for event in applied if event.residual_norm is not None]
     return {
         "run": _name(run),
         "worker": worker,
@@ -96,7 +99,15 @@ def worker_row(run: Run, worker: int) -> dict[str, str | int]:
         "seconds held for others": _mean(event.held_seconds or 0.0 for event in applied),
         "longest": f"{max((event.held_seconds or 0.0 for event in applied), default=0.0):.2f}",
         "computing": f"{run.shares(worker)[COMPUTING]:.0%}",
+        "kB in an update": _mean((event.bytes_sent or 0) / 1e3 for event in applied),
+        "residual": f"{norms[-1]:.3g}" if norms else "-",
     }
+
+
+def _megabytes(sizes: Iterable[int | None]) -> str:
+    """Their sum; a log of version 0.1 does not have them."""
+    known = [size for size in sizes if size is not None]
+    return f"{sum(known) / 1e6:,.2f}" if known else "-"
 
 
 def _name(run: Run) -> str:

@@ -75,7 +75,11 @@ class BackgroundReader:
     def _register(self) -> None:
         with self._lock:
             for worker, peer in self.service.peers.items():
-                if peer.admitted and not peer.remote and self.service.membership.members[worker].pending is None:
+                if (
+                    peer.admitted
+                    and peer.channel.room is None
+                    and self.service.membership.members[worker].pending is None
+                ):
                     self._selector.register(peer.channel.connection, selectors.EVENT_READ, peer)
 
     def _unregister(self) -> None:

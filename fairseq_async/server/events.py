@@ -52,6 +52,10 @@ class Event:
     progress: float | None = None
     # The second name is that of the first edition's files.
     progress_per_step: Annotated[float | None, Field(validation_alias=AliasChoices("progress_per_step", "pace"))] = None
+    bytes_sent: int | None = None
+    bytes_received: int | None = None
+    residual_norm: float | None = None
+    payload: str | None = None
     checksum: str | None = None
     control_events: Annotated[
         tuple[ControlEvent, ...], Field(validation_alias=AliasChoices("control_events", "told"))

@@ -91,6 +91,7 @@ class ParameterServer:
         round_size: the barrier that was asked for; ``barrier`` may be lower while workers are away.
         sequences: the last settled update of each worker.
         refused: how many updates of each worker had NaN, Inf or a norm above the gate.
+        rejected: the last update of each worker that was settled without being applied.
         started_from: what each worker started from, where delay compensation needs it.
         before_last_step: the parameters of the version before this one; None where they are not kept.
     """
@@ -115,6 +116,7 @@ class ParameterServer:
         self.version = 0
         self.sequences: dict[int, int] = {}
         self.refused: dict[int, int] = {}
+        self.rejected: dict[int, int] = {}
         self.started_from: dict[int, Parameters] = {}
         self.before_last_step = parameters.clone() if keeps_last_step else None
         self.counts_in_rounds = counts_in_rounds
@@ -204,7 +206,7 @@ class ParameterServer:
         if self.finished:
             return self._receipt(update, Status.FINISHED)
         if self.staleness.drops(self.version - update.base_version):
-            self._use_up(update)
+            self._use_up(update, rejected=True)
             return self._receipt(update, Status.STALE)
         norm = float(torch.linalg.vector_norm(update.delta)) if norm is None else norm
         receipt = self._receipt(update, Status.APPLIED, norm)
@@ -240,12 +242,20 @@ class ParameterServer:
         if not 0 <= update.sequence <= expected + (_LOST if may_skip else 0):
             raise RefusedError(f"sequence number {update.sequence}: the next of worker {update.worker} is {expected}")
 
-    def _use_up(self, update: Update) -> None:
+    def takes(self, receipt: Receipt) -> bool:
+        """Whether an update is in the parameters, or will be; one that comes twice counts as it did the first time."""
+        if receipt.status is Status.DUPLICATE:
+            return self.rejected.get(receipt.worker) != receipt.sequence
+        return receipt.status in (Status.APPLIED, Status.ACCEPTED, Status.HELD)
+
+    def _use_up(self, update: Update, rejected: bool = False) -> None:
         self.sequences[update.worker] = update.sequence
+        if rejected:
+            self.rejected[update.worker] = update.sequence
         self._heard_since.add(update.worker)
 
     def _refuse(self, update: Update, receipt: Receipt, status: Status) -> Receipt:
-        self._use_up(update)
+        self._use_up(update, rejected=True)
         self.refused[update.worker] = self.refused.get(update.worker, 0) + 1
         return replace(receipt, status=status)
 
@@ -273,6 +283,7 @@ class ParameterServer:
             "rule": self.rule.state_dict(),
             "sequences": self.sequences,
             "refused": self.refused,
+            "rejected": self.rejected,
             "norms": self.gate.state_dict(),
             "before_last_step": self.before_last_step,
             "started_from": {worker: (start.version, start.values) for worker, start in self.started_from.items()},
@@ -285,6 +296,7 @@ class ParameterServer:
         self.rule.load_state_dict(state["rule"])
         self.sequences = dict(state["sequences"])
         self.refused = dict(state["refused"])
+        self.rejected = dict(state.get("rejected", {}))  # not in a state of version 0.1
         self.gate.load_state_dict(state["norms"])
         if self.before_last_step is not None:  # a state without them has no last step to look along
             before = state.get("before_last_step")

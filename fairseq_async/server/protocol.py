@@ -8,77 +8,21 @@ from dataclasses import field
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from fairseq_async.errors import ProtocolError, RefusedError
 from fairseq_async.method_spec import JsonObject, MethodSpec
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.message import message
 from fairseq_async.server.parameter_server import Status
-from fairseq_async.server.positions import bounded
+from fairseq_async.server.work import Assignment as Assignment
+from fairseq_async.server.work import Report as Report
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
 _Message = TypeVar("_Message")
 
 
 class MalformedMessageError(RefusedError):
     """A JSON object that is no message of this protocol."""
-
-
-@message
-class Report:
-    """What a worker says of itself with an update. It goes into ``events.jsonl``, where README.md describes each field.
-
-    Attributes:
-        local_steps: the number of steps in this update; None for a gradient.
-        look_ahead: versions ahead of the base version at which the worker has started; None at that version itself.
-        position: where the worker is in its data, for its restart; the server does not look into it.
-    """
-
-    position: Annotated[JsonObject | None, AfterValidator(bounded)] = None
-    epochs: Seconds = 0.0
-    loss: float | None = None
-    tokens: Seconds | None = None
-    push_seconds: Seconds | None = None
-    pull_seconds: Seconds | None = None
-    local_steps: Count | None = None
-    step_seconds: Seconds | None = None
-    computing_seconds: Seconds | None = None
-    waiting_seconds: Seconds | None = None
-    shard: Count | None = None
-    offset: Count | None = None
-    progress: float | None = None
-    progress_per_step: float | None = None
-    server_seconds: Seconds | None = None
-    look_ahead: Seconds | None = None
-
-
-@message
-class Assignment:
-    """The next work of one worker.
-
-    Attributes:
-        learning_rate: of the server's optimizer, for the worker's log; None under local SGD.
-        local_steps: how many to take before the next exchange.
-        shard: the part of the training set to draw from; None where the server chooses none.
-        offset: the batch of the shard to begin with.
-        progress: where the learning-rate schedule is at the first step, in mean local steps of a worker.
-        progress_per_step: by how much each step of this worker moves the schedule.
-        total_progress: where the whole run is, in mean local steps of a worker, or in whole steps of the server.
-        idle: nothing is left to do for this worker while the others do their work.
-        look_ahead: versions ahead of the server's at which to start.
-    """
-
-    learning_rate: float | None = None
-    local_steps: int = 1
-    shard: int | None = None
-    offset: int = 0
-    progress: float = 0.0
-    progress_per_step: float = 1.0
-    total_progress: float = 0.0
-    idle: bool = False
-    look_ahead: float = 0.0
 
 
 # Requests, from a worker
@@ -138,7 +82,8 @@ class Push:
         base_version: the server's version that it was computed from.
         weight: target tokens, or local steps.
         wait: answer only when the update is settled, even if it will only be added to others.
-        norm: the update's L2 norm where the worker knows it.
+        norm: the update's L2 norm where the worker knows it; NaN or Inf where it is compressed and has these, for which
+            there is no payload.
     """
 
     sequence: int
@@ -272,6 +217,7 @@ class PushReply:
     Attributes:
         refused: how many of this worker's updates had NaN or Inf, this one included.
         finished: the run is over.
+        taken: the update is in the parameters, or will be; otherwise it has changed nothing, and never will.
     """
 
     status: Status
@@ -282,6 +228,7 @@ class PushReply:
     assignment: Assignment
     norm: float = 0.0
     cosine: float = 0.0
+    taken: bool = True
     kind: Literal["push_reply"] = "push_reply"
 
 

@@ -16,6 +16,7 @@ from fairseq_async.server.event_log import EventLog, Recorder
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.notices import Tell, tell_log
+from fairseq_async.server.payloads import Payloads
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import PushReply, Welcome, WorkReply
 from fairseq_async.server.state_files import restored_path
@@ -36,6 +37,7 @@ class Run:
     def __init__(self, run_dir: Path, spec: MethodSpec, layout: Layout, slots: int, tell: Tell = tell_log) -> None:
         self.run_dir, self.spec, self.layout, self._tell = run_dir, spec, layout, tell
         self.memory = SharedMemory.create(layout.size, slots, spec.publishes)
+        self.payloads = Payloads(spec, layout)
         self._coordinator: Coordinator | None = None
         self._published = -1
 
@@ -140,6 +142,7 @@ class Run:
             assignment=instruction.assignment,
             norm=receipt.norm,
             cosine=receipt.cosine,
+            taken=server.takes(receipt),
         )
 
     def state_dict(self) -> State:

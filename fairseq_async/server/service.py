@@ -268,7 +268,7 @@ class Service:
         run.check(peer.name, hello.spec, hello.layout)
         run.memory.open(peer.id)
         peer.admitted, peer.remote, peer.hello = True, hello.remote, None
-        peer.channel.room = run.memory.slot(peer.id) if peer.remote else None
+        run.payloads.open(peer, run.memory.slot(peer.id))
         peer.channel.largest = USUAL
         peer.channel.notice_death(self.membership.timeout)
         self._recount(changed=True)
@@ -295,6 +295,7 @@ class Service:
             return self._welcome(run, 0)
         restored = read_state(restored_path(self.run_dir)) if in_file else None
         source = "the beginning" if restored is None else "a checkpoint"
+        run.payloads.take_parameters(peer, run.memory.slot(0))
         run.begin(self.build, run.memory.slot(0).clone(), restored, source, self.membership, self.wall_clock())
         self._recount(changed=True)
         self._keep_snapshots(run)
@@ -318,6 +319,7 @@ class Service:
                 run.memory.mark_taken(peer.id, push.sequence)
                 return None
             return run.reply(coordinator.rejected(peer.id, now))
+        payload = None if accepted else run.payloads.unpack(peer, push, run.memory.slot(peer.id))
         update = self.checked_update(peer, push)
         began = time.perf_counter()
         if accepted or (run.spec.publishes and not push.wait and not coordinator.server.moves_parameters()):
@@ -328,8 +330,8 @@ class Service:
             waits = True
             self.membership.wait(peer.id, "push")
         use_idle_cores(self.peers, self.membership, run.spec.server.server_threads)
-        report = replace(push.report, server_seconds=peer.server_seconds)
-        norm = None if peer.remote else push.norm  # what came over a network may not be what was sent
+        report = replace(push.report, server_seconds=peer.server_seconds, payload=payload)
+        norm = None if peer.channel.with_tensor else push.norm  # of what was sent, which is not what has arrived
         receipt = coordinator.admit(update, report, waits, norm)
         if receipt.status is Status.APPLIED:
             with self.applying():
@@ -344,8 +346,6 @@ class Service:
     def checked_update(self, peer: Peer, push: protocol.Push) -> Update:
         """The update in the worker's slot; raises a RefusedError if no worker can have sent it."""
         run = self.described
-        if peer.remote and not peer.channel.with_tensor:
-            raise RefusedError("an update without its tensor")
         slot, tokens = run.memory.slot(peer.id), push.report.tokens or 0.0
         update = Update(peer.id, push.sequence, push.base_version, push.weight, slot, tokens)
         run.coordinator.check(update, push.report)

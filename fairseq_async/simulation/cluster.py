@@ -105,9 +105,9 @@ class Exchange(_Strict):
     seconds_per_byte: float = Field(0.0, ge=0)
     server_seconds: float = Field(0.0, ge=0)
 
-    def transfer(self, parameters: int) -> float:
-        """Seconds to send so many fp32 parameters one way."""
-        return self.seconds + self.seconds_per_byte * 4 * parameters
+    def transfer(self, size: int) -> float:
+        """Seconds to send so many bytes one way."""
+        return self.seconds + self.seconds_per_byte * size
 
 
 class Cluster(_Strict):

@@ -23,6 +23,7 @@ from fairseq_async.simulation.experiment import Experiment, Method
 from fairseq_async.simulation.rules import AdaScaleRule, build_method
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer
 from fairseq_async.simulation.workers import LogicalWorker, SharedModel
+from fairseq_async.worker.compressor import Compressor
 
 _MOST_REFUSED = 3
 Write = Callable[[float, Receipt, Report, JsonObject], None]
@@ -54,7 +55,7 @@ class Trial:
         self.membership = Membership(cluster.workers, now=0.0, timeout=inf, arrival_timeout=inf)
         self.coordinator = build_coordinator(built.spec, built.rule, built.plan, self.parameters, self.membership)
         self.server = self.coordinator.server
-        self.transfer = cluster.exchange.transfer(model.layout.size)
+        self.pulling = cluster.exchange.transfer(4 * model.layout.size)
         self.clock = Clock()
         self.workers = [LogicalWorker(w, torch.zeros_like(start)) for w in range(cluster.workers)]
         self.line_ends = 0.0  # when the server will have worked off the updates that stand in line
@@ -113,12 +114,17 @@ class Trial:
 
     def _join(self, worker: LogicalWorker) -> None:
         worker.incarnation += 1
+        worker.compressor = self._make_compressor(worker.id)  # one that comes back has lost its residual
         if worker.optimizer is not None and worker.incarnation > 1:
             worker.optimizer = make_optimizer(self.method.optimizer, self.model.parameters)
         now = self.clock.now
         self.membership.enter(worker.id, str(worker.incarnation), now)
         self._deliver(self.coordinator.recount(now, changed=True))
         self._begin(worker, self.coordinator.instruct(worker.id, None, now).assignment, since=now)
+
+    def _make_compressor(self, worker: int) -> Compressor | None:
+        push = self.spec.compress.push
+        return None if push is None else Compressor(push, self.spec, self.model.layout, worker)
 
     def _die(self, worker: LogicalWorker) -> None:
         """As where the connection of a real one closes."""
@@ -132,7 +138,7 @@ class Trial:
             self._deliver(self.coordinator.wait(worker.id, self.clock.now))
             return
         worker.base_version = self.server.version
-        started = max(self.clock.now, self.answers_at) + self.transfer
+        started = max(self.clock.now, self.answers_at) + self.pulling
         steps, loss, tokens = self._compute(worker, assignment)
         seconds = [self.seconds[worker.id].of_step(worker.steps + step) for step in range(steps)]
         computed = self.presence[worker.id].done(started, sum(seconds))
@@ -147,8 +153,11 @@ class Trial:
             shard=worker.id if self.sends_gradients else assignment.shard,
             tokens=tokens,
             look_ahead=assignment.look_ahead or None,
+            bytes_received=4 * self.model.layout.size,
         )
-        self.clock.schedule(ScheduledEvent(computed + self.transfer, EventKind.ARRIVES, worker.id, worker.incarnation))
+        worker.compress()
+        pushing = self.cluster.exchange.transfer(worker.report.bytes_sent or 0)
+        self.clock.schedule(ScheduledEvent(computed + pushing, EventKind.ARRIVES, worker.id, worker.incarnation))
 
     def _compute(self, worker: LogicalWorker, assignment: Assignment) -> tuple[int, float, float]:
         """Steps, loss and tokens of the worker's next update, which is computed here."""
@@ -199,11 +208,14 @@ class Trial:
             self.clock.schedule(ScheduledEvent(deadline, EventKind.GRACE_ENDS, 0))
         for settled in outcome.settled:
             receipt, report = settled.receipt, settled.report
+            worker = self.workers[receipt.worker]
+            if worker.compressor is not None:
+                worker.compressor.settle(self.server.takes(receipt))
             if receipt.status in SETTLED:
                 self.steps += report.local_steps or 0
                 self.tokens += report.tokens or 0.0
             self.write(self.clock.now, receipt, report, settled.recorded | self._gain())
-            self.workers[receipt.worker].sequence += 1
+            worker.sequence += 1
         if not self.finished:
             for instruction in outcome.instructions:
                 self._instruct(instruction)
@@ -241,6 +253,7 @@ class Trial:
             self.coordinator.plan.awaited.clear()  # the workers are all here, at what they were at
         self.clock.load_state_dict(state["clock"])
         for worker, own in zip(self.workers, state["workers"], strict=True):
+            worker.compressor = None if own["compressor"] is None else self._make_compressor(worker.id)
             worker.load_state_dict(own)
         for name in self._PLAIN:
             setattr(self, name, state[name])

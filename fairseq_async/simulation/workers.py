@@ -1,7 +1,7 @@
 """Logical workers: what each computes, one after another, in one shared model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import torch
@@ -9,11 +9,14 @@ from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.server import Layout
-from fairseq_async.server.protocol import Assignment, Report
+from fairseq_async.server.protocol import Assignment, Push, Report
 from fairseq_async.simulation.experiment import OptimizerOptions
 from fairseq_async.simulation.problem import Problem
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer, set_lr
+from fairseq_async.worker.compressor import Compressor
 from fairseq_async.worker.shards import ShardOrder
+
+_OWN_STATE = ("optimizer", "id", "report", "compressor")
 
 
 @dataclass
@@ -26,6 +29,7 @@ class LogicalWorker:
         incarnation: how often it has come.
         steps: how many it has ever taken, whichever were lost.
         report: what goes with its next update.
+        compressor: of its updates; None where they are sent in fp32.
     """
 
     id: int
@@ -39,17 +43,32 @@ class LogicalWorker:
     sent_at: float = 0.0
     waited: float = 0.0
     report: Report = field(default_factory=Report)
+    compressor: Compressor | None = None
+
+    def compress(self) -> None:
+        """``delta`` ← what the server will make of its bytes, which the report counts."""
+        if self.compressor is None:
+            self.report = replace(self.report, bytes_sent=4 * self.delta.numel())
+            return
+        push = Push(self.sequence, self.base_version, self.weight, self.report)
+        push, payload = self.compressor.encode(push, self.delta)
+        self.report = push.report
+        if payload is not None:
+            self.delta.copy_(self.compressor.codec.decode(payload.numpy().tobytes(), self.delta.numel()))
 
     def state_dict(self) -> State:
-        kept = {name: value for name, value in vars(self).items() if name not in ("optimizer", "id", "report")}
+        kept = {name: value for name, value in vars(self).items() if name not in _OWN_STATE}
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()
-        return kept | {"report": vars(self.report), "optimizer": optimizer}
+        compressor = None if self.compressor is None else self.compressor.state_dict()
+        return kept | {"report": vars(self.report), "optimizer": optimizer, "compressor": compressor}
 
     def load_state_dict(self, state: State) -> None:
         state = dict(state)
         self.report = Report(**state.pop("report"))
         self.delta.copy_(state.pop("delta"))
-        optimizer = state.pop("optimizer")
+        optimizer, compressor = state.pop("optimizer"), state.pop("compressor")
+        if self.compressor is not None:
+            self.compressor.load_state_dict(compressor, compressor["sequence"])
         if self.optimizer is not None and optimizer is not None:
             self.optimizer.load_state_dict(optimizer)
         vars(self).update(state)

@@ -2,6 +2,7 @@
 
 import logging
 
+from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.protocol import Welcome
@@ -84,6 +85,15 @@ class AsyncWorker:
     def start(self) -> None:
         """Takes what this worker's next work starts from: here the server's current parameters."""
         self.pull()
+
+    def compressor_state(self) -> State | None:
+        """What a checkpoint of this worker keeps of its compressed updates; None where they are not compressed."""
+        return None if self.client.compressor is None else self.client.compressor.state_dict()
+
+    def restore_compressor(self, state: State | None) -> None:
+        """Goes on from :meth:`compressor_state`, once the worker has begun; from another time it is left."""
+        if self.client.compressor is not None and state is not None:
+            self.client.compressor.load_state_dict(state, self.sequence)
 
     def pull(self) -> None:
         """Takes the server's current parameters."""

@@ -22,6 +22,7 @@ from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, Status, protocol
 from fairseq_async.server.protocol import Push, PushReply, Request, Welcome
 from fairseq_async.server.state_files import placed
+from fairseq_async.worker.compressor import Compressor
 from fairseq_async.worker.connection import CONNECT_SECONDS, Connection
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Client:
     Attributes:
         worker: this worker's id.
         workers: how many were announced.
+        compressor: of its updates; None where they are sent in fp32, and before :meth:`join`.
     """
 
     def __init__(
@@ -69,6 +71,9 @@ class Client:
         self._state_path = ""  # where worker 0 may bring it a state
         self._in_slot = -1  # sequence number of an update that was answered early: it may still be in the slot
         self._schedule_events = 0
+        self._received = 0  # bytes of parameters, since the last push
+        self.compressor: Compressor | None = None
+        self._may_reject = False
         self._restored_version: int | None = None  # of a server that was started again, until this worker has pulled
         self._lock = (
             threading.RLock()
@@ -84,6 +89,9 @@ class Client:
     def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
         """Introduces the worker; waits until the server has parameters, unless this is worker 0, who brings them."""
         self._joined_with = layout, spec
+        codec = spec.compress.push
+        self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
+        self._may_reject = spec.server.max_update_norm_ratio is not None or spec.staleness_limit is not None
         with self._lock:
             try:
                 return self._hello()
@@ -99,7 +107,7 @@ class Client:
         """Worker 0 brings a new server the parameters in its slot, or all of a state in a file; a server on another
         machine has to see the same disk."""
         with nullcontext() if state is None else placed(Path(state), Path(self._state_path)):
-            welcome = self._ask(protocol.Initialise(state is not None), Welcome, self._sent)
+            welcome = self._ask(protocol.Initialise(state is not None), Welcome, lambda: self._sent)
         self._initialised = True
         return welcome
 
@@ -111,8 +119,23 @@ class Client:
         """
         with self._lock:
             self.prepare(write)
-            answer = self._ask(push, PushReply, self._sent)
+            push = replace(push, report=replace(push.report, bytes_received=self._received))
+            answer = self._push(push) if self.compressor is None else self._push_compressed(push, self.compressor)
+            self._received = 0
             self._in_slot = push.sequence if answer.status is Status.ACCEPTED else -1
+        return answer
+
+    def _push(self, push: Push) -> PushReply:
+        report = replace(push.report, bytes_sent=4 * self.slot.numel())
+        return self._ask(replace(push, report=report), PushReply, lambda: self._sent)
+
+    def _push_compressed(self, push: Push, compressor: Compressor) -> PushReply:
+        """The payload goes behind the message, also to a server on this machine, which decodes it into the slot."""
+        push, payload = compressor.encode(push, self.slot)
+        if compressor.keeps_residual and self._may_reject:
+            push = replace(push, wait=True)  # an early answer would not say what becomes of it
+        answer = self._ask(push, PushReply, lambda: payload)
+        compressor.settle(answer.taken)
         return answer
 
     def prepare(self, write: Callable[[Tensor], object]) -> float:
@@ -142,6 +165,7 @@ class Client:
 
     @property
     def _sent(self) -> Tensor | None:
+        """What goes behind a message that hands over the slot."""
         return self._slot if self.remote else None
 
     def pull(self, copy: Callable[[Tensor], object], look_ahead: float = 0.0, starts: bool = False) -> int:
@@ -157,12 +181,14 @@ class Client:
                 with self._lock:
                     if memory is self.memory:  # and not that of a server that died meanwhile
                         self._restored_version = None
+                        self._received += 4 * memory.parameters
                         return version
             except ExchangeError as error:  # the server died while it published
                 with self._lock:
                     if memory is self.memory:
                         self._reconnect(error)
         version, self._restored_version = self._ask(protocol.Pull(look_ahead, starts), protocol.PullReply).version, None
+        self._received += 4 * self.slot.numel()
         copy(self.slot)
         return version
 
@@ -188,16 +214,17 @@ class Client:
             raise RefusedError(f"the server's state cannot be written to {path}: {error}") from error
         return saved.version
 
-    def _ask(self, request: Request, expected: type[_Answer], tensor: Tensor | None = None) -> _Answer:
-        """Sends one request, and waits for its answer."""
+    def _ask(
+        self, request: Request, expected: type[_Answer], tensor: Callable[[], Tensor | None] = lambda: None
+    ) -> _Answer:
+        """Sends one request, with the tensor that is to go behind it at that time, and waits for its answer."""
         with self._lock:
             while True:
                 try:
-                    self._channel.send(protocol.encode(self._rebased(request)), tensor)
+                    self._channel.send(protocol.encode(self._rebased(request)), tensor())
                     return self._outdated(self._channel.answer(expected))
                 except ExchangeError as error:
                     self._reconnect(error)
-                tensor = None if tensor is None else self._slot
 
     def _rebased(self, request: Request) -> Request:
         """A server that came back may be at a version before the one that an update started from."""

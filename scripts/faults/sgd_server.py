@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation
-from fairseq_async.method_spec import MethodSpec, ServerSettings
+from fairseq_async.method_spec import JsonObject, MethodSpec, ServerSettings
 from fairseq_async.server import Layout
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.process import serve
@@ -22,11 +22,14 @@ class Constant:
     def end_epoch(self, epoch: int, loss: float | None) -> None: ...
 
 
-def sgd_spec(updates_per_step: int = 1, workers: int = 2, **changes: Any) -> MethodSpec:
+def sgd_spec(
+    updates_per_step: int = 1, workers: int = 2, compress: JsonObject | None = None, **changes: Any
+) -> MethodSpec:
     """Hybrid asynchronous SGD; ``changes`` are fields of the description, or of its server's settings."""
     of_server = {each.name for each in fields(ServerSettings)} & set(changes)
     server = ServerSettings(**{name: changes.pop(name) for name in of_server})
-    return MethodSpec("hybrid_async", workers, {"updates_per_step": updates_per_step}, server, **changes)
+    options: JsonObject = {"updates_per_step": updates_per_step} | ({"compress": compress} if compress else {})
+    return MethodSpec("hybrid_async", workers, options, server, **changes)
 
 
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[HybridAccumulation, EpochPlan]:

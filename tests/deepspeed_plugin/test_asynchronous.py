@@ -126,6 +126,22 @@ def test_a_restart_goes_on_with_the_servers_momentum_and_the_inner_optimizer(run
     assert len(summary(tmp_path / "second")["losses"]) == 10
 
 
+def test_a_restart_goes_on_with_what_the_workers_had_not_sent(run: Run, tmp_path: Path) -> None:
+    """Two workers, an exchange before the checkpoint, and one after it."""
+    compress = {"push": {"codec": "topk", "chunk": 64, "keep": 8}}
+    section = SHORT | {"grace_period": 60, "total_steps": 20, "compress": compress}
+    code, output = run(2, tmp_path / "whole", section, "--save-at", 10)
+    assert code == 0, output
+    code, output = run(2, tmp_path / "second", section, "--load", tmp_path / "whole" / "checkpoint")
+    assert code == 0, output
+    assert torch.equal(parameters(tmp_path / "whole"), parameters(tmp_path / "second"))
+    before = {(event["worker"], event["sequence"]): event["residual_norm"] for event in events(tmp_path / "whole")}
+    after = [
+        before[event["worker"], event["sequence"]] == event["residual_norm"] for event in events(tmp_path / "second")
+    ]
+    assert after and all(after)
+
+
 def test_hybrid_async_steps_in_the_server(run: Run, tmp_path: Path) -> None:
     """And follows DeepSpeed's schedule there, whose rate the engines show."""
     inner = {

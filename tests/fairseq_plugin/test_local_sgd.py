@@ -119,9 +119,28 @@ def test_a_resumed_run_goes_on_with_momentum_and_data(alone: Alone, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    "method", [[*LOCAL, "--local-steps", 5], ["--optimizer", "hybrid_async"]], ids=["local", "hybrid"]
+)
+def test_a_resumed_run_goes_on_with_what_it_had_not_sent(alone: Alone, tmp_path: Path, method: list[object]) -> None:
+    flags = ["--user-dir", PACKAGE, *method, "--dropout", 0, "--max-epoch", 0, "--compress", "topk:chunk=256,keep=16"]
+    parts = [*flags, "--save-dir", tmp_path / "parts"]
+    ended = alone(
+        whole=[*flags, "--max-update", 20],
+        first=[*parts, "--save-interval-updates", 10, "--max-update", 10],
+        second=[*parts, "--max-update", 20],
+    )
+    assert [code for code, _ in ended.values()] == [0] * 3, ended
+    differences = relative_differences(tmp_path / "whole/checkpoint_last.pt", tmp_path / "parts/checkpoint_last.pt")
+    assert max(differences.values()) == 0.0
+    norms = [[event["residual_norm"] for event in events(tmp_path / run)] for run in ("whole", "parts")]
+    assert norms[0] == norms[1] and norms[0][0] == 0.0 and min(norms[0][1:]) > 0.0
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--outer", "adagrad"], "--optimizer local_sgd: --outer: Input should be 'diloco'"),
+        (["--compress", "gzip"], "--compress: there is no codec 'gzip'"),
         (["--c", 0.9], r"c is 0.9: with delay 2 it must be in"),
         (["--amp"], "--amp: not possible with --optimizer local_sgd"),
     ],

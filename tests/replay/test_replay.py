@@ -240,3 +240,26 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(hybrid: Path, tmp_path: 
             replay(run_dir)
         assert isinstance(caught.value, ConfigurationError)
         assert message in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ["hybrid_async", "--compress", "adacomp"],
+        ["local_sgd", "--local-steps", 2, "--compress", "dqsgd:bits=6"],
+    ],
+    ids=["adacomp", "dqsgd"],
+)
+def test_a_compressed_run_is_repeated_payload_by_payload(
+    processes: Processes, data: Path, tmp_path: Path, method: list[object]
+) -> None:
+    run_dir = launch(processes, data, tmp_path, "--max-update", 10, "--no-save", "--optimizer", *method)
+    recorded = events(run_dir)
+    assert replay(run_dir).compared == recorded[-1]["version_after"] > 2
+    assert len({event["payload"] for event in recorded}) == len(recorded)
+    assert all(0 < event["bytes_sent"] < event["bytes_received"] / 3 for event in recorded)
+    lines = (run_dir / "events.jsonl").read_text()
+    changed = "0" * 8 if recorded[1]["payload"] != "0" * 8 else "1" * 8
+    (run_dir / "events.jsonl").write_text(lines.replace(recorded[1]["payload"], changed))
+    with pytest.raises(DifferenceError, match="the checksum of its payload was"):
+        replay(run_dir)

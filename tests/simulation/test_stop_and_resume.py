@@ -27,6 +27,8 @@ METHODS: dict[str, dict[str, Any]] = {
         "grace_period": 0.7,
     },
     "compensated": DN | {"delay_compensation": 0.5, "staleness_limit": 1},
+    "compressed": DN | {"compress": "topk:chunk=3,keep=1", "staleness_limit": 1},
+    "rounded": {"method": "hybrid_async", "compress": "dqsgd"},
     "adasum": {"method": "adasum", "local_steps": 2},
     "adascale": {"method": "adascale", "optimizer": {"type": "sgd", "lr": 0.1}},
 }

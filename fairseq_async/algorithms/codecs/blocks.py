@@ -1,0 +1,59 @@
+"""Vectors in blocks of equal length, each with a scale of its own; a part at a time, which stays in the cache."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms.codecs.codec import check_finite, from_bytes
+from fairseq_async.errors import CodecError
+
+_VALUES = 1 << 16  # at a time
+
+
+def count_blocks(size: int, block: int) -> int:
+    """Blocks of a vector; the last one may be shorter."""
+    return -(-size // block)
+
+
+def parts(size: int, block: int) -> Iterator[tuple[slice, slice]]:
+    """Runs of whole blocks: which values they are, and which blocks. The last run may end with a shorter block."""
+    blocks = max(1, _VALUES // block)
+    if blocks * block % 2:
+        blocks *= 2  # an even number of values, for codecs of which two share a byte
+    for first in range(0, count_blocks(size, block), blocks):
+        last = min(first + blocks, count_blocks(size, block))
+        yield slice(first * block, min(last * block, size)), slice(first, last)
+
+
+def rows(values: Tensor, block: int) -> Tensor:
+    """The values as a matrix with a row for each block; a last row that is too short is filled up with zeros."""
+    missing = -values.numel() % block
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, block)
+
+
+def largest(values: Tensor, block: int) -> Tensor:
+    """The largest absolute value of each block; NaN where one is NaN."""
+    size = values.numel()
+    found = torch.empty(count_blocks(size, block))
+    for part, blocks in parts(size, block):
+        torch.amax(rows(values[part].abs(), block), dim=1, out=found[blocks])
+    check_finite(found)
+    return found
+
+
+def split(body: memoryview, size: int, block: int, most: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The scales, and what is behind them, of a body that begins with the length of a block.
+
+    Raises:
+        CodecError: the blocks have another length, or a scale is one that no encoder writes: NaN, below 0, above
+            ``most``.
+    """
+    given = int.from_bytes(body[:4], "little")
+    if given != block:
+        raise CodecError(f"a payload in blocks of {given} values: {block} were expected")
+    end = 4 + 4 * count_blocks(size, block)
+    scales = from_bytes(body[4:end], torch.float32)
+    if not ((scales >= 0) & (scales <= most)).all():
+        raise CodecError("a scale in a payload is NaN, below 0 or too large")
+    return scales, from_bytes(body[end:], dtype)

@@ -1,0 +1,84 @@
+"""4 bits a value: a sign and three bits of exponent."""
+
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms.codecs import blocks
+from fairseq_async.algorithms.codecs.codec import Codec, Vector, as_bytes, check_length, check_parameter
+from fairseq_async.algorithms.codecs.payload import Bytes
+
+_LARGEST = torch.finfo(torch.float32).max
+_LEVELS = torch.tensor([0.0, *(2.0**level for level in range(-6, 1))])
+_VALUES = torch.cat([_LEVELS, -_LEVELS])  # of the 16 codes
+_BORDERS = (_LEVELS[1:] + _LEVELS[:-1]) / 2  # between levels; what is on one goes up
+
+
+def _code_of_upper_half() -> Tensor:
+    """The code of each float in [−1, 1], by its upper 16 bits, counted from −2¹⁵.
+
+    They are enough: the borders between levels have zeros in their lower half.
+    """
+    floats = (torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16).view(torch.float32)
+    levels = torch.bucketize(floats.abs(), _BORDERS, right=True)
+    return (levels + 8 * torch.signbit(floats)).to(torch.uint8)
+
+
+class E3M0(Codec):
+    """x ≈ ± 2^(L − 7) · max|x| with L in 1 … 7, or 0 with L = 0, of blocks of neighbouring values; the nearest level.
+
+    As Streaming DiLoCo sends pseudo-gradients (Douillard et al. 2025, arXiv 2501.18512).
+
+    Body: the length of a block (u32), the largest |x| of each block (fp32), half a byte for each value: bits 0 to 2
+    are L, bit 3 is the sign. The first of two values is in bits 0 to 3 of their byte.
+
+    Args:
+        block: values that share a scale.
+    """
+
+    number = 3
+
+    def __init__(self, block: int = 256) -> None:
+        check_parameter("block", block, 1, 1 << 20)
+        self.block = block
+        # both values of a byte, as one number of 8 bytes, so that decoding looks up a byte at a time
+        codes = torch.arange(256)
+        self._pairs = torch.stack([_VALUES[codes % 16], _VALUES[codes // 16]], dim=1).view(torch.int64).view(-1)
+        self._codes = _code_of_upper_half()
+
+    def _pack(self, vector: Vector) -> list[Bytes]:
+        values = vector.values
+        scales = blocks.largest(values, self.block)
+        divisors = torch.where(scales > 0, scales, 1.0).unsqueeze(1)
+        packed = torch.empty((values.numel() + 1) // 2, dtype=torch.uint8)
+        for part, rows in blocks.parts(values.numel(), self.block):
+            shares = blocks.rows(values[part], self.block) / divisors[rows]
+            upper = (shares.view(-1).view(torch.int32) >> 16).add_(1 << 15)
+            here = packed[part.start // 2 : (part.stop + 1) // 2]
+            here.copy_(_in_pairs(self._codes.index_select(0, upper))[: here.numel()])
+        if values.numel() % 2:
+            packed[-1] &= 15  # what fills up the last block
+        return [self.block.to_bytes(4, "little"), as_bytes(scales), as_bytes(packed)]
+
+    def _unpack(self, body: memoryview, sizes: tuple[int, ...]) -> Tensor:
+        (size,) = sizes
+        check_length(body, self._most_body_bytes(sizes))
+        scales, packed = blocks.split(body, size, self.block, _LARGEST, torch.uint8)
+        values = torch.empty(size)
+        for part, rows in blocks.parts(size, self.block):
+            codes = packed[part.start // 2 : (part.stop + 1) // 2]
+            shares = self._pairs.index_select(0, codes.int()).view(torch.float32)[: part.stop - part.start]
+            scaled = blocks.rows(shares, self.block) * scales[rows].unsqueeze(1)
+            values[part] = scaled.view(-1)[: part.stop - part.start]
+        return values
+
+    def _most_body_bytes(self, sizes: tuple[int, ...]) -> int:
+        (size,) = sizes
+        return 4 + 4 * blocks.count_blocks(size, self.block) + (size + 1) // 2
+
+
+def _in_pairs(codes: Tensor) -> Tensor:
+    """Two codes in the lower 8 bits of each of these."""
+    if codes.numel() % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    both = codes.view(torch.int16)
+    return both | both >> 4

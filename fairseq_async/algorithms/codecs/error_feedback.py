@@ -1,0 +1,89 @@
+"""Error feedback: what a codec loses is sent with the next update."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms.codecs.codec import Codec
+from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import CodecError
+
+
+class ErrorFeedback:
+    """e ← residual + update; Q(e) is sent; residual ← e − Q(e) (Seide et al. 2014; Karimireddy et al. 2019).
+
+    The sum of all that was acknowledged, and the residual, is the sum of all updates: the residual changes only when it
+    is known what has become of an update, and takes it back in when it was refused. It is kept in float64, in which
+    sums of fp32 values lose nothing that fp32 could show.
+
+    Args:
+        codec: Q.
+        sizes: number of values of each tensor in an update; None for one tensor.
+
+    Attributes:
+        pending: whether an update was sent that is neither acknowledged nor refused.
+    """
+
+    def __init__(self, codec: Codec, sizes: Sequence[int] | None = None) -> None:
+        self.codec, self._sizes = codec, sizes
+        self._residual = torch.zeros(0, dtype=torch.float64)
+        self._update: Tensor | None = None
+        self._payload = b""
+
+    @property
+    def residual(self) -> Tensor:
+        """What the updates had that was not sent: flat, fp32; empty before the first update."""
+        return self._residual.float()
+
+    @property
+    def pending(self) -> bool:
+        return self._update is not None
+
+    def send(self, update: Tensor, seed: int = 0) -> bytes:
+        """The payload of an update with what was left of those before it.
+
+        Raises:
+            CodecError: the update has NaN or Inf, is not of the size of the others, or the one before it is pending.
+                Nothing has changed then.
+        """
+        if self.pending:
+            raise CodecError("an update was sent that was neither acknowledged nor refused")
+        flat = update.detach().reshape(-1).to("cpu", torch.float32, copy=True)
+        if not self._residual.numel():
+            self._residual = torch.zeros(flat.numel(), dtype=torch.float64)
+        if self._residual.numel() != flat.numel():
+            raise CodecError(f"an update of {flat.numel()} values: those before had {self._residual.numel()}")
+        carried = torch.add(self._residual, flat).float()
+        self._payload = self.codec.encode(carried, seed, self._sizes, newest=flat)
+        self._update = flat
+        return self._payload
+
+    def acknowledge(self) -> None:
+        """The update that was sent is applied. Does nothing where none is pending."""
+        if self._update is not None:
+            sent = self.codec.decode(self._payload, self._update.numel())
+            self._residual.add_(self._update).sub_(sent)
+            self._forget()
+
+    def refuse(self) -> None:
+        """The update that was sent has changed nothing: it goes with the next one."""
+        if self._update is not None:
+            self._residual.add_(self._update)
+            self._forget()
+
+    def state_dict(self) -> State:
+        """Residual, codec, and the update that is pending, if one is."""
+        payload = None if self._update is None else torch.frombuffer(bytearray(self._payload), dtype=torch.uint8)
+        own = {"residual": self._residual, "update": self._update, "payload": payload}
+        return own | {"codec": self.codec.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Goes on from :meth:`state_dict`."""
+        self._residual = state["residual"].clone()
+        self.codec.load_state_dict(state["codec"])
+        self._update = state["update"]
+        self._payload = b"" if state["payload"] is None else state["payload"].numpy().tobytes()
+
+    def _forget(self) -> None:
+        self._update, self._payload = None, b""

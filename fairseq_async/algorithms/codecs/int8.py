@@ -1,0 +1,56 @@
+"""8 bits a value."""
+
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms.codecs import blocks
+from fairseq_async.algorithms.codecs.codec import Codec, Vector, as_bytes, check_length, check_parameter
+from fairseq_async.algorithms.codecs.payload import Bytes
+from fairseq_async.errors import CodecError
+
+_LEVELS = 127
+_LARGEST_SCALE = 132104.046875 * 2.0**104  # the largest fp32 of which 127 times is finite: max / 127, rounded down
+
+
+class Int8(Codec):
+    """x ≈ scale · q with q in −127 … 127 and scale = max|x| / 127, of blocks of neighbouring values.
+
+    Body: the length of a block (u32), a scale for each block (fp32), a byte for each value (two's complement).
+
+    Args:
+        block: values that share a scale.
+    """
+
+    number = 2
+
+    def __init__(self, block: int = 256) -> None:
+        check_parameter("block", block, 1, 1 << 20)
+        self.block = block
+
+    def _pack(self, vector: Vector) -> list[Bytes]:
+        values = vector.values
+        scales = blocks.largest(values, self.block).div_(_LEVELS).clamp_(max=_LARGEST_SCALE)
+        # a scale of 0 is that of zeros, or of values too small to have one: they are sent as zeros
+        divisors = torch.where(scales > 0, scales, torch.inf).unsqueeze(1)
+        quantized = torch.empty(values.numel(), dtype=torch.int8)
+        for part, rows in blocks.parts(values.numel(), self.block):
+            levels = blocks.rows(values[part], self.block) / divisors[rows]
+            levels.round_().clamp_(-_LEVELS, _LEVELS)
+            quantized[part] = levels.view(-1)[: quantized[part].numel()]
+        return [self.block.to_bytes(4, "little"), as_bytes(scales), as_bytes(quantized)]
+
+    def _unpack(self, body: memoryview, sizes: tuple[int, ...]) -> Tensor:
+        (size,) = sizes
+        check_length(body, self._most_body_bytes(sizes))
+        scales, quantized = blocks.split(body, size, self.block, _LARGEST_SCALE, torch.int8)
+        if size and int(quantized.min()) < -_LEVELS:
+            raise CodecError("a payload of int8 has a value of -128, which is not sent")
+        values = torch.empty(size)
+        for part, rows in blocks.parts(size, self.block):
+            scaled = blocks.rows(quantized[part], self.block) * scales[rows].unsqueeze(1)
+            values[part] = scaled.view(-1)[: values[part].numel()]
+        return values
+
+    def _most_body_bytes(self, sizes: tuple[int, ...]) -> int:
+        (size,) = sizes
+        return 4 + 4 * blocks.count_blocks(size, self.block) + size

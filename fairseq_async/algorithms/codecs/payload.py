@@ -1,0 +1,63 @@
+"""The bytes of an encoded vector: a header, the sizes of its tensors, and the codec's own body; docs/wire.md."""
+
+import struct
+import zlib
+from collections.abc import Sequence
+
+from fairseq_async.errors import CodecError
+
+MAGIC, VERSION = b"FSAC", 1
+_HEADER = struct.Struct("<4sBBHIQ")  # magic, version, codec, 0, tensors, bytes of the body
+_CHECKSUM = struct.Struct("<I")  # CRC-32 of all the rest
+_START = _HEADER.size + _CHECKSUM.size
+Bytes = bytes | bytearray | memoryview
+
+
+def header_bytes(tensors: int) -> int:
+    """What comes before the body."""
+    return _START + 8 * tensors
+
+
+def seal(codec: int, sizes: Sequence[int], body: Sequence[Bytes]) -> bytes:
+    """The payload of a codec's body, which may be in several parts.
+
+    Args:
+        codec: its number.
+        sizes: number of values of each tensor.
+    """
+    header = _HEADER.pack(MAGIC, VERSION, codec, 0, len(sizes), sum(memoryview(part).nbytes for part in body))
+    table = struct.pack(f"<{len(sizes)}Q", *sizes)
+    checksum = 0
+    for part in (header, table, *body):
+        checksum = zlib.crc32(part, checksum)
+    return b"".join((header, _CHECKSUM.pack(checksum), table, *body))
+
+
+def unseal(data: Bytes, codec: int, size: int) -> tuple[tuple[int, ...], memoryview]:
+    """The sizes of the tensors, and the body, of a payload that should have ``size`` values in all.
+
+    Raises:
+        CodecError: it is no payload of this codec, of another number of values, or damaged.
+    """
+    view = memoryview(data).cast("B")
+    if view.nbytes < _START:
+        raise CodecError(f"a payload of {view.nbytes} bytes: the header alone has {_START}")
+    magic, version, number, reserved, tensors, length = _HEADER.unpack_from(view)
+    if magic != MAGIC or version != VERSION or reserved:
+        raise CodecError(f"these bytes are no payload of version {VERSION}")
+    if number != codec:
+        raise CodecError(f"a payload of codec {number}: codec {codec} was expected")
+    if view.nbytes != header_bytes(tensors) + length:  # before anything is made of these numbers
+        raise CodecError(f"a payload of {view.nbytes} bytes announces {tensors} tensors and a body of {length} bytes")
+    sizes = struct.unpack_from(f"<{tensors}Q", view, _START)
+    if sum(sizes) != size:
+        raise CodecError(f"a payload of {sum(sizes)} values: {size} were expected")
+    if zlib.crc32(view[_START:], zlib.crc32(view[: _HEADER.size])) != checksum_of(view):
+        raise CodecError("a payload with a wrong checksum: it was changed on its way")
+    return sizes, view[header_bytes(tensors) :]
+
+
+def checksum_of(data: Bytes) -> int:
+    """The checksum in a payload's header, by which a log names it."""
+    (checksum,) = _CHECKSUM.unpack_from(data, _HEADER.size)
+    return int(checksum)

@@ -1,0 +1,150 @@
+"""Which codec a run sends its updates with: its name and parameters, as flags and keys give them.
+
+As :mod:`fairseq_async.config`, this imports torch only when a codec is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+if TYPE_CHECKING:
+    from fairseq_async.algorithms import Codec
+
+
+class _Parameters(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class BF16Options(_Parameters):
+    """16 bits a value."""
+
+    codec: Literal["bf16"] = "bf16"
+
+
+class Int8Options(_Parameters):
+    """8 bits a value."""
+
+    codec: Literal["int8"] = "int8"
+    block: int = Field(256, ge=1, le=1 << 20, description="values that share a scale")
+
+
+class E3M0Options(_Parameters):
+    """4 bits a value."""
+
+    codec: Literal["e3m0"] = "e3m0"
+    block: int = Field(256, ge=1, le=1 << 20, description="values that share a scale")
+
+
+class TopKOptions(_Parameters):
+    """The largest values of each chunk."""
+
+    codec: Literal["topk"] = "topk"
+    chunk: int = Field(4096, ge=1, le=1 << 16, description="neighbouring values of which the largest are sent")
+    keep: int = Field(64, ge=1, description="how many of them")
+    bits: int = Field(2, ge=1, le=8, description="of each value that is sent")
+
+
+class AdaCompOptions(_Parameters):
+    """What is about as large as the largest value of its bin."""
+
+    codec: Literal["adacomp"] = "adacomp"
+    bin_size: int = Field(500, ge=1, lt=1 << 16, description="neighbouring values in a bin")
+
+
+class DQSGDOptions(_Parameters):
+    """Stochastic rounding, in bits that follow the norm."""
+
+    codec: Literal["dqsgd"] = "dqsgd"
+    bits: int = Field(4, ge=2, le=8, description="of the values of the first update")
+
+
+CodecOptions = BF16Options | Int8Options | E3M0Options | TopKOptions | AdaCompOptions | DQSGDOptions
+_CODECS: TypeAdapter[CodecOptions] = TypeAdapter(Annotated[CodecOptions, Field(discriminator="codec")])
+NAMES = tuple(str(model.model_fields["codec"].default) for model in CodecOptions.__args__)
+_SKETCH = (
+    "sketch finds its largest values in a second round between all workers of a step, which no method here has; "
+    "choose another codec"
+)
+
+
+class Compress(BaseModel):
+    """What is compressed, and how; None where it is sent in fp32.
+
+    Attributes:
+        push: the updates of the workers.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    push: CodecOptions | None = None
+
+
+def parse(given: object) -> Compress:
+    """What a flag or a key says: ``topk``, ``topk:keep=32,bits=4``, or a mapping with these as its ``push``.
+
+    Raises:
+        ValueError: there is no such codec, or a parameter is unknown or out of its range.
+    """
+    if isinstance(given, Compress):
+        return given
+    push = given
+    if isinstance(given, Mapping):
+        unknown = sorted(set(given) - {"push"})
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is not compressed; only 'push' is, the updates of the workers")
+        push = given.get("push")
+    return Compress(push=_codec(push))
+
+
+Compression = Annotated[Compress, BeforeValidator(parse)]
+
+
+def _codec(given: object) -> CodecOptions | None:
+    values = _from_text(given) if isinstance(given, str) else given
+    if values is None or isinstance(values, CodecOptions):
+        return values
+    if not isinstance(values, Mapping) or "codec" not in values:
+        raise ValueError(f"give the name of a codec ({', '.join(NAMES)}), or a mapping with it as its 'codec'")
+    if values["codec"] == "sketch":
+        raise ValueError(_SKETCH)
+    if values["codec"] not in NAMES:
+        raise ValueError(f"there is no codec {values['codec']!r}; there are {', '.join(NAMES)}")
+    try:
+        options = _CODECS.validate_python(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{values['codec']}: {first['loc'][-1]}: {first['msg']} (it is {first['input']!r})") from error
+    if isinstance(options, TopKOptions) and options.keep > options.chunk:
+        raise ValueError(f"topk: keep is {options.keep}: a chunk has only {options.chunk} values")
+    return options
+
+
+def _from_text(text: str) -> dict[str, str] | None:
+    """``name:key=value,key=value`` as a mapping; ``none`` is none."""
+    name, _, parameters = text.partition(":")
+    if name == "none" and not parameters:
+        return None
+    pairs = [part.partition("=") for part in parameters.split(",") if part]
+    return {"codec": name} | {key.strip().replace("-", "_"): value.strip() for key, _, value in pairs}
+
+
+def build(options: CodecOptions) -> Codec:
+    """The codec of these options."""
+    from fairseq_async import algorithms  # start-up time: torch
+
+    match options:
+        case BF16Options():
+            return algorithms.BF16()
+        case Int8Options():
+            return algorithms.Int8(options.block)
+        case E3M0Options():
+            return algorithms.E3M0(options.block)
+        case TopKOptions():
+            return algorithms.TopK(options.chunk, options.keep, options.bits)
+        case AdaCompOptions():
+            return algorithms.AdaComp(options.bin_size)
+        case DQSGDOptions():
+            return algorithms.DQSGD(options.bits)

@@ -1,0 +1,72 @@
+"""The tensors behind messages in a server: where they arrive, and how those that are compressed are decoded."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fairseq_async import compression
+from fairseq_async.algorithms.codecs.payload import checksum_of
+from fairseq_async.errors import RefusedError
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.layout import Layout
+from fairseq_async.server.peers import Peer
+from fairseq_async.server.protocol import Push
+
+
+class Payloads:
+    """Brings what comes behind a worker's messages into its slot.
+
+    A compressed update travels on the worker's connection, also on the server's own machine; its values are decoded
+    into the worker's slot, where an update that is not compressed would be.
+    """
+
+    def __init__(self, spec: MethodSpec, layout: Layout) -> None:
+        push = spec.compress.push
+        self.codec = None if push is None else compression.build(push)
+        self._size = layout.size
+        most = 0 if self.codec is None else self.codec.most_bytes([segment.size for segment in layout.segments])
+        self._room_bytes = max(4 * layout.size, most)  # worker 0 brings its first parameters in fp32
+
+    def open(self, peer: Peer, slot: Tensor) -> None:
+        """Makes room for what comes behind the messages of a worker that has joined."""
+        channel = peer.channel
+        channel.any_length = self.codec is not None
+        if self.codec is not None:  # no memory before something arrives
+            channel.room = torch.empty(self._room_bytes, dtype=torch.uint8)
+        else:
+            channel.room = slot if peer.remote else None
+
+    def unpack(self, peer: Peer, push: Push, slot: Tensor) -> str | None:
+        """Writes a compressed update into the slot; returns the payload's checksum.
+
+        Raises:
+            RefusedError: a tensor is missing.
+            CodecError: the payload is none of this run's codec.
+        """
+        channel = peer.channel
+        missing = not channel.with_tensor and (peer.remote or self.codec is not None)
+        if missing and (self.codec is None or push.norm is None or math.isfinite(push.norm)):
+            raise RefusedError("an update without its tensor")
+        if self.codec is None or missing:
+            return None
+        data = self._arrived(peer)
+        slot.copy_(self.codec.decode(data, self._size))
+        return f"{checksum_of(data):08x}"
+
+    def take_parameters(self, peer: Peer, slot: Tensor) -> None:
+        """Writes the parameters that a worker on another machine has sent into the slot.
+
+        Raises:
+            RefusedError: they are not of the model's size.
+        """
+        if self.codec is None or not peer.remote:
+            return  # they are there
+        data = self._arrived(peer)
+        if data.nbytes != 4 * self._size:
+            raise RefusedError(f"the parameters have {4 * self._size} bytes: {data.nbytes} were sent")
+        slot.view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+    def _arrived(self, peer: Peer) -> memoryview:
+        assert peer.channel.room is not None
+        return memoryview(peer.channel.room.numpy().data)[: peer.channel.tensor_bytes]

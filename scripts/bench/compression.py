@@ -1,0 +1,102 @@
+"""Bytes of each codec, and what encoding and decoding cost, beside a copy of the values.
+
+The values are normal, each times the square of another one, so that a few are far larger than the rest. AdaComp gets
+twelve such vectors in a row, with error feedback, and the last payload counts: how much it sends adapts itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, Codec, ErrorFeedback, Int8, TopK  # noqa: E402
+from scripts.bench.report import Report  # noqa: E402
+
+CODECS: dict[str, Codec] = {
+    "bf16": BF16(),
+    "int8": Int8(),
+    "e3m0": E3M0(),
+    "topk": TopK(),
+    "adacomp": AdaComp(),
+    "dqsgd": DQSGD(),
+}
+MOST_BYTES = {"int8": 0.26, "e3m0": 0.131, "topk": 1 / 140}  # of fp32
+MOST_COPIES = {"int8": 4.0, "e3m0": 4.0, "topk": 15.0, "adacomp": 15.0}
+
+
+def seconds(call: Callable[[], object], repeats: int) -> float:
+    """Processor time of the fastest of so many calls, after one more: other programs do not count."""
+    call()
+    times = []
+    for _ in range(repeats):
+        began = time.process_time()
+        call()
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+def vector(size: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, generator=generator) * torch.randn(size, generator=generator).square()
+
+
+def bytes_of(codec: Codec, size: int, rounds: int) -> list[int]:
+    """Of each of so many payloads in a row, with error feedback where the codec has it."""
+    feedback, found = ErrorFeedback(codec), []
+    for seed in range(rounds):
+        update = vector(size, seed)
+        found.append(len(feedback.send(update, seed) if codec.biased else codec.encode(update, seed)))
+        feedback.acknowledge()
+    return found
+
+
+def measured(name: str, codec: Codec, size: int, repeats: int, copy: float) -> dict[str, Any]:
+    values = vector(size, seed=0)
+    payload = codec.encode(values)
+    sent = bytes_of(codec, size, 12 if name == "adacomp" else 1)[-1]
+    encoding = seconds(lambda: codec.encode(values), repeats) / copy
+    decoding = seconds(lambda: codec.decode(payload, size), repeats) / copy
+    return {
+        "codec": name,
+        "bytes": sent,
+        "of fp32": sent / (4 * size),
+        "times fewer": 4 * size / sent,
+        "encode, copies": encoding,
+        "decode, copies": decoding,
+    }
+
+
+def main(
+    size: Annotated[int, typer.Option(min=1000, help="Values.")] = 25_000_000,
+    repeats: Annotated[int, typer.Option(min=1, help="Calls of which the fastest counts.")] = 5,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
+) -> None:
+    """Measure the bytes and the cost of each codec."""
+    values = vector(size, seed=0)
+    copy, room = seconds(values.clone, repeats), torch.zeros_like(values)
+    report = Report(f"Codecs: {size:,} values, beside a copy into new memory, as encoding and decoding need it")
+    into_old = seconds(lambda: room.copy_(values), repeats)
+    report.table("copies", [{"into new memory, ms": 1000 * copy, "into memory that is there, ms": 1000 * into_old}])
+    rows = [measured(name, codec, size, repeats, copy) for name, codec in CODECS.items()]
+    report.table("codecs", rows)
+    for row in rows:
+        name = row["codec"]
+        if name in MOST_BYTES:
+            report.bound(f"{name}: bytes of fp32", row["of fp32"], MOST_BYTES[name])
+        if name in MOST_COPIES:
+            for what in ("encode", "decode"):
+                report.bound(f"{name}: {what}, copies", row[f"{what}, copies"], MOST_COPIES[name])
+    report.end(json)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,347 @@
+"""Codecs against references in float64 that are written from the formulas, and against bytes that lie."""
+
+import itertools
+import math
+import struct
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, Codec, CountSketch, Int8, TopK
+from fairseq_async.errors import AsyncError, CodecError
+
+LARGEST = torch.finfo(torch.float32).max
+SIZES = st.one_of(st.sampled_from([0, 1, 2, 255, 256, 257, 4095, 4097]), st.integers(0, 700))
+SCALES = st.sampled_from([0.0, 1e-44, 1e-38, 1e-3, 1.0, 1e20, 1e38])
+
+
+def codecs() -> list[Codec]:
+    small = [Int8(16), E3M0(7), TopK(100, 3), TopK(8, 8, 4), TopK(9, 2, 1), AdaComp(10), AdaComp(300)]
+    return [BF16(), Int8(), E3M0(), TopK(), AdaComp(), DQSGD(), CountSketch(columns=64), *small]
+
+
+def name_of(codec: Codec) -> str:
+    return type(codec).__name__
+
+
+def vector(size: int, scale: float = 1.0, seed: int = 0) -> Tensor:
+    """Normal values with some zeros among them, none above what fp32 has."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(size, generator=generator, dtype=torch.float64) * scale
+    values[torch.rand(size, generator=generator) < 0.1] = 0.0
+    return values.clamp(-LARGEST, LARGEST).float()
+
+
+def decoded(codec: Codec, values: Tensor, seed: int = 0) -> Tensor:
+    return codec.decode(codec.encode(values, seed), values.numel())
+
+
+@pytest.mark.parametrize("codec", codecs(), ids=name_of)
+@settings(max_examples=12, deadline=None)
+@given(size=SIZES, scale=SCALES, seed=st.integers(0, 1000))
+def test_whatever_is_finite_is_encoded_to_a_vector_of_its_size_that_is_finite(
+    codec: Codec, size: int, scale: float, seed: int
+) -> None:
+    values = vector(size, scale, seed)
+    try:
+        data = codec.encode(values, seed)
+    except CodecError:
+        assert isinstance(codec, CountSketch) and scale > 1e37  # sums of many huge values have no fp32
+        return
+    back = codec.decode(data, size)
+    assert back.shape == (size,) and back.dtype is torch.float32 and torch.isfinite(back).all()
+    assert len(data) <= codec.most_bytes([size])
+    assert data == type(codec).encode(codec, values.clone(), seed)
+    if not isinstance(codec, CountSketch | DQSGD):
+        assert (back * values >= 0).all(), "no value changes its sign"
+        assert float(back.double().norm()) <= 2 * float(values.double().norm()) + 1e-40
+
+
+@pytest.mark.parametrize("codec", codecs(), ids=name_of)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_nan_and_inf_are_refused_wherever_they_are(codec: Codec, bad: float) -> None:
+    for place in (0, 299, 599):
+        values = vector(600)
+        values[place] = bad
+        with pytest.raises(CodecError, match="NaN or Inf"):
+            codec.encode(values)
+    assert issubclass(CodecError, AsyncError) and issubclass(CodecError, ValueError)
+
+
+@settings(max_examples=25, deadline=None)
+@given(size=st.integers(1, 600), block=st.integers(1, 300), scale=SCALES, seed=st.integers(0, 1000))
+def test_int8_is_within_half_a_level_of_each_value(size: int, block: int, scale: float, seed: int) -> None:
+    values = vector(size, scale, seed)
+    exact, back = values.double().numpy(), decoded(Int8(block), values).double().numpy()
+    for begin in range(0, size, block):
+        here = slice(begin, begin + block)
+        level = np.abs(exact[here]).max() / 127
+        # where values have no more than a bit or two, as the smallest have, so has their scale
+        allowed = level * (0.5 + 2e-5) if level > 1e-36 else np.abs(exact[here]).max() + 1e-45
+        assert np.abs(exact[here] - back[here]).max() <= allowed
+
+
+def test_int8_by_hand() -> None:
+    values = torch.tensor([127.0, -63.4, 0.0, 1.5, -254.0])  # scales 1 and 2
+    assert decoded(Int8(4), values).tolist() == [127.0, -63.0, 0.0, 2.0, -254.0]
+
+
+def e3m0_reference(values: Tensor, block: int) -> np.ndarray:
+    exact = values.double().numpy()
+    levels = np.array([0.0] + [2.0 ** (level - 7) for level in range(1, 8)])
+    back = np.zeros(exact.size)
+    for begin in range(0, exact.size, block):
+        part = exact[begin : begin + block]
+        scale = np.abs(part).max()
+        share = np.abs(part) / scale if scale else part
+        distance = np.abs(share[:, None] - levels)
+        back[begin : begin + block] = np.sign(part) * levels[distance.argmin(axis=1)] * scale
+    return back
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    size=st.integers(1, 600),
+    block=st.integers(1, 300),
+    scale=st.sampled_from([1e-30, 1, 1e38]),
+    seed=st.integers(0, 99),
+)
+def test_e3m0_takes_the_nearest_of_its_levels(size: int, block: int, scale: float, seed: int) -> None:
+    values = vector(size, scale, seed)
+    back = decoded(E3M0(block), values).double().numpy()
+    np.testing.assert_allclose(back, e3m0_reference(values, block), rtol=1e-6)
+
+
+def test_e3m0_by_hand() -> None:
+    values = torch.tensor([64.0, -33.0, 24.0, 23.9, -1.0, 0.5, 0.49, 0.0])
+    assert decoded(E3M0(8), values).tolist() == [64.0, -32.0, 32.0, 16.0, -1.0, 1.0, 0.0, 0.0]
+
+
+def best_two_levels(largest: np.ndarray) -> float:
+    """The least squared error with which sorted values can have two levels, by trying all divisions."""
+    ordered = np.sort(largest)
+    parts = ((ordered[:at], ordered[at:]) for at in range(1, ordered.size))
+    return min(float(((low - low.mean()) ** 2).sum() + ((high - high.mean()) ** 2).sum()) for low, high in parts)
+
+
+@pytest.mark.parametrize("size", [4096, 5000, 40, 3])
+def test_top_k_sends_the_largest_of_each_chunk_at_the_best_two_levels(size: int) -> None:
+    values = vector(size, seed=3)
+    back = decoded(TopK(chunk=1024, keep=16), values).double()
+    exact = values.double()
+    for begin in range(0, size, 1024):
+        part, sent = exact[begin : begin + 1024], back[begin : begin + 1024]
+        keep = min(16, part.numel())
+        largest = part.abs().topk(keep).indices.sort().values
+        assert set(sent.nonzero().view(-1).tolist()) <= set(largest.tolist())
+        assert (sent[largest] * part[largest] >= 0).all()
+        error = float(((part - sent)[largest] ** 2).sum())
+        # bf16 has 8 bits: its levels are within 2^-8 of the best ones, as a share
+        assert error <= best_two_levels(part[largest].abs().numpy()) + float((sent**2).sum()) * 2**-16 + 1e-12
+
+
+def test_top_k_has_141_times_fewer_bytes() -> None:
+    assert 4 * (1 << 20) / len(TopK().encode(vector(1 << 20))) >= 140
+
+
+def adacomp_reference(residual: np.ndarray, newest: np.ndarray, sizes: list[int], bin_size: int) -> np.ndarray:
+    """What is sent of residual + newest, in the words of the paper's pseudo-code."""
+    total = residual + newest
+    sent, begin = np.zeros(total.size), 0
+    for size in sizes:
+        tensor = range(begin, begin + size)
+        bins = [list(tensor)[at : at + bin_size] for at in range(0, size, bin_size)]
+        largest = [max(abs(total[j]) for j in each) for each in bins]
+        for each, limit in zip(bins, largest, strict=True):
+            for j in each:
+                if limit > 0 and abs(total[j] + newest[j]) >= limit:
+                    sent[j] = math.copysign(sum(largest) / len(largest), total[j])
+        begin += size
+    return sent
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=5), bin_size=st.integers(1, 40), seed=st.integers(0, 99))
+def test_adacomp_sends_what_its_pseudo_code_sends(sizes: list[int], bin_size: int, seed: int) -> None:
+    size = sum(sizes)
+    newest = vector(size, seed=seed)
+    total = newest + vector(size, 0.5, seed + 1)
+    codec = AdaComp(bin_size)
+    back = codec.decode(codec.encode(total, sizes=sizes, newest=newest), size).double().numpy()
+    # H is a sum of fp32 values, rounded as in fp32
+    exact = adacomp_reference((total.double() - newest.double()).numpy(), newest.double().numpy(), sizes, bin_size)
+    np.testing.assert_allclose(back, exact, rtol=1e-6)
+
+
+def test_adacomp_by_hand_a_bin_of_zeros_sends_nothing_and_lowers_the_mean() -> None:
+    residual, gradient = torch.tensor([3.0, 0.0, 1.0, 0.0, 0.0, 0.0]), torch.tensor([-1.0, 1.5, 0.9, 0.0, 0.0, 0.0])
+    codec = AdaComp(3)  # G = 2, 1.5, 1.9: the largest is 2; H = 1, 3, 2.8
+    sent = codec.decode(codec.encode(residual + gradient, newest=gradient), 6)
+    assert sent.tolist() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0]  # the mean of 2 and 0
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_dqsgd_is_right_in_the_mean_and_never_off_by_more_than_a_level(bits: int) -> None:
+    values = vector(40, seed=5)
+    level = float(values.double().norm()) / (2 ** (bits - 1) - 1)
+    codec = DQSGD(bits)
+    draws = torch.stack([decoded(codec, values, seed) for seed in range(1000)]).double()
+    assert float((draws - values.double()).abs().max()) <= level * (1 + 1e-6)
+    # a draw's deviation is at most half a level: the mean of 1,000 is within five deviations of it
+    assert float((draws.mean(dim=0) - values.double()).abs().max()) <= 5 * level / 2 / math.sqrt(1000)
+    assert torch.equal(decoded(codec, values, 7), decoded(codec, values, 7))
+
+
+def test_dqsgd_bits_follow_the_norm() -> None:
+    codec = DQSGD(bits=4)
+    assert codec.bits_for(1e9) == 4  # nothing is known yet
+    codec.encode(torch.tensor([3.0, 4.0]))
+    assert codec.t == pytest.approx(7 / 5)
+    # log2(t|g| + 1) + 1, rounded: 7 -> 4; 0.7 -> 1.77; 14 -> 4.9; 70,000 -> 17
+    assert [codec.bits_for(norm) for norm in (5.0, 0.5, 10.0, 50000.0, 0.0)] == [4, 2, 5, 8, 2]
+    other = DQSGD(bits=4)
+    other.load_state_dict(codec.state_dict())
+    assert other.encode(torch.tensor([1.0, 2.0]), 3) == codec.encode(torch.tensor([1.0, 2.0]), 3)
+
+
+def test_dqsgd_has_a_norm_for_each_tensor() -> None:
+    codec = DQSGD(bits=8)
+    values = torch.tensor([1.0, 0.0, 1000.0])  # 1 is a level of its own norm, and lost beside 1000
+    assert codec.decode(codec.encode(values, sizes=[2, 1]), 3).tolist() == [1.0, 0.0, 1000.0]
+
+
+def test_sketches_add_as_vectors_do_and_find_the_largest_values() -> None:
+    codec = CountSketch(rows=5, columns=256, seed=9)
+    first, second = vector(2000, 0.01, 1), vector(2000, 0.01, 2)
+    first[77], second[77], second[1500] = 3.0, 4.0, -20.0
+    added = codec.add(codec.encode(first), codec.encode(second))
+    torch.testing.assert_close(codec.decode(added, 2000), decoded(codec, first + second), rtol=0, atol=1e-5)
+    found = codec.estimate(added, torch.tensor([77, 1500, 3]))
+    torch.testing.assert_close(found, torch.tensor([7.0, -20.0, 0.0]), rtol=0, atol=0.2)
+    assert torch.equal(found, codec.decode(added, 2000)[[77, 1500, 3]])
+
+
+def test_a_sketch_of_a_single_value_is_exact_and_another_seed_is_refused() -> None:
+    values = torch.zeros(50)
+    values[20] = -2.5
+    codec = CountSketch(columns=512, seed=1)
+    assert decoded(codec, values)[20] == -2.5
+    with pytest.raises(CodecError, match="other parameters"):
+        codec.add(codec.encode(values), CountSketch(columns=512, seed=2).encode(values))
+    with pytest.raises(CodecError, match="values"):
+        codec.add(codec.encode(values), codec.encode(values[:40]))
+    with pytest.raises(CodecError, match="outside"):
+        codec.estimate(codec.encode(values), torch.tensor([50]))
+
+
+@pytest.mark.parametrize("codec", codecs(), ids=name_of)
+def test_one_and_two_threads_make_the_same_bits(codec: Codec) -> None:
+    values, before = vector(150_000, seed=8), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            data = codec.encode(values, 5, sizes=[50_000, 100_000])
+            found.append((data, codec.decode(data, values.numel()).numpy().tobytes()))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", [lambda: Int8(0), lambda: E3M0(-1), lambda: TopK(8, 9), lambda: TopK(1 << 17, 1)])
+def test_parameters_out_of_their_range_are_refused(make: type[Codec]) -> None:
+    with pytest.raises(CodecError, match="must be in"):
+        make()
+
+
+def test_sizes_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(CodecError, match="add up to 3: there are 4"):
+        AdaComp().encode(vector(4), sizes=[1, 2])
+
+
+# Bytes that lie
+
+
+def sealed(data: bytes) -> bytes:
+    """The same bytes with the checksum that belongs to them."""
+    return data[:20] + struct.pack("<I", zlib.crc32(data[24:], zlib.crc32(data[:20]))) + data[24:]
+
+
+def damaged(data: bytes) -> Iterator[tuple[str, bytes]]:
+    yield "nothing", b""
+    yield "half a header", data[:11]
+    yield "a byte too few", data[:-1]
+    yield "a byte too many", data + b"\0"
+    yield "another byte", data[:-1] + bytes([data[-1] ^ 1])
+    yield "another magic", sealed(b"XSAC" + data[4:])
+    yield "a later version", sealed(data[:4] + b"\2" + data[5:])
+    yield "another codec", sealed(data[:5] + b"\x63" + data[6:])
+    yield "tensors without end", sealed(data[:8] + b"\xff\xff\xff\xff" + data[12:])
+    yield "a body without end", sealed(data[:12] + b"\xff" * 8 + data[20:])
+    yield "values without end", sealed(data[:24] + b"\xff" * 8 + data[32:])
+
+
+@pytest.mark.parametrize("codec", codecs(), ids=name_of)
+def test_a_header_that_lies_is_refused(codec: Codec) -> None:
+    for what, data in damaged(codec.encode(vector(300))):
+        with pytest.raises(CodecError):
+            codec.decode(data, 300)
+            pytest.fail(what)
+    with pytest.raises(CodecError, match="300 values: 299 were expected"):
+        codec.decode(codec.encode(vector(300)), 299)
+
+
+@pytest.mark.parametrize(
+    ("codec", "at", "new", "said"),
+    [
+        (Int8(4), 32 + 4, struct.pack("<f", math.nan), "scale"),
+        (Int8(4), 32 + 4, struct.pack("<f", -1.0), "scale"),
+        (Int8(4), 32 + 4, struct.pack("<f", 3e38), "scale"),
+        (Int8(4), 32, struct.pack("<I", 2), "blocks of 2"),
+        (Int8(4), 32 + 4 + 8, b"\x80", "-128"),
+        (E3M0(4), 32 + 4, struct.pack("<f", math.inf), "scale"),
+        (BF16(), 32, b"\xc0\x7f", "NaN"),
+        (TopK(4, 2), 32 + 12, b"\xc0\x7f", "level"),
+        (TopK(4, 2), 32 + 12, b"\x00\x7f", "level"),
+        (TopK(4, 2), 32, struct.pack("<I", 8), "parameters"),
+        (TopK(4, 2), 32 + 12 + 8, b"\x00", "places"),
+        (AdaComp(4), 32 + 4, struct.pack("<f", math.nan), "scale"),
+        (AdaComp(4), 32, struct.pack("<I", 8), "bins"),
+        (AdaComp(4), 32 + 8, b"\xff", "more than it has"),
+        (DQSGD(4), 32, b"\x09", "9 bits"),
+        (DQSGD(4), 33, struct.pack("<f", math.nan), "norm"),
+        (DQSGD(4), 37, b"\xff", "above its norm"),
+        (CountSketch(1, 3, 1), 32 + 16, struct.pack("<f", math.nan), "NaN"),
+    ],
+)
+def test_a_body_that_lies_is_refused(codec: Codec, at: int, new: bytes, said: str) -> None:
+    data = codec.encode(torch.tensor([1.0, -2.0, 3.0, 0.5, 0.25, 4.0, -1.0, 2.0]))
+    with pytest.raises(CodecError, match=said):
+        codec.decode(sealed(data[:at] + new + data[at + len(new) :]), 8)
+
+
+@pytest.mark.parametrize("codec", codecs(), ids=name_of)
+@settings(max_examples=25, deadline=None)
+@given(flips=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), min_size=1, max_size=4))
+def test_no_change_of_a_body_makes_anything_but_a_vector_or_an_error(
+    codec: Codec, flips: list[tuple[int, int]]
+) -> None:
+    data = bytearray(codec.encode(vector(500)))
+    for place, change in flips:
+        data[24 + place % (len(data) - 24)] ^= change
+    try:
+        back = codec.decode(sealed(bytes(data)), 500)
+    except CodecError:
+        return
+    assert back.shape == (500,) and torch.isfinite(back).all()
+
+
+def test_numbers_of_every_codec_differ() -> None:
+    numbers = [codec.number for codec in codecs()[:7]]
+    assert all(one != other for one, other in itertools.combinations(numbers, 2))

@@ -1,0 +1,61 @@
+"""Compressed updates in the simulator: fewer bytes on its links, and the same codecs as in a run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.server.parameter_server import Status
+from tests.helpers.simulations import DN, METHODS, experiment, run
+
+LINK = {"workers": 2, "seconds_per_step": 1.0, "exchange": {"seconds_per_byte": 0.001}}
+
+
+@pytest.mark.parametrize("method", [DN, METHODS["hybrid"]], ids=["local_sgd", "hybrid"])
+def test_a_link_takes_as_long_as_the_payload_needs(tmp_path: Path, method: dict[str, Any]) -> None:
+    plain, log = run(tmp_path, method, cluster=LINK)
+    small, small_log = run(tmp_path, method | {"compress": "e3m0"}, cluster=LINK)
+    size = plain.model.layout.size
+    (first, _, report), (small_first, _, small_report) = log.events[0], small_log.events[0]
+    assert report.bytes_sent == report.bytes_received == small_report.bytes_received == 4 * size
+    # header and the size of the vector, length of a block, a scale for 256 values, half a byte for each
+    assert small_report.bytes_sent == 32 + 4 + 4 * -(-size // 256) + -(-size // 2)
+    assert first - small_first == pytest.approx(0.001 * (4 * size - small_report.bytes_sent))
+    assert small.evaluate() == pytest.approx(plain.evaluate(), rel=0.2)
+
+
+def test_updates_that_are_dropped_go_back_into_the_residual(tmp_path: Path) -> None:
+    method = {"method": "local_sgd", "outer": "sgd", "outer_lr": 0.3, "local_steps": 2, "staleness_limit": 0}
+    cluster = {"workers": 3, "seconds_per_step": [1.0, 1.5, 4.0]}
+    _, log = run(tmp_path, method | {"compress": "topk:chunk=8,keep=1"}, cluster=cluster)
+    norms: dict[int, list[tuple[Status, float]]] = {}
+    for _, receipt, report in log.events:
+        norms.setdefault(receipt.worker, []).append((receipt.status, report.residual_norm or 0.0))
+    slow = norms[2]
+    assert slow[0] == (Status.STALE, 0.0) and slow[1][1] > 0.0  # all of it, before the second
+
+
+def test_a_worker_that_dies_begins_with_no_residual(tmp_path: Path) -> None:
+    cluster = LINK | {"absences": [{"worker": 1, "from": 8.0, "to": 9.0}]}
+    trial, log = run(tmp_path, DN | {"compress": "topk:chunk=8,keep=1"}, cluster=cluster)
+    own = [report.residual_norm for _, receipt, report in log.events if receipt.worker == 1]
+    assert own[0] == 0.0 and own.count(0.0) == 2 and trial.finished
+
+
+@pytest.mark.parametrize(
+    ("compress", "said"),
+    [
+        ("int7", "there is no codec 'int7'; there are bf16, int8"),
+        ("sketch", "sketch finds its largest values in a second round"),
+        ("int8:block=0", "int8: block: Input should be greater than or equal to 1"),
+        ("int8:keep=3", "int8: keep: Extra inputs are not permitted"),
+        ("topk:chunk=8,keep=9", "topk: keep is 9: a chunk has only 8 values"),
+        ({"pull": "bf16"}, "'pull' is not compressed"),
+        ({"push": 3}, "give the name of a codec"),
+    ],
+)
+def test_a_codec_that_cannot_be_is_refused_in_one_line(tmp_path: Path, compress: object, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said) as refused:
+        experiment(tmp_path, methods={"it": DN | {"compress": compress}})
+    assert "compress" in str(refused.value) and "\n" not in str(refused.value)

@@ -1,0 +1,228 @@
+"""Compressed updates between workers and a server: what arrives, what is kept, and what a server refuses."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairseq_async import compression
+from fairseq_async.algorithms import TopK, Update
+from fairseq_async.errors import ExchangeError, RefusedError
+from fairseq_async.server.events import read_events
+from fairseq_async.server.parameter_server import ParameterServer, Status
+from fairseq_async.server.protocol import Push, PushReply, Report, encode
+from fairseq_async.worker.compressor import Compressor
+from scripts.faults.thread_server import ThreadServer
+from tests.helpers.hybrid_job import HybridJob
+from tests.helpers.local_sgd_workers import LAYOUT, Worker, local_sgd
+from tests.helpers.server_client import StartThreadServer, join_patiently
+from tests.helpers.server_client import push as push_constant
+
+TOP_1 = "topk:chunk=3,keep=1"
+
+
+def send(worker: Worker, sequence: int, values: list[float], base: int = 0) -> PushReply:
+    """Adds these values to the parameters, as far as they come through."""
+    update = torch.tensor(values)
+    return worker.client.push(
+        lambda slot: slot.copy_(-update), Push(sequence, base, 1.0, Report(local_steps=1, step_seconds=0.0))
+    )
+
+
+def parameters(worker: Worker) -> list[float]:
+    values = torch.empty(LAYOUT.size)
+    worker.client.pull(values.copy_)
+    return values.tolist()
+
+
+def residual(worker: Worker) -> list[float]:
+    assert worker.client.compressor is not None
+    return worker.client.compressor.state_dict()["feedback"]["residual"].tolist()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])  # shared memory; as between machines
+def test_what_is_not_sent_is_kept_and_sent_later(tmp_path: Path, host: str) -> None:
+    with local_sgd(tmp_path, workers=1, host=host, compress=TOP_1) as [worker]:
+        assert send(worker, 0, [4.0, 3.0, -1.0]).taken
+        assert parameters(worker) == [4.0, 0.0, 0.0] and residual(worker) == [0.0, -3.0, 1.0]
+        send(worker, 1, [4.0, 3.0, -1.0], base=1)
+        assert parameters(worker) == [4.0, 6.0, 0.0] and residual(worker) == [-4.0, 0.0, 2.0]
+    first, second = read_events(tmp_path / "events.jsonl")
+    payload = TopK(3, 1).encode(torch.tensor([-4.0, -3.0, 1.0]))
+    assert (first.bytes_sent, first.norm, first.residual_norm) == (len(payload), 4.0, 0.0)
+    assert first.payload == f"{int.from_bytes(payload[20:24], 'little'):08x}"
+    assert second.bytes_received == 12 and second.residual_norm == pytest.approx(math.sqrt(10))
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8:block=2", "e3m0", "topk", "adacomp:bin_size=2", "dqsgd:bits=2"])
+def test_every_codec_moves_the_parameters_by_what_it_decodes(tmp_path: Path, codec: str) -> None:
+    options = compression.parse(codec).push
+    assert options is not None
+    with local_sgd(tmp_path, workers=1, compress={"push": codec}) as [worker]:
+        send(worker, 0, [0.3, -0.7, 0.1])
+        alone = Compressor(options, worker.spec, LAYOUT, worker=0)
+        _, payload = alone.encode(Push(0, 0, 1.0), torch.tensor([-0.3, 0.7, -0.1]))
+        assert payload is not None
+        arrived = compression.build(options).decode(payload.numpy().tobytes(), 3)
+        assert parameters(worker) == (-arrived).tolist() and any(parameters(worker))
+
+
+def test_an_update_with_nan_is_refused_and_leaves_the_residual(tmp_path: Path) -> None:
+    with local_sgd(tmp_path, workers=1, compress=TOP_1) as [worker]:
+        send(worker, 0, [4.0, 3.0, 0.0])
+        answer = send(worker, 1, [1.0, math.nan, 0.0], base=1)
+        assert answer.status is Status.REFUSED and answer.refused == 1 and not answer.taken
+        assert residual(worker) == [0.0, -3.0, 0.0] and parameters(worker) == [4.0, 0.0, 0.0]
+        send(worker, 2, [1.0, 0.0, 0.0], base=1)
+        assert parameters(worker) == [4.0, 3.0, 0.0]
+
+
+def test_a_residual_waits_for_an_update_with_weight(tmp_path: Path) -> None:
+    """Behind a barrier a worker without a batch sends a gradient of weight 0, which changes nothing."""
+    with local_sgd(tmp_path, workers=1, compress=TOP_1) as [worker]:
+        compressor = worker.client.compressor
+        assert compressor is not None
+        for push in (Push(0, 0, 2.0), Push(1, 1, 0.0)):
+            _, payload = compressor.encode(push, torch.tensor([4.0, 3.0, 0.0]) * push.weight)
+            compressor.settle(taken=True)
+        assert payload is not None and not compressor.codec.decode(payload.numpy().tobytes(), 3).any()
+        assert residual(worker) == [0.0, 6.0, 0.0]
+
+
+def test_an_update_that_is_too_stale_goes_back_into_the_residual(tmp_path: Path) -> None:
+    with local_sgd(tmp_path, workers=2, compress=TOP_1, staleness_limit=0) as [one, other]:
+        send(one, 0, [1.0, 0.0, 0.0])
+        late = send(other, 0, [0.0, 2.0, 1.0])
+        assert late.status is Status.STALE and not late.taken
+        assert residual(other) == [0.0, -2.0, -1.0]
+        assert send(other, 1, [0.0, 0.0, 0.5], base=1).taken
+        assert parameters(other) == [1.0, 2.0, 0.0] and residual(other) == [0.0, 0.0, -1.5]
+
+
+def lose_next_answer(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection breaks when the server has answered."""
+    channel = worker.client._channel
+    receive = channel.answer
+
+    def lost(expected: type[PushReply]) -> PushReply:
+        receive(expected)
+        channel.close()
+        raise ExchangeError("cut")
+
+    monkeypatch.setattr(channel, "answer", lost)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_an_update_whose_answer_was_lost_counts_once_and_as_the_first_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stale: bool
+) -> None:
+    with local_sgd(tmp_path, workers=2, compress=TOP_1, staleness_limit=0) as [one, other]:
+        if stale:
+            send(one, 0, [1.0, 0.0, 0.0])
+        other.client.patience = 10.0
+        lose_next_answer(other, monkeypatch)
+        answer = send(other, 0, [0.0, 2.0, 1.0])
+        assert answer.status is Status.DUPLICATE and answer.taken is not stale
+        assert residual(other) == ([0.0, -2.0, -1.0] if stale else [0.0, 0.0, -1.0])
+        assert parameters(other) == ([1.0, 0.0, 0.0] if stale else [0.0, 2.0, 0.0])
+
+
+def test_a_server_remembers_over_a_restart_which_last_update_it_did_not_take() -> None:
+    def server() -> ParameterServer:
+        return ParameterServer(torch.zeros(1), _Add())
+
+    before, after = server(), server()
+    before.push(Update(0, 0, 0, 1.0, torch.tensor([math.nan])))
+    before.push(Update(1, 0, 0, 1.0, torch.ones(1)))
+    after.load_state_dict(before.state_dict())
+    again = [after.push(Update(worker, 0, 0, 1.0, torch.ones(1))) for worker in (0, 1)]
+    assert [receipt.status for receipt in again] == [Status.DUPLICATE] * 2
+    assert [after.takes(receipt) for receipt in again] == [False, True]
+
+
+class _Add:
+    momentum_buffer = None
+
+    def moves_parameters(self, ahead: int = 0) -> bool:
+        return True
+
+    def apply(self, parameters: torch.Tensor, update: Update) -> bool:
+        parameters.add_(update.delta)
+        return True
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [
+        (b"nothing of the kind", "header"),
+        (TopK(3, 2).encode(torch.ones(3)), "parameters"),
+        (TopK(3, 1).encode(torch.ones(2)), "3 were expected"),
+        (None, "without its tensor"),
+    ],
+)
+def test_a_payload_that_is_none_is_refused_in_one_line_and_the_server_goes_on(
+    tmp_path: Path, payload: bytes | None, said: str
+) -> None:
+    with local_sgd(tmp_path, workers=2, compress=TOP_1) as [one, other]:
+        behind = None if payload is None else torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        one.client._channel.send(encode(Push(0, 0, 1.0, Report(local_steps=1, step_seconds=0.0))), behind)
+        with pytest.raises(RefusedError, match=said):
+            one.client._channel.answer(PushReply)
+        assert send(other, 0, [1.0, 0.0, 0.0]).taken
+        assert send(one, 0, [1.0, 0.0, 0.0]).taken and parameters(one) == [2.0, 0.0, 0.0]
+
+
+def test_more_bytes_than_any_payload_has_end_the_connection(tmp_path: Path) -> None:
+    with local_sgd(tmp_path, workers=2, compress=TOP_1) as [one, other]:
+        one.client._channel.send(encode(Push(0, 0, 1.0, Report(local_steps=1, step_seconds=0.0))), torch.zeros(1000))
+        with pytest.raises(ExchangeError):
+            one.client._channel.answer(PushReply)
+        assert send(other, 0, [1.0, 0.0, 0.0]).taken
+
+
+def test_a_worker_with_another_codec_is_told_so(tmp_path: Path) -> None:
+    with local_sgd(tmp_path, workers=2, compress=TOP_1) as [one, other]:
+        spec = replace(one.spec, options={**one.spec.options, "compress": {"push": {"codec": "bf16"}}})
+        other.client._channel.close()
+        other.client.patience = 10.0
+        with pytest.raises(RefusedError, match="another compress than the others"):
+            other.client.join(LAYOUT, spec)
+
+
+def test_gradients_that_are_only_added_are_answered_early_and_all_of_them_arrive(
+    start_thread_server: StartThreadServer,
+) -> None:
+    server: ThreadServer = start_thread_server(1)
+    codec = {"push": {"codec": "topk", "chunk": 6, "keep": 2}}
+    client = join_patiently(server, 0, updates_per_step=3, compress=codec)
+    job = HybridJob(client)
+    for step in range(6):
+        job.backward(torch.tensor([[3.0, 0.0], [2.0, 1.0]]), torch.zeros(2))
+        job.worker.scale_into_slot(1.0)
+        job.worker.step(1, None)
+        assert job.worker.version == (step + 1) // 3
+    assert client.compressor is not None
+    left = client.compressor.state_dict()["feedback"]["residual"]
+    # 1 − the mean of three gradients, twice, but for what is left: two of the six values go with each gradient
+    expected = 1.0 - (6 * torch.tensor([3.0, 0.0, 2.0, 1.0, 0.0, 0.0]) - left) / 3
+    assert job.parameters() == pytest.approx(expected.tolist(), abs=0.05)
+    assert push_constant(client, 6, 1.0, base=2).status is Status.ACCEPTED
+
+
+def test_a_residual_comes_back_only_to_its_worker_at_its_time(tmp_path: Path) -> None:
+    with local_sgd(tmp_path, workers=2, compress=TOP_1) as [one, _]:
+        send(one, 0, [4.0, 3.0, 0.0])
+        assert one.client.compressor is not None
+        state, options = one.client.compressor.state_dict(), compression.parse(TOP_1).push
+        assert options is not None
+        back, other = (Compressor(options, one.spec, LAYOUT, worker) for worker in (0, 1))
+        assert not other.load_state_dict(state, 1) and not back.load_state_dict(state, 0)
+        assert back.load_state_dict(state, 1)
+        assert back.state_dict()["feedback"]["residual"].tolist() == residual(one)
