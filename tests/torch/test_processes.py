@@ -19,19 +19,20 @@ def script_of_the_readme() -> str:
     return found[1]
 
 
-def torchrun(processes: Processes, folder: Path, script: str) -> tuple[int, str]:
+def run(processes: Processes, folder: Path, script: str, *launcher: object) -> tuple[int, str]:
     (folder / "train.py").write_text(script)
     here = Path.cwd()
     os.chdir(folder)
     try:
-        return processes.run([command("torchrun"), "--standalone", "--nproc-per-node", 2, "train.py"], **QUIET)
+        return processes.run([*launcher, "train.py"], **QUIET)
     finally:
         os.chdir(here)
 
 
 def test_the_readmes_example_trains_under_torchrun(processes: Processes, tmp_path: Path) -> None:
     """Its result is what it was made to learn; nothing of the run is left but its logs."""
-    code, output = torchrun(processes, tmp_path, script_of_the_readme())
+    torchrun = [command("torchrun"), "--standalone", "--nproc-per-node", 2]
+    code, output = run(processes, tmp_path, script_of_the_readme(), *torchrun)
     assert code == 0, output
     model = torch.load(tmp_path / "model.pt", weights_only=True)
     torch.testing.assert_close(model["weight"], torch.ones(1, 8), atol=0.3, rtol=0)
@@ -42,14 +43,17 @@ def test_the_readmes_example_trains_under_torchrun(processes: Processes, tmp_pat
     assert left == {"events.jsonl", "run.json", "server.log"}
 
 
-def test_a_mistake_or_a_crash_under_torchrun_ends_quickly_and_leaves_nothing(
-    processes: Processes, tmp_path: Path
-) -> None:
-    """The second run begins while the first one's directory is still there."""
-    code, output = torchrun(processes, tmp_path, script_of_the_readme().replace('"diloco"', '"diloko"'))
-    assert code != 0 and output.count("fairseq-async: error: AsyncLocalSGD: outer: Input should be") == 2
-    assert "fairseq_async/torch" not in output and not (tmp_path / "async_training").exists()
+def test_a_mistake_is_one_line_and_leaves_nothing(processes: Processes, tmp_path: Path) -> None:
+    wrong = script_of_the_readme().replace('"diloco"', '"diloko"')
+    code, output = run(processes, tmp_path, wrong, command("python"))
+    assert code == 2 and len(output.splitlines()) == 1
+    assert output.startswith("fairseq-async: error: AsyncLocalSGD: outer: Input should be 'diloco', 'nesterov'")
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_crash_ends_the_run_with_its_own_traceback(processes: Processes, tmp_path: Path) -> None:
+    """Its server ends with it; alone, as a script without a launcher."""
     crash = script_of_the_readme().replace("inputs = torch.randn(16, 8)", "inputs = torch.randn(16, 9)")
-    code, output = torchrun(processes, tmp_path, crash)
-    assert code != 0 and "shapes cannot be multiplied" in output
+    code, output = run(processes, tmp_path, crash, command("python"))
+    assert code == 1 and output.splitlines()[-1].startswith("RuntimeError: mat1 and mat2 shapes")
     assert not (tmp_path / "async_training" / ".token").exists()
