@@ -6,6 +6,7 @@ from setuptools import find_packages, setup
 # plugin builds on the order of calls inside its Trainer.train_step.
 INSTALL = ["torch>=2.6", "numpy>=1.26", "fairseq-fixed==0.12.3.1", "typer>=0.12", "rich>=13", "pydantic>=2.5"]
 INSTALL += ["pyyaml>=6", "matplotlib>=3.8"]  # the simulator and its report
+INSTALL += ["safetensors>=0.4"]  # exports
 # Pinned, because the plugin overrides the engine's step and reads where each optimizer keeps its fp32 masters.
 DEEPSPEED = ["deepspeed==0.19.8"]
 RECIPES = [*DEEPSPEED, "sentencepiece>=0.2", "sacrebleu>=2.4", "tensorboard>=2.16"]

@@ -211,6 +211,33 @@ def replay(
     print(f"replayed to update {here} of {last}: {repeated.compared} checksums, all equal to the recorded ones")
 
 
+@app.command()
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's directory, or a checkpoint.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(help="The file or directory to write.", show_default=False)],
+    form: Annotated[
+        str,
+        typer.Option("--format", help="hf, safetensors, fairseq or state_dict.", show_default="by the suffix of OUT"),
+    ] = "",
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="For hf: where the config.json and the tokenizer of the model are."),
+    ] = None,
+) -> None:
+    """Write the server's parameters for others: an HF directory, safetensors, fairseq's checkpoint, a state dict."""
+    forms = ("hf", "safetensors", "fairseq", "state_dict")
+    if form and form not in forms:
+        raise ConfigurationError(f"--format {form}: one of {', '.join(forms)}")
+    _find(source, lambda error: f"{source}: {error.strerror}")
+    from fairseq_async.export import Format  # start-up time
+    from fairseq_async.export import export as write
+
+    written = write(source, out, Format(form) if form else None, config)
+    print(f"{out}: the server's parameters, as {written.value}")
+
+
 def _find(path: Path, otherwise: Callable[[OSError], str]) -> None:
     """Says that a file is missing before the modules that would read it are imported."""
     try:

@@ -48,6 +48,11 @@ def as_key(name: str) -> str:
     return f'"{name}"'
 
 
+def as_argument(name: str) -> str:
+    """An option as an argument of a Python call."""
+    return f"{name}="
+
+
 def as_flag(name: str) -> str:
     """An option as a flag of a command."""
     return "--" + name.replace("_", "-")

@@ -147,13 +147,13 @@ class Run:
 
     def state_dict(self) -> State:
         """All that another server needs to go on, with workers that have been told the method."""
-        own = {"method": self.spec.name, "inner_optimizer": _inner_optimizer(self.spec)}
+        own: State = {"method": self.spec.name, "inner_optimizer": _inner_optimizer(self.spec)}
+        own["layout"] = self.layout.to_json()  # which an export names the tensors by
         return own | self.coordinator.state_dict()
 
     def snapshot(self) -> State:
         """All that another server needs to go on by itself, while the workers wait for it."""
-        described = {"layout": self.layout.to_json(), "spec": self.spec.to_json()}
-        return self.state_dict() | self.coordinator.snapshot() | described
+        return self.state_dict() | self.coordinator.snapshot() | {"spec": self.spec.to_json()}
 
     def _check_state(self, state: State) -> None:
         if state["method"] != self.spec.name:

@@ -251,6 +251,12 @@ class Client:
             finally:
                 self._channel.close()
 
+    def close(self) -> None:
+        """Ends the connection without a word: to the server this worker has died, and may come back."""
+        self._left.set()
+        with self._lock:
+            self._channel.close()
+
     # The connection
 
     def _connect(self, worker: int | None) -> Connection:

@@ -145,7 +145,9 @@ class WorkerContext:
                 f"with {option('token_file')} FILE, made with: (umask 077; openssl rand -hex 16 > FILE)"
             )
         log = run_dir / "logs" / "server.log"
-        process = ServerProcess(module, self.workers, run_dir, log, port, host, token, restarts=_RESTARTS)
+        process = ServerProcess(
+            module, self.workers, run_dir, log, port, host, token, _RESTARTS, ends_with_workers=True
+        )
         if _under_torchrun():
             self.tell("server", [process.address, str(process.token_file.resolve())])
         return process.address, process.token, process

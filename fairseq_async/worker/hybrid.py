@@ -72,9 +72,9 @@ class HybridWorker(AsyncWorker):
         ``grad`` stays until the push, which has nothing to copy then."""
         self.waited = self.client.prepare(partial(self._scale_into, factor))
 
-    def step(self, samples: int, loss: float | None) -> None:
+    def step(self, samples: float, loss: float | None, wait: bool = False, norm: float | None = None) -> None:
         """Pushes the parameters' ``grad``, the mean over ``samples``; otherwise as :meth:`exchange`."""
-        self.exchange(self._write, float(samples), Report(loss=loss))
+        self.exchange(self._write, float(samples), Report(loss=loss), wait, norm)
 
     def exchange(
         self,

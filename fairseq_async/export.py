@@ -1,0 +1,253 @@
+"""Writes the server's parameters, of a run or of a checkpoint, in a form that others read."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.server import Layout
+from fairseq_async.server.snapshots import DIRECTORY
+
+_SERVER_STATE = "async_server.pt"  # in a checkpoint's directory, of DeepSpeed or of the Trainer of transformers
+_DEEPSPEED_MODEL = "mp_rank_00_model_states.pt"
+_FAIRSEQ_LAST = "checkpoint_last.pt"
+_OF_A_MODEL = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration and tokenizer
+_OF_TRAINING = ("trainer_state.json", "run.json", "zero_to_fp32.py", "model.safetensors.index.json")
+Tensors = dict[str, Tensor]
+
+
+class Format(str, Enum):
+    """What is written."""
+
+    HF = "hf"
+    SAFETENSORS = "safetensors"
+    FAIRSEQ = "fairseq"
+    STATE_DICT = "state_dict"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was found.
+
+    Attributes:
+        tensors: the whole model: the server's parameters, and from the checkpoint what is not trained.
+        directory: where the configuration of the model may lie.
+        fairseq: fairseq's checkpoint, but for its parameters; empty where there is none.
+    """
+
+    tensors: Tensors
+    directory: Path
+    fairseq: State = field(default_factory=dict)
+
+
+def export(source: Path, out: Path, format: Format | None = None, config: Path | None = None) -> Format:
+    """Writes what is in ``source`` to ``out``; returns in which form, where none is given.
+
+    Args:
+        source: a run's directory, a checkpoint's directory of DeepSpeed or of transformers, fairseq's checkpoint, or a
+            file with a server's state.
+        config: a directory with the ``config.json`` that an HF directory needs.
+
+    Raises:
+        ConfigurationError: there is nothing of that kind in ``source``, or ``out`` cannot be written.
+    """
+    if out.exists():
+        raise ConfigurationError(f"{out} exists already: give another OUT")
+    found = read(source)
+    chosen = format or _default_format(out, found)
+    with _written(out) as part:
+        match chosen:
+            case Format.HF:
+                _write_hf(found, part, config)
+            case Format.SAFETENSORS:
+                _save_safetensors(found.tensors, part)
+            case Format.FAIRSEQ:
+                torch.save(_fairseq_checkpoint(found), part)
+            case Format.STATE_DICT:
+                torch.save(found.tensors, part)
+    return chosen
+
+
+def _default_format(out: Path, found: Source) -> Format:
+    if out.suffix == ".safetensors":
+        return Format.SAFETENSORS
+    if out.suffix in (".pt", ".pth", ".bin"):
+        return Format.FAIRSEQ if found.fairseq else Format.STATE_DICT
+    return Format.HF
+
+
+# Reading
+
+
+def read(source: Path) -> Source:
+    """The server's parameters in a run or checkpoint.
+
+    Raises:
+        ConfigurationError: there are none that can be read.
+    """
+    if source.is_file():
+        return _read_file(source)
+    if (source / DIRECTORY).is_dir() and (snapshots := sorted((source / DIRECTORY).glob("version-*.pt"))):
+        return _read_snapshot(snapshots[::-1], source)
+    for directory in (source, source / _latest_tag(source)):
+        if (directory / _SERVER_STATE).is_file():
+            return _with_server_parameters(_load(directory / _SERVER_STATE), directory / _SERVER_STATE)
+    if (source / _FAIRSEQ_LAST).is_file():
+        return _read_file(source / _FAIRSEQ_LAST)
+    if not source.exists():
+        raise ConfigurationError(f"{source}: there is no such file or directory")
+    raise ConfigurationError(
+        f"{source}: there are no server's parameters in it: no {DIRECTORY}/, which a run has until it is finished, no "
+        f"{_SERVER_STATE} and no {_FAIRSEQ_LAST}; give a checkpoint"
+    )
+
+
+def _latest_tag(directory: Path) -> str:
+    """The name of DeepSpeed's last checkpoint in a directory."""
+    path = directory / "latest"
+    return path.read_text().strip() if path.is_file() else ""
+
+
+def _read_file(path: Path) -> Source:
+    content = _load(path)
+    if isinstance(content, dict) and "model" in content and "cfg" in content:
+        rest = {key: value for key, value in content.items() if key not in ("model", "last_optimizer_state")}
+        rest["extra_state"] = {k: v for k, v in (rest.get("extra_state") or {}).items() if k != "async_server"}
+        return Source(dict(content["model"]), path.parent, rest)
+    if isinstance(content, dict) and "server" in content:
+        return _with_server_parameters(content, path)
+    raise ConfigurationError(f"{path}: neither fairseq's checkpoint nor a server's state")
+
+
+def _read_snapshot(paths: list[Path], run_dir: Path) -> Source:
+    """The newest that can be read; what the snapshot does not have is in fairseq's last checkpoint, if there is one."""
+    for path in paths:
+        try:
+            state = _load(path)
+        except ConfigurationError:
+            if path is paths[-1]:
+                raise
+            continue  # torn, or the server has just replaced it by a newer one
+        if not (run_dir / _FAIRSEQ_LAST).is_file():
+            return _with_server_parameters(state, path)
+        base = _read_file(run_dir / _FAIRSEQ_LAST)
+        newest = _completed(_server_parameters(state, path), base.tensors)
+        kinds = {
+            name: tensor.dtype for name, tensor in base.tensors.items()
+        }  # fairseq's model may be in half precision
+        return Source({name: value.to(kinds.get(name)) for name, value in newest.items()}, run_dir, base.fairseq)
+    raise AssertionError("there is at least one")
+
+
+def _with_server_parameters(state: State, path: Path) -> Source:
+    return Source(_completed(_server_parameters(state, path), _beside(path.parent)), path.parent)
+
+
+def _server_parameters(state: State, path: Path) -> Tensors:
+    if "layout" not in state:
+        raise ConfigurationError(
+            f"{path}: written by an older version, without the names of the tensors: resume it once"
+        )
+    try:
+        layout, flat = Layout.from_json(state["layout"]), state["server"]["parameters"]
+        return {segment.name: view for segment, view in zip(layout.segments, layout.views(flat), strict=True)}
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(f"{path}: not a server's state: {error}") from error
+
+
+def _beside(directory: Path) -> Tensors:
+    """The worker's whole model in a checkpoint's directory; it has the names that the server does not have."""
+    if (directory / "model.safetensors").is_file():
+        try:
+            return load_file(directory / "model.safetensors")
+        except SafetensorError as error:
+            raise ConfigurationError(f"{directory / 'model.safetensors'}: cannot be read: {error}") from error
+    if (directory / _DEEPSPEED_MODEL).is_file():
+        return dict(_load(directory / _DEEPSPEED_MODEL)["module"])
+    return {}
+
+
+def _completed(trained: Tensors, whole: Tensors) -> Tensors:
+    """The trained parameters, and what the whole model has besides."""
+    return trained | {name: _tied(tensor, trained, whole) for name, tensor in whole.items() if name not in trained}
+
+
+def _tied(tensor: Tensor, trained: Tensors, whole: Tensors) -> Tensor:
+    """What a tensor that is not trained by its own name has now: another's value, if it was the same tensor.
+
+    Files do not always keep that two names had one tensor; two matrices that are equal to the bit had.
+    """
+    for name, value in trained.items():
+        before = whole.get(name)
+        if before is None or before.shape != tensor.shape:
+            continue
+        same = before.data_ptr() == tensor.data_ptr() and before.dtype == tensor.dtype
+        if same or (tensor.dim() > 1 and torch.equal(before, tensor)):
+            return value
+    return tensor
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises whatever the broken bytes lead it to
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigurationError(f"{path}: cannot be read: {said}") from error
+
+
+# Writing
+
+
+@contextmanager
+def _written(out: Path) -> Iterator[Path]:
+    """A path beside ``out`` that takes its name when all is written, and is removed otherwise."""
+    part = out.with_name(f".{out.name}.part")
+    try:
+        yield part
+        part.replace(out)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ConfigurationError(f"{out} cannot be written: {error}") from error
+    finally:
+        if part.is_dir():
+            shutil.rmtree(part)
+        part.unlink(missing_ok=True)
+
+
+def _save_safetensors(tensors: Tensors, path: Path) -> None:
+    own = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}  # it refuses shared memory
+    save_file(own, path, metadata={"format": "pt"})  # without which transformers does not read it
+
+
+def _write_hf(found: Source, directory: Path, config: Path | None) -> None:
+    """The parameters with the configuration, and the tokenizer if it is there."""
+    given = found.directory if config is None else config
+    if not (given / "config.json").is_file():
+        raise ConfigurationError(
+            f"{given}: there is no config.json, which an HF directory needs: give --config with the directory of the "
+            "model, or --format safetensors"
+        )
+    directory.mkdir()
+    for pattern in _OF_A_MODEL:
+        for path in given.glob(pattern):
+            if path.is_file() and path.name not in _OF_TRAINING:
+                shutil.copy(path, directory)
+    _save_safetensors(found.tensors, directory / "model.safetensors")
+
+
+def _fairseq_checkpoint(found: Source) -> State:
+    """fairseq's checkpoint without optimizer states, with the parameters in its own precision."""
+    if not found.fairseq:
+        raise ConfigurationError(
+            f"{found.directory}: there is no checkpoint of fairseq, whose configuration --format fairseq needs"
+        )
+    return found.fairseq | {"model": found.tensors}

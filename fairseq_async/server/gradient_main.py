@@ -1,0 +1,32 @@
+"""``python -m fairseq_async.server.gradient_main``: the server of ``hybrid_async`` with torch's own optimizers."""
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from fairseq_async import methods
+from fairseq_async.method_spec import MethodSpec, hybrid_options
+from fairseq_async.server.layout import Layout
+from fairseq_async.server.plan import EpochPlan
+from fairseq_async.server.process import serve
+from fairseq_async.server.scheduled_rule import ScheduledRule
+from fairseq_async.server.torch_optimizer import OptimizerSpec, RateTable, build_optimizer
+
+
+def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[ScheduledRule, EpochPlan]:
+    """The rule of a run, with its optimizer and learning rates, and its plan.
+
+    Raises:
+        ConfigurationError: the description of the optimizer cannot be built from.
+    """
+    options = hybrid_options(spec)
+    inner = OptimizerSpec.from_json(spec.framework)
+    optimizer = build_optimizer(inner, layout, parameters)
+    views = [Parameter(view) for view in layout.views(parameters)]
+    context = methods.GradientRuleContext(optimizer, inner.clip_norm, views, spec.workers)
+    rule = methods.gradient_rule(options.gradient_rule).build(options, context)
+    scheduled = ScheduledRule(rule, RateTable(optimizer, inner.learning_rates))
+    return scheduled, EpochPlan(scheduled, spec.max_epoch, spec.whole_steps)
+
+
+if __name__ == "__main__":
+    serve(build)

@@ -1,0 +1,142 @@
+"""A callback that makes the ``Trainer`` of transformers a worker of an asynchronous run, without DeepSpeed."""
+
+import atexit
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.torch.hybrid import HybridAsync
+from fairseq_async.torch.local_sgd import AsyncLocalSGD
+from fairseq_async.torch.training import AsyncTraining
+from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.process import errors_in_one_line
+
+logger = logging.getLogger(__name__)
+
+STATE = "async_server.pt"  # in the directory of a checkpoint
+
+
+class AsyncCallback(TrainerCallback):
+    """One worker of an asynchronous run; the ``Trainer`` believes that it trains alone.
+
+    Start it with ``fairseq-async launch``. Each worker takes the Trainer's own number of steps, on its own part of the
+    data: ``dataset.shard(callback.workers, callback.worker)``. Worker 0 evaluates and saves, and both see the server's
+    parameters; the other workers do neither. A checkpoint has the server's whole state, with which a resumed run goes
+    on.
+
+    Example::
+
+        callback = AsyncCallback("local_sgd", outer="diloco", local_steps=50)
+        data = load_dataset(...).shard(callback.workers, callback.worker)
+        Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+
+    Args:
+        method: ``local_sgd`` or ``hybrid_async``.
+        options: of :class:`~fairseq_async.torch.AsyncLocalSGD` or :class:`~fairseq_async.torch.HybridAsync`. With
+            ``hybrid_async``, ``total_steps`` is by default that of the Trainer, and its scheduler is given.
+    """
+
+    @errors_in_one_line()
+    def __init__(self, method: str = "local_sgd", **options: Any) -> None:
+        if method not in ("local_sgd", "hybrid_async"):
+            raise ConfigurationError(f"AsyncCallback: method is {method!r}: give local_sgd or hybrid_async")
+        if "RANK" in os.environ:
+            raise ConfigurationError(
+                "AsyncCallback: under torchrun the Trainer is synchronous; start the script with fairseq-async launch"
+            )
+        self.method, self.options = method, options
+        self._context = WorkerContext.find()
+        self._training: AsyncTraining | None = None
+
+    @property
+    def worker(self) -> int:
+        """This worker's number."""
+        return self._context.worker if self._training is None else self._training.worker
+
+    @property
+    def workers(self) -> int:
+        """How many were announced."""
+        return self._context.workers if self._training is None else self._training.workers
+
+    @property
+    def training(self) -> AsyncTraining:
+        """The worker itself, once training has begun."""
+        assert self._training is not None, "training has not begun"
+        return self._training
+
+    # Events, in the Trainer's order
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Joins the run; with the server's state, if the Trainer goes on from a checkpoint."""
+        optimizer: Optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # of accelerate's wrapper
+        scheduler: LRScheduler = getattr(kwargs["lr_scheduler"], "scheduler", kwargs["lr_scheduler"])
+        self._training = self._make(kwargs["model"], optimizer, scheduler, state.max_steps)
+        if state.global_step:
+            self._restore(self._training, _checkpoint(args, state) / STATE)
+        atexit.register(self._training.abandon)  # of a Trainer that fails
+        self._training.__enter__()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Goes on from this worker's own parameters."""
+        self.training.restore_parameters()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Prepares for what the Trainer does next."""
+        self._prepare(state, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """As :meth:`on_step_end`."""
+        self._prepare(state, control)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Adds the server's state to the checkpoint."""
+        path = _checkpoint(args, state)
+        if self.worker == 0 and path.is_dir():
+            torch.save(self.training.state_dict(), path / STATE)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leaves the run. The model has the server's last parameters, or the best ones, as the Trainer was asked."""
+        self.training.leave()
+        self.training.abandon()
+
+    def _make(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> AsyncTraining:
+        if self.method == "local_sgd":
+            return AsyncLocalSGD(model, optimizer, **self.options)
+        return HybridAsync(model, optimizer, scheduler=scheduler, **{"total_steps": steps} | self.options)
+
+    def _restore(self, training: AsyncTraining, path: Path) -> None:
+        if path.exists():
+            training.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        elif self.worker == 0:
+            logger.warning("%s: there is no server state: a new run begins from the checkpoint's parameters", path)
+
+    def _prepare(self, state: TrainerState, control: TrainerControl) -> None:
+        """The last local steps are sent here: later the Trainer may load the best model, which is no step."""
+        self.training.restore_parameters()
+        if control.should_training_stop or self.training.finished or state.global_step >= state.max_steps:
+            control.should_training_stop = True
+            self.training.pull()
+        if self.worker > 0:
+            control.should_evaluate = control.should_save = control.should_log = False
+        elif control.should_evaluate or control.should_save:
+            self.training.take_server_parameters()
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"

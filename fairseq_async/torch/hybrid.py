@@ -1,0 +1,143 @@
+"""Hybrid asynchronous SGD round an ordinary optimizer, which steps in the server."""
+
+import time
+from math import inf
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
+
+from fairseq_async.config import HybridOptions
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.method_spec import MethodSpec, hybrid_spec
+from fairseq_async.server.torch_optimizer import OptimizerSpec, describe_groups
+from fairseq_async.torch.options import parse_options
+from fairseq_async.torch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
+from fairseq_async.torch.schedule import learning_rates
+from fairseq_async.torch.training import AsyncTraining
+from fairseq_async.worker.client import Client
+from fairseq_async.worker.hybrid import HybridWorker
+from fairseq_async.worker.process import errors_in_one_line
+
+
+class HybridAsync(AsyncTraining):
+    """Hybrid asynchronous SGD (Aji & Heafield 2019, arXiv 1906.03496).
+
+    ``optimizer.step()`` sends the gradients to the server and takes its parameters if they have changed; then the
+    gradients are None, so that the step itself changes nothing. The server steps an optimizer of the same class, with
+    the same parameter groups, by the mean of several gradients. A gradient is on its way when a worker is killed, or
+    lost: never half applied.
+
+    Example::
+
+        with HybridAsync(model, optimizer, scheduler=scheduler, total_steps=1000) as worker:
+            while not worker.finished:
+                optimizer.zero_grad()
+                loss(model, batch()).backward()
+                optimizer.step()
+
+    Args:
+        optimizer: Adam, AdamW or SGD of ``torch.optim``. Its state stays empty: it is in the server.
+        scheduler: the optimizer's scheduler, any whose rates are a function of the number of its steps. The server
+            takes the rates, by its own steps; what the scheduler does to this worker's optimizer is of no effect.
+        clip_norm: largest L2 norm of the mean gradient that the server steps with; 0 does not clip.
+        options: those of ``hybrid_async`` and of the server, see docs/pytorch.md.
+    """
+
+    server_module = "fairseq_async.server.gradient_main"
+
+    @errors_in_one_line()
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None = None,
+        clip_norm: float = 0.0,
+        **options: Any,
+    ) -> None:
+        server, self.options = parse_options(HybridOptions, options, "HybridAsync")
+        super().__init__(model, optimizer, server)
+        if not (isinstance(clip_norm, int | float) and 0 <= clip_norm < inf):
+            raise ConfigurationError(f"HybridAsync: clip_norm is {clip_norm!r}: it must be a number of at least 0")
+        groups = describe_groups(optimizer, self._named)
+        steps, self._has_scheduler = self.options.total_steps, scheduler is not None
+        rates = [] if scheduler is None else learning_rates(scheduler, optimizer, steps)
+        self._inner = OptimizerSpec(type(optimizer).__name__, groups, rates, float(clip_norm))
+        self._rates = self._present_rates()
+        self._check_rates()
+        self._hybrid: HybridWorker | None = None
+
+    @property
+    def async_worker(self) -> HybridWorker:
+        assert self._hybrid is not None, "the with block makes it"
+        return self._hybrid
+
+    @property
+    def progress(self) -> float:
+        """Steps of the server so far, as this worker last heard; partial ones are added up."""
+        return self.async_worker.progress
+
+    @property
+    def learning_rate(self) -> float:
+        """The first group's rate of the server's next step."""
+        return self.async_worker.learning_rate
+
+    @errors_in_one_line()
+    def pull(self) -> None:
+        """Takes the server's current parameters into the model."""
+        self.async_worker.pull()
+
+    def describe(self, workers: int) -> MethodSpec:
+        framework, steps = self._inner.to_json(), self.options.total_steps
+        return hybrid_spec(self.options, workers, self._server_options, framework, steps)
+
+    def _make_worker(self, client: Client) -> HybridWorker:
+        self._hybrid = HybridWorker(client, self._named, self.options.max_refused)
+        return self._hybrid
+
+    def _add_hooks(self) -> list[RemovableHandle]:
+        return [self.optimizer.register_step_pre_hook(self._exchange)]
+
+    @errors_in_one_line()
+    def _exchange(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """In place of the step, which finds no gradients then."""
+        self._check_closure(args, kwargs)
+        self._check_rates()
+        if self.finished:
+            return self._leave_out_after_end()
+        gradients = step_gradients(self._named)
+        if gradients and not is_skipped_by_scaler(optimizer):
+            if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a fused one would divide by itself
+                for gradient in gradients:
+                    gradient.div_(scale)
+            self._sleep_if_slowed_down()
+            self._push(l2_norm(gradients))
+        drop_gradients(self._named)
+        self._step_ended = time.perf_counter()
+
+    def _push(self, norm: float) -> None:
+        """The receipt of a gradient with NaN or Inf is waited for: it says how many in a row were refused."""
+        loss = None if self.loss is None else float(self.loss)
+        self.async_worker.step(1.0, loss, wait=not norm < inf, norm=norm)
+        self.loss = None
+
+    def _present_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def _check_rates(self) -> None:
+        """
+        Raises:
+            ConfigurationError: somebody else than a scheduler that the server knows sets the learning rates.
+        """
+        if self._has_scheduler:
+            return
+        if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):  # every scheduler of torch leaves this mark
+            raise ConfigurationError("the optimizer has a scheduler, but it steps in the server: give it as scheduler=")
+        for number, (rate, before) in enumerate(zip(self._present_rates(), self._rates, strict=True)):
+            if rate != before:
+                raise ConfigurationError(
+                    f'param_groups[{number}]["lr"] was {before:g} and is {rate:g} now, but the optimizer steps in the '
+                    "server: give a scheduler of torch as scheduler="
+                )

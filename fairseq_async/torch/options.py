@@ -1,0 +1,38 @@
+"""The keyword arguments of a front end, checked by the models of the method and of the server."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from fairseq_async import methods
+from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
+from fairseq_async.errors import ConfigurationError, as_argument, spell_options
+from fairseq_async.validation import checked
+
+_Options = TypeVar("_Options", LocalSGDOptions, HybridOptions)
+_OF_LOADERS = ("shards", "seed")  # the user's own loader divides and shuffles the data here
+
+
+def parse_options(base: type[_Options], given: Mapping[str, object], where: str) -> tuple[ServerOptions, _Options]:
+    """The options of the server, and those of the method.
+
+    Args:
+        base: what the models of the method's rules extend.
+        where: what to name in an error.
+
+    Raises:
+        ConfigurationError: an unknown argument, or a bad value.
+    """
+    spell_options(as_argument)
+    for name in _OF_LOADERS:
+        if name in given:
+            raise ConfigurationError(
+                f"{where}: {name} is of no use here: your own loader divides and shuffles the data"
+            )
+    of_server = {name: value for name, value in given.items() if name in ServerOptions.model_fields}
+    of_method = {name: value for name, value in given.items() if name not in of_server and name != "method"}
+    server = checked(ServerOptions, of_server, where, str)
+    try:
+        return server, methods.parse(base, of_method, where, str)
+    except ConfigurationError as error:  # the known arguments are those of both
+        extra = ", ".join(sorted(ServerOptions.model_fields))
+        raise ConfigurationError(f"{error}, {extra}" if "known are" in str(error) else str(error)) from error

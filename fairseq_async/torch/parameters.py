@@ -1,0 +1,65 @@
+"""What of a model and its optimizer is exchanged."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from fairseq_async.errors import ConfigurationError
+
+_COMPILED = "_orig_mod."  # before each name in a model that torch.compile has wrapped
+
+
+def exchanged_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
+    """The model's trainable parameters that the optimizer steps, with their names, in the model's order.
+
+    Raises:
+        ConfigurationError: the optimizer has others, or they are not fp32, or the model synchronises its gradients.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigurationError(
+            "the model is in DistributedDataParallel, whose workers wait for each other: unwrap it"
+        )
+    stepped = {id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
+    named = [(name.replace(_COMPILED, ""), each) for name, each in model.named_parameters() if id(each) in stepped]
+    if len(named) < len(stepped):
+        raise ConfigurationError(
+            f"the optimizer has {len(stepped) - len(named)} parameters that are not the model's: give the module that "
+            "has all of them"
+        )
+    if not named:
+        raise ConfigurationError("the optimizer has no parameter of the model that is trained")
+    for name, parameter in named:
+        if parameter.dtype is not torch.float32:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise ConfigurationError(f"{name} is {kind}: keep parameters in float32, and compute under torch.autocast")
+    return named
+
+
+def step_gradients(named: list[tuple[str, Parameter]]) -> list[Tensor]:
+    """The gradients of a step; empty where nothing was computed.
+
+    Raises:
+        ConfigurationError: one is sparse.
+    """
+    for name, parameter in named:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise ConfigurationError(f"the gradient of {name} is sparse: make the layer without sparse=True")
+    return [parameter.grad for _, parameter in named if parameter.grad is not None]
+
+
+def drop_gradients(named: list[tuple[str, Parameter]]) -> None:
+    """Makes the optimizer's coming step one that changes nothing: torch's optimizers pass over what has no gradient."""
+    for _, parameter in named:
+        parameter.grad = None
+
+
+def l2_norm(gradients: list[Tensor]) -> float:
+    """Of all together; not finite where a gradient has NaN or Inf."""
+    return float(torch.nn.utils.get_total_norm(gradients))
+
+
+def is_skipped_by_scaler(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer is about to skip its step, as ``torch.amp.GradScaler`` has told it."""
+    found: Tensor | None = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)

@@ -1,0 +1,260 @@
+"""What the context managers share: joining and leaving a run, the server's parameters, checkpoints."""
+
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fairseq_async.algorithms.rule import State
+from fairseq_async.config import ServerOptions
+from fairseq_async.environment import WORKER
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.process import ServerProcess
+from fairseq_async.torch.parameters import drop_gradients, exchanged_parameters
+from fairseq_async.worker.async_worker import AsyncWorker
+from fairseq_async.worker.client import Client
+from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.process import end_process, errors_in_one_line
+from fairseq_async.worker.server_state import fetch_state, state_file
+
+_ONE_RUN = ("RANK", WORKER)  # set by launchers, which tell a process of one server
+_Self = TypeVar("_Self", bound="AsyncTraining")
+
+_PATIENCE = 5.0  # seconds after which worker 0 says that it waits for the others
+
+
+class AsyncTraining(ABC):
+    """One worker of an asynchronous run, round an ordinary optimizer; the base of the methods' context managers.
+
+    In the ``with`` block, ``optimizer.step()`` takes part in the run, and nothing else of the loop changes. Entering
+    the block connects to the server, which worker 0 starts where no launcher has done so, and takes its parameters: the
+    models of all workers are worker 0's then. At the end of the block the model has the server's parameters, and with
+    an exception the worker is gone from the run as if it had been killed.
+
+    A step whose gradient has NaN or Inf is left out. Mistakes end the process with one line and exit code 2.
+
+    Attributes:
+        worker: this worker's number; worker 0 is to evaluate and save.
+        workers: how many were announced, for a ``DistributedSampler``.
+        loss: of the coming step, for the log; set it before ``optimizer.step()`` if you like.
+    """
+
+    server_module: str
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, server: ServerOptions) -> None:
+        self.optimizer = optimizer
+        self._server_options, self._run_dir = server, Path(server.run_dir)
+        self._named = exchanged_parameters(model, optimizer)
+        self.loss: float | Tensor | None = None
+        self._context = WorkerContext.find()
+        self._restored: State | None = None
+        self._own: Tensor | None = None  # this worker's parameters, while the model has the server's
+        self._saved: State | None = None  # the state that these are from
+        self._server: ServerProcess | None = None
+        self._client: Client | None = None
+        self._handles: list[RemovableHandle] = []
+        self._step_ended = 0.0
+        self._warned = False
+
+    @property
+    def worker(self) -> int:
+        return self._context.worker
+
+    @property
+    def workers(self) -> int:
+        return self._context.workers
+
+    @property
+    @abstractmethod
+    def async_worker(self) -> AsyncWorker:
+        """The worker side of the method; it is made when the block is entered."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has had its ``total_steps``; then the model has the server's last parameters."""
+        return self.async_worker.finished
+
+    @property
+    @abstractmethod
+    def progress(self) -> float:
+        """How far the whole run is, in the steps that ``total_steps`` counts."""
+
+    @abstractmethod
+    def pull(self) -> None:
+        """Takes the server's current parameters into the model."""
+
+    @abstractmethod
+    def describe(self, workers: int) -> MethodSpec:
+        """The method of a run with so many workers."""
+
+    @abstractmethod
+    def _make_worker(self, client: Client) -> AsyncWorker: ...
+
+    @abstractmethod
+    def _add_hooks(self) -> list[RemovableHandle]: ...
+
+    # The block
+
+    @errors_in_one_line()
+    def __enter__(self: _Self) -> _Self:
+        try:
+            self._join()
+        except BaseException:
+            self.abandon()
+            raise
+        self._handles = self._add_hooks()
+        self._step_ended = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            return self.abandon()
+        try:
+            self.pull()
+            self.leave()
+        finally:
+            self.abandon()
+
+    def _join(self) -> None:
+        _note_run()
+        if not self._context.joins:  # a mistake is to show before anything starts
+            self.describe(self.workers)
+        options = self._server_options
+        self._context, self._client, self._server = self._context.connect(
+            self.server_module, options.server, options.token_file, self._run_dir, options.server_timeout, end_process
+        )
+        worker = self._make_worker(self._client)
+        welcome = worker.join(self.describe(self.workers))
+        if not welcome.initialised:
+            with state_file(self._restored, self._run_dir) as path:
+                welcome = worker.bring_parameters(path)
+        self._restored = None
+        worker.begin(welcome)
+
+    @errors_in_one_line()
+    def leave(self) -> None:
+        """Leaves the run for good. A server that this worker has started goes on until the other workers have left."""
+        self._remove_hooks()
+        if self._client is not None:
+            self._client.leave(finished=False)
+        if self._server is not None:
+            self._server.join(_PATIENCE)
+            if self._server.poll() is None:
+                sys.stderr.write("fairseq-async: this worker has finished; its server goes on for the others\n")
+                self._server.join()
+
+    def abandon(self) -> None:
+        """Is gone from the run as a worker that was killed; a server that this worker has started ends at once."""
+        self._remove_hooks()
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.stop()
+        self._client = self._server = None
+
+    def _remove_hooks(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    # The server's parameters and state
+
+    @contextmanager
+    def server_parameters(self) -> Iterator[None]:
+        """Within this the model has the server's parameters, for worker 0 to evaluate and save; then its own again."""
+        self.take_server_parameters()
+        try:
+            yield
+        finally:
+            self.restore_parameters()
+
+    @errors_in_one_line()
+    def take_server_parameters(self) -> None:
+        """Gives the model the server's parameters, until :meth:`restore_parameters`; only worker 0 is given them."""
+        self.async_worker.settle()
+        state = fetch_state(self._connected, self._run_dir)
+        replica = self.async_worker.replica
+        if self._own is None:
+            self._own = torch.zeros(replica.layout.size)
+            replica.read(self._own)
+        replica.write(state["server"]["parameters"])
+        self._saved = state
+
+    def restore_parameters(self) -> None:
+        """Gives the model its own parameters again, if it has the server's."""
+        if self._own is not None:
+            self.async_worker.replica.write(self._own)
+            self._own = self._saved = None
+            self._step_ended = time.perf_counter()
+
+    @errors_in_one_line()
+    def state_dict(self) -> State:
+        """The server's whole state, for your checkpoint: of worker 0; empty on every other worker.
+
+        Within :meth:`server_parameters` it is the state whose parameters the model has.
+        """
+        if self.worker > 0:
+            return {}
+        return self._saved or fetch_state(self._connected, self._run_dir)
+
+    @errors_in_one_line()
+    def load_state_dict(self, state: State) -> None:
+        """Before the block is entered: a new run goes on from what :meth:`state_dict` has given.
+
+        Worker 0 brings it to the server, from which every worker takes its parameters.
+        """
+        if self._client is not None:
+            raise ConfigurationError("load_state_dict comes before the with block: the run has begun")
+        self._restored = state or None
+
+    @property
+    def _connected(self) -> Client:
+        if self._client is None:
+            raise ConfigurationError(f"{type(self).__name__} is used outside of its with block")
+        return self._client
+
+    # Steps
+
+    def _check_closure(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """``args`` of a hook begin with the optimizer itself."""
+        if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
+            raise ConfigurationError("optimizer.step(closure) is not supported: compute the gradients before the step")
+
+    def _leave_out_after_end(self) -> None:
+        """A step after the end of the run changes nothing; the first one is told of."""
+        drop_gradients(self._named)
+        if not self._warned:
+            self._warned = True
+            sys.stderr.write(
+                "fairseq-async: the run has finished: steps change nothing any more; see worker.finished\n"
+            )
+
+    def _sleep_if_slowed_down(self) -> float:
+        """Makes this step as many times longer as an experiment wants it; returns its seconds."""
+        time.sleep((self._context.slowdown - 1.0) * (time.perf_counter() - self._step_ended))
+        return time.perf_counter() - self._step_ended
+
+
+def _note_run() -> None:
+    """
+    Raises:
+        ConfigurationError: a launcher has started this process, and it has trained before.
+    """
+    if _runs and any(name in os.environ for name in _ONE_RUN):
+        raise ConfigurationError("a process that a launcher has started takes part in one run: start it again instead")
+    _runs.append(True)
+
+
+_runs: list[bool] = []

@@ -1,0 +1,46 @@
+"""The server's whole state, for a checkpoint and from one: it travels as a file, in types that torch trusts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from fairseq_async.algorithms.rule import State
+from fairseq_async.server.state_files import write_state
+from fairseq_async.worker.client import Client
+
+
+def fetch_state(client: Client, run_dir: Path) -> State:
+    """The server's state; only worker 0 is given it.
+
+    Raises:
+        RefusedError: this is another worker, or the state cannot be written.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)  # the server may have another
+    path = run_dir / ".state-for-checkpoint.pt"
+    try:
+        client.save_state(str(path.resolve()))
+        state: State = torch.load(path, map_location="cpu", weights_only=True)
+    finally:
+        path.unlink(missing_ok=True)
+    return state
+
+
+@contextmanager
+def state_file(state: State | None, run_dir: Path) -> Iterator[str | None]:
+    """A file that holds the state, for as long as the block takes; None for none.
+
+    Raises:
+        RefusedError: it cannot be written.
+    """
+    if state is None:
+        yield None
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / ".state-of-checkpoint.pt"
+    try:
+        write_state(path, state)
+        yield str(path.resolve())
+    finally:
+        path.unlink(missing_ok=True)

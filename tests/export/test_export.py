@@ -1,0 +1,183 @@
+"""``fairseq-async export``: what others read is what the server had, to the bit."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from fairseq_async.cli import app
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.export import Format, export
+from fairseq_async.server import Layout
+
+VALUES = torch.arange(6.0) / 7
+NAMED = [("head.weight", torch.zeros(2, 2)), ("head.bias", torch.zeros(2))]
+TRAINED = {"head.weight": VALUES[:4].view(2, 2), "head.bias": VALUES[4:]}
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    """A server's, as its snapshots and checkpoints have it."""
+    layout = Layout.of(NAMED).to_json()
+    return {"method": "local_sgd", "layout": layout, "server": {"version": 3, "parameters": VALUES.clone()}} | changes
+
+
+def run_with_snapshots(folder: Path) -> Path:
+    """The newest is torn."""
+    (folder / "snapshots").mkdir(parents=True)
+    torch.save(state() | {"server": {"parameters": torch.zeros(6)}}, folder / "snapshots" / "version-000000000001.pt")
+    torch.save(state(), folder / "snapshots" / "version-000000000002.pt")
+    (folder / "snapshots" / "version-000000000003.pt").write_bytes(b"torn")
+    return folder
+
+
+def deepspeed_checkpoint(folder: Path) -> Path:
+    """Its model is worker 0's: the trained parameters in it are others, and ``tied`` is the head's weight."""
+    local = torch.full((2, 2), 9.0)
+    module = {"head.weight": local, "head.bias": torch.ones(2), "tied": local, "mean": torch.tensor([5.0])}
+    tag = folder / "global_step3"
+    tag.mkdir(parents=True)
+    torch.save({"module": module}, tag / "mp_rank_00_model_states.pt")
+    torch.save(state(), tag / "async_server.pt")
+    (folder / "latest").write_text("global_step3\n")
+    return folder
+
+
+def fairseq_checkpoint(folder: Path) -> Path:
+    """Of a model in half precision whose two names of one matrix the file has as two."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = {
+        "head.weight": torch.full((2, 2), 9.0).half(),
+        "head.bias": torch.ones(2).half(),
+        "out.weight": torch.full((2, 2), 9.0).half(),
+        "version": torch.tensor([3.0]).half(),
+    }
+    rest = {"cfg": {"task": {"_name": "t"}}, "extra_state": {"epoch": 2, "async_server": {"big": 1}}}
+    torch.save({"model": model, "last_optimizer_state": {"server": 1}, **rest}, folder / "checkpoint_last.pt")
+    return folder / "checkpoint_last.pt"
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_newest_snapshot_that_can_be_read_is_exported(tmp_path: Path) -> None:
+    run = run_with_snapshots(tmp_path / "run")
+    assert export(run, tmp_path / "out.safetensors") is Format.SAFETENSORS
+    assert export(run, tmp_path / "out.pt") is Format.STATE_DICT
+    assert equal(load_file(tmp_path / "out.safetensors"), TRAINED)
+    assert equal(torch.load(tmp_path / "out.pt", weights_only=True), TRAINED)
+    model = nn.ModuleDict({"head": nn.Linear(2, 2)})
+    model.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
+    assert len(list((run / "snapshots").iterdir())) == 3  # it only reads
+
+
+@pytest.mark.parametrize("where", ["", "global_step3", "global_step3/async_server.pt"])
+def test_a_deepspeed_checkpoint_gives_the_servers_parameters_and_worker_0s_buffers(tmp_path: Path, where: str) -> None:
+    checkpoint = deepspeed_checkpoint(tmp_path / "checkpoint")
+    export(checkpoint / where, tmp_path / "out.safetensors")
+    expected = TRAINED | {"tied": TRAINED["head.weight"], "mean": torch.tensor([5.0])}
+    assert equal(load_file(tmp_path / "out.safetensors"), expected)
+
+
+def test_an_hf_directory_has_configuration_and_tokenizer_beside_the_parameters(tmp_path: Path) -> None:
+    """As the Trainer of transformers leaves them in a checkpoint, or from another directory."""
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint.mkdir()
+    save_file({name: torch.zeros_like(value) for name, value in TRAINED.items()}, checkpoint / "model.safetensors")
+    torch.save(state(), checkpoint / "async_server.pt")
+    for name in ("config.json", "tokenizer.json", "trainer_state.json"):
+        (checkpoint / name).write_text("{}")
+    assert export(checkpoint, tmp_path / "model") is Format.HF
+    assert {path.name for path in (tmp_path / "model").iterdir()} == {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    }
+    assert equal(load_file(tmp_path / "model" / "model.safetensors"), TRAINED)
+    run = run_with_snapshots(tmp_path / "run")
+    with pytest.raises(ConfigurationError, match="there is no config.json.*give --config"):
+        export(run, tmp_path / "other")
+    export(run, tmp_path / "other", config=checkpoint)
+    assert (tmp_path / "other" / "config.json").exists()
+
+
+def test_a_fairseq_checkpoint_loses_its_optimizer_state_and_takes_a_newer_snapshot(tmp_path: Path) -> None:
+    path = fairseq_checkpoint(tmp_path / "save")
+    assert export(path, tmp_path / "same.pt") is Format.FAIRSEQ
+    same = torch.load(tmp_path / "same.pt", weights_only=True)
+    assert same["model"]["head.bias"].tolist() == [1.0, 1.0]
+    assert "last_optimizer_state" not in same and same["extra_state"] == {"epoch": 2} and "cfg" in same
+    export(run_with_snapshots(tmp_path / "save"), tmp_path / "newer.pt")
+    newer = torch.load(tmp_path / "newer.pt", weights_only=True)["model"]
+    half = {name: value.half() for name, value in TRAINED.items()}
+    assert equal(newer, half | {"out.weight": half["head.weight"], "version": torch.tensor([3.0]).half()})
+
+
+def broken(folder: Path) -> Path:
+    (folder / "file.pt").write_bytes(b"nothing")
+    return folder / "file.pt"
+
+
+def another(folder: Path) -> Path:
+    torch.save({"weights": 1}, folder / "file.pt")
+    return folder / "file.pt"
+
+
+def unnamed(folder: Path) -> Path:
+    torch.save({"server": {"parameters": VALUES}}, folder / "file.pt")
+    return folder / "file.pt"
+
+
+def short(folder: Path) -> Path:
+    torch.save(state(server={"parameters": VALUES[:3]}), folder / "file.pt")
+    return folder / "file.pt"
+
+
+def code(folder: Path) -> Path:
+    """What only a pickle that runs code could load."""
+    torch.save(Path, folder / "file.pt")
+    return folder / "file.pt"
+
+
+WRONG: dict[str, tuple[Callable[[Path], Path], list[str], str]] = {
+    "nothing there": (lambda folder: folder / "none", [], "none: No such file"),
+    "an empty directory": (lambda folder: folder, [], "there are no server's parameters in it"),
+    "no checkpoint": (broken, [], "file.pt: cannot be read"),
+    "another file": (another, [], "neither fairseq's checkpoint nor a server's state"),
+    "an old state": (unnamed, [], "without the names of the tensors"),
+    "a state that is cut": (short, [], "not a server's state"),
+    "a pickle": (code, [], "cannot be read: Weights only load failed"),
+    "a format that there is not": (run_with_snapshots, ["--format", "onnx"], "--format onnx: one of hf, safetensors"),
+    "fairseq of a run without": (run_with_snapshots, ["--format", "fairseq"], "--format fairseq needs"),
+}
+
+
+@pytest.mark.parametrize(("make", "flags", "said"), WRONG.values(), ids=WRONG.keys())
+def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path: Path, make: Any, flags: list[str], said: str) -> None:
+    (tmp_path / "in").mkdir()
+    result = CliRunner().invoke(app, ["export", str(make(tmp_path / "in")), str(tmp_path / "out.pt"), *flags])
+    assert isinstance(result.exception, ConfigurationError) and said in str(result.exception)
+    assert "\n" not in str(result.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_what_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
+    run = run_with_snapshots(tmp_path / "run")
+    (tmp_path / "out.pt").write_text("precious")
+    with pytest.raises(ConfigurationError, match="exists already"):
+        export(run, tmp_path / "out.pt")
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        export(run, tmp_path / "missing" / "out.pt")
+    assert (tmp_path / "out.pt").read_text() == "precious"
+
+
+def test_the_command_says_what_it_has_written(tmp_path: Path) -> None:
+    run = run_with_snapshots(tmp_path / "run")
+    result = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "out.safetensors")])
+    assert result.exit_code == 0 and "as safetensors" in result.output
+    assert equal(load_file(tmp_path / "out.safetensors"), TRAINED)

@@ -1,0 +1,64 @@
+"""A user's script for the Trainer of transformers: a tiny GPT-2 learns to count. Leaves what it came to in OUT.
+
+Usage: hf_callback_job.py OUT OPTIONS [resume]
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.modules["torchaudio"] = None  # type: ignore[assignment]  # transformers would import it; it may not fit this torch
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: E402
+
+from fairseq_async.torch.hf_trainer import AsyncCallback  # noqa: E402
+
+
+class Counting(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences of eight numbers, each one above the number before."""
+
+    def __init__(self, starts: range) -> None:
+        self.starts = starts
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = (self.starts[index] + torch.arange(8)) % 32
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def train(out: Path, options: dict[str, Any], resume: bool) -> Trainer:
+    """Twelve steps, with an evaluation and a checkpoint after six and twelve."""
+    callback = AsyncCallback(**options)
+    torch.manual_seed(callback.worker)
+    shape = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        max_steps=12,
+        per_device_train_batch_size=4,
+        learning_rate=5e-3,
+        weight_decay=0.1,
+        eval_strategy="steps",
+        eval_steps=6,
+        save_steps=6,
+        load_best_model_at_end=True,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    data = Counting(range(callback.worker, 256, callback.workers))
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=Counting(range(16)), callbacks=[callback])
+    trainer.train(resume_from_checkpoint=str(out / "checkpoint-6") if resume else None)
+    evaluations = [line for line in trainer.state.log_history if "eval_loss" in line]
+    torch.save(model.state_dict(), out / f"worker-{callback.worker}.pt")
+    (out / f"worker-{callback.worker}.json").write_text(json.dumps(evaluations))
+    return trainer
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), json.loads(sys.argv[2]), resume="resume" in sys.argv[3:])

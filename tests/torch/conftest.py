@@ -1,0 +1,33 @@
+"""Fixtures of the tests of plain PyTorch loops."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fairseq_async.errors import as_flag, spell_options
+from fairseq_async.server.run import Build
+from tests.helpers.torch_workers import ThreadWorkers
+
+StartWorkers = Callable[[int, Build], ThreadWorkers]
+
+
+@pytest.fixture(autouse=True)
+def spelling() -> Iterator[None]:
+    """Arguments of a Python call are spelt so in errors; the other tests' options are flags."""
+    yield
+    spell_options(as_flag)
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StartWorkers]:
+    """``workers(count, build)``: so many, whose server is built so."""
+    started: list[ThreadWorkers] = []
+
+    def start(count: int, build: Build) -> ThreadWorkers:
+        started.append(ThreadWorkers(monkeypatch, tmp_path / f"run-{len(started)}", count, build))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.server.stop()

@@ -1,0 +1,107 @@
+"""``AsyncCallback`` with the real ``Trainer`` of transformers, in processes that a launcher of ours would start."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fairseq_async.environment import SERVER, TOKEN, WORKER, WORKERS
+from fairseq_async.export import Format, export
+from fairseq_async.server.process import ServerProcess
+from tests.helpers.commands import HELPERS, ROOT, Processes, command
+
+DILOCO: dict[str, Any] = {"method": "local_sgd", "outer": "diloco", "local_steps": 3}
+
+
+def train(folder: Path, workers: int, options: dict[str, Any], *flags: str) -> list[dict[str, Any]]:
+    """The events of the run, whose processes have all ended well."""
+    module = "local_sgd_main" if options["method"] == "local_sgd" else "gradient_main"
+    log = folder / "server.log"
+    server = ServerProcess(f"fairseq_async.server.{module}", workers, folder / "run", log, ends_with_workers=True)
+    processes, outputs = Processes(), []
+    try:
+        own = json.dumps(options | {"run_dir": str(folder / "run")})
+        line = [command("python"), HELPERS / "hf_callback_job.py", folder / "out", own, *flags]
+        known = {SERVER: server.address, TOKEN: server.token, WORKERS: str(workers)}
+        known["PYTHONPATH"] = f"{HELPERS / 'without_fairseq'}:{ROOT}"
+        started = [processes.start(line, **known, **{WORKER: str(worker)}) for worker in range(workers)]
+        outputs += [process.communicate(timeout=200)[0] for process in started]
+        assert [process.returncode for process in started] == [0] * workers, outputs
+        server.join(30)
+        assert server.poll() == 0
+    finally:
+        processes.end()
+        server.stop()
+    return [json.loads(line) for line in (folder / "run" / "events.jsonl").open()]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+    """A run of two workers: its folder and its events."""
+    folder = tmp_path_factory.mktemp("trainer")
+    yield folder, train(folder, 2, DILOCO)
+
+
+def evaluations(out: Path, worker: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((out / f"worker-{worker}.json").read_text())
+    return found
+
+
+def test_every_worker_takes_the_trainers_steps(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, events = two
+    assert sorted((event["worker"], event["sequence"]) for event in events) == [
+        (worker, sequence) for worker in range(2) for sequence in range(4)
+    ]
+    assert {event["local_steps"] for event in events} == {3}
+
+
+def test_what_worker_0_evaluates_and_saves_are_the_servers_parameters(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    """In the end it has the best of them, which the Trainer has loaded. The other worker does neither."""
+    out = two[0] / "out"
+    assert [line["step"] for line in evaluations(out, 0)] == [6, 12] and evaluations(out, 1) == []
+    for step in (6, 12):
+        saved = load_file(out / f"checkpoint-{step}" / "model.safetensors")
+        state = torch.load(out / f"checkpoint-{step}" / "async_server.pt", weights_only=True)
+        flat = torch.cat([saved[row[0]].flatten() for row in state["layout"]])
+        assert torch.equal(flat, state["server"]["parameters"])
+    best = min(evaluations(out, 0), key=lambda line: line["eval_loss"])["step"]
+    ended = torch.load(out / "worker-0.pt", weights_only=True)
+    for name, value in load_file(out / f"checkpoint-{best}" / "model.safetensors").items():
+        assert torch.equal(ended[name], value)
+
+
+def test_a_checkpoint_is_exported_as_a_directory_for_from_pretrained(
+    two: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    checkpoint = two[0] / "out" / "checkpoint-12"
+    assert export(checkpoint, tmp_path / "model") is Format.HF
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    saved = load_file(checkpoint / "model.safetensors")
+    assert exported.keys() == saved.keys() and all(torch.equal(exported[name], saved[name]) for name in saved)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["n_embd"] == 16
+
+
+def test_a_run_goes_on_from_the_trainers_checkpoint(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    """At the server's version of that time, with its momentum."""
+    folder, before = two
+    events = train(folder, 2, DILOCO, "resume")
+    again = events[-4:]
+    assert [event["base_version"] for event in again] == [2, 2, 3, 3]
+    assert max(event["version_after"] for event in events) == max(event["version_after"] for event in before) == 4
+
+
+def test_in_hybrid_the_trainers_optimizer_and_schedule_are_the_servers(tmp_path: Path) -> None:
+    events = train(tmp_path, 1, {"method": "hybrid_async"})
+    assert len(events) == 12 and events[-1]["version_after"] == 12
+    described = json.loads((tmp_path / "run" / "run.json").read_text())["method"]["framework"]
+    rates = [row[0] for row in described["learning_rates"]]
+    assert rates == pytest.approx([5e-3 * (1 - step / 12) for step in range(13)])
+    assert described["optimizer"] == "AdamW"
+    decays = [group["options"]["weight_decay"] for group in described["parameter_groups"]]
+    assert decays == [0.1, 0.0]  # none for biases and norms
+    losses = [line["eval_loss"] for line in evaluations(tmp_path / "out", 0)]
+    assert losses[1] < losses[0]

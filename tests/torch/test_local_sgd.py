@@ -1,0 +1,213 @@
+"""``AsyncLocalSGD`` round an ordinary optimizer, against references in float64."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from fairseq_async.server import local_sgd_main
+from fairseq_async.torch import AsyncLocalSGD
+from tests.helpers.torch_workers import ThreadWorkers
+
+Start = Callable[..., ThreadWorkers]
+TARGETS = torch.tensor([[1.0, -2.0, 0.5], [0.0, 1.0, 3.0]])  # one a worker: they pull apart
+LR, H, ROUNDS = 0.1, 3, 4
+DILOCO: dict[str, Any] = {"outer": "diloco", "outer_lr": 0.5, "outer_momentum": 0.8, "local_steps": H}
+
+
+class Point(nn.Module):
+    """|θ − target|²/2, whose gradient is θ − target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.zeros(3))
+
+    def forward(self, target: Tensor) -> Tensor:
+        return (self.theta - target).square().sum() / 2
+
+
+def diloco(workers: int, rates: Callable[[int], float], rounds: int = ROUNDS) -> Tensor:
+    """Algorithm 1 of DiLoCo (arXiv 2311.08105) in float64, with SGD inside and Nesterov's momentum as torch has it."""
+    theta, momentum = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for number in range(rounds):
+        deltas = []
+        for target in TARGETS[:workers].double():
+            local = theta.clone()
+            for step in range(H):
+                local -= rates(number * H + step) * (local - target)
+            deltas.append(theta - local)
+        mean = torch.stack(deltas).mean(0)
+        momentum = 0.8 * momentum + mean
+        theta = theta - 0.5 * (0.8 * momentum + mean)
+    return theta
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_it_is_diloco_with_the_optimizers_own_scheduler(workers: Start, count: int) -> None:
+    """The scheduler counts this worker's steps, and is the user's: nothing is given to the worker."""
+
+    def train(worker: int) -> Tensor:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        with AsyncLocalSGD(model, optimizer, total_steps=H * ROUNDS, **DILOCO) as training:
+            while not training.finished:
+                optimizer.zero_grad()
+                model(TARGETS[worker]).backward()
+                optimizer.step()
+                scheduler.step()
+            assert training.progress == H * ROUNDS
+        return model.theta.detach()
+
+    expected = diloco(count, lambda step: LR / (1 + step))
+    for ended in workers(count, local_sgd_main.build).run(train):
+        torch.testing.assert_close(ended.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loop_that_ends_by_its_own_count_sends_the_rest_of_its_round(workers: Start) -> None:
+    """One step of two, at a rate of 1, without momentum: the server adds up what the workers have moved."""
+
+    def train(worker: int) -> Tensor:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        with AsyncLocalSGD(model, optimizer, outer="sgd", outer_lr=1.0, local_steps=2):
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(TARGETS[worker]).backward()
+                optimizer.step()
+        return model.theta.detach()
+
+    (ended,) = workers(1, local_sgd_main.build).run(train)
+    torch.testing.assert_close(ended, TARGETS[0] * (1 - (1 - LR) ** 3))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_with_nan_is_left_out_and_is_no_local_step(workers: Start, overlap: bool) -> None:
+    """The optimizer's moments stay finite; every other worker would be refused otherwise."""
+
+    def train(worker: int) -> tuple[Tensor, float]:
+        model = Point()
+        optimizer = AdamW(model.parameters(), lr=LR)
+        options = {"outer": "sgd", "outer_lr": 1.0, "local_steps": 2, "total_steps": 6, "overlap": overlap}
+        with AsyncLocalSGD(model, optimizer, **options) as training:
+            step = 0
+            while not training.finished and step < 100:
+                optimizer.zero_grad()
+                (model(TARGETS[0]) * (float("nan") if step in (0, 3) else 1.0)).backward()
+                optimizer.step()
+                step += 1
+            steps = optimizer.state[model.theta]["step"]
+            assert float(steps) == step - 2 and training.progress >= 6
+        return model.theta.detach(), step
+
+    ((ended, _),) = workers(1, local_sgd_main.build).run(train)
+    reference = Point()
+    optimizer = AdamW(reference.parameters(), lr=LR)
+    for _ in range(6):
+        optimizer.zero_grad()
+        reference(TARGETS[0]).backward()
+        optimizer.step()
+    if not overlap:
+        torch.testing.assert_close(ended, reference.theta.detach())
+    assert ended.isfinite().all()
+
+
+def test_too_many_nan_steps_in_a_row_end_the_worker_with_one_line(
+    workers: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(worker: int) -> object:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        with pytest.raises(SystemExit) as end, AsyncLocalSGD(model, optimizer, max_refused=2):
+            for _ in range(3):
+                (model(TARGETS[0]) * float("nan")).backward()
+                optimizer.step()
+        return end.value.code
+
+    assert workers(1, local_sgd_main.build).run(train) == [2]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "max_refused=" in line
+
+
+def test_worker_0_evaluates_the_servers_parameters_and_goes_on_with_its_own(workers: Start, tmp_path: Path) -> None:
+    def train(worker: int) -> tuple[Tensor, Tensor, Tensor]:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        run_dir = str(tmp_path / "own")
+        with AsyncLocalSGD(model, optimizer, outer="sgd", outer_lr=1.0, local_steps=2, run_dir=run_dir) as training:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(TARGETS[0]).backward()
+                optimizer.step()
+            own = model.theta.detach().clone()
+            with training.server_parameters():
+                servers = model.theta.detach().clone()
+                state = training.state_dict()
+                assert torch.equal(servers, state["server"]["parameters"])
+            assert torch.equal(model.theta.detach(), own)
+            training.pull()
+            return own, servers, model.theta.detach().clone()
+
+    ((own, servers, pulled),) = workers(1, local_sgd_main.build).run(train)
+    torch.testing.assert_close(servers, TARGETS[0] * (1 - (1 - LR) ** 2))  # as of the last exchange
+    assert torch.equal(pulled, own)  # the third step was sent first
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+def test_a_state_brings_the_outer_momentum_back(workers: Start, tmp_path: Path) -> None:
+    def train(rounds: int, state: dict[str, Any] | None) -> tuple[Tensor, dict[str, Any]]:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        training = AsyncLocalSGD(model, optimizer, run_dir=str(tmp_path / "own"), **DILOCO)
+        training.load_state_dict(state or {})
+        with training:
+            for _ in range(rounds * H):
+                optimizer.zero_grad()
+                model(TARGETS[0]).backward()
+                optimizer.step()
+            saved = training.state_dict()
+        return model.theta.detach(), saved
+
+    build = local_sgd_main.build
+    ((_, state),) = workers(1, build).run(lambda worker: train(2, None))
+    ((resumed, _),) = workers(1, build).run(lambda worker: train(ROUNDS - 2, state))
+    torch.testing.assert_close(resumed.double(), diloco(1, lambda step: LR), rtol=1e-5, atol=1e-6)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a rule that there is not": ({"outer": "adam"}, "outer: Input should be 'diloco'"),
+    "an option of another rule": ({"outer": "diloco", "delay": 3}, "delay is of no use with outer diloco"),
+    "a bad value": ({"local_steps": 0}, "local_steps: Input should be greater than or equal to 1 (it is 0)"),
+}
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG.values(), ids=WRONG.keys())
+def test_a_mistake_is_one_line(options: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Point()
+    with pytest.raises(SystemExit) as end:
+        AsyncLocalSGD(model, SGD(model.parameters(), lr=LR), **options)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and said in line
+
+
+def test_a_model_in_half_precision_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Point().bfloat16()
+    with pytest.raises(SystemExit):
+        AsyncLocalSGD(model, SGD(model.parameters(), lr=LR))
+    assert "theta is bfloat16: keep parameters in float32" in capsys.readouterr().err
+
+
+def test_a_closure_is_refused(workers: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(worker: int) -> None:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        with pytest.raises(SystemExit), AsyncLocalSGD(model, optimizer):
+            optimizer.step(lambda: model(TARGETS[0]))
+
+    workers(1, local_sgd_main.build).run(train)
+    assert "optimizer.step(closure) is not supported" in capsys.readouterr().err
