@@ -144,7 +144,7 @@ class Run:
 
     def state_dict(self) -> State:
         """All that another server needs to go on, with workers that have been told the method."""
-        own = {"method": self.spec.name, "inner_optimizer": _inner_optimizer(self.spec)}
+        own = {"method": self.spec.name, "inner_optimizer": inner_optimizer(self.spec)}
         return own | self.coordinator.state_dict()
 
     def snapshot(self) -> State:
@@ -155,7 +155,7 @@ class Run:
     def _check_state(self, state: State) -> None:
         if state["method"] != self.spec.name:
             raise RefusedError(f"the checkpoint is of {state['method']}, this run is of {self.spec.name}")
-        before, now = state.get("inner_optimizer"), _inner_optimizer(self.spec)
+        before, now = state.get("inner_optimizer"), inner_optimizer(self.spec)
         if before != now and before is not None:
             raise RefusedError(
                 f"the checkpoint's inner optimizer is {before}, this run's is {now}: give "
@@ -163,7 +163,7 @@ class Run:
             )
 
 
-def _inner_optimizer(spec: MethodSpec) -> str | None:
+def inner_optimizer(spec: MethodSpec) -> str | None:
     """The name of the optimizer that steps in the server, where a framework has named it."""
     inner = spec.framework.get("inner_optimizer")
     return str(inner["_name"]) if isinstance(inner, dict) and "_name" in inner else None

@@ -22,6 +22,7 @@ from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.parameter_server import Status
 from fairseq_async.server.peers import USUAL, Handshake, Peer, RefusalLog
 from fairseq_async.server.protocol import Answer, Request
+from fairseq_async.server.resume import newest_state
 from fairseq_async.server.run import Build, Run
 from fairseq_async.server.snapshots import Snapshots
 from fairseq_async.server.state_files import read_state, restored_path, saved_path, write_state
@@ -43,6 +44,8 @@ class Service:
 
     Attributes:
         run: None until a worker has described it.
+        resumes: the run goes on from a snapshot that one before has left in the directory, if none that is newer is
+            brought.
         applying: what goes on while an update is applied, which changes nothing but parameters and rule.
     """
 
@@ -61,8 +64,10 @@ class Service:
         self.membership = Membership(workers, clock())
         self.snapshots = Snapshots(run_dir, clock, tell, self._handshake.run)
         self.peers: dict[int, Peer] = {}
+        self.journal = self.snapshots.journal
         self.refusals = RefusalLog()
         self.run: Run | None = None
+        self.resumes = False
         self.applying: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
@@ -173,6 +178,14 @@ class Service:
         run.begin(self.build, parameters, state, f"snapshot {path.name}", self.membership, self.wall_clock())
         return path.name
 
+    def keep(self) -> None:
+        """Writes a last snapshot of a run that is interrupted, for the next one in the directory."""
+        run = self.begun
+        if run is not None:
+            version = run.coordinator.server.version
+            self.snapshots.take_last(run.snapshot(), version)
+            self.journal("end", f"whoever has started the server is gone: it ends at update {version:,}")
+
     def _refuse(self, peer: Peer, kind: str, error: object, said: str | None = None) -> None:
         self.refusals.count(kind, peer.name, error)
         self._answer(peer, protocol.ErrorReply(said or str(error)))
@@ -249,6 +262,7 @@ class Service:
             before.channel.end()
         self.peers[worker] = peer
         self.membership.enter(worker, instance, now, ready=False)
+        self.journal("connected", f"worker {worker} is connected, and loads its data and model")
         return self._handshake.complete(peer, introduce, worker, self.membership)
 
     def _hello(self, peer: Peer, hello: protocol.Hello) -> Answer | None:
@@ -256,6 +270,7 @@ class Service:
         if self.run is None and peer.worker != 0:  # only worker 0 says what is trained
             peer.hello = hello
             self.membership.wait(peer.id, "hello")
+            self.journal("early", f"worker {peer.id} waits for worker 0, which says what is trained")
             return None
         described = self.run is None
         run = self.run or self._describe(hello.spec, hello.layout)
@@ -272,6 +287,7 @@ class Service:
         peer.channel.room = run.memory.slot(peer.id) if peer.remote else None
         peer.channel.largest = USUAL
         peer.channel.notice_death(self.membership.timeout)
+        self.journal("joined", f"worker {peer.id} has joined, {self.membership.ready} of {run.spec.workers} are there")
         self._recount(changed=True)
         if not run.begun and peer.worker != 0:
             self.membership.wait(peer.id, "hello")
@@ -295,8 +311,9 @@ class Service:
         if run.begun:  # the answer was lost, and it asks again
             return self._welcome(run, 0)
         restored = read_state(restored_path(self.run_dir)) if in_file else None
-        source = "the beginning" if restored is None else "a checkpoint"
-        run.begin(self.build, run.memory.slot(0).clone(), restored, source, self.membership, self.wall_clock())
+        source, state = newest_state(run, restored, self.snapshots, self.resumes, self.tell)
+        run.begin(self.build, run.memory.slot(0).clone(), state, source, self.membership, self.wall_clock())
+        self.journal("begin", f"the run begins at update {run.coordinator.server.version:,}, from {source}")
         self._recount(changed=True)
         self._keep_snapshots(run)
         self.snapshots.wait()  # until it is there nobody is told of parameters, and a server that dies begins anew
@@ -396,5 +413,8 @@ class Service:
         del self.peers[peer.worker]
         now = self.clock()
         self.membership.leave(peer.worker, for_good, now)
+        self.journal(
+            "parted", f"worker {peer.worker} {'has left' if for_good else 'is gone: its connection is closed'}"
+        )
         if self.begun is not None:
             self._deliver(self.begun, self.begun.coordinator.depart(peer.worker, now))

@@ -171,7 +171,7 @@ def test_options_that_cannot_work_are_refused_by_name(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--inner-optimizer", "adem"], "--inner-optimizer adem: not one that can run in the server; choose from"),
+        (["--inner-optimizer", "adem"], "--inner-optimizer adem: hybrid_async has adadelta, adafactor"),
         (["--inner-optimizer", "hybrid_async"], "--inner-optimizer hybrid_async"),
         (["--distributed-world-size", "2"], "--distributed-world-size is 2: workers would wait for each other"),
         (["--distributed-init-method", "tcp://127.0.0.1:1"], "--distributed-init-method: is for processes that wait"),
