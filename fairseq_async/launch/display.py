@@ -38,10 +38,10 @@ class Display:
             self._live.update(self._table(), refresh=True)
         elif self.progress.clock() >= self._next_line:
             self._next_line += _LINE_EVERY
-            self.say(self.progress.summary())
+            self.say(self.progress.status)
 
     def _table(self) -> Table:
-        table = Table(title=self.progress.summary())
+        table = Table(title=self.progress.status)
         for column in ("", "gradients", "tokens/s", "staleness", "held (s)", "ahead", "loss"):
             table.add_column(column, justify="right")
         for name, updates, *rates, loss in self.progress.rows():

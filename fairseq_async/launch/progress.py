@@ -62,6 +62,9 @@ class Progress:
     ) -> None:
         self.run_dir, self.workers, self.clock = run_dir, workers, clock
         self._events = LineReader(run_dir / EVENTS, Event.from_json, skip=lambda _: None)  # an audit names the others
+        self._log = LineReader(run_dir / _SERVER_LOG, _text)
+        self._log.skip()
+        self._said = "the processes start"
         self._validations = LineReader(run_dir / VALIDATIONS, parse_validation, skip=lambda _: None)
         self._began = clock() if began is None else began
         self._validation: Validation | None = None
@@ -164,10 +167,13 @@ class Progress:
             text += f", {timedelta(seconds=round(seconds * (1 - done) / (done - before)))} left"
         return text
 
-    def summary(self) -> str:
+    @property
+    def status(self) -> str:
         """The progress in one line; before the first update, what is waited for."""
-        if self._first is None:
-            return f"starting: {self._waited_for()}"
+        return f"starting: {self._waited_for()}" if self._first is None else self.summary()
+
+    def summary(self) -> str:
+        """The progress in one line."""
         every = self.rows()[-1]
         text = f"{self.position}, {self.updates_per_second:.1f} updates/s, {every.tokens:,.0f} tokens/s, "
         text += f"{self.updates_in_a_step:.1f} in a step, staleness {every.staleness:.2f}, loss {every.loss:.3f}"
@@ -182,13 +188,15 @@ class Progress:
         return f", validation at update {last.updates:,}: loss {last.loss:.3f}{score}"
 
     def _waited_for(self) -> str:
-        """What the server has said last."""
-        try:
-            lines = (self.run_dir / _SERVER_LOG).read_text(errors="replace").splitlines()
-        except OSError:
-            lines = []
-        said = [text for _, found, text in (line.partition(SEPARATOR) for line in lines) if found]
-        return said[-1] if said else "the processes start"
+        """What the server has written into its log last."""
+        for line in self._log:
+            self._said = line
+        return self._said
+
+
+def _text(line: bytes) -> str:
+    """A line of the server's log without its time."""
+    return line.decode(errors="replace").rpartition(SEPARATOR)[2].strip()
 
 
 def _mean(values: list[float]) -> float:

@@ -60,12 +60,20 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
         tell_log(f"the run is finished at update {service.described.coordinator.server.version:,}")
         service.snapshots.clear()  # a finished run goes on from its checkpoint, if at all
         return
-    ending = options.run_dir / _ENDING
-    ending.touch()  # who starts the next run in this directory waits for this one's last snapshot
+    _keep(service)
+
+
+def _keep(service: Service) -> None:
+    """Writes a last snapshot of a run that is interrupted, for which the next run in its directory waits."""
+    if service.begun is None:
+        return
+    version, ending = service.begun.coordinator.server.version, service.run_dir / _ENDING
+    ending.touch()
     try:
-        service.keep()
+        service.snapshots.take_last(service.begun.snapshot(), version)
     finally:
         ending.unlink(missing_ok=True)
+    tell_log(f"whoever has started the server is gone: it ends at update {version:,}")
 
 
 def _claim(run_dir: Path) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from fairseq_async.algorithms import Rule
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
-from fairseq_async.exchange import SharedMemory, linux
+from fairseq_async.exchange import SharedMemory, copy, linux
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.coordinator import Coordinator, Instruction, Settled, build_coordinator
 from fairseq_async.server.event_log import EventLog, Recorder
@@ -97,6 +97,16 @@ class Run:
             self.memory.publish(server.parameters, server.version)
         if before == 0:
             linux.trim()
+
+    def hand_out(self, worker: int, slot: Tensor, look_ahead: float) -> int:
+        """Writes the parameters, or those some versions ahead, into a worker's slot; returns their version."""
+        server = self.coordinator.server
+        if look_ahead:
+            server.write_ahead(slot, look_ahead)
+        else:
+            copy(slot, server.parameters)
+        server.note_pull(worker)
+        return server.version
 
     def log(self, settled: list[Settled], time: float) -> None:
         """Writes the events of updates that were settled together; ``time`` in seconds since 1970."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fairseq_async.algorithms import Update
 from fairseq_async.errors import AsyncError, HalfAppliedError, RefusedError
-from fairseq_async.exchange import copy
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import protocol
 from fairseq_async.server.coordinator import Outcome
@@ -44,8 +43,7 @@ class Service:
 
     Attributes:
         run: None until a worker has described it.
-        resumes: the run goes on from a snapshot that one before has left in the directory, if none that is newer is
-            brought.
+        resumes: the run goes on from a snapshot of one before in the directory, unless a newer state is brought.
         applying: what goes on while an update is applied, which changes nothing but parameters and rule.
     """
 
@@ -178,14 +176,6 @@ class Service:
         run.begin(self.build, parameters, state, f"snapshot {path.name}", self.membership, self.wall_clock())
         return path.name
 
-    def keep(self) -> None:
-        """Writes a last snapshot of a run that is interrupted, for the next one in the directory."""
-        run = self.begun
-        if run is not None:
-            version = run.coordinator.server.version
-            self.snapshots.take_last(run.snapshot(), version)
-            self.journal("end", f"whoever has started the server is gone: it ends at update {version:,}")
-
     def _refuse(self, peer: Peer, kind: str, error: object, said: str | None = None) -> None:
         self.refusals.count(kind, peer.name, error)
         self._answer(peer, protocol.ErrorReply(said or str(error)))
@@ -270,7 +260,6 @@ class Service:
         if self.run is None and peer.worker != 0:  # only worker 0 says what is trained
             peer.hello = hello
             self.membership.wait(peer.id, "hello")
-            self.journal("early", f"worker {peer.id} waits for worker 0, which says what is trained")
             return None
         described = self.run is None
         run = self.run or self._describe(hello.spec, hello.layout)
@@ -373,14 +362,9 @@ class Service:
 
         Not with the answer to an update: until that is heard, the slot must keep the update for a second attempt.
         """
-        run = self.described
-        server, slot = run.coordinator.server, run.memory.slot(peer.id)
-        if look_ahead:
-            server.write_ahead(slot, look_ahead)
-        else:
-            copy(slot, server.parameters)
-        server.note_pull(peer.id)
-        self._answer(peer, protocol.PullReply(server.version), slot if peer.remote else None)
+        run, slot = self.described, self.described.memory.slot(peer.id)
+        version = run.hand_out(peer.id, slot, look_ahead)
+        self._answer(peer, protocol.PullReply(version), slot if peer.remote else None)
 
     def _follow(self, run: Run, peer: Peer, event: protocol.ScheduleEvent) -> Answer:
         if peer.worker != 0:

@@ -259,7 +259,7 @@ def test_progress_follows_the_log_and_leaves_half_a_line_for_later(tmp_path: Pat
     now = 1000.0
     path = tmp_path / "events.jsonl"
     path.write_text(event(0, 7, 900.0))  # an earlier run's
-    progress = Progress(path, 2, clock=lambda: now)
+    progress = Progress(tmp_path, 2, clock=lambda: now)
     with path.open("a") as file:
         file.write(event(0, 8, 1001.0) + event(1, 9, 1002.0, status="refused") + event(1, 10, 1003.0)[:20])
     now = 1004.0
@@ -277,7 +277,7 @@ def test_progress_follows_the_log_and_leaves_half_a_line_for_later(tmp_path: Pat
 
 def test_progress_says_who_was_held_and_how_far_was_looked_ahead(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    progress = Progress(path, 2, clock=lambda: 1000.0)
+    progress = Progress(tmp_path, 2, clock=lambda: 1000.0)
     lines = [event(0, 4, 1000.0), event(0, 4, 1000.0, held_seconds=0.25), event(0, 5, 1000.0)]
     lines += [event(0, 5, 1000.0, held_seconds=0.75), event(1, 6, 1000.0, look_ahead=1.5)]
     path.write_text("".join(lines))
@@ -291,7 +291,7 @@ def test_progress_says_who_was_held_and_how_far_was_looked_ahead(tmp_path: Path)
 def test_progress_begins_again_where_a_restart_has_put_another_file_and_lives_through_bad_lines(tmp_path: Path) -> None:
     """The new file may be longer than the old one before anybody looks: an offset into it would be amid a line."""
     path = tmp_path / "events.jsonl"
-    progress = Progress(path, 2, clock=lambda: 1000.0)
+    progress = Progress(tmp_path, 2, clock=lambda: 1000.0)
     path.write_text(event(0, 1, 1000.0) + event(1, 2, 1000.0) + event(0, 3, 1000.0))
     progress.poll()
     assert progress.updates == {0: 2, 1: 1} and progress.version == 3
