@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -226,7 +226,20 @@ def _factors(text: str) -> list[float]:
 def main() -> None:
     """Runs the command line; a mistake of the user's is one line and exit code 2."""
     try:
-        app()
+        code = app(sys.argv[1:] or ["--help"], prog_name="fairseq-async", standalone_mode=False)
     except AsyncError as error:
-        print(f"fairseq-async: error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigurationError) else 1)
+        _fail(str(error), 2 if isinstance(error, ConfigurationError) else 1)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except Exception as error:
+        # typer has click's errors under another name in each version; all say what is wrong by format_message
+        if not hasattr(error, "format_message"):
+            raise
+        program = getattr(getattr(error, "ctx", None), "command_path", "fairseq-async")
+        _fail(f"{error.format_message().rstrip('.')}; {program} --help has the options", 2)
+    sys.exit(code or 0)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"fairseq-async: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.validation import split_address
 
 Shown = dict[str, JsonValue]
@@ -223,7 +223,8 @@ class HybridOptions(Options):
         updates = self.updates_per_step or workers
         if self.barrier and updates > workers:
             raise ConfigurationError(
-                f"updates_per_step is {updates}: with barrier there are only {workers}, which would wait for ever"
+                f"{option('updates_per_step')} is {updates}: with {option('barrier')} there are only {workers} workers, "
+                "which would wait for ever; lower it, or start more"
             )
         return self.model_copy(update={"updates_per_step": updates}) if self.barrier else self
 

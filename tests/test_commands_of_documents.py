@@ -66,7 +66,9 @@ def fairseq_jobs() -> dict[str, list[str]]:
     for name, found in commands(*OURS):
         program, *arguments = found
         if program == "fairseq-async":
-            command, _, rest = GROUP.resolve_command(GROUP.make_context(program, arguments, resilient_parsing=True), arguments)  # type: ignore[attr-defined]
+            command, _, rest = GROUP.resolve_command(
+                GROUP.make_context(program, arguments, resilient_parsing=True), arguments
+            )  # type: ignore[attr-defined]
             assert command is not None, name
             given = GROUP.commands[command].make_context(command, arguments[1:]).params  # type: ignore[attr-defined]
             if "worker_command" not in given:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -48,13 +48,14 @@ def parse_validation(line: bytes) -> Validation:
     return _VALIDATION.validate_json(line)
 
 
-def not_taken_back(validations: list[Validation]) -> Iterator[Validation]:
-    """Those before which the run has not gone back since, in their order: a restart may repeat updates."""
-    least = math.inf
-    for validation in reversed(validations):
-        if validation.updates < least:
-            least = validation.updates
-            yield validation
+def not_taken_back(validations: Sequence[Validation]) -> list[Validation]:
+    """Those that the run has not gone back behind since, in their order: a restart may repeat updates."""
+    kept: list[Validation] = []
+    for validation in validations:
+        while kept and kept[-1].updates >= validation.updates:
+            kept.pop()
+        kept.append(validation)
+    return kept
 
 
 def _finite(value: object) -> object:

@@ -41,7 +41,9 @@ def test_a_run_that_is_interrupted_goes_on_by_the_same_command_and_no_bit_differ
     ends = [tmp_path / name / "checkpoint_last.pt" for name in ("straight", "parts")]
     assert set(relative_differences(*ends).values()) == {0.0}
     states = [load(end)["last_optimizer_state"] for end in ends]
-    assert states[0]["server"]["sequences"] == states[1]["server"]["sequences"] and states[0]["plan"] == states[1]["plan"]
+    assert (
+        states[0]["server"]["sequences"] == states[1]["server"]["sequences"] and states[0]["plan"] == states[1]["plan"]
+    )
     moments = [state["server"]["rule"]["optimizer"]["state"][0]["exp_avg_sq"] for state in states]
     assert torch.equal(*moments) and audit(tmp_path / "parts").rolled_back.total() == 0
 
@@ -101,7 +103,9 @@ def test_a_snapshot_of_another_number_of_workers_is_set_aside(tmp_path: Path) ->
         process.stop()
 
 
-def test_a_server_whose_starter_is_killed_writes_its_last_snapshot_too_and_the_next_waits_for_it(tmp_path: Path) -> None:
+def test_a_server_whose_starter_is_killed_writes_its_last_snapshot_too_and_the_next_waits_for_it(
+    tmp_path: Path,
+) -> None:
     """Nobody is there to tell it: its standard input ends."""
     process, client = begin(tmp_path / "run", 1.0)
     for sequence in range(3):

@@ -160,7 +160,7 @@ def test_a_server_that_dies_too_often_ends_the_run(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--updates-per-step", "3", "--barrier"], "there are only 2, which"),
+        (["--updates-per-step", "3", "--barrier"], "there are only 2 workers, which"),
         (["--no-such-flag"], "--no-such-flag"),
     ],
 )

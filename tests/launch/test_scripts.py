@@ -101,7 +101,10 @@ def test_the_command_to_join_is_that_of_this_process_without_what_belongs_to_its
         ('Traceback (most recent call last):\n  File "x"\n    f()\nKeyError: 3\n[W] leaked semaphore\n', "KeyError: 3"),
         ("[rank0]: Traceback (most recent call last):\n[rank0]:   File\n[rank0]: OSError: x\n", "OSError: x"),
         ("Traceback (most recent call last):\n  x\nOld: 1\n" + "step\n" * 30 + "Killed by hand\n", "Killed by hand"),
-        ("usage: fairseq-train\nfairseq-train: error: argument --lr: bad\n\n", "fairseq-train: error: argument --lr: bad"),
+        (
+            "usage: fairseq-train\nfairseq-train: error: argument --lr: bad\n\n",
+            "fairseq-train: error: argument --lr: bad",
+        ),
         ("", ""),
     ],
 )
