@@ -223,8 +223,8 @@ class HybridOptions(Options):
         updates = self.updates_per_step or workers
         if self.barrier and updates > workers:
             raise ConfigurationError(
-                f"{option('updates_per_step')} is {updates}: with {option('barrier')} there are only {workers} workers, "
-                "which would wait for ever; lower it, or start more"
+                f"{option('updates_per_step')} is {updates}: with {option('barrier')} there are only {workers} "
+                "workers, which would wait for ever; lower it, or start more"
             )
         return self.model_copy(update={"updates_per_step": updates}) if self.barrier else self
 

@@ -66,11 +66,8 @@ def fairseq_jobs() -> dict[str, list[str]]:
     for name, found in commands(*OURS):
         program, *arguments = found
         if program == "fairseq-async":
-            command, _, rest = GROUP.resolve_command(
-                GROUP.make_context(program, arguments, resilient_parsing=True), arguments
-            )  # type: ignore[attr-defined]
-            assert command is not None, name
-            given = GROUP.commands[command].make_context(command, arguments[1:]).params  # type: ignore[attr-defined]
+            command = GROUP.commands[arguments[0]]  # type: ignore[attr-defined]
+            given = command.make_context(arguments[0], arguments[1:]).params
             if "worker_command" not in given:
                 continue
             words = [word for word in completed(list(given["worker_command"])) if word not in OF_THE_READERS_OWN_RULE]

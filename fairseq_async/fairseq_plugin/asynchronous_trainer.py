@@ -42,7 +42,7 @@ class AsynchronousTrainer(Trainer, ABC):
         quantizer: FairseqObject = None,
     ) -> None:
         self.session = session
-        self.validated_at, self.validated_epoch = -1, 0  # updates and epoch of the last validation
+        self.validated_epoch = 0  # of the last validation
         self._sharding = False
         self._server_state: StateDict | None = None  # that of the last validation, until the next step
         self._position: StateDict | None = None  # in the data, of a worker that comes back

@@ -12,13 +12,16 @@ _SCORES = ("bleu", "ppl")  # beside fairseq's --best-checkpoint-metric
 
 
 def note_validation(
-    get_valid_stats: Callable[..., StateDict], cfg: FairseqConfig, trainer: FairseqObject, stats: StateDict
+    get_valid_stats: Callable[..., StateDict],
+    cfg: FairseqConfig,
+    trainer: FairseqObject,
+    stats: StateDict,
+    tracking_best: bool,
 ) -> StateDict:
     """fairseq's ``get_valid_stats``, which it calls once for each validation set; the first is noted."""
-    found = get_valid_stats(cfg, trainer, stats)
+    found = get_valid_stats(cfg, trainer, stats, tracking_best)
     session = getattr(trainer, "session", None)  # a synchronous run has none
-    if session is not None and trainer.validated_at != trainer.get_num_updates():
-        trainer.validated_at = trainer.get_num_updates()
+    if session is not None and tracking_best:
         names = (cfg.checkpoint.best_checkpoint_metric, *_SCORES)
         metric = next((name for name in names if name != "loss" and name in found), None)
         score = None if metric is None else float(found[metric])

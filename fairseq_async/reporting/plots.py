@@ -124,8 +124,8 @@ def validations(runs: Sequence[Run], name: str, value: Callable[[Validation], fl
     for run, style in zip(runs, styles(len(runs)), strict=True):
         known = [(each.updates, found) for each in run.validations if (found := value(each)) is not None]
         if known:
-            line = {"color": style.colour, "linestyle": style.dashes, "marker": "."}
-            axes.plot(*zip(*known, strict=True), label=run.name, linewidth=1.2, **line)
+            updates, values = zip(*known, strict=True)
+            axes.plot(updates, values, ".", label=run.name, color=style.colour, linestyle=style.dashes)
     axes.set(xlabel="updates", ylabel=name.replace("_", " "))
     _short_numbers(axes)
     _legend(figure, axes)

@@ -1,7 +1,7 @@
 """Commands of ``fairseq-train``, each a list of arguments in a JSON file: what fairseq says to their flags.
 
-fairseq is imported once, and each command is parsed in a process that is forked after that. Where fairseq would begin to
-train, the process ends with code 0. Prints a JSON list of exit codes and last lines.
+fairseq is imported once, and each command is parsed in a process that is forked after that. Where fairseq would begin
+to train, the process ends with code 0. Prints a JSON list of exit codes and last lines.
 """
 
 import json

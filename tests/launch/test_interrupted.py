@@ -103,7 +103,7 @@ def test_a_snapshot_of_another_number_of_workers_is_set_aside(tmp_path: Path) ->
         process.stop()
 
 
-def test_a_server_whose_starter_is_killed_writes_its_last_snapshot_too_and_the_next_waits_for_it(
+def test_a_server_whose_starter_is_killed_writes_its_last_snapshot_too(
     tmp_path: Path,
 ) -> None:
     """Nobody is there to tell it: its standard input ends."""
