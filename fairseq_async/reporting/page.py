@@ -93,41 +93,6 @@ def _column(name: str, rows: Sequence[dict[str, str | int]]) -> dict[str, str | 
     return column | {str(each["run"]): each.get(name, "-") for each in rows}
 
 
-def _overview(runs: Sequence[Run]) -> list[dict[str, str | int]]:
-    """A column a run where their names differ and there are few; else a row a run."""
-    rows = [row(run) for run in runs]
-    few = len(rows) <= _COLUMNS and len({each["run"] for each in rows}) == len(rows)
-    return _upright(rows) if few else rows
-
-
-def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, tuple[str, Figure]]]:
-    """File name, caption and figure, for each group of runs."""
-    for group in dict.fromkeys(run.group for run in runs):
-        for name, (caption, figure) in figures([run for run in runs if run.group == group]).items():
-            yield (f"{group}-{name}", (f"{caption}: {group}", figure)) if group else (name, (caption, figure))
-
-
-def _table(rows: Sequence[dict[str, str | int]]) -> str:
-    names = _names(rows)
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    cells = [[html.escape(str(each.get(name, "-"))) for name in names] for each in rows]
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in own) + "</tr>" for own in cells)
-    return f"<div><table><tr>{head}</tr>{body}</table></div>"
-
-
-def _names(rows: Sequence[dict[str, str | int]]) -> list[str]:
-    """Those that any of the rows has, in their order: a run without a validation has fewer values."""
-    longest = max(rows, key=len)
-    return list(dict.fromkeys([*longest, *(name for each in rows for name in each)]))
-
-
-def _upright(rows: Sequence[dict[str, str | int]]) -> list[dict[str, str | int]]:
-    """A column for each run in the place of a row: a few runs have more values than a laptop's screen has room for."""
-    return [
-        {"": name} | {str(each["run"]): each.get(name, "-") for each in rows} for name in _names(rows) if name != "run"
-    ]
-
-
 def row(run: Run) -> dict[str, str | int]:
     """The table's cells for one run, by column."""
     _, losses = run.losses("updates")

@@ -63,14 +63,12 @@ def main(
     workers: Annotated[int, typer.Option(min=1, help="Processes that compute gradients.")] = 2,
 ) -> None:
     """Train a small Transformer on a made-up language pair and print its BLEU on held-out sentences."""
-    print(
-        "corpus, pieces and binary files; then training and translation: about MINUTES minutes on two cores", flush=True
-    )
+    print("corpus, pieces, training, translation: a few minutes on two cores, of which training says what is left")
     text = once(out / "text", make_corpus)
     pieces = translation.encode(text, PAIR, translation.learn_pieces(text, PAIR, PIECES, out), out)
     binary = translation.binarise(pieces, PAIR, out)
     run = Training(binary, out / method.value, method, workers, 1024, SETTINGS)
-    print(f"training for {SETTINGS['max-epoch']} epochs with {workers} workers ({run.log})", flush=True)
+    print(f"training for {SETTINGS['max-epoch']} epochs with {workers} workers; log: {run.log}", flush=True)
     training.train(run)
     print("translating the test set", flush=True)
     checkpoint = translation.average_checkpoints(run.save_dir, AVERAGE)

@@ -17,26 +17,26 @@ from tests.helpers.run_files import events, snapshot_versions
 from tests.helpers.server_client import LAYOUT, SGD_SERVER, pull, push
 from tests.helpers.waiting import wait_until
 
-TO_80 = ["--barrier", "--max-update", 80, "--disable-validation", "--no-epoch-checkpoints"]
+TO_40 = ["--barrier", "--max-update", 40, "--disable-validation", "--no-epoch-checkpoints"]
 
 
 def test_a_run_that_is_interrupted_goes_on_by_the_same_command_and_no_bit_differs(
     processes: Processes, data: Path, tmp_path: Path
 ) -> None:
     """The interruption falls between two checkpoints, with dropout on and Adam's moments warm."""
-    straight = processes.start(launch_command(data, 2, tmp_path / "straight", *TO_80))
+    straight = processes.start(launch_command(data, 2, tmp_path / "straight", *TO_40))
     output, _ = straight.communicate(timeout=120)
     assert straight.returncode == 0, output
-    command = launch_command(data, 2, tmp_path / "parts", *TO_80, launcher=["--slowdown", "12,12"])
+    command = launch_command(data, 2, tmp_path / "parts", *TO_40, launcher=["--slowdown", "12,12"])
     first = processes.start(command)
-    wait_until(lambda: count(tmp_path / "parts", 0) >= 17, 120)
+    wait_until(lambda: count(tmp_path / "parts", 0) >= 12, 120)
     first.send_signal(signal.SIGINT)
     output, _ = first.communicate(timeout=60)
     assert first.returncode == 130 and "Traceback" not in output, output
     (kept,) = snapshot_versions(tmp_path / "parts")[-1:]
     assert f"all is kept up to update {kept}; go on with: fairseq-async launch --workers 2" in output
-    assert events(tmp_path / "parts")[-1]["version_after"] == kept < 80
-    code, output = processes.run(launch_command(data, 2, tmp_path / "parts", *TO_80))
+    assert events(tmp_path / "parts")[-1]["version_after"] == kept < 40
+    code, output = processes.run(launch_command(data, 2, tmp_path / "parts", *TO_40))
     assert code == 0 and f"the run goes on from version-{kept:012d}.pt" in output, output
     ends = [tmp_path / name / "checkpoint_last.pt" for name in ("straight", "parts")]
     assert set(relative_differences(*ends).values()) == {0.0}
