@@ -12,7 +12,7 @@ import typer
 from fairseq_async import cli
 from fairseq_async.launch.command import WorkerCommand
 from tests.helpers.commands import HELPERS, MODEL, PACKAGE, ROOT, Processes
-from tests.test_documents import ALL
+from tests.helpers.documents import ALL
 
 STAND_INS = {"$(which fairseq-train)": "fairseq-train", "$(fairseq-async user-dir)": str(PACKAGE), "HOST:": "10.0.0.1:"}
 OURS = ("fairseq-async", "fairseq-train", "torchrun")
@@ -70,8 +70,10 @@ def fairseq_jobs() -> dict[str, list[str]]:
             given = command.make_context(arguments[0], arguments[1:]).params
             if "worker_command" not in given:
                 continue
-            words = [word for word in completed(list(given["worker_command"])) if word not in OF_THE_READERS_OWN_RULE]
-            job = WorkerCommand(words, given.get("workers")).line("10.0.0.1:1")[1:]
+            job = completed(list(given["worker_command"]))
+            if "sign" in job:
+                job = [word for word in job if word not in OF_THE_READERS_OWN_RULE]
+            job = WorkerCommand(job, given.get("workers")).line("10.0.0.1:1")[1:]
         elif "fairseq-train" in found:
             job = completed(found[found.index("fairseq-train") + 1 :])
         else:

@@ -98,15 +98,15 @@ class Run:
         if before == 0:
             linux.trim()
 
-    def hand_out(self, worker: int, slot: Tensor, look_ahead: float) -> int:
-        """Writes the parameters, or those some versions ahead, into a worker's slot; returns their version."""
-        server = self.coordinator.server
+    def hand_out(self, worker: int, look_ahead: float) -> tuple[int, Tensor]:
+        """Writes the parameters, or those some versions ahead, into a worker's slot; returns their version, and it."""
+        server, slot = self.coordinator.server, self.memory.slot(worker)
         if look_ahead:
             server.write_ahead(slot, look_ahead)
         else:
             copy(slot, server.parameters)
         server.note_pull(worker)
-        return server.version
+        return server.version, slot
 
     def log(self, settled: list[Settled], time: float) -> None:
         """Writes the events of updates that were settled together; ``time`` in seconds since 1970."""

@@ -172,8 +172,8 @@ class Service:
             return "the beginning"
         path, state = found
         run = self._describe(MethodSpec.from_json(state["spec"]), Layout.from_json(state["layout"]))
-        parameters = torch.zeros(run.layout.size)
-        run.begin(self.build, parameters, state, f"snapshot {path.name}", self.membership, self.wall_clock())
+        source, parameters = f"snapshot {path.name}", torch.zeros(run.layout.size)
+        run.begin(self.build, parameters, state, source, self.membership, self.wall_clock())
         return path.name
 
     def _refuse(self, peer: Peer, kind: str, error: object, said: str | None = None) -> None:
@@ -362,8 +362,7 @@ class Service:
 
         Not with the answer to an update: until that is heard, the slot must keep the update for a second attempt.
         """
-        run, slot = self.described, self.described.memory.slot(peer.id)
-        version = run.hand_out(peer.id, slot, look_ahead)
+        version, slot = self.described.hand_out(peer.id, look_ahead)
         self._answer(peer, protocol.PullReply(version), slot if peer.remote else None)
 
     def _follow(self, run: Run, peer: Peer, event: protocol.ScheduleEvent) -> Answer:
