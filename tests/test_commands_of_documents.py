@@ -11,6 +11,7 @@ import typer
 
 from fairseq_async import cli
 from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.launch.programs import is_fairseq
 from tests.helpers.commands import HELPERS, MODEL, PACKAGE, ROOT, Processes
 from tests.helpers.documents import ALL
 
@@ -68,7 +69,7 @@ def fairseq_jobs() -> dict[str, list[str]]:
         if program == "fairseq-async":
             command = GROUP.commands[arguments[0]]  # type: ignore[attr-defined]
             given = command.make_context(arguments[0], arguments[1:]).params
-            if "worker_command" not in given:
+            if not is_fairseq(given.get("worker_command", ["no command of a worker"])):
                 continue
             job = completed(list(given["worker_command"]))
             if "sign" in job:

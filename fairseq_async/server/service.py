@@ -172,8 +172,8 @@ class Service:
             return "the beginning"
         path, state = found
         run = self._describe(MethodSpec.from_json(state["spec"]), Layout.from_json(state["layout"]))
-        source, parameters = f"snapshot {path.name}", torch.zeros(run.layout.size)
-        run.begin(self.build, parameters, state, source, self.membership, self.wall_clock())
+        now, parameters = self.wall_clock(), torch.zeros(run.layout.size)
+        run.begin(self.build, parameters, state, f"snapshot {path.name}", self.membership, now)
         return path.name
 
     def _refuse(self, peer: Peer, kind: str, error: object, said: str | None = None) -> None:
@@ -246,8 +246,9 @@ class Service:
         introduce = self._handshake.checked(peer, request)
         now, instance = self.clock(), introduce.instance[:64]
         worker = self.membership.number(introduce.worker, introduce.joins, instance, now)
-        before = self.peers.get(worker)
-        if before is not None:  # its connection broke, or it is another in the place of one that is silent
+        if (
+            before := self.peers.get(worker)
+        ) is not None:  # its connection broke, or it is another in the place of one that is silent
             self.disconnected(before)
             before.channel.end()
         self.peers[worker] = peer
@@ -311,8 +312,7 @@ class Service:
         return self._welcome(run, 0)
 
     def _recount(self, changed: bool = False) -> None:
-        run = self.begun
-        if run is not None:
+        if (run := self.begun) is not None:
             self._deliver(run, run.coordinator.recount(self.clock(), changed))
 
     # Updates and parameters
@@ -396,8 +396,6 @@ class Service:
         del self.peers[peer.worker]
         now = self.clock()
         self.membership.leave(peer.worker, for_good, now)
-        self.journal(
-            "parted", f"worker {peer.worker} {'has left' if for_good else 'is gone: its connection is closed'}"
-        )
+        self.journal("parted", f"worker {peer.worker} {'has left' if for_good else 'is gone'}")
         if self.begun is not None:
             self._deliver(self.begun, self.begun.coordinator.depart(peer.worker, now))

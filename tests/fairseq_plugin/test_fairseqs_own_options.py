@@ -20,7 +20,8 @@ LSTM = (
 LANGUAGE_MODEL = (
     "--task language_modeling --arch transformer_lm --decoder-layers 1 --decoder-embed-dim 32 "
     "--decoder-ffn-embed-dim 64 --decoder-attention-heads 2 --tokens-per-sample 32 --max-tokens 256 --lr 1e-2 "
-    "--seed 3 --num-workers 0 --optimizer local_sgd --local-steps 5 --max-epoch 6 --no-epoch-checkpoints --log-format json"
+    "--seed 3 --num-workers 0 --optimizer local_sgd --local-steps 5 --max-epoch 6 --no-epoch-checkpoints "
+    "--log-format json"
 ).split()
 ALL_TASKS = {"PYTHONPATH": str(ROOT)}
 
