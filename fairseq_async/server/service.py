@@ -246,9 +246,7 @@ class Service:
         introduce = self._handshake.checked(peer, request)
         now, instance = self.clock(), introduce.instance[:64]
         worker = self.membership.number(introduce.worker, introduce.joins, instance, now)
-        if (
-            before := self.peers.get(worker)
-        ) is not None:  # its connection broke, or it is another in the place of one that is silent
+        if (before := self.peers.get(worker)) is not None:  # its connection broke, or it was silent
             self.disconnected(before)
             before.channel.end()
         self.peers[worker] = peer
