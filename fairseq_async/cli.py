@@ -9,14 +9,13 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from fairseq_async.errors import AsyncError, ConfigurationError
 
 _MAX_RESTARTS = 3
-_LOOPBACK = "127.0.0.1"
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -28,7 +27,7 @@ def description() -> None:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def launch(
-    worker_command: Annotated[list[str], typer.Argument(metavar="-- fairseq-train ...", show_default=False)],
+    worker_command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...", show_default=False)],
     workers: Annotated[int, typer.Option(min=1, help="Number of workers on this machine.")],
     slowdown: Annotated[
         str, typer.Option(help="Make workers slower, for experiments: 1,4 makes worker 1 four times slower.")
@@ -48,37 +47,25 @@ def launch(
     token_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The run's secret, which --host needs; only you may read it.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a script's run that was interrupted; fairseq-train does so.")
+    ] = False,
 ) -> None:
-    """Train one job with several workers on this machine."""
-    from fairseq_async.launch.command import WorkerCommand  # start-up time
-
-    given, factors = WorkerCommand(worker_command, workers), _factors(slowdown)
-    if given.synchronous:
-        asynchronous = {
-            "--slowdown": slowdown or None,
-            "--max-restarts": max_restarts,
-            "--host": host,
-            "--token-file": token_file,
-        }
-        flags = [flag for flag, value in asynchronous.items() if value is not None]
-        if flags:
-            raise ConfigurationError(
-                f"{' and '.join(flags)}: the ranks of a synchronous method wait for each other and have no server; "
-                "leave it out"
-            )
-        from fairseq_async.launch.synchronous import GroupLauncher  # start-up time
-
-        return GroupLauncher(given, workers, port).run()
-    from fairseq_async.launch.launcher import Launcher  # start-up time
+    """Train one job with several workers on this machine: fairseq-train, or a script that calls fairseq_async."""
+    from fairseq_async.launch.programs import is_fairseq  # start-up time
+    from fairseq_async.launch.start import LOOPBACK, Launch, launch_fairseq, launch_script
 
     restarts = _MAX_RESTARTS if max_restarts is None else max_restarts
-    Launcher(given, workers, factors, restarts, port, host or _LOOPBACK, token_file).run()
+    asynchronous = {"--slowdown": slowdown, "--max-restarts": max_restarts, "--host": host, "--token-file": token_file}
+    given = [flag for flag, value in asynchronous.items() if value not in (None, "")]
+    options = Launch(workers, _factors(slowdown), restarts, port, host or LOOPBACK, token_file, resume, given)
+    (launch_fairseq if is_fairseq(worker_command) else launch_script)(worker_command, options)
 
 
 @app.command()
 def join(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", show_default=False)],
-    worker_command: Annotated[list[str], typer.Argument(metavar="-- fairseq-train ...", show_default=False)],
+    worker_command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...", show_default=False)],
     token_file: Annotated[
         Path, typer.Option(metavar="FILE", help="The run's secret: on the server's machine .token in its --save-dir.")
     ],
@@ -266,7 +253,20 @@ def _factors(text: str) -> list[float]:
 def main() -> None:
     """Runs the command line; a mistake of the user's is one line and exit code 2."""
     try:
-        app()
+        code = app(sys.argv[1:] or ["--help"], prog_name="fairseq-async", standalone_mode=False)
     except AsyncError as error:
-        print(f"fairseq-async: error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigurationError) else 1)
+        _fail(str(error), 2 if isinstance(error, ConfigurationError) else 1)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except Exception as error:
+        # typer has click's errors under another name in each version; all say what is wrong by format_message
+        if not hasattr(error, "format_message"):
+            raise
+        program = getattr(getattr(error, "ctx", None), "command_path", "fairseq-async")
+        _fail(f"{error.format_message().rstrip('.')}; {program} --help has the options", 2)
+    sys.exit(code or 0)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"fairseq-async: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from fairseq_async.compression import Compress, Compression
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.options_base import Options as Options
 from fairseq_async.options_base import Shown
 from fairseq_async.synchronous_options import AdaScaleOptions as AdaScaleOptions
@@ -242,7 +242,8 @@ class HybridOptions(Options):
         updates = self.updates_per_step or workers
         if self.barrier and updates > workers:
             raise ConfigurationError(
-                f"updates_per_step is {updates}: with barrier there are only {workers}, which would wait for ever"
+                f"{option('updates_per_step')} is {updates}: with {option('barrier')} there are only {workers} "
+                "workers, which would wait for ever; lower it, or start more"
             )
         return self.model_copy(update={"updates_per_step": updates}) if self.barrier else self
 

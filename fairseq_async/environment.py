@@ -4,6 +4,7 @@ WORKER = "FAIRSEQ_ASYNC_WORKER"  # id of this worker, or JOINS
 WORKERS = "FAIRSEQ_ASYNC_WORKERS"  # number of workers that were announced
 SERVER = "FAIRSEQ_ASYNC_SERVER"  # HOST:PORT of a server that is running already
 TOKEN = "FAIRSEQ_ASYNC_TOKEN"  # the environment, unlike a command line, is not for other users to read
+RENDEZVOUS = "FAIRSEQ_ASYNC_RENDEZVOUS"  # directory in which worker 0 of a script asks its launcher for a server
 SLOWDOWN = "FAIRSEQ_ASYNC_SLOWDOWN"  # makes workers slower, for experiments
 PLUGINS = "FAIRSEQ_ASYNC_PLUGINS"  # modules or .py files that register rules, with commas between them
 JOINS = "joins"  # value of WORKER for a worker that nobody announced

@@ -1,7 +1,7 @@
 """The options of a method as flags of a command line, and as rows of a table: made from the models."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, TypeVar, get_args
 
@@ -55,6 +55,31 @@ INNER_OPTIMIZER = Option(
     default="adam",
     metavar="NAME",
 )
+
+
+# Of fairseq's optimizers, composite takes a nested configuration that a command line cannot give, and the others need a
+# CUDA device: a server is on the CPU.
+_NOT_INNER = {"composite", "cpu_adam"}
+_NOT_IN_A_SERVER = {"lamb"}
+_OF_ADASCALE = {"adam", "nag", "sgd"}  # it has a rule for these
+
+
+def check_inner_optimizer(method: str, name: str, known: Collection[str]) -> None:
+    """Checks that a method can be round this optimizer.
+
+    Args:
+        known: the names of fairseq's optimizers.
+
+    Raises:
+        ConfigurationError: it cannot; names those that it can be round.
+    """
+    choices = set(known) - set(methods.METHODS) - _NOT_INNER
+    if method not in methods.SYNCHRONOUS:
+        choices -= _NOT_IN_A_SERVER
+    elif method == "adascale":
+        choices &= _OF_ADASCALE
+    if name not in choices:
+        raise ConfigurationError(f"{INNER_OPTIMIZER.flag} {name}: {method} has {', '.join(sorted(choices))}")
 
 
 def options_of_method(method: str) -> list[Option]:
@@ -130,7 +155,7 @@ def check_command(method: str, arguments: Sequence[str], workers: int | None) ->
     Raises:
         ConfigurationError: a flag without its value, a bad value, or options that do not go with so many workers.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = OneLineParser(add_help=False, allow_abbrev=False)
     add_method_flags(parser, method)
     args = parser.parse_known_args(list(arguments))[0]
     options = method_options(methods.METHODS[method], args, {})
@@ -200,10 +225,14 @@ def _number(text: str) -> int | float | str:
     return text
 
 
-class _Parser(ArgumentParser):
+class OneLineParser(ArgumentParser):
     """Raises what argparse would print, as one line."""
 
     def error(self, message: str) -> NoReturn:
+        """
+        Raises:
+            ConfigurationError: always.
+        """
         raise ConfigurationError(message)
 
 

@@ -9,6 +9,20 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import typer
+
+
+def program() -> str:
+    """What the user has started, for the line of usage: a script that starts this program says so."""
+    return os.environ.get("FAIRSEQ_ASYNC_SCRIPT") or f"python {sys.argv[0]}"
+
+
+def run_main(main: Callable[..., None]) -> None:
+    """Runs a program whose options are those of the function `main`."""
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    app(prog_name=program())
+
 
 class RecipeError(SystemExit):
     """A failure the user can act on: ends the program with one line on stderr and exit code 1."""

@@ -5,6 +5,7 @@
 #   --data DIR  train on your own text instead: recipes/c4_lm/README.md describes the format
 # Options go to recipes/c4_lm/train.py (--help lists them).
 set -euo pipefail
+export FAIRSEQ_ASYNC_SCRIPT="bash scripts/c4_demo.sh"
 here=$PWD
 . "$(dirname "$0")/environment.sh"  # also changes into the project
 recipe=$root/recipes/c4_lm

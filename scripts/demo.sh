@@ -4,4 +4,4 @@
 # Options go to recipes/made_up_pair/run.py (--help lists them).
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"  # also changes into the project
-exec python recipes/made_up_pair/run.py "$@"
+FAIRSEQ_ASYNC_SCRIPT="bash scripts/demo.sh" exec python recipes/made_up_pair/run.py "$@"

@@ -14,10 +14,13 @@ if [ ! -f "$complete" ]; then
         exit 2
     }
     command -v c++ > /dev/null || { echo "error: no C++ compiler (c++), which fairseq needs to install" >&2; exit 2; }
-    echo "making the environment $venv (a few minutes: fairseq compiles)"
+    echo "making the environment $venv, once:"
+    echo "  1/3 an empty virtual environment"
     "$python" -m venv "$venv"
+    echo "  2/3 torch and what builds packages (some hundred megabytes to download)"
     # fairseq is built against the torch that is here: with build isolation pip would fetch a second one for that
     "$venv/bin/python" -m pip install --quiet "torch==2.13.0" "setuptools<85" wheel cython ninja numpy
+    echo "  3/3 fairseq, which compiles for minutes, DeepSpeed and this package"
     "$venv/bin/python" -m pip install --quiet --no-build-isolation --editable ".[dev]"
     touch "$complete"
 fi

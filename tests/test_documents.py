@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.documents import ALL
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fairseq_async"
 OF_THE_CODE = ("docs/methods.md", "docs/architecture.md", "CONTRIBUTING.md")  # these name files and classes
-ALL = sorted(
-    str(path.relative_to(ROOT))
-    for folder in (".", "docs", "docs/results", "recipes", "recipes/c4_lm", "recipes/multi30k_en_de", "recipes/paper")
-    for path in (ROOT / folder).glob("*.md")
-)
 
 
 @cache

@@ -12,7 +12,8 @@ from fairseq_async.collective.agreement import check_equal
 from fairseq_async.config import AdaScaleOptions, AdasumOptions
 from fairseq_async.deepspeed_plugin import tensors
 from fairseq_async.deepspeed_plugin.engine import ClientState, run_or_exit
-from fairseq_async.errors import AsyncError
+from fairseq_async.environment import WORKER
+from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.worker.context import WorkerContext
 
@@ -128,7 +129,16 @@ def on_any_rank(flag: bool, device: torch.device) -> bool:
 
 
 def set_environment_without_launcher() -> None:
-    """Sets torch.distributed's variables for a process that no launcher has started: a group of one rank."""
+    """Sets torch.distributed's variables for a process that no launcher has started: a group of one rank.
+
+    Raises:
+        ConfigurationError: our own launcher has started it, which makes no group of a script's processes.
+    """
+    if WORKER in os.environ:
+        raise ConfigurationError(
+            "a method without a server: fairseq-async launch would train each worker alone; start the ranks with "
+            "deepspeed or torchrun"
+        )
     alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     if "RANK" not in os.environ:
         os.environ.update({name: str(value) for name, value in alone.items()})

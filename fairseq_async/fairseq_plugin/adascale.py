@@ -25,8 +25,6 @@ from fairseq_async.fairseq_plugin.synchronous_trainer import SynchronousTrainer,
 
 logger = logging.getLogger(__name__)
 
-_INNER = {"sgd", "nag", "adam"}
-
 
 class AdaScaleOptimizer(WrappedOptimizer):
     """The inner optimizer with its learning rate times the gain.
@@ -44,7 +42,7 @@ class AdaScaleOptimizer(WrappedOptimizer):
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
         """Adds the method's flags; fairseq calls this for the optimizer that is chosen."""
-        flags.add_synchronous_method(parser, "adascale", _INNER, legacy=False)
+        flags.add_synchronous_method(parser, "adascale", legacy=False)
         attach(sys.modules)
 
     def step(self, closure: object = None, scale: float = 1.0, groups: object = None) -> None:

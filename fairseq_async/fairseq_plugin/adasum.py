@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from fairseq.optim import OPTIMIZER_REGISTRY
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -20,7 +19,6 @@ from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObje
 from fairseq_async.fairseq_plugin.session import attach
 from fairseq_async.fairseq_plugin.synchronous_trainer import SynchronousTrainer, WrappedOptimizer
 
-_NOT_INNER = flags.OURS | {"composite", "cpu_adam"}
 _PLAIN = {"sgd", "nag"}
 _Aggregate = Callable[[Tensor], Tensor]
 
@@ -56,8 +54,7 @@ class AdasumOptimizer(WrappedOptimizer):
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
         """Adds the method's flags; fairseq calls this for the optimizer that is chosen."""
-        inner = set(OPTIMIZER_REGISTRY) - _NOT_INNER
-        flags.add_synchronous_method(parser, "adasum", inner, legacy=True)
+        flags.add_synchronous_method(parser, "adasum", legacy=True)
         attach(sys.modules)
 
     # What fairseq's trainer calls in one step, in its order

@@ -42,6 +42,7 @@ class AsynchronousTrainer(Trainer, ABC):
         quantizer: FairseqObject = None,
     ) -> None:
         self.session = session
+        self.validated_epoch = 0  # of the last validation
         self._sharding = False
         self._server_state: StateDict | None = None  # that of the last validation, until the next step
         self._position: StateDict | None = None  # in the data, of a worker that comes back
@@ -152,5 +153,6 @@ class AsynchronousTrainer(Trainer, ABC):
 
     def begin_valid_epoch(self, epoch: int) -> None:
         """Worker 0 validates the server's parameters."""
+        self.validated_epoch = epoch
         self.fetch_server_state()
         super().begin_valid_epoch(epoch)

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,28 +12,23 @@ from omegaconf import DictConfig, OmegaConf
 
 from fairseq_async import option_flags
 from fairseq_async.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, ServerOptions
-from fairseq_async.errors import fail
+from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.fairseq_plugin import refused
 from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.option_flags import INNER_OPTIMIZER
-
-OURS = {"hybrid_async", "local_sgd", "adasum", "adascale"}
-# composite takes a nested configuration that the command line cannot give; the others need a CUDA device.
-_NOT_IN_A_SERVER = OURS | {"composite", "lamb", "cpu_adam"}
 
 
 def add_server_method(parser: ArgumentParser, method: str) -> None:
     """Adds the flags of a method with a server, and the inner optimizer's, which fairseq would add if it were the
     optimizer."""
     _add(parser, method)
-    _inner_class(refused.check_processes(INNER_OPTIMIZER.default)).add_args(parser)
+    _inner_class(method, refused.check_processes(INNER_OPTIMIZER.default)).add_args(parser)
 
 
-def add_synchronous_method(parser: ArgumentParser, method: str, inner: Collection[str], legacy: bool) -> None:
+def add_synchronous_method(parser: ArgumentParser, method: str, legacy: bool) -> None:
     """Adds a synchronous method's flags, its inner optimizer's, and the defaults that its processes need.
 
     Args:
-        inner: the optimizers that it can be round.
         legacy: gradients are reduced by the optimizer, which fairseq's ``--ddp-backend legacy_ddp`` asks for that.
     """
     _add(parser, method)
@@ -43,10 +37,7 @@ def add_synchronous_method(parser: ArgumentParser, method: str, inner: Collectio
         parser.set_defaults(ddp_backend=refused.LEGACY[0])
     if on_cpu:
         parser.set_defaults(**refused.processes_on_cpus())
-    name = refused.check_ranks(INNER_OPTIMIZER.default, on_cpu)
-    if name not in inner:
-        fail(f"--inner-optimizer {name}: {method} has {', '.join(sorted(inner))}")
-    OPTIMIZER_REGISTRY[name].add_args(parser)
+    _inner_class(method, refused.check_ranks(INNER_OPTIMIZER.default, on_cpu)).add_args(parser)
 
 
 def _add(parser: ArgumentParser, method: str) -> None:
@@ -55,10 +46,11 @@ def _add(parser: ArgumentParser, method: str) -> None:
     option_flags.add_method_flags(parser, method)
 
 
-def _inner_class(name: str) -> Any:
-    choices = sorted(set(OPTIMIZER_REGISTRY) - _NOT_IN_A_SERVER)
-    if name not in choices:
-        fail(f"--inner-optimizer {name}: not one that can run in the server; choose from {', '.join(choices)}")
+def _inner_class(method: str, name: str) -> Any:
+    try:
+        option_flags.check_inner_optimizer(method, name, OPTIMIZER_REGISTRY)
+    except ConfigurationError as error:
+        fail(error)
     return OPTIMIZER_REGISTRY[name]
 
 

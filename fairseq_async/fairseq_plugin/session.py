@@ -21,6 +21,7 @@ from fairseq_async.fairseq_plugin.compat.precision import convert_without_tpu
 from fairseq_async.fairseq_plugin.compat.shutdown import leave_process_group
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.registry import METHODS, AsynchronousMethod, Method, SynchronousMethod
+from fairseq_async.fairseq_plugin.validations import note_validation
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.protocol import Welcome
 from fairseq_async.server.state_files import write_state
@@ -28,6 +29,7 @@ from fairseq_async.worker.context import WorkerContext
 
 _COMMAND = "fairseq_cli.train"
 _RANK_0_FIRST = 5.0  # seconds for which another rank keeps back an error that rank 0 may print as well
+_SAVING = 120.0  # seconds for the server's last snapshot
 _TrainerClass = Callable[..., FairseqObject]
 
 
@@ -61,7 +63,8 @@ class Main:
         return _main_of_spawned_process, ()
 
     def __call__(self, cfg: FairseqConfig, **kwargs: object) -> None:
-        fairseqs_trainer = self.module.Trainer
+        fairseqs_trainer, fairseqs_stats = self.module.Trainer, self.module.get_valid_stats
+        self.module.get_valid_stats = partial(note_validation, fairseqs_stats)  # type: ignore[attr-defined]
         try:
             with _run(METHODS[cfg.optimizer.optimizer], cfg) as trainer:
                 self.module.Trainer = trainer  # type: ignore[attr-defined]
@@ -73,6 +76,7 @@ class Main:
             raise SystemExit(130) from None
         finally:
             self.module.Trainer = fairseqs_trainer  # type: ignore[attr-defined]
+            self.module.get_valid_stats = fairseqs_stats  # type: ignore[attr-defined]
 
 
 def _main_of_spawned_process() -> Main:
@@ -131,7 +135,13 @@ class WorkerSession:
             method.describe(self.arguments, cfg, context.workers)  # mistakes show before a server is started
         run = flags.server_options(self.arguments)
         self.context, self.client, self._server = context.connect(
-            method.server, run.server, run.token_file, self.run_dir, run.server_timeout, on_loss=_end_process
+            method.server,
+            run.server,
+            run.token_file,
+            self.run_dir,
+            run.server_timeout,
+            on_loss=_end_process,
+            resumes=_resumes(cfg),
         )
         self.spec: MethodSpec = method.describe(self.arguments, cfg, self.context.workers)
         self._adjust(cfg)
@@ -172,9 +182,9 @@ class WorkerSession:
             self._server.wait(seconds=60)
 
     def close(self) -> None:
-        """Stops the server if this worker has started it."""
+        """Ends the server if this worker has started it; of a run that is interrupted it writes a last snapshot."""
         if self._server is not None:
-            self._server.stop()
+            self._server.end(_SAVING)
 
     def _adjust(self, cfg: FairseqConfig) -> None:
         """Changes of the configuration that follow from being one worker of several."""
@@ -194,6 +204,13 @@ class WorkerSession:
             cfg.common.log_file += f".worker{self.context.worker}"
         if cfg.common.tensorboard_logdir:
             cfg.common.tensorboard_logdir += f"/worker{self.context.worker}"
+
+
+def _resumes(cfg: FairseqConfig) -> bool:
+    """Whether a run that was interrupted in the same directory goes on: no flag says where to begin."""
+    given = cfg.checkpoint
+    anew = given.reset_optimizer or given.reset_dataloader or given.reset_lr_scheduler or given.finetune_from_model
+    return not anew and given.restore_file == "checkpoint_last.pt"  # fairseq's default
 
 
 def _end_process(reason: str) -> None:

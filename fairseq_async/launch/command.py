@@ -1,20 +1,22 @@
 """The worker's command line: what of it the launcher must know, and what it adds."""
 
-import os
-import shutil
-import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.inputs import check_inputs
+from fairseq_async.launch.programs import find_program
 from fairseq_async.methods import SYNCHRONOUS
-from fairseq_async.option_flags import check_command
+from fairseq_async.option_flags import OneLineParser, check_command
 
 # the module that is the server of each --optimizer
 SERVERS = {
     "hybrid_async": "fairseq_async.fairseq_server",
     "local_sgd": "fairseq_async.server.local_sgd_main",
 }
+# flags that choose where a run begins
+_BEGINS_ANEW = ("--restore-file", "--finetune-from-model") + tuple(
+    f"--reset-{what}" for what in ("optimizer", "dataloader", "lr-scheduler")
+)
 
 
 def user_dir() -> str:
@@ -31,16 +33,20 @@ class WorkerCommand:
     Attributes:
         synchronous: the workers are the ranks of one data-parallel group, and there is no server.
         server: the module that is the server of the others.
+        given: the whole command, as it was given.
+        run_dir: the run's directory.
+        on_cpu: GPUs are not to be used.
+        resumes: a run in the same directory that was interrupted is to go on.
 
     Raises:
         ConfigurationError: no such program, another optimizer, a flag that the launcher gives itself, or options of the
             method that cannot work.
     """
 
+    rendezvous = None  # its server is known
+
     def __init__(self, arguments: list[str], workers: int | None = None) -> None:
-        if not arguments:
-            raise ConfigurationError("nothing to launch; give the command after --, as in: -- fairseq-train DATA ...")
-        self.program = find_program(arguments[0])
+        self.program, self.given = find_program(arguments[0]), arguments
         self.arguments = arguments[1:]
         given = _parser().parse_known_args(self.arguments)[0]
         if given.optimizer not in (*SERVERS, *SYNCHRONOUS):
@@ -55,8 +61,17 @@ class WorkerCommand:
         self.server = SERVERS.get(given.optimizer, "")
         self.run_dir = Path(given.run_dir or given.save_dir)
         self.on_cpu = given.cpu
+        self.resumes = not any(flag.partition("=")[0] in _BEGINS_ANEW for flag in self.arguments)
+        self._optimizer = given.optimizer
         self._has_user_dir = given.user_dir is not None
         self._has_world_size = given.distributed_world_size is not None
+
+    def check_inputs(self) -> None:
+        """
+        Raises:
+            ConfigurationError: an optimizer or data that fairseq would not find.
+        """
+        check_inputs(self._optimizer, self.arguments)
 
     def line(self, address: str | None) -> list[str]:
         """The whole command of a worker of the server at ``address``; None for a rank, or a worker that knows it."""
@@ -68,21 +83,8 @@ class WorkerCommand:
         return [self.program, *self.arguments, *added, *(["--server", address] if address else [])]
 
 
-def find_program(program: str) -> str:
-    """The path of a program, in PATH or beside this Python.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
-    beside = os.path.dirname(sys.executable)
-    found = shutil.which(program) or shutil.which(program, path=beside)
-    if found is None:
-        raise ConfigurationError(f"{program}: no such program; is fairseq installed in this environment?")
-    return found
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+def _parser() -> OneLineParser:
+    parser = OneLineParser(add_help=False, allow_abbrev=False)
     for flag in ("--optimizer", "--server", "--run-dir", "--user-dir", "--distributed-world-size"):
         parser.add_argument(flag)
     parser.add_argument("--save-dir", default="checkpoints")  # fairseq's default

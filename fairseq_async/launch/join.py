@@ -1,13 +1,17 @@
 """One more worker for a run that is going on."""
 
 import os
+import socket
 from pathlib import Path
 from typing import NoReturn
 
 from fairseq_async.environment import JOINS, SERVER, TOKEN, WORKER
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.launch.command import WorkerCommand, find_program
+from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.launch.programs import find_program, is_fairseq
 from fairseq_async.validation import split_address
+
+_SECONDS = 10.0  # for a connection
 
 
 def join(address: str, arguments: list[str], token_file: Path) -> NoReturn:
@@ -16,10 +20,7 @@ def join(address: str, arguments: list[str], token_file: Path) -> NoReturn:
     Raises:
         ConfigurationError: the address, the token or the program is not one.
     """
-    try:
-        split_address(address)
-    except ValueError as error:
-        raise ConfigurationError(f"{address}: {error}") from error
+    _reach(address)
     line = _line(arguments)
     from fairseq_async.exchange.authentication import read_token  # start-up time: torch comes with it
 
@@ -29,6 +30,23 @@ def join(address: str, arguments: list[str], token_file: Path) -> NoReturn:
 
 def _line(arguments: list[str]) -> list[str]:
     """fairseq-train with what it needs to find us; any other program as it is: its script calls us."""
-    if Path(arguments[0]).name == "fairseq-train":
+    if is_fairseq(arguments):
         return WorkerCommand(arguments).line(None)
     return [find_program(arguments[0]), *arguments[1:]]
+
+
+def _reach(address: str) -> None:
+    """Says before anything slow is imported that there is no server.
+
+    Raises:
+        ConfigurationError: it is not an address, or nothing listens there.
+    """
+    try:
+        socket.create_connection(split_address(address), timeout=_SECONDS).close()
+    except ValueError as error:
+        raise ConfigurationError(f"{address}: {error}") from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"{address}: no server there ({error.strerror or error}); the run has ended, or its launcher printed "
+            "another address"
+        ) from error

@@ -1,27 +1,37 @@
 """Server and workers of one run on this machine, from their start to their end."""
 
+import shlex
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Sequence
-from math import inf
 from pathlib import Path
 
-from fairseq_async.environment import SLOWDOWN, TOKEN, WORKER, WORKERS
-from fairseq_async.errors import ConfigurationError
-from fairseq_async.exchange.addresses import LOOPBACK, is_loopback
-from fairseq_async.exchange.authentication import read_token
+from fairseq_async.environment import RENDEZVOUS, SLOWDOWN, TOKEN, WORKER, WORKERS
+from fairseq_async.exchange.addresses import LOOPBACK
+from fairseq_async.exchange.authentication import new_token, read_token
 from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.launch.display import Display
+from fairseq_async.launch.last_words import last_words, same_mistake, traceback
+from fairseq_async.launch.leftovers import Leftovers
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt
-from fairseq_async.launch.progress import Display, Progress
+from fairseq_async.launch.progress import Progress
+from fairseq_async.launch.script import ScriptCommand
 from fairseq_async.server.process import ServerProcess, manner
+from fairseq_async.worker.invitation import invitation
+from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 
 _FINISHING = 60.0  # seconds for worker 0 to end after the server; it may still write its checkpoint
 _LEAVING = 5.0  # seconds for the other workers; what does not end by then hangs
+_SAVING = 120.0  # seconds for a server that is told to end to write its last snapshot
 _USER_ERROR = 2  # exit code of a worker that cannot run as it was asked to: starting it again would not help
 
 
 class Launcher:
     """Starts a server and ``workers`` times the same command, restarts workers that die, and ends everything.
+
+    A script's server is started when its worker 0 has asked for it.
 
     Args:
         slowdown: a factor for each worker, for experiments; empty for none.
@@ -31,12 +41,12 @@ class Launcher:
         token_file: where the run's token is, for workers that join from other machines; None makes a new token.
 
     Raises:
-        ConfigurationError: options that do not fit together.
+        ConfigurationError: the token cannot be read.
     """
 
     def __init__(
         self,
-        command: WorkerCommand,
+        command: WorkerCommand | ScriptCommand,
         workers: int,
         slowdown: Sequence[float],
         max_restarts: int,
@@ -44,102 +54,164 @@ class Launcher:
         host: str = LOOPBACK,
         token_file: Path | None = None,
     ) -> None:
-        if not (is_loopback(host) or token_file):
-            raise ConfigurationError(
-                f"--host {host}: other machines can reach this address; give a secret with --token-file FILE, made "
-                "with: (umask 077; openssl rand -hex 16 > FILE)"
-            )
-        if slowdown and len(slowdown) != workers:
-            raise ConfigurationError(f"--slowdown has {len(slowdown)} factors for {workers} workers; give one for each")
-        if not all(1 <= factor < inf for factor in slowdown):
-            raise ConfigurationError("--slowdown: a factor must be a number of at least 1")
         self.slowdown = slowdown or [1.0] * workers
-        self.host, self.token = host, read_token(token_file) if token_file else None
+        self.host, self.token_file = host, token_file
+        self.token = read_token(token_file) if token_file else new_token()
         self.command, self.max_restarts, self.port = command, max_restarts, port
         self.processes = Processes(command, workers)
-        self.progress = Progress(command.run_dir / "events.jsonl", workers)
+        self.run_dir = command.run_dir
+        self.server: ServerProcess | None = None
+        self._leftovers = Leftovers(self.run_dir)
 
     def run(self) -> None:
         """Returns when the run is finished.
 
         Raises:
             AsyncError: the run failed; every process has been ended.
-            KeyboardInterrupt: it was interrupted; likewise.
+            KeyboardInterrupt: it was interrupted; likewise. The server has written its last snapshot.
         """
         signal.signal(signal.SIGTERM, interrupt)
+        self.display = Display(Progress(self.run_dir, len(self.processes.workers)))
+        try:
+            with self.display:
+                if self.command.server:
+                    self._start_server(ServerRequest(self.command.server, str(self.run_dir)))
+                for worker in self.processes.workers:
+                    self._start(worker)
+                self._watch()
+            self.display.say(f"finished: {self.display.progress.summary()}")
+        except KeyboardInterrupt:
+            self.display.say("interrupted: the server writes what was done")
+            self._end()
+            self.display.say(self._interrupted())
+            raise
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self.processes.end()
+        if self.server is not None:
+            self.server.end(_SAVING)
+            self.processes.move_logs(self.run_dir, shutil.move)  # those that were on another disk
+
+    def _interrupted(self) -> str:
+        """Up to where the run is kept, and how it goes on."""
+        self.display.progress.poll()
+        if not self.display.progress.version:
+            return "interrupted before the first update: there is nothing to go on from"
+        line = ["fairseq-async", *sys.argv[1:]]
+        if self.command.rendezvous is not None and not self.command.resumes:
+            line.insert(2, "--resume")
+        return f"all is kept up to update {self.display.progress.version:,}; go on with: {shlex.join(line)}"
+
+    def _start_server(self, wanted: ServerRequest) -> None:
+        self.run_dir = Path(wanted.run_dir)
+        self._leftovers = Leftovers(self.run_dir)
+        log = self.run_dir / "logs" / "server.log"
         self.server = ServerProcess(
-            self.command.server,
+            wanted.module,
             len(self.processes.workers),
-            self.command.run_dir,
-            self.command.run_dir / "logs" / "server.log",
+            self.run_dir,
+            log,
             self.port,
             self.host,
             self.token,
             self.max_restarts,
+            self.command.resumes,
         )
-        try:
-            with Display(self.progress) as self.display:
-                if not is_loopback(self.host):
-                    self.display.say(f"others join at {self.server.address}: fairseq-async join --help")
-                for worker in self.processes.workers:
-                    self._start(worker)
-                self._watch()
-            self.display.say(f"finished: {self.progress.summary()}")
-        finally:
-            self.processes.end()
-            self.server.stop()
+        token_file = self.token_file or self.server.token_file
+        self.display.say(invitation(self.server.address, token_file.resolve(), self.command.given))
+
+    def _meet(self, rendezvous: Rendezvous) -> None:
+        """Starts a script's server, once worker 0 has said which it is and where the run's files go."""
+        wanted = rendezvous.requested()
+        if self.server is not None or wanted is None:
+            return
+        self._start_server(wanted)
+        assert self.server is not None
+        self.processes.move_logs(self.run_dir)
+        self.display.progress = Progress(self.run_dir, len(self.processes.workers))
+        rendezvous.answer(self._address)
 
     @property
-    def _address(self) -> str:
+    def _address(self) -> str | None:
         """Where the workers on this machine find the server: in shared memory, if it listens there too."""
-        return self.server.address.replace("0.0.0.0:", f"{LOOPBACK}:")
+        return self.server.address.replace("0.0.0.0:", f"{LOOPBACK}:") if self.server else None
 
     def _start(self, worker: Worker) -> None:
-        worker.updates_at_start = self.progress.updates[worker.id]
+        worker.updates_at_start = self.display.progress.updates[worker.id]
         variables = {
-            TOKEN: self.server.token,
+            TOKEN: self.token,
             WORKER: str(worker.id),
             WORKERS: str(len(self.processes.workers)),
             SLOWDOWN: str(self.slowdown[worker.id]),
         }
+        if self.command.rendezvous is not None:
+            variables[RENDEZVOUS] = str(self.command.rendezvous.directory)
         self.processes.start(worker, self._address, variables)
 
     def _watch(self) -> None:
         while self.processes.running:
             time.sleep(0.2)
+            if self.command.rendezvous is not None:
+                self._meet(self.command.rendezvous)
             self.display.refresh()
-            ended = self.server.poll()
+            ended = self.server.poll() if self.server else None
             if ended is not None:
                 return self._after_server(ended)
             for worker in self.processes.failed:
                 self._after_death(worker)
         self.display.refresh()
-        self.progress.poll()
-        if not any(self.progress.updates.values()):  # nothing was left to do, or nothing was done: the server knows
-            self.server.join(_FINISHING)
-            if self.server.poll() != 0:
-                log = self.command.run_dir / "logs" / "worker-0.log"
-                raise RunFailedError(f"the workers ended without having trained anything; log: {log}")
+        if not any(self.display.progress.updates.values()):
+            self._check_whether_finished()
+
+    def _check_whether_finished(self) -> None:
+        """The workers have ended without an update: nothing was left to do, or nothing was done. The server knows."""
+        if self.server is None:
+            raise RunFailedError(
+                f"{self.command.given[-1]}: the script ended without joining a run; call initialize of "
+                "fairseq_async.deepspeed_plugin in it, as the README shows"
+            )
+        self.server.join(_FINISHING)
+        if self.server.poll() != 0:
+            log = self.run_dir / "logs" / "worker-0.log"
+            raise RunFailedError(f"the workers ended without having trained anything; log: {log}")
 
     def _after_death(self, worker: Worker) -> None:
         code = worker.process.returncode
-        self.progress.poll()
-        hopeless = code > 0 and self.progress.updates[worker.id] == worker.updates_at_start
-        if code == _USER_ERROR or hopeless or worker.restarts >= self.max_restarts:
-            raise RunFailedError(self.processes.epitaph(worker))
-        worker.restarts += 1
-        self.display.say(f"worker {worker.id} {manner(code)}; start {worker.restarts} of {self.max_restarts} again")
+        self.display.progress.poll()
+        said = last_words(worker.log, worker.log_start) if code > 0 else ""
+        hopeless = code > 0 and self.display.progress.updates[worker.id] == worker.updates_at_start
+        repeats = same_mistake(worker.last_words, said)
+        if code == _USER_ERROR or hopeless or repeats or worker.restarts >= self.max_restarts:
+            raise self._failure(worker)
+        worker.restarts, worker.last_words = worker.restarts + 1, said
+        how = f"{manner(code)}: {said}" if said else manner(code)
+        self.display.say(f"worker {worker.id} {how}; start {worker.restarts} of {self.max_restarts} again")
         self._start(worker)
+
+    def _failure(self, worker: Worker) -> RunFailedError:
+        """The error of a run that ends with this worker; of one that never began nothing is left, if that says all."""
+        error = self.processes.epitaph(worker)
+        if self.server is None:
+            for line in traceback(worker.log):  # the log is removed with the script's first directory
+                self.display.say(line)
+            return RunFailedError(error)
+        if worker.process.returncode != _USER_ERROR or any(self.display.progress.updates.values()):
+            return RunFailedError(f"{error} (log: {worker.log})")
+        self._end()
+        self._leftovers.remove()
+        return RunFailedError(error)
 
     def _after_server(self, code: int) -> None:
         """The server ends first in a finished run too: workers have said goodbye by then."""
         self.display.refresh()
         if code != 0:
-            raise RunFailedError(f"the server {manner(code)}; log: {self.command.run_dir / 'logs' / 'server.log'}")
+            raise RunFailedError(f"the server {manner(code)}; log: {self.run_dir / 'logs' / 'server.log'}")
         self.processes.wait(_FINISHING, [0])
         self.processes.wait(_LEAVING)
         for worker in self.processes.workers:
             if worker.process.poll() is None:
                 self.display.say(f"worker {worker.id} did not end with the run, and is killed")
             if worker.process.poll() != 0 and (worker.id == 0 or worker.process.returncode == _USER_ERROR):
-                raise RunFailedError(self.processes.epitaph(worker))
+                raise RunFailedError(f"{self.processes.epitaph(worker)} (log: {worker.log})")

@@ -1,34 +1,52 @@
-"""The same command, started several times on this machine, each with its device or core; and how they end."""
+"""The same command, started several times on this machine, each with its device or core."""
 
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 
 from fairseq_async.errors import AsyncError
 from fairseq_async.exchange.linux import environment
-from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.launch.last_words import last_words
 from fairseq_async.server.process import manner
 
 _ENDING = 5.0  # seconds between SIGTERM and SIGKILL
 
 
+class Command(Protocol):
+    """What every worker runs."""
+
+    run_dir: Path
+    on_cpu: bool
+
+    def line(self, address: str | None) -> list[str]:
+        """The whole command of a worker of the server at this address."""
+        ...
+
+
 @dataclass
 class Worker:
-    """One worker's process and its log."""
+    """One worker's process and its log.
+
+    Attributes:
+        log_start: where in the log the output of its present process begins.
+        last_words: of the process before, if it ended with an error of its own.
+    """
 
     id: int
     log: Path
     process: subprocess.Popen[bytes] = field(init=False)
     restarts: int = 0
     updates_at_start: int = 0
+    log_start: int = 0
+    last_words: str = ""
 
 
 class RunFailedError(AsyncError):
@@ -42,14 +60,15 @@ class Processes:
         count: how many.
     """
 
-    def __init__(self, command: WorkerCommand, count: int) -> None:
+    def __init__(self, command: Command, count: int) -> None:
         self.command = command
-        self.workers = [Worker(number, command.run_dir / "logs" / f"worker-{number}.log") for number in range(count)]
+        self.workers = [Worker(number, _log(command.run_dir, number)) for number in range(count)]
 
     def start(self, worker: Worker, address: str | None, variables: dict[str, str]) -> None:
         """Starts one, with these variables of the environment beside those that all have; its log gets its output."""
         worker.log.parent.mkdir(parents=True, exist_ok=True)
         with worker.log.open("ab") as log:
+            worker.log_start = log.tell()
             worker.process = subprocess.Popen(
                 self.command.line(address),
                 stdin=subprocess.DEVNULL,
@@ -61,6 +80,23 @@ class Processes:
         if not self.on_gpu:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(worker.process.pid, {cores[worker.id % len(cores)]})
+
+    def move_logs(self, run_dir: Path, move: Callable[[Path, Path], object] = os.replace) -> None:
+        """Moves the logs, which may still be written, to the run's directory, where one of an earlier run is replaced.
+
+        Args:
+            move: by default one that does not reach another disk: there the logs stay where they are.
+        """
+        for worker in self.workers:
+            target = _log(run_dir, worker.id)
+            if target == worker.log or not worker.log.exists():
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                move(worker.log, target)
+                worker.log = target
+            except OSError:
+                pass
 
     @property
     def on_gpu(self) -> bool:
@@ -80,10 +116,9 @@ class Processes:
         _wait([worker for worker in self.workers if ids is None or worker.id in ids], seconds)
 
     def epitaph(self, worker: Worker) -> str:
-        """How it ended. The worker's own last line, without our prefix, says more than its exit code."""
-        lines = [line for line in worker.log.read_text(errors="replace").splitlines() if line.strip()]
-        last = lines[-1].removeprefix("fairseq-async: error: ") if lines else "no output"
-        return f"worker {worker.id} {manner(worker.process.returncode)}: {last} (log: {worker.log})"
+        """How it ended, in a line with what it said last, which says more than its exit code."""
+        said = last_words(worker.log, worker.log_start) or "no output"
+        return f"worker {worker.id} {manner(worker.process.returncode)}: {said}"
 
     def end(self) -> None:
         """Asks them to end, and kills those that do not."""
@@ -103,6 +138,10 @@ class Processes:
             devices = given.split(",") if given else [str(d) for d in range(torch.cuda.device_count())]
             variables["CUDA_VISIBLE_DEVICES"] = devices[worker.id % len(devices)]
         return variables
+
+
+def _log(run_dir: Path, worker: int) -> Path:
+    return run_dir / "logs" / f"worker-{worker}.log"
 
 
 def _wait(workers: Sequence[Worker], seconds: float) -> None:

@@ -3,19 +3,21 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.run_length import RunLength, Work
+from fairseq_async.server.event_log import EVENTS
 from fairseq_async.server.events import Event, LineReader
+from fairseq_async.server.notices import SEPARATOR
 from fairseq_async.server.parameter_server import Status
+from fairseq_async.server.validations import VALIDATIONS, Validation, parse_validation
 
 _WINDOW = 15.0  # seconds over which rates and means are taken
-_LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
+_SERVER_LOG = Path("logs") / "server.log"
 
 
 class Row(NamedTuple):
@@ -41,23 +43,32 @@ class Row(NamedTuple):
 
 
 class Progress:
-    """A run's updates, and its rates and means over the last seconds.
+    """How far a run is, and its rates and means over the last seconds.
 
     Args:
-        path: the ``events.jsonl``.
+        run_dir: the run's directory.
         workers: how many there are to begin with; others are added when they appear.
         clock: seconds since 1970.
-        from_start: whether to count the events that are there already.
+        began: events before this time, of an earlier part of the run, count for how far it is and for nothing else;
+            now by default.
+
+    Attributes:
+        updates: of each worker since ``began``.
+        version: of the server's parameters.
     """
 
     def __init__(
-        self, path: Path, workers: int, clock: Callable[[], float] = time.time, from_start: bool = False
+        self, run_dir: Path, workers: int, clock: Callable[[], float] = time.time, began: float | None = None
     ) -> None:
-        self.workers, self.clock = workers, clock
-        self._events = LineReader(path, Event.from_json, skip=lambda _: None)  # an audit names what is no event
-        if not from_start:
-            self._events.skip()
-        self._began = clock()
+        self.run_dir, self.workers, self.clock = run_dir, workers, clock
+        self._events = LineReader(run_dir / EVENTS, Event.from_json, skip=lambda _: None)  # an audit names the others
+        self._log = LineReader(run_dir / _SERVER_LOG, _text)
+        self._log.skip()
+        self._said = "the processes start"
+        self._validations = LineReader(run_dir / VALIDATIONS, parse_validation, skip=lambda _: None)
+        self._began = clock() if began is None else began
+        self._validation: Validation | None = None
+        self._length: RunLength | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -65,6 +76,8 @@ class Progress:
         self._recent: deque[Event] = deque()
         self.updates = {worker: 0 for worker in range(self.workers)}
         self.refused = self.version = 0
+        self._work = Work()
+        self._first: tuple[float, float] | None = None  # time and fraction done of the first update since the beginning
 
     def poll(self) -> None:
         """Reads the events that were added since; after a restart of the server, all that it has kept."""
@@ -72,6 +85,8 @@ class Progress:
             if self._events.replaced > self._replaced:
                 self._reset()
             self._add(event)
+        for validation in self._validations:
+            self._validation = validation
         self._drop_old()
 
     def _drop_old(self) -> None:
@@ -79,12 +94,29 @@ class Progress:
             self._recent.popleft()
 
     def _add(self, event: Event) -> None:
+        if event.status is Status.APPLIED:
+            self._count(event)
+        self.version = max(self.version, event.version_after)
         if event.time < self._began:
             return
+        if self._first is None:
+            self._length = self._read_length()
+            self._first = event.time, self._length.fraction(self._work)
         self._recent.append(event)
         self.updates[event.worker] = self.updates.get(event.worker, 0) + 1
-        self.version = max(self.version, event.version_after)
         self.refused += event.status is Status.REFUSED
+
+    def _count(self, event: Event) -> None:
+        self._work.updates += 1
+        self._work.version = event.version_after
+        self._work.local_steps += event.local_steps or 0
+        self._work.epochs += event.epochs or 0.0
+
+    def _read_length(self) -> RunLength:
+        try:
+            return RunLength.read(self.run_dir)
+        except ConfigurationError:  # it is for the display alone
+            return RunLength(self.workers)
 
     def rows(self) -> list[Row]:
         """A row for each worker, and one for all."""
@@ -132,54 +164,48 @@ class Progress:
     def _seconds(self) -> float:
         return max(1.0, min(_WINDOW, self.clock() - self._began))
 
+    @property
+    def position(self) -> str:
+        """How far the run is, and how long it will take at the speed so far: ``update 120 of 5,000, 0:12:30 left``."""
+        if self._length is None or self._first is None:
+            return f"update {self.version:,}"
+        began, before = self._first
+        done, seconds = self._length.fraction(self._work), self.clock() - began
+        text = self._length.describe(self._work)
+        if before < done < 1 and seconds > 1:
+            text += f", {timedelta(seconds=round(seconds * (1 - done) / (done - before)))} left"
+        return text
+
+    @property
+    def status(self) -> str:
+        """The progress in one line; before the first update, what is waited for."""
+        return f"starting: {self._waited_for()}" if self._first is None else self.summary()
+
     def summary(self) -> str:
         """The progress in one line."""
         every = self.rows()[-1]
-        text = f"update {self.version}, {self.updates_per_second:.1f} updates/s, {every.tokens:,.0f} tokens/s, "
+        text = f"{self.position}, {self.updates_per_second:.1f} updates/s, {every.tokens:,.0f} tokens/s, "
         text += f"{self.updates_in_a_step:.1f} in a step, staleness {every.staleness:.2f}, loss {every.loss:.3f}"
-        return text + self.sent + (f", {self.refused} refused" if self.refused else "")
+        return text + self._validated() + self.sent + (f", {self.refused} refused" if self.refused else "")
+
+    def _validated(self) -> str:
+        """The last validation's loss and score."""
+        last = self._validation
+        if last is None or last.loss is None:
+            return ""
+        score = f", {last.metric} {last.score:.2f}" if last.metric and last.score is not None else ""
+        return f", validation at update {last.updates:,}: loss {last.loss:.3f}{score}"
+
+    def _waited_for(self) -> str:
+        """What the server has written into its log last."""
+        for line in self._log:
+            self._said = line
+        return self._said
 
 
-class Display:
-    """Shows a run's progress: a table on a terminal, a line every few seconds elsewhere."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.console = Console(stderr=True)
-        self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
-        self._next_line = progress.clock() + _LINE_EVERY
-
-    def __enter__(self) -> "Display":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
-
-    def say(self, text: str) -> None:
-        """Prints a line above the table."""
-        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-    def refresh(self) -> None:
-        """Reads the new events and shows what follows from them."""
-        self.progress.poll()
-        if self._live:
-            self._live.update(self._table(), refresh=True)
-        elif self.progress.clock() >= self._next_line:
-            self._next_line += _LINE_EVERY
-            self.say(self.progress.summary())
-
-    def _table(self) -> Table:
-        table = Table(title=self.progress.summary())
-        for column in ("", "gradients", "tokens/s", "staleness", "held (s)", "ahead", "loss"):
-            table.add_column(column, justify="right")
-        for name, updates, *rates, loss in self.progress.rows():
-            tokens, staleness, held, ahead = rates
-            cells = f"{tokens:,.0f}", f"{staleness:.2f}", f"{held:.3f}", f"{ahead:.2f}", f"{loss:.3f}"
-            table.add_row(name, f"{updates:,}", *cells)
-        return table
+def _text(line: bytes) -> str:
+    """A line of the server's log without its time."""
+    return line.decode(errors="replace").rpartition(SEPARATOR)[2].strip()
 
 
 def _mean(values: list[float]) -> float:

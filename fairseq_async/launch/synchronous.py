@@ -63,7 +63,8 @@ class GroupLauncher:
             if failed:
                 self.processes.wait(_DYING)
                 killed = [worker for worker in failed if worker.process.returncode < 0]
-                raise RunFailedError(self.processes.epitaph((killed or failed)[0]))
+                worker = (killed or failed)[0]
+                raise RunFailedError(f"{self.processes.epitaph(worker)} (log: {worker.log})")
             if time.monotonic() >= line_at:
                 line_at += _LINE_EVERY
                 _say(self._progress())

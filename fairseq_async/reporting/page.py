@@ -20,9 +20,13 @@ body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem aut
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 14px }
 th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid #ddd }
 th:first-child, td:first-child { text-align: left }
+div { overflow-x: auto } th { white-space: nowrap }
 figure { margin: 2rem 0; break-inside: avoid } img { max-width: 100%; height: auto }
 figcaption { font-weight: 600; margin-bottom: .4rem }
 """
+
+
+_COLUMNS = 6  # runs beside each other
 
 
 def write(runs: Sequence[Run], title: str, out: Path) -> Path:
@@ -31,7 +35,7 @@ def write(runs: Sequence[Run], title: str, out: Path) -> Path:
     Raises:
         ConfigurationError: the directory cannot be written to.
     """
-    parts = [f"<h1>{html.escape(title)}</h1>", _table([row(run) for run in runs])]
+    parts = [f"<h1>{html.escape(title)}</h1>", _table(_overview(runs))]
     parts += ["<h2>Workers</h2>", _table([worker_row(run, w) for run in runs for w in range(run.workers)])]
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -51,6 +55,13 @@ def write(runs: Sequence[Run], title: str, out: Path) -> Path:
     return page
 
 
+def _overview(runs: Sequence[Run]) -> list[dict[str, str | int]]:
+    """A column a run where their names differ and there are few; else a row a run."""
+    rows = [row(run) for run in runs]
+    few = len(rows) <= _COLUMNS and len({each["run"] for each in rows}) == len(rows)
+    return _upright(rows) if few else rows
+
+
 def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, tuple[str, Figure]]]:
     """File name, caption and figure, for each group of runs."""
     for group in dict.fromkeys(run.group for run in runs):
@@ -59,9 +70,27 @@ def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, tuple[str, Figure]]]:
 
 
 def _table(rows: Sequence[dict[str, str | int]]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(v))}</td>" for v in r.values()) + "</tr>" for r in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    names = _names(rows)
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    cells = [[html.escape(str(each.get(name, "-"))) for name in names] for each in rows]
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in own) + "</tr>" for own in cells)
+    return f"<div><table><tr>{head}</tr>{body}</table></div>"
+
+
+def _names(rows: Sequence[dict[str, str | int]]) -> list[str]:
+    """Those that any of the rows has, in their order: a run without a validation has fewer values."""
+    longest = max(rows, key=len)
+    return list(dict.fromkeys([*longest, *(name for each in rows for name in each)]))
+
+
+def _upright(rows: Sequence[dict[str, str | int]]) -> list[dict[str, str | int]]:
+    """A column for each run in the place of a row: a few runs have more values than a laptop's screen has room for."""
+    return [_column(name, rows) for name in _names(rows) if name != "run"]
+
+
+def _column(name: str, rows: Sequence[dict[str, str | int]]) -> dict[str, str | int]:
+    column: dict[str, str | int] = {"": name}
+    return column | {str(each["run"]): each.get(name, "-") for each in rows}
 
 
 def row(run: Run) -> dict[str, str | int]:
@@ -72,18 +101,30 @@ def row(run: Run) -> dict[str, str | int]:
     return {
         "run": _name(run),
         "workers": run.workers,
-        "last loss": f"{losses[-1]:.4f}" if losses else "-",
-        "updates": f"{max(event.version_after for event in run.events):,}",
-        "tokens": f"{tokens:,.0f}",
-        "seconds": f"{seconds:,.1f}",
-        "tokens/s": f"{tokens / seconds:,.0f}" if seconds else "-",
+        f"last {run.measured}": f"{losses[-1]:.4f}" if losses else "-",
+        **_validated(run),
+        "steps of the server": f"{max(event.version_after for event in run.events):,}",
+        "target tokens": f"{tokens:,.0f}",
+        "time (s)": f"{seconds:,.1f}",
+        "target tokens/s": f"{tokens / seconds:,.0f}" if seconds else "-",
         "updates in a step": f"{fmean(run.step_sizes):.2f}" if run.step_sizes else "-",
-        "mean staleness": _mean(event.staleness for event in run.applied),
-        "computing": f"{fmean(run.shares(w)[COMPUTING] for w in range(run.workers)):.0%}",
-        "MB sent": _megabytes(event.bytes_sent for event in run.events),
-        "MB received": _megabytes(event.bytes_received for event in run.events),
-        "refused": refused,
+        "mean staleness (versions)": _mean(event.staleness for event in run.applied),
+        "sent by workers (MB)": _megabytes(event.bytes_sent for event in run.events),
+        "received by workers (MB)": _megabytes(event.bytes_received for event in run.events),
+        "time computing": f"{fmean(run.shares(w)[COMPUTING] for w in range(run.workers)):.0%}",
+        "refused updates": refused,
     }
+
+
+def _validated(run: Run) -> dict[str, str | int]:
+    """The last validation's loss and score; nothing for runs of which none is recorded."""
+    if not run.validations:
+        return {}
+    last = run.validations[-1]
+    cells: dict[str, str | int] = {"last validation loss": "-" if last.loss is None else f"{last.loss:.4f}"}
+    if last.metric and last.score is not None:
+        cells[f"last {last.metric}"] = f"{last.score:.2f}"
+    return cells
 
 
 def worker_row(run: Run, worker: int) -> dict[str, str | int]:
@@ -94,12 +135,12 @@ def worker_row(run: Run, worker: int) -> dict[str, str | int]:
         "run": _name(run),
         "worker": worker,
         "updates": len(applied),
-        "staleness": _mean(event.staleness for event in applied),
-        "versions ahead at its start": _mean(event.look_ahead or 0.0 for event in applied),
-        "seconds held for others": _mean(event.held_seconds or 0.0 for event in applied),
-        "longest": f"{max((event.held_seconds or 0.0 for event in applied), default=0.0):.2f}",
-        "computing": f"{run.shares(worker)[COMPUTING]:.0%}",
-        "kB in an update": _mean((event.bytes_sent or 0) / 1e3 for event in applied),
+        "staleness (versions)": _mean(event.staleness for event in applied),
+        "ahead at its start (versions)": _mean(event.look_ahead or 0.0 for event in applied),
+        "held for others, mean (s)": _mean(event.held_seconds or 0.0 for event in applied),
+        "longest (s)": f"{max((event.held_seconds or 0.0 for event in applied), default=0.0):.2f}",
+        "time computing": f"{run.shares(worker)[COMPUTING]:.0%}",
+        "in an update (kB)": _mean((event.bytes_sent or 0) / 1e3 for event in applied),
         "residual": f"{norms[-1]:.3g}" if norms else "-",
     }
 

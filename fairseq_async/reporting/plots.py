@@ -16,9 +16,11 @@ from matplotlib import pyplot  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
+from matplotlib.ticker import EngFormatter, MaxNLocator  # noqa: E402
 
 from fairseq_async.reporting.runs import AWAY, COMPUTING, WAITING, Axis, Run, running_mean  # noqa: E402
 from fairseq_async.server.events import Event  # noqa: E402
+from fairseq_async.server.validations import Validation  # noqa: E402
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 Dashes: TypeAlias = str | tuple[int, tuple[int, ...]]
@@ -49,6 +51,8 @@ def figures(runs: Sequence[Run]) -> dict[str, tuple[str, Figure]]:
             "time": ("How workers spent their time", spent(runs)),
             "timelines": ("The beginning, worker by worker", timelines(runs)),
         }
+        for name, (caption, values) in _validated(runs).items():
+            found[name] = (caption, validations(runs, name, values))
         for name, (caption, value) in _OVER_UPDATES.items():
             if any(value(event) is not None for run in runs for event in run.applied):
                 found[name] = (caption, over_updates(runs, name, value))
@@ -87,13 +91,44 @@ _OVER_UPDATES: dict[str, tuple[str, Callable[[Event], float | None]]] = {
 def loss(runs: Sequence[Run]) -> Figure:
     """The loss curves of all runs, by update, by token and by time."""
     figure, panels = pyplot.subplots(1, 3, figsize=(10, 3.4), layout="constrained", sharey=True)
-    axes_and_labels: tuple[tuple[Axis, str], ...] = (("updates", "updates"), ("tokens", "tokens"), ("time", "seconds"))
+    axes_and_labels: tuple[tuple[Axis, str], ...] = (
+        ("updates", "steps of the server"),
+        ("tokens", "target tokens"),
+        ("time", "time (s)"),
+    )
     for axes, (by, label) in zip(panels, axes_and_labels, strict=True):
         for run, style in zip(runs, styles(len(runs)), strict=True):
             axes.plot(*run.losses(by), label=run.name, linewidth=1.3, color=style.colour, linestyle=style.dashes)
         axes.set_xlabel(label)
+        _short_numbers(axes)
     panels[0].set_ylabel(" / ".join(sorted({run.measured for run in runs})))
     _legend(figure, panels[0])
+    return figure
+
+
+def _validated(runs: Sequence[Run]) -> dict[str, tuple[str, Callable[[Validation], float | None]]]:
+    """Caption and value of what worker 0's validations have: the loss, and the score that a run names first."""
+    known = [validation for run in runs for validation in run.validations]
+    found: dict[str, tuple[str, Callable[[Validation], float | None]]] = {}
+    if any(each.loss is not None for each in known):
+        found["validation_loss"] = ("Validation loss of the server's parameters", lambda each: each.loss)
+    metric = next((each.metric for each in known if each.metric), None)
+    if metric is not None:
+        found[metric] = (f"Validation: {metric}", lambda each: each.score if each.metric == metric else None)
+    return found
+
+
+def validations(runs: Sequence[Run], name: str, value: Callable[[Validation], float | None]) -> Figure:
+    """One value of each run's validations, by the updates before them."""
+    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+    for run, style in zip(runs, styles(len(runs)), strict=True):
+        known = [(each.updates, found) for each in run.validations if (found := value(each)) is not None]
+        if known:
+            updates, values = zip(*known, strict=True)
+            axes.plot(updates, values, ".", label=run.name, color=style.colour, linestyle=style.dashes)
+    axes.set(xlabel="updates", ylabel=name.replace("_", " "))
+    _short_numbers(axes)
+    _legend(figure, axes)
     return figure
 
 
@@ -209,6 +244,12 @@ def _bar(axes: Axes, row: int, begin: float, width: float, kind: str) -> None:
 def _activity_legend(figure: Figure) -> None:
     patches = [Patch(facecolor=c, hatch=h, edgecolor="#999999", label=kind) for kind, (c, h) in ACTIVITIES.items()]
     figure.legend(handles=patches, loc="outside upper center", ncols=len(patches))
+
+
+def _short_numbers(axes: Axes) -> None:
+    """Few ticks on the x axis, which read 1.2M in place of 1200000."""
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def _legend(figure: Figure, axes: Axes) -> None:

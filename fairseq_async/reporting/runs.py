@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ from fairseq_async.method_spec import JsonObject
 from fairseq_async.server.event_log import EVENTS
 from fairseq_async.server.events import Event, LineReader, read_events
 from fairseq_async.server.parameter_server import Status
+from fairseq_async.server.validations import VALIDATIONS, Validation, not_taken_back, parse_validation
 
 COMPUTING, WAITING, AWAY = "computing", "waiting", "not training"
 Axis = Literal["updates", "tokens", "time"]
@@ -63,6 +64,7 @@ class Run:
         barrier: whether workers wait for each other.
         events: in the order in which they were settled; ``time`` in seconds since the run's beginning.
         curve: the evaluations of a simulation; else empty.
+        validations: those of worker 0 of a real run, where its front end writes them; ``time`` as above.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Run:
     barrier: bool
     events: list[Event]
     curve: list[Evaluation]
+    validations: list[Validation] = field(default_factory=list)
 
     @cached_property
     def applied(self) -> list[Event]:
@@ -199,6 +202,7 @@ def _read(directory: Path, given: Path) -> Run | None:
         description = json.loads((directory / "run.json").read_text())
         events = read_events(directory / EVENTS)
         curve = list(LineReader(directory / "curve.jsonl", _EVALUATION.validate_json))
+        validations = not_taken_back(list(LineReader(directory / VALIDATIONS, parse_validation)))
         if not events:
             return None
         trial = description.get("simulated", {})
@@ -211,6 +215,7 @@ def _read(directory: Path, given: Path) -> Run | None:
             barrier=has_barrier(description["method"]),
             events=[replace(event, time=event.time - first) for event in events],
             curve=curve,
+            validations=[replace(each, time=each.time - first) for each in validations],
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"{directory}: the run there cannot be read: {error!r}") from error

@@ -91,6 +91,11 @@ class Membership:
         return asked
 
     @property
+    def ready(self) -> int:
+        """How many workers are connected and ready."""
+        return sum(member.ready for member in self.members.values())
+
+    @property
     def unready(self) -> set[int]:
         """The workers that are connected and not ready."""
         return {worker for worker, member in self.members.items() if not member.ready}

@@ -2,14 +2,35 @@
 
 import os
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable
 
 Tell = Callable[[str], None]
+SEPARATOR = " | "  # between the time and the text of a line
+_WRITTEN = 100
 
 
 def tell_log(text: str) -> None:
-    """Writes a line to stderr, which is the server's log."""
-    print(printable(text), file=sys.stderr, flush=True)
+    """Writes a line to stderr, which is the server's log, with the time."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}{SEPARATOR}{printable(text)}", file=sys.stderr, flush=True)
+
+
+class Journal:
+    """Writes what happens in a run to the server's log.
+
+    Of each kind it writes the first hundred, and then the 128th, the 256th, and so on: a worker that joins and leaves
+    all the time must not fill the disk.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def __call__(self, kind: str, text: str) -> None:
+        self._counts[kind] += 1
+        count = self._counts[kind]
+        if count <= _WRITTEN or not count & (count - 1):
+            tell_log(text)
 
 
 class Notices:

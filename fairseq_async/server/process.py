@@ -23,6 +23,8 @@ from fairseq_async.server.run import Build
 from fairseq_async.server.service import Service
 
 _BACKLOG = 128  # workers that may come before the server has imported what it needs
+_ENDING = ".ending"  # a file in the directory of a run whose server writes its last snapshot
+_ENDING_SECONDS = 120.0  # for which the next run waits for that
 _PORT_SECONDS = 10.0  # for which a dead server's port may still be held: by a snapshot that was just begun
 
 
@@ -34,34 +36,61 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--recover", type=int, help="go on from the last snapshot; descriptor for its name or an error")
     parser.add_argument("--ends-with-workers", action="store_true", help="end when all workers have left")
+    parser.add_argument("--resume", action="store_true", help="go on from a snapshot of a run that was interrupted")
     parser.add_argument("--notices", type=int, help="descriptor of a pipe for lines that the user is to see")
     options = parser.parse_args(arguments)
     tell = tell_log if options.notices is None else Notices(options.notices)
     service = Service(os.environ[TOKEN], options.workers, options.run_dir, build, tell=tell)
+    service.resumes = options.resume
     if options.recover is None:
-        service.snapshots.clear()  # of a run before
+        if not options.resume:
+            service.snapshots.clear()  # of a run before
     else:
         with open(options.recover, "w") as report:  # not stdout, where an imported library may write too
             try:
-                report.write(service.recover())
+                snapshot = service.recover()
+                report.write(snapshot)
+                tell_log(f"the server goes on from {snapshot}, after the death of the one before")
             except RefusedError as error:
                 report.write(f"error: {error}")
                 raise SystemExit(2) from None
     listener = socket.socket(fileno=options.listener)
+    tell_log("the server listens at {}:{} for {} workers".format(*listener.getsockname()[:2], options.workers))
     if EventLoop(listener, service, sys.stdin, options.ends_with_workers).run():
         service.snapshots.wait()
+        tell_log(f"the run is finished at update {service.described.coordinator.server.version:,}")
         service.snapshots.clear()  # a finished run goes on from its checkpoint, if at all
+        return
+    _keep(service)
+
+
+def _keep(service: Service) -> None:
+    """Writes a last snapshot of a run that is interrupted, for which the next run in its directory waits."""
+    if service.begun is None:
+        return
+    version, ending = service.begun.coordinator.server.version, service.run_dir / _ENDING
+    ending.touch()
+    try:
+        service.snapshots.take_last(service.begun.snapshot(), version)
+    finally:
+        ending.unlink(missing_ok=True)
+    tell_log(f"whoever has started the server is gone: it ends at update {version:,}")
 
 
 def _claim(run_dir: Path) -> int:
     """Keeps two runs out of one directory, for as long as the descriptor is open in any process."""
-    descriptor = os.open(run_dir, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise ConfigurationError(f"{run_dir} ({option('run_dir')}) is in use by another run") from error
-    return descriptor
+    descriptor, deadline = os.open(run_dir, os.O_RDONLY), time.monotonic() + _ENDING_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if (run_dir / _ENDING).exists() and time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            os.close(descriptor)
+            raise ConfigurationError(f"{run_dir} ({option('run_dir')}) is in use by another run") from error
+        (run_dir / _ENDING).unlink(missing_ok=True)
+        return descriptor
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -95,6 +124,8 @@ class ServerProcess:
         token: what its workers must know; a new one by default.
         restarts: how often it is started again.
         ends_with_workers: end also an unfinished run when all its workers have left: nobody will start one again.
+        resumes: it goes on from a snapshot of a run that was interrupted in the same directory, if worker 0 brings no
+            newer state.
 
     Attributes:
         token_file: where the owner's other processes on this machine find the token.
@@ -114,6 +145,7 @@ class ServerProcess:
         token: str | None = None,
         restarts: int = 0,
         ends_with_workers: bool = False,
+        resumes: bool = False,
     ) -> None:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -124,6 +156,7 @@ class ServerProcess:
         self.token_file = run_dir / ".token"
         self._command = [sys.executable, "-m", module, "--workers", str(workers), "--run-dir", str(run_dir)]
         self._command += ["--ends-with-workers"] if ends_with_workers else []
+        self._command += ["--resume"] * resumes
         self._environment = os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers)}
         self._code: int | None = None
         self._stopping = threading.Event()
@@ -149,7 +182,20 @@ class ServerProcess:
         self.join(seconds)
         self.stop()
 
+    def end(self, seconds: float) -> None:
+        """Lets the server write a last snapshot, if its run has begun and is not finished; then it is stopped."""
+        with self._starting:
+            self._stopping.set()
+            if self.process.stdin is not None:
+                self.process.stdin.close()  # it takes that for the end of whoever has started it
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            say(f"the server has not written its last snapshot within {seconds:g} s, and is killed")
+        self.stop()
+
     def stop(self) -> None:
+        """Kills the server."""
         with self._starting:
             self._stopping.set()
             self.process.kill()
@@ -207,9 +253,9 @@ class ServerProcess:
             except ConfigurationError as error:
                 if self._stopping.is_set():
                     break
-                _say(f"the server {manner(code)}, and cannot be started again: {error}")
+                say(f"the server {manner(code)}, and cannot be started again: {error}")
                 break
-            _say(f"the server {manner(code)}, and was started again from {snapshot}")
+            say(f"the server {manner(code)}, and was started again from {snapshot}")
         self._code = code
 
 
@@ -224,10 +270,11 @@ def _pass_on(notices: int) -> None:
     """In a thread: says what the server tells, until it has ended."""
     with open(notices, errors="replace") as lines:
         for line in lines:
-            _say(line.rstrip("\n"))
+            say(line.rstrip("\n"))
 
 
-def _say(what: str) -> None:
+def say(what: str) -> None:
+    """Prints a line on the terminal of whoever runs this process."""
     print(f"fairseq-async: {what}", file=sys.stderr, flush=True)
 
 

@@ -18,7 +18,7 @@ from fairseq_async.server.membership import Membership
 from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.payloads import Payloads
 from fairseq_async.server.plan import Plan
-from fairseq_async.server.protocol import PushReply, Welcome, WorkReply
+from fairseq_async.server.protocol import Pull, PushReply, Welcome, WorkReply
 from fairseq_async.server.state_files import restored_path
 
 Build = Callable[[MethodSpec, Layout, Tensor], tuple[Rule, Plan]]
@@ -100,6 +100,12 @@ class Run:
         if before == 0:
             linux.trim()
 
+    def hand_out(self, worker: int, pull: Pull) -> tuple[int, Tensor]:
+        """Writes the parameters, or what lies ahead of them, into a worker's slot; returns their version, and it."""
+        server, slot = self.coordinator.server, self.memory.slot(worker)
+        server.give(worker, slot, pull.look_ahead, pull.starts)
+        return server.version, slot
+
     def log(self, settled: list[Settled], time: float) -> None:
         """Writes the events of updates that were settled together; ``time`` in seconds since 1970."""
         for each in settled:
@@ -147,7 +153,7 @@ class Run:
 
     def state_dict(self) -> State:
         """All that another server needs to go on, with workers that have been told the method."""
-        own: State = {"method": self.spec.name, "inner_optimizer": _inner_optimizer(self.spec)}
+        own: State = {"method": self.spec.name, "inner_optimizer": inner_optimizer(self.spec)}
         own["layout"] = self.layout.to_json()  # which an export names the tensors by
         return own | self.coordinator.state_dict()
 
@@ -158,7 +164,7 @@ class Run:
     def _check_state(self, state: State) -> None:
         if state["method"] != self.spec.name:
             raise RefusedError(f"the checkpoint is of {state['method']}, this run is of {self.spec.name}")
-        before, now = state.get("inner_optimizer"), _inner_optimizer(self.spec)
+        before, now = state.get("inner_optimizer"), inner_optimizer(self.spec)
         if before != now and before is not None:
             raise RefusedError(
                 f"the checkpoint's inner optimizer is {before}, this run's is {now}: give "
@@ -166,7 +172,7 @@ class Run:
             )
 
 
-def _inner_optimizer(spec: MethodSpec) -> str | None:
+def inner_optimizer(spec: MethodSpec) -> str | None:
     """The name of the optimizer that steps in the server, where a framework has named it."""
     inner = spec.framework.get("inner_optimizer")
     return str(inner["_name"]) if isinstance(inner, dict) and "_name" in inner else None

@@ -21,6 +21,7 @@ from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.parameter_server import Status
 from fairseq_async.server.peers import USUAL, Handshake, Peer, RefusalLog
 from fairseq_async.server.protocol import Answer, Request
+from fairseq_async.server.resume import newest_state
 from fairseq_async.server.run import Build, Run
 from fairseq_async.server.snapshots import Snapshots
 from fairseq_async.server.state_files import read_state, restored_path, saved_path, write_state
@@ -42,6 +43,7 @@ class Service:
 
     Attributes:
         run: None until a worker has described it.
+        resumes: the run goes on from a snapshot of one before in the directory, unless a newer state is brought.
         applying: what goes on while an update is applied, which changes nothing but parameters and rule.
     """
 
@@ -60,8 +62,10 @@ class Service:
         self.membership = Membership(workers, clock())
         self.snapshots = Snapshots(run_dir, clock, tell, self._handshake.run)
         self.peers: dict[int, Peer] = {}
+        self.journal = self.snapshots.journal
         self.refusals = RefusalLog()
         self.run: Run | None = None
+        self.resumes = False
         self.applying: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
@@ -168,8 +172,8 @@ class Service:
             return "the beginning"
         path, state = found
         run = self._describe(MethodSpec.from_json(state["spec"]), Layout.from_json(state["layout"]))
-        parameters = torch.zeros(run.layout.size)
-        run.begin(self.build, parameters, state, f"snapshot {path.name}", self.membership, self.wall_clock())
+        now, parameters = self.wall_clock(), torch.zeros(run.layout.size)
+        run.begin(self.build, parameters, state, f"snapshot {path.name}", self.membership, now)
         return path.name
 
     def _refuse(self, peer: Peer, kind: str, error: object, said: str | None = None) -> None:
@@ -242,12 +246,12 @@ class Service:
         introduce = self._handshake.checked(peer, request)
         now, instance = self.clock(), introduce.instance[:64]
         worker = self.membership.number(introduce.worker, introduce.joins, instance, now)
-        before = self.peers.get(worker)
-        if before is not None:  # its connection broke, or it is another in the place of one that is silent
+        if (before := self.peers.get(worker)) is not None:  # its connection broke, or it was silent
             self.disconnected(before)
             before.channel.end()
         self.peers[worker] = peer
         self.membership.enter(worker, instance, now, ready=False)
+        self.journal("connected", f"worker {worker} is connected, and loads its data and model")
         return self._handshake.complete(peer, introduce, worker, self.membership)
 
     def _hello(self, peer: Peer, hello: protocol.Hello) -> Answer | None:
@@ -271,6 +275,7 @@ class Service:
         run.payloads.open(peer, run.memory.slot(peer.id))
         peer.channel.largest = USUAL
         peer.channel.notice_death(self.membership.timeout)
+        self.journal("joined", f"worker {peer.id} has joined, {self.membership.ready} of {run.spec.workers} are there")
         self._recount(changed=True)
         if not run.begun and peer.worker != 0:
             self.membership.wait(peer.id, "hello")
@@ -294,9 +299,10 @@ class Service:
         if run.begun:  # the answer was lost, and it asks again
             return self._welcome(run, 0)
         restored = read_state(restored_path(self.run_dir)) if in_file else None
-        source = "the beginning" if restored is None else "a checkpoint"
+        source, state = newest_state(run, restored, self.snapshots, self.resumes, self.tell)
         run.payloads.take_parameters(peer, run.memory.slot(0))
-        run.begin(self.build, run.memory.slot(0).clone(), restored, source, self.membership, self.wall_clock())
+        run.begin(self.build, run.memory.slot(0).clone(), state, source, self.membership, self.wall_clock())
+        self.journal("begin", f"the run begins at update {run.coordinator.server.version:,}, from {source}")
         self._recount(changed=True)
         self._keep_snapshots(run)
         self.snapshots.wait()  # until it is there nobody is told of parameters, and a server that dies begins anew
@@ -305,8 +311,7 @@ class Service:
         return self._welcome(run, 0)
 
     def _recount(self, changed: bool = False) -> None:
-        run = self.begun
-        if run is not None:
+        if (run := self.begun) is not None:
             self._deliver(run, run.coordinator.recount(self.clock(), changed))
 
     # Updates and parameters
@@ -356,10 +361,8 @@ class Service:
 
         Not with the answer to an update: until that is heard, the slot must keep the update for a second attempt.
         """
-        run = self.described
-        server, slot = run.coordinator.server, run.memory.slot(peer.id)
-        server.give(peer.id, slot, pull.look_ahead, pull.starts)
-        self._answer(peer, protocol.PullReply(server.version), slot if peer.remote else None)
+        version, slot = self.described.hand_out(peer.id, pull)
+        self._answer(peer, protocol.PullReply(version), slot if peer.remote else None)
 
     def _follow(self, run: Run, peer: Peer, event: protocol.ScheduleEvent) -> Answer:
         if peer.worker != 0:
@@ -392,5 +395,6 @@ class Service:
         del self.peers[peer.worker]
         now = self.clock()
         self.membership.leave(peer.worker, for_good, now)
+        self.journal("parted", f"worker {peer.worker} {'has left' if for_good else 'is gone'}")
         if self.begun is not None:
             self._deliver(self.begun, self.begun.coordinator.depart(peer.worker, now))

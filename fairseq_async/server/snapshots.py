@@ -12,7 +12,7 @@ import torch
 
 from fairseq_async.errors import RefusedError
 from fairseq_async.exchange.linux import end_with_parent
-from fairseq_async.server.notices import Tell, tell_log
+from fairseq_async.server.notices import Journal, Tell, tell_log
 from fairseq_async.server.state_files import private
 
 DIRECTORY = "snapshots"
@@ -37,7 +37,8 @@ class Snapshots:
         self.directory, self.clock, self.tell, self.run = run_dir / DIRECTORY, clock, tell, run
         self._child = 0
         self._taken_at: float | None = None
-        self._version = -1
+        self._version = self._writing = -1
+        self.journal = Journal()
 
     def keep_up(self, state: Callable[[], dict[str, Any]], version: int, seconds: float, updates: int | None) -> None:
         """Takes one at the beginning, and then when so many seconds or updates have passed."""
@@ -60,6 +61,7 @@ class Snapshots:
             return
         self.directory.mkdir(exist_ok=True)
         server = os.getpid()
+        self._writing = version
         self._child = os.fork()
         if self._child == 0:
             code = 1
@@ -92,6 +94,8 @@ class Snapshots:
             self._child = 0
             if status:
                 self.tell("a snapshot could not be written; the run goes on without it")
+            else:
+                self.journal("snapshot", f"the snapshot of update {self._writing:,} is written")
         return True
 
     def latest(self, check: Callable[[dict[str, Any]], object]) -> tuple[Path, dict[str, Any]] | None:
@@ -118,6 +122,27 @@ class Snapshots:
         if any(self.directory.glob("*.torn")):
             raise RefusedError(f"no snapshot in {self.directory} can be read")
         return None
+
+    def of_run_before(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest that can be read, of whichever run has left it; None where there is none."""
+        for path in reversed(self._files()):
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True)
+            except Exception as error:  # torch raises whatever the broken bytes lead it to
+                self.tell(f"{path} is skipped: {type(error).__name__}: {error}")
+                continue
+            state.pop("run", None)
+            return path, state
+        return None
+
+    def take_last(self, state: dict[str, Any], version: int) -> None:
+        """Writes one in this process, which serves nobody any more."""
+        self.wait()
+        try:
+            self.directory.mkdir(exist_ok=True)
+            self._write(state, version)
+        except (OSError, RuntimeError) as error:  # torch makes one of the other when the disk is full
+            self.tell(f"the last snapshot could not be written: {error}")
 
     def clear(self) -> None:
         """Those of a run before."""

@@ -12,14 +12,16 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from fairseq_async.environment import JOINS, SERVER, SLOWDOWN, TOKEN, WORKER, WORKERS
+from fairseq_async.environment import JOINS, RENDEZVOUS, SERVER, SLOWDOWN, TOKEN, WORKER, WORKERS
 from fairseq_async.errors import ConfigurationError, ExchangeError, option
 from fairseq_async.exchange.addresses import LOOPBACK, is_loopback
 from fairseq_async.exchange.authentication import read_token
 from fairseq_async.exchange.linux import end_with_parent
-from fairseq_async.server.process import ServerProcess
+from fairseq_async.server.process import ServerProcess, say
 from fairseq_async.validation import split_address
 from fairseq_async.worker.client import Client
+from fairseq_async.worker.invitation import invitation, own_command
+from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 
 _RESTARTS = 3  # of a server without a launcher
 _RENDEZVOUS = timedelta(seconds=120)  # worker 0 has to import its framework and to start the server
@@ -55,6 +57,11 @@ class WorkerContext:
         if get(WORKER) == JOINS:
             return cls(joins=True)
         if WORKER in os.environ:
+            if island_size > 1:
+                raise ConfigurationError(
+                    f"{option('island_size')} is {island_size}: the launcher starts single processes; start the ranks "
+                    "of islands with torchrun or deepspeed"
+                )
             end_with_parent(signal.SIGTERM, os.getppid())  # nobody would start its server again
             worker = int(os.environ[WORKER])
             return cls(worker, int(os.environ[WORKERS]), worker, float(get(SLOWDOWN, "1")))
@@ -86,6 +93,7 @@ class WorkerContext:
         run_dir: Path,
         patience: float,
         on_loss: Callable[[str], None],
+        resumes: bool = False,
     ) -> tuple["WorkerContext", Client, ServerProcess | None]:
         """This place with its worker's id, the connection, and the server's process if it is this worker's own.
 
@@ -94,12 +102,13 @@ class WorkerContext:
             server: its address, if there is one already, or is to be one for other machines.
             token_file: see :class:`~fairseq_async.config.ServerOptions`; likewise ``patience``, its timeout.
             on_loss: see :class:`~fairseq_async.worker.client.Client`.
+            resumes: see :class:`~fairseq_async.server.process.ServerProcess`.
 
         Raises:
             ConfigurationError: there is no token, or no address that other machines could reach.
             ExchangeError: there is no server, or it did not start.
         """
-        address, token, process = self._find_server(module, server, token_file, run_dir)
+        address, token, process = self._find_server(module, server, token_file, run_dir, resumes)
         try:
             client = Client(address, token, None if self.joins else self.worker, patience, on_loss)
         except ExchangeError as error:
@@ -110,11 +119,13 @@ class WorkerContext:
         return replace(self, worker=client.worker, workers=client.workers), client, process
 
     def _find_server(
-        self, module: str, given: str | None, token_file: str | None, run_dir: Path
+        self, module: str, given: str | None, token_file: str | None, run_dir: Path, resumes: bool
     ) -> tuple[str, str, ServerProcess | None]:
         """Where a launcher has started the server, it is known. Elsewhere worker 0 starts it, and the store of torchrun
         or deepspeed tells the others where it is."""
         token = read_token(Path(token_file)) if token_file else os.environ.get(TOKEN)
+        if RENDEZVOUS in os.environ and token:
+            return self._ask_launcher(module, given, run_dir), token, None
         address = os.environ.get(SERVER) or given
         if address and token and not (token_file and _under_torchrun()):
             return address, token, None
@@ -128,12 +139,21 @@ class WorkerContext:
                 "machine the others reach the server"
             )
         if self.worker == 0:
-            return self._start_server(module, given, token, run_dir)
+            return self._start_server(module, given, token, run_dir, resumes)
         address, path = self.ask("server", f"worker 0 did not start a server within {_RENDEZVOUS.seconds} s")
         return address, token or read_token(Path(path)), None
 
+    def _ask_launcher(self, module: str, given: str | None, run_dir: Path) -> str:
+        """The address of the server that the launcher starts, when worker 0 has said which."""
+        if given:
+            raise ConfigurationError(f"{option('server')} {given}: the launcher starts the server; leave it out")
+        rendezvous = Rendezvous(Path(os.environ[RENDEZVOUS]))
+        if self.worker == 0:
+            rendezvous.request(ServerRequest(module, str(run_dir.resolve())))
+        return rendezvous.wait()
+
     def _start_server(
-        self, module: str, given: str | None, token: str | None, run_dir: Path
+        self, module: str, given: str | None, token: str | None, run_dir: Path, resumes: bool
     ) -> tuple[str, str, ServerProcess]:
         try:
             host, port = split_address(given) if given else (LOOPBACK, 0)
@@ -146,10 +166,11 @@ class WorkerContext:
             )
         log = run_dir / "logs" / "server.log"
         process = ServerProcess(
-            module, self.workers, run_dir, log, port, host, token, _RESTARTS, ends_with_workers=True
+            module, self.workers, run_dir, log, port, host, token, _RESTARTS, ends_with_workers=True, resumes=resumes
         )
         if _under_torchrun():
             self.tell("server", [process.address, str(process.token_file.resolve())])
+        say(invitation(process.address, process.token_file.resolve(), own_command()))
         return process.address, process.token, process
 
     def tell(self, name: str, value: Any) -> None:

@@ -20,7 +20,7 @@ from recipes.c4_lm import text, tokens  # noqa: E402
 from recipes.c4_lm.llama import LlamaForCausalLM  # noqa: E402
 from recipes.c4_lm.models import ModelSpec, load_model  # noqa: E402
 from recipes.c4_lm.tokens import PackedDataset  # noqa: E402
-from recipes.steps import RecipeError  # noqa: E402
+from recipes.steps import RecipeError, run_main  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -119,4 +119,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

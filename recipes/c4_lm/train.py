@@ -28,7 +28,7 @@ from recipes.c4_lm.models import SEQUENCE, SIZES, ModelSpec, build, load_model  
 from recipes.c4_lm.run import CHECKPOINTS, MODEL, Run  # noqa: E402
 from recipes.c4_lm.settings import SECTION, configuration  # noqa: E402
 from recipes.c4_lm.tokens import Prepared  # noqa: E402
-from recipes.steps import RecipeError  # noqa: E402
+from recipes.steps import RecipeError, program  # noqa: E402
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,7 +46,7 @@ def positive(value: str) -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = Parser(description="Train a language model on C4 by asynchronous local SGD.")
+    parser = Parser(prog=program(), description="Train a language model on C4 by asynchronous local SGD.")
     add = parser.add_argument
     add("--model", choices=SIZES, default="20m", help="tiny for CPUs; 20m, 60m and 150m are those of Liu et al., 2024")
     add("--data", type=Path, help="directory of .jsonl, .jsonl.gz or .parquet shards; by default C4 is streamed")

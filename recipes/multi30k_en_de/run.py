@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from recipes import training, translation  # noqa: E402
 from recipes.multi30k_en_de.data import BPE_FILES, PAIR, RAW_FILES, corpus  # noqa: E402
 from recipes.multi30k_en_de.presets import PRESETS, Preset, Size  # noqa: E402
-from recipes.steps import RecipeError, write_whole  # noqa: E402
+from recipes.steps import RecipeError, run_main, write_whole  # noqa: E402
 from recipes.training import Method, Training  # noqa: E402
 
 DEFAULT_METHODS = [Method.HYBRID.value, Method.SYNC.value]
@@ -146,4 +146,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

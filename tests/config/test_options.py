@@ -247,7 +247,7 @@ def test_an_option_with_the_name_of_one_of_the_servers_is_refused() -> None:
         (
             "hybrid_async",
             ["--updates-per-step", "3", "--barrier"],
-            "updates_per_step is 3: with barrier there are only 2",
+            "--updates-per-step is 3: with --barrier there are only 2 workers",
         ),
         ("hybrid_async", ["--gradient-rule", "sum"], "--gradient-rule: Input should be 'accumulation' (it is 'sum')"),
         ("adasum", ["--adasum-form", "both"], "--adasum-form: Input should be 'gradient', 'delta' or 'auto'"),

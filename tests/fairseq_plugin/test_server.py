@@ -148,7 +148,7 @@ def test_a_rule_goes_on_from_its_state_with_moments_schedule_and_half_a_step(mon
             ["--updates-per-step", "0"],
             "--optimizer hybrid_async: --updates-per-step: Input should be greater than or equal to 1 (it is 0)",
         ),
-        (["--updates-per-step", "5", "--barrier"], "updates_per_step is 5: with barrier there are only 2, which"),
+        (["--updates-per-step", "5", "--barrier"], "--updates-per-step is 5: with --barrier there are only 2 workers"),
         (["--ddp-backend", "slowmo"], "--ddp-backend slowmo: would make workers wait"),
         (["--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded: would make workers wait"),
         (["--zero-sharding", "os"], "--zero-sharding os"),
@@ -171,7 +171,7 @@ def test_options_that_cannot_work_are_refused_by_name(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--inner-optimizer", "adem"], "--inner-optimizer adem: not one that can run in the server; choose from"),
+        (["--inner-optimizer", "adem"], "--inner-optimizer adem: hybrid_async has adadelta, adafactor"),
         (["--inner-optimizer", "hybrid_async"], "--inner-optimizer hybrid_async"),
         (["--distributed-world-size", "2"], "--distributed-world-size is 2: workers would wait for each other"),
         (["--distributed-init-method", "tcp://127.0.0.1:1"], "--distributed-init-method: is for processes that wait"),

@@ -97,13 +97,12 @@ def test_a_report_shows_what_closed_steps_and_look_ahead_do(tmp_path: Path) -> N
         Simulator(given, tmp_path / name, resume=False).run()
         (runs[name],) = load([tmp_path / name])
     near, far = (page.worker_row(runs[name], worker) for name, worker in (("near", 0), ("far", 1)))
-    assert (near["seconds held for others"], near["longest"], near["versions ahead at its start"]) == ("0.20",) * 2 + (
-        "0.00",
-    )
+    held, ahead = "held for others, mean (s)", "ahead at its start (versions)"
+    assert (near[held], near["longest (s)"], near[ahead]) == ("0.20", "0.20", "0.00")
     assert set(runs["near"].step_sizes) == {2} and set(runs["far"].step_sizes) == {1, 2}
-    assert far["staleness"] >= "2.00" and far["versions ahead at its start"] >= "1.00"
+    assert far["staleness (versions)"] >= "2.00" and far[ahead] >= "1.00"
     written = page.write([runs["far"]], "far", tmp_path / "report").read_text()
-    assert "Updates in a step" in written and f"<td>{far['staleness']}</td>" in written
+    assert "Updates in a step" in written and f"<td>{far['staleness (versions)']}</td>" in written
 
 
 def test_a_directory_without_a_run_is_one_line(tmp_path: Path) -> None:

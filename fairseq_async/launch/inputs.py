@@ -1,0 +1,85 @@
+"""What is wrong with the inputs of ``fairseq-train``, found without importing fairseq: before a process is started."""
+
+import importlib.util
+import os
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.option_flags import INNER_OPTIMIZER, OneLineParser, check_inner_optimizer
+
+_PREPROCESS = "make it with fairseq-preprocess, and give its --destdir"
+
+
+def check_inputs(method: str, arguments: Sequence[str]) -> None:
+    """Checks the inner optimizer, the user directory, and the data with its dictionaries.
+
+    Only what is certain is checked: another task than translation and language modelling may have other files.
+
+    Args:
+        arguments: of ``fairseq-train``.
+
+    Raises:
+        ConfigurationError: fairseq would not find one of them.
+    """
+    given = _parser().parse_known_args(list(arguments))[0]
+    registered = _registered_optimizers()
+    if given.user_dir is None and registered:  # a directory of the user's own may register others
+        check_inner_optimizer(method, given.inner_optimizer, registered)
+    if given.user_dir is not None and not os.path.exists(given.user_dir):
+        raise ConfigurationError(f"--user-dir {given.user_dir}: no such directory")
+    if arguments and not arguments[0].startswith("-"):
+        for path in arguments[0].split(os.pathsep):
+            _check_data(Path(path), given)
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--user-dir")
+    parser.add_argument("--task", default="translation")  # fairseq's default
+    parser.add_argument("-s", "--source-lang")
+    parser.add_argument("-t", "--target-lang")
+    parser.add_argument("--train-subset", default="train")
+    parser.add_argument(INNER_OPTIMIZER.flag, default=INNER_OPTIMIZER.default)
+    return parser
+
+
+def _registered_optimizers() -> set[str]:
+    """The names of fairseq's optimizers, read from its files: to import it takes seconds."""
+    spec = importlib.util.find_spec("fairseq")
+    folders = [Path(folder) / "optim" for folder in (spec.submodule_search_locations if spec else None) or []]
+    texts = [path.read_text(errors="replace") for folder in folders for path in folder.glob("*.py")]
+    return {name for text in texts for name in re.findall(r'@register_optimizer\(\s*"(\w+)"', text)}
+
+
+def _check_data(path: Path, given: Namespace) -> None:
+    if not path.is_dir():
+        raise ConfigurationError(f"{path}: no such directory of data; {_PREPROCESS}")
+    subset = given.train_subset
+    if given.task == "translation":
+        for language in _languages(path, given):
+            _find(path, f"dict.{language}.txt", "dictionary")
+    elif given.task == "language_modeling":
+        _find(path, "dict.txt", "dictionary")
+    else:
+        return
+    if not any(path.glob(f"{subset}.*")):
+        raise ConfigurationError(f"{path}: no training set there ({subset}.*); {_PREPROCESS}")
+
+
+def _languages(path: Path, given: Namespace) -> list[str]:
+    """Source and target, as given or, like fairseq, from the name of the first file that has both."""
+    if given.source_lang and given.target_lang:
+        return [given.source_lang, given.target_lang]
+    pairs = [re.match(r"[^.]+\.([^.-]+)-([^.-]+)\.", each.name) for each in sorted(path.iterdir())]
+    found = next((pair for pair in pairs if pair), None)
+    if found is None:
+        raise ConfigurationError(f"{path}: no training set of two languages there (train.SRC-TGT.*); {_PREPROCESS}")
+    return list(found.groups())
+
+
+def _find(path: Path, name: str, what: str) -> None:
+    if not (path / name).is_file():
+        raise ConfigurationError(f"{path}: no {what} there ({name}); {_PREPROCESS}")

@@ -1,0 +1,56 @@
+"""The line of a worker's output that says why it ended."""
+
+import re
+from pathlib import Path
+
+_OURS = "fairseq-async: error: "
+_TRACEBACK = "Traceback (most recent call last)"
+_RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before a traceback's lines
+_TIME = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,]?\d*")
+_BEHIND = 20  # lines behind an exception; with more, the process went on after it
+_MOST = 1 << 20  # bytes of the end of a log that are read
+
+
+def last_words(log: Path, start: int = 0) -> str:
+    """Our own error, or the exception at the end of the last traceback, or else the last line; empty without output.
+
+    What comes behind an error, such as warnings of a library at the end of the process, is passed over.
+
+    Args:
+        start: where in the log the process's output begins, in bytes.
+    """
+    lines = [line for line in _lines(log, start) if line.strip()]
+    own = [line for line in lines if line.startswith(_OURS)]
+    if own:
+        return own[-1].removeprefix(_OURS)
+    return _exception(lines) or (lines[-1] if lines else "")
+
+
+def traceback(log: Path) -> list[str]:
+    """The lines of the last traceback; none where there is none, or an error of ours says more."""
+    lines = _lines(log, 0)
+    begins = [number for number, line in enumerate(lines) if _TRACEBACK in line]
+    if not begins or any(line.startswith(_OURS) for line in lines):
+        return []
+    return lines[begins[-1] :]
+
+
+def same_mistake(before: str, now: str) -> bool:
+    """Whether a worker has ended twice with the same words, but for the time in them."""
+    return bool(now) and _TIME.sub("", before) == _TIME.sub("", now)
+
+
+def _exception(lines: list[str]) -> str:
+    begins = [number for number, line in enumerate(lines) if _TRACEBACK in line]
+    behind = iter(lines[begins[-1] + 1 :] if begins else [])
+    found = next((line for line in behind if not line.startswith((" ", "\t"))), "")
+    return found if len(list(behind)) <= _BEHIND else ""
+
+
+def _lines(log: Path, start: int) -> list[str]:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(start, log.stat().st_size - _MOST))
+            return [_RANK.sub("", line) for line in file.read().decode(errors="replace").splitlines()]
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,71 @@
+"""How long a run is to be, as ``run.json`` describes it, and how far it is."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.method_spec import MethodSpec
+
+
+@dataclass
+class Work:
+    """What the applied updates of a run have been so far."""
+
+    updates: int = 0
+    version: int = 0
+    local_steps: int = 0
+    epochs: float = 0.0
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The ends that a run has: whichever comes first.
+
+    Attributes:
+        steps: 0 for no such end; of the server, or mean local steps of a worker.
+        max_epoch: passes over the data by all workers together; 0 for no such end.
+        local: steps are the workers' own.
+        partial: the update of one of k workers is 1/k of a step.
+    """
+
+    workers: int
+    steps: int = 0
+    max_epoch: int = 0
+    local: bool = False
+    partial: bool = False
+
+    @classmethod
+    def read(cls, run_dir: Path) -> "RunLength":
+        """
+        Raises:
+            ConfigurationError: there is no run in the directory, or none that can be read.
+        """
+        try:
+            description = json.loads((run_dir / "run.json").read_text())
+            spec = MethodSpec.from_json(description["method"])
+            local = spec.method == "local_sgd"
+            steps = spec.options.get("total_steps", 0) if local else spec.last_version or spec.whole_steps
+            return cls(int(description["workers"] or 1), int(str(steps)), spec.max_epoch, local, spec.closes_early)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigurationError(f"{run_dir}: no run there yet ({error})") from error
+
+    def steps_of(self, work: Work) -> int:
+        """Whole steps, as ``num_updates`` counts them."""
+        if self.local:
+            return work.local_steps // self.workers
+        return work.updates // self.workers if self.partial else work.version
+
+    def fraction(self, work: Work) -> float:
+        """The part of the run that is done; 0 where no end is known."""
+        by_steps = self.steps_of(work) / self.steps if self.steps else 0.0
+        return min(1.0, max(by_steps, work.epochs / self.max_epoch if self.max_epoch else 0.0))
+
+    def describe(self, work: Work) -> str:
+        """How far the run is, in words: ``update 120 of 5,000, epoch 3 of 10``."""
+        name, steps = "step" if self.local else "update", self.steps_of(work)
+        text = f"{name} {steps:,}" + (f" of {self.steps:,}" if self.steps else "")
+        if work.epochs or self.max_epoch:
+            epoch = min(self.max_epoch or 10**9, 1 + int(work.epochs + 1e-6))
+            text += f", epoch {epoch}" + (f" of {self.max_epoch}" if self.max_epoch else "")
+        return text

@@ -1,0 +1,103 @@
+"""Starts what ``fairseq-async launch`` was given: workers with a server, the ranks of a group, or a script."""
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.launch.script import ScriptCommand
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The launcher's own flags; see :class:`~fairseq_async.launch.launcher.Launcher`.
+
+    Attributes:
+        asynchronous: those that were given and that workers without a server do not have.
+    """
+
+    workers: int
+    slowdown: list[float]
+    max_restarts: int
+    port: int
+    host: str
+    token_file: Path | None
+    resume: bool
+    asynchronous: list[str]
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigurationError: flags that do not fit together.
+        """
+        if self.host != LOOPBACK and not self.token_file and not _is_loopback(self.host):
+            raise ConfigurationError(
+                f"--host {self.host}: other machines can reach this address; give a secret with --token-file FILE, "
+                "made with: (umask 077; openssl rand -hex 16 > FILE)"
+            )
+        if self.slowdown and len(self.slowdown) != self.workers:
+            raise ConfigurationError(
+                f"--slowdown has {len(self.slowdown)} factors for {self.workers} workers; give one for each"
+            )
+        if not all(1 <= factor < inf for factor in self.slowdown):
+            raise ConfigurationError("--slowdown: a factor must be a number of at least 1")
+
+
+def launch_fairseq(arguments: list[str], options: Launch) -> None:
+    """Runs ``fairseq-train`` with a method of ours to the end.
+
+    Raises:
+        AsyncError: a mistake in the command, or the run failed.
+    """
+    command = WorkerCommand(arguments, options.workers)
+    if options.resume:
+        raise ConfigurationError(
+            "--resume: is for scripts; leave it out, an interrupted fairseq-train goes on by itself"
+        )
+    if not command.synchronous:
+        return _launch(command, options)
+    if options.asynchronous:
+        raise ConfigurationError(
+            f"{' and '.join(options.asynchronous)}: the ranks of a synchronous method wait for each other and have no "
+            "server; leave it out"
+        )
+    command.check_inputs()
+    from fairseq_async.launch.synchronous import GroupLauncher  # start-up time
+
+    GroupLauncher(command, options.workers, options.port).run()
+
+
+def launch_script(arguments: list[str], options: Launch) -> None:
+    """Runs a script to the end. Its logs begin in a directory of their own, which is removed.
+
+    Raises:
+        AsyncError: as above.
+    """
+    # Beside the run's directory as a rule: logs that are open can be moved to it on the same disk only.
+    where = os.getcwd() if os.access(os.getcwd(), os.W_OK) else None
+    directory = Path(tempfile.mkdtemp(prefix=".fairseq-async-", dir=where))
+    try:
+        _launch(ScriptCommand(arguments, directory, options.resume), options)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _launch(command: WorkerCommand | ScriptCommand, options: Launch) -> None:
+    options.check()
+    command.check_inputs()
+    from fairseq_async.launch.launcher import Launcher  # start-up time
+
+    restarts, address = options.max_restarts, (options.port, options.host)
+    Launcher(command, options.workers, options.slowdown, restarts, *address, options.token_file).run()
+
+
+def _is_loopback(host: str) -> bool:
+    from fairseq_async.exchange.addresses import is_loopback  # start-up time: torch comes with it
+
+    return is_loopback(host)

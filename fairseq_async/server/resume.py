@@ -1,0 +1,51 @@
+"""From which state a new server goes on: the one that worker 0 brings, or a snapshot of a run that was interrupted."""
+
+from typing import Any
+
+from fairseq_async.algorithms.rule import State
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.layout import Layout
+from fairseq_async.server.notices import Tell
+from fairseq_async.server.run import Run, inner_optimizer
+from fairseq_async.server.snapshots import Snapshots
+
+
+def newest_state(
+    run: Run, restored: State | None, snapshots: Snapshots, resumes: bool, tell: Tell
+) -> tuple[str, State | None]:
+    """What to call the state in the log of rollbacks, and the state; None to begin anew.
+
+    Both may be of the same training, which was interrupted after its last checkpoint: the higher version is the newer
+    one. A snapshot that does not fit this run is set aside, and those that are older are removed: their versions could
+    be taken for this run's later.
+
+    Args:
+        restored: worker 0's, from a checkpoint.
+        resumes: whether a snapshot of a run before counts.
+    """
+    found = snapshots.of_run_before() if resumes else None
+    if found is not None:
+        path, state = found
+        version = int(state["server"]["version"])
+        misfit = _misfit(run, state)
+        if misfit:
+            path.replace(path.with_suffix(".other"))
+            tell(f"{path} is set aside as .other: it is of {misfit}")
+        elif restored is None or version > restored["server"]["version"]:
+            tell(f"the run goes on from {path.name}, at update {version:,}: a run was interrupted there")
+            return f"snapshot {path.name}", state
+    snapshots.clear()
+    return ("the beginning", None) if restored is None else ("a checkpoint", restored)
+
+
+def _misfit(run: Run, state: dict[str, Any]) -> str:
+    """What in a snapshot is not this run's; empty if it fits."""
+    spec = MethodSpec.from_json(state["spec"])
+    if difference := Layout.from_json(state["layout"]).difference(run.layout):
+        return f"another model: {difference}"
+    if spec.workers != run.spec.workers:
+        return f"{spec.workers} workers, this run has {run.spec.workers}"
+    if state["method"] != run.spec.name:
+        return str(state["method"])
+    before, now = state.get("inner_optimizer"), inner_optimizer(run.spec)
+    return "" if before == now else f"inner optimizer {before}, this run has {now}"

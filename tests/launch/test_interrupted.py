@@ -1,0 +1,117 @@
+"""Ctrl-C keeps what was done: the same command goes on from there, as if nothing had been."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairseq_async.reporting.audit import audit
+from fairseq_async.server.process import ServerProcess
+from fairseq_async.worker.client import Client
+from scripts.faults.sgd_server import sgd_spec
+from tests.helpers.checkpoints import load, relative_differences
+from tests.helpers.commands import Processes, launch_command
+from tests.helpers.launched import count
+from tests.helpers.run_files import events, snapshot_versions
+from tests.helpers.server_client import LAYOUT, SGD_SERVER, pull, push
+from tests.helpers.waiting import wait_until
+
+TO_40 = ["--barrier", "--max-update", 40, "--disable-validation", "--no-epoch-checkpoints"]
+
+
+def test_a_run_that_is_interrupted_goes_on_by_the_same_command_and_no_bit_differs(
+    processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    """The interruption falls between two checkpoints, with dropout on and Adam's moments warm."""
+    straight = processes.start(launch_command(data, 2, tmp_path / "straight", *TO_40))
+    output, _ = straight.communicate(timeout=120)
+    assert straight.returncode == 0, output
+    command = launch_command(data, 2, tmp_path / "parts", *TO_40, launcher=["--slowdown", "12,12"])
+    first = processes.start(command)
+    wait_until(lambda: count(tmp_path / "parts", 0) >= 12, 120)
+    first.send_signal(signal.SIGINT)
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == 130 and "Traceback" not in output, output
+    (kept,) = snapshot_versions(tmp_path / "parts")[-1:]
+    assert f"all is kept up to update {kept}; go on with: fairseq-async launch --workers 2" in output
+    assert events(tmp_path / "parts")[-1]["version_after"] == kept < 40
+    code, output = processes.run(launch_command(data, 2, tmp_path / "parts", *TO_40))
+    assert code == 0 and f"the run goes on from version-{kept:012d}.pt" in output, output
+    ends = [tmp_path / name / "checkpoint_last.pt" for name in ("straight", "parts")]
+    assert set(relative_differences(*ends).values()) == {0.0}
+    states = [load(end)["last_optimizer_state"] for end in ends]
+    assert (
+        states[0]["server"]["sequences"] == states[1]["server"]["sequences"] and states[0]["plan"] == states[1]["plan"]
+    )
+    moments = [state["server"]["rule"]["optimizer"]["state"][0]["exp_avg_sq"] for state in states]
+    assert torch.equal(*moments) and audit(tmp_path / "parts").rolled_back.total() == 0
+
+
+def begin(run_dir: Path, first: float, state: Path | None = None, workers: int = 2) -> tuple[ServerProcess, Client]:
+    """A server that goes on where it can, and its worker, which brings these parameters or this state."""
+    process = ServerProcess(SGD_SERVER, workers, run_dir, run_dir / "server.log", resumes=True)
+    client = Client(process.address, process.token, 0)
+    client.join(LAYOUT, sgd_spec(workers=workers))
+    client.slot.fill_(first)
+    client.initialise(None if state is None else str(state))
+    return process, client
+
+
+def interrupted_after(run_dir: Path, updates: int, save_at: int, state: Path | None = None) -> None:
+    """Updates from 1.0 or a state; the state is saved, as for a checkpoint, after some of them."""
+    process, client = begin(run_dir, 1.0, state)
+    before = pull(client)[0]
+    for sequence in range(before, before + updates):
+        push(client, sequence, 0.5)
+        if sequence + 1 == save_at:
+            client.save_state(str(run_dir.parent / "saved.pt"))
+    process.end(30)
+
+
+@pytest.mark.parametrize(("updates", "version"), [(5, 5), (3, 3)], ids=["snapshot", "equally new"])
+def test_the_next_run_goes_on_from_whatever_is_newer(tmp_path: Path, updates: int, version: int) -> None:
+    interrupted_after(tmp_path / "run", updates, save_at=3)
+    process, client = begin(tmp_path / "run", 9.0, tmp_path / "saved.pt")
+    try:
+        assert pull(client)[0] == version
+        source = "snapshot" if version > 3 else "a checkpoint"
+        assert f"the run begins at update {version}, from {source}" in (tmp_path / "run" / "server.log").read_text()
+    finally:
+        process.stop()
+
+
+def test_a_checkpoint_that_is_newer_than_the_snapshot_is_gone_on_from(tmp_path: Path) -> None:
+    interrupted_after(tmp_path / "other", 6, save_at=6)
+    interrupted_after(tmp_path / "run", 2, save_at=0)
+    process, client = begin(tmp_path / "run", 9.0, tmp_path / "saved.pt")
+    try:
+        assert pull(client)[0] == 6 and snapshot_versions(tmp_path / "run") == [6]
+    finally:
+        process.stop()
+
+
+def test_a_snapshot_of_another_number_of_workers_is_set_aside(tmp_path: Path) -> None:
+    interrupted_after(tmp_path / "run", 4, save_at=0)
+    process, client = begin(tmp_path / "run", 9.0, workers=3)
+    try:
+        assert pull(client) == (0, 9.0)
+        (aside,) = (tmp_path / "run" / "snapshots").glob("*.other")
+        said = (tmp_path / "run" / "server.log").read_text()
+        assert f"{aside.stem}.pt is set aside as .other: it is of 2 workers, this run has 3" in said
+    finally:
+        process.stop()
+
+
+def test_a_server_whose_starter_is_killed_writes_its_last_snapshot_too(
+    tmp_path: Path,
+) -> None:
+    """Nobody is there to tell it: its standard input ends."""
+    process, client = begin(tmp_path / "run", 1.0)
+    for sequence in range(3):
+        push(client, sequence, 0.5)
+    assert process.process.stdin is not None
+    process._stopping.set()  # a starter that is killed starts nothing again
+    process.process.stdin.close()
+    assert process.process.wait(30) == 0 and snapshot_versions(tmp_path / "run")[-1] == 3
+    process.stop()

@@ -1,0 +1,119 @@
+"""``fairseq-async launch`` and ``join`` with a script of the user's own, here one of DeepSpeed's."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from fairseq_async import cli
+from fairseq_async.environment import RENDEZVOUS, TOKEN, WORKER, WORKERS
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.last_words import last_words, same_mistake
+from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.invitation import invitation, own_command
+from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
+from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, ROOT, Processes, command
+from tests.helpers.launched import count, find
+from tests.helpers.run_files import events
+from tests.helpers.waiting import wait_until
+
+CONFIG = ROOT / "deepspeed_config" / "delayed_nesterov.json"
+
+
+def test_a_worker_0_that_dies_is_started_again_with_the_server_that_it_has_asked_for(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """The first start of worker 1 is killed too early to have asked for anything."""
+    change = '{"async_training": {"local_steps": 5, "total_steps": 600, "dynamic_local_steps": false}}'
+    job = ["python", DEEPSPEED_JOB, "--out", tmp_path, "--deepspeed", "--deepspeed_config", CONFIG, "--change", change]
+    run = tmp_path / "run"
+    launcher = processes.start([command("fairseq-async"), "launch", "--workers", 2, "--", *job], **DEEPSPEED)
+    wait_until(lambda: count(run, 0) > 3, 120)
+    (first,) = find(tmp_path, rf"deepspeed_job.*{WORKER}=0\b")
+    os.kill(first, signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=180)
+    assert launcher.returncode == 0, output[-3000:]
+    assert "worker 0 was killed by SIGKILL; start 1 of 3 again" in output
+    assert f"--token-file {run}/.token -- python {DEEPSPEED_JOB} --out" in output, "how others join"
+    sequences = [event["sequence"] for event in events(run) if event["worker"] == 0]
+    assert sequences == list(range(len(sequences))), "it went on after its predecessor's last update"
+    assert sum(event["local_steps"] for event in events(run)) >= 2 * 600
+    assert (run / "logs" / "worker-1.log").stat().st_size and "is finished" in (run / "logs" / "server.log").read_text()
+    assert not list(ROOT.glob(".fairseq-async-*")) and not list(Path.cwd().glob(".fairseq-async-*"))
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *job: object) -> tuple[int, str]:
+    """Exit code and stderr of ``fairseq-async launch --workers 2 -- JOB``."""
+    monkeypatch.setattr(sys, "argv", ["fairseq-async", "launch", "--workers", "2", "--", *map(str, job)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return int(str(end.value.code)), capsys.readouterr().err
+
+
+def test_a_script_that_fails_before_it_joins_shows_its_traceback_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "wrong.py").write_text("print('some output')\nraise ValueError('no such model')\n")
+    (tmp_path / "idle.py").write_text("print('nothing to do with us')\n")
+    monkeypatch.chdir(tmp_path)
+    code, said = launched(monkeypatch, capsys, "python", "wrong.py")
+    assert code == 1 and said.splitlines()[-1].endswith("ended with code 1: ValueError: no such model")
+    assert "Traceback" in said and "some output" not in said
+    code, said = launched(monkeypatch, capsys, "python", "idle.py")
+    assert code == 1 and "idle.py: the script ended without joining a run" in said.splitlines()[-1]
+    code, said = launched(monkeypatch, capsys, "python", "missing.py")
+    assert code == 2 and said.startswith("fairseq-async: error: missing.py: no such script") and said.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == ["idle.py", "wrong.py"]
+
+
+def test_all_workers_of_a_script_get_the_address_that_the_launcher_answers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rendezvous = Rendezvous(tmp_path)
+    assert rendezvous.requested() is None
+    rendezvous.answer("127.0.0.1:7")
+    for name, value in {RENDEZVOUS: str(tmp_path), TOKEN: "secret", WORKER: "0", WORKERS: "2"}.items():
+        monkeypatch.setenv(name, value)
+    for worker in (1, 0):
+        found = WorkerContext(worker, 2)._find_server("a.server", None, None, tmp_path / "run", resumes=False)
+        assert found == ("127.0.0.1:7", "secret", None)
+    assert rendezvous.requested() == ServerRequest("a.server", str(tmp_path / "run"))
+    with pytest.raises(ConfigurationError, match="127.0.0.1:9: the launcher starts the server; leave it out"):
+        WorkerContext(0, 2)._find_server("a.server", "127.0.0.1:9", None, tmp_path, resumes=False)
+
+
+def test_the_command_to_join_is_that_of_this_process_without_what_belongs_to_its_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = ["train.py", "--local_rank=1", "--lr", "0.1", "--server", "a:1", "--token-file=x", "--name", "two words"]
+    monkeypatch.setattr(sys, "argv", job)
+    said = invitation("10.0.0.1:29400", Path("/run/.token"), own_command())
+    line = "fairseq-async join 10.0.0.1:29400 --token-file /run/.token -- python train.py --lr 0.1 --name 'two words'"
+    assert said == f"server at 10.0.0.1:29400; one more worker joins with: {line}"
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("a\nfairseq-async: error: --lr is bad\n[W] leaked\n", "--lr is bad"),
+        ('Traceback (most recent call last):\n  File "x"\n    f()\nKeyError: 3\n[W] leaked semaphore\n', "KeyError: 3"),
+        ("[rank0]: Traceback (most recent call last):\n[rank0]:   File\n[rank0]: OSError: x\n", "OSError: x"),
+        ("Traceback (most recent call last):\n  x\nOld: 1\n" + "step\n" * 30 + "Killed by hand\n", "Killed by hand"),
+        (
+            "usage: fairseq-train\nfairseq-train: error: argument --lr: bad\n\n",
+            "fairseq-train: error: argument --lr: bad",
+        ),
+        ("", ""),
+    ],
+)
+def test_the_last_words_are_the_error_and_not_what_comes_behind_it(tmp_path: Path, log: str, words: str) -> None:
+    path = tmp_path / "log"
+    path.write_text("of the process before: fairseq-async: error: old\n" + log)
+    assert last_words(path, len("of the process before: fairseq-async: error: old\n")) == words
+
+
+def test_words_that_differ_in_their_time_alone_are_the_same_mistake() -> None:
+    assert same_mistake("2026-01-01 10:00:00 | ERROR | no data", "2026-01-01 10:00:07 | ERROR | no data")
+    assert not same_mistake("no data in a", "no data in b") and not same_mistake("", "")

@@ -1,0 +1,64 @@
+"""The page of runs: what worker 0's validations say, numbers with units, runs side by side."""
+
+import json
+import re
+from pathlib import Path
+
+from fairseq_async.reporting import page
+from fairseq_async.reporting.plots import figures
+from fairseq_async.reporting.runs import load
+from fairseq_async.server.validations import VALIDATIONS, Validation, not_taken_back
+from scripts.faults.sgd_server import sgd_spec
+
+
+def write_run(run_dir: Path, updates: int, tokens: float) -> Path:
+    """A run of one worker and three parameters, with an update a second."""
+    run_dir.mkdir()
+    description = {"workers": 1, "method": sgd_spec(workers=1).to_json(), "layout": [["weight", [3], "float32"]]}
+    (run_dir / "run.json").write_text(json.dumps(description))
+    fields = {"worker": 0, "staleness": 0, "weight": tokens, "status": "applied", "loss": 2.0}
+    lines = [
+        fields | {"time": 100.0 + n, "sequence": n, "base_version": n, "version_after": n + 1} for n in range(updates)
+    ]
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run_dir
+
+
+def test_validations_that_a_restart_has_taken_back_do_not_count(tmp_path: Path) -> None:
+    written = [Validation(1.0, at, 1, loss) for at, loss in ((10, 4.0), (20, 3.0), (30, 2.0), (20, 2.5), (40, 1.0))]
+    assert [(each.updates, each.loss) for each in not_taken_back(written)] == [(10, 4.0), (20, 2.5), (40, 1.0)]
+
+
+def test_a_loss_that_is_not_finite_is_written_as_none_is(tmp_path: Path) -> None:
+    Validation(1.0, 10, 1, float("nan"), "bleu", 3.5).append(tmp_path)
+    assert json.loads((tmp_path / VALIDATIONS).read_text()) == {
+        "time": 1.0,
+        "updates": 10,
+        "epoch": 1,
+        "loss": None,
+        "metric": "bleu",
+        "score": 3.5,
+    }
+
+
+def test_the_page_has_validation_loss_score_and_bytes_of_runs_side_by_side(tmp_path: Path) -> None:
+    """One run has no validation, and one that is 4 times longer has tokens that need a short number."""
+    first, second = write_run(tmp_path / "one", 5, 100.0), write_run(tmp_path / "two", 20, 250_000.0)
+    for at, loss, score in ((2, 5.0, 1.0), (5, 4.25, 12.5)):
+        Validation(100.0 + at, at, 1, loss, "bleu", score).append(first)
+    runs = load([first, second])
+    written = page.write(runs, "both", tmp_path / "report").read_text()
+    rows = dict(re.findall(r"<tr><td>([^<]*)</td>(.*?)</tr>", written))
+    cells = {name: re.findall(r"<td>([^<]*)</td>", row) for name, row in rows.items()}
+    assert cells["last validation loss"] == ["4.2500", "-"] and cells["last bleu"] == ["12.50", "-"]
+    assert cells["target tokens"] == ["500", "5,000,000"] and cells["time (s)"] == ["4.0", "19.0"]
+    assert runs[1].bytes_sent == 4 * 3 * 20 and cells["sent by workers (MB)"] == ["0.0", "0.0"]
+    assert {"validation_loss.png", "bleu.png"} <= {path.name for path in (tmp_path / "report").glob("*.png")}
+
+
+def test_the_axis_of_tokens_has_a_few_short_numbers(tmp_path: Path) -> None:
+    (run,) = load([write_run(tmp_path / "run", 20, 250_000.0)])
+    _, figure = figures([run])["loss"]
+    figure.canvas.draw()
+    labels = [label.get_text() for label in figure.axes[1].get_xticklabels()]
+    assert "3M" in labels and len(labels) <= 8
