@@ -16,7 +16,7 @@ def write_run(run_dir: Path, updates: int, tokens: float) -> Path:
     run_dir.mkdir()
     description = {"workers": 1, "method": sgd_spec(workers=1).to_json(), "layout": [["weight", [3], "float32"]]}
     (run_dir / "run.json").write_text(json.dumps(description))
-    fields = {"worker": 0, "staleness": 0, "weight": tokens, "status": "applied", "loss": 2.0}
+    fields = {"worker": 0, "staleness": 0, "weight": tokens, "status": "applied", "loss": 2.0, "bytes_sent": 12_000}
     lines = [
         fields | {"time": 100.0 + n, "sequence": n, "base_version": n, "version_after": n + 1} for n in range(updates)
     ]
@@ -52,7 +52,7 @@ def test_the_page_has_validation_loss_score_and_bytes_of_runs_side_by_side(tmp_p
     cells = {name: re.findall(r"<td>([^<]*)</td>", row) for name, row in rows.items()}
     assert cells["last validation loss"] == ["4.2500", "-"] and cells["last bleu"] == ["12.50", "-"]
     assert cells["target tokens"] == ["500", "5,000,000"] and cells["time (s)"] == ["4.0", "19.0"]
-    assert runs[1].bytes_sent == 4 * 3 * 20 and cells["sent by workers (MB)"] == ["0.0", "0.0"]
+    assert cells["sent by workers (MB)"] == ["0.06", "0.24"]
     assert {"validation_loss.png", "bleu.png"} <= {path.name for path in (tmp_path / "report").glob("*.png")}
 
 
