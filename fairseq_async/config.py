@@ -24,7 +24,7 @@ class Options(BaseModel):
     ``json_schema_extra`` of a field may say how it is shown: ``metavar`` of its flag, and ``default`` in words.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class LocalSGDOptions(Options):
@@ -172,7 +172,7 @@ class HybridOptions(Options):
         "1 is plain asynchronous SGD",
         json_schema_extra=_AUTO | {"metavar": "N"},
     )
-    grace_period: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+    grace_period: Annotated[float, Field(ge=0)] | None = Field(
         None,
         description="updates_per_step auto: seconds within which another gradient has to be expected for a step to "
         "wait for it",
@@ -271,7 +271,6 @@ class AdaScaleOptions(Options):
     scale: float | None = Field(
         None,
         ge=1,
-        allow_inf_nan=False,
         description="single batches S in a step, where a rank's batch is larger than that of the run whose learning "
         "rate you have",
         json_schema_extra={"default": "gradients in a step"},
