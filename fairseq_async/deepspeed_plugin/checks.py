@@ -59,6 +59,9 @@ def check_optimizer(config: dict[str, Any], name: str, given: bool, in_the_serve
     if known is None and (in_the_server or not _is_optimizer(kind)):
         has = "the server has Adam, AdamW and SGD" if in_the_server else "neither DeepSpeed nor torch has it"
         raise ConfigurationError(f'{name}: "optimizer": "type" is {kind!r}: {has}')
+    for key, value in params.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigurationError(f'{name}: "optimizer": "params": "{key}" is {value}: give a finite number')
     if known is not None:
         kept = {key: value for key, value in params.items() if key not in _KEYS_OF_DEEPSPEED or known == "SGD"}
         try:

@@ -12,7 +12,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
 
-_LARGEST_TABLE = 400_000  # rates: as JSON half of what a worker's first message may have
+LARGEST_TABLE = 400_000  # rates: as JSON half of what a worker's first message may have
 Rates: TypeAlias = list[list[float]]
 
 
@@ -102,9 +102,9 @@ def tabulate(schedule: Any, optimizer: torch.optim.Optimizer, steps: int) -> Rat
         )
     if isinstance(schedule, ReduceLROnPlateau):
         raise ConfigurationError(f"{name} follows a loss, not the number of steps: use another lr_scheduler")
-    if (steps + 1) * len(optimizer.param_groups) > _LARGEST_TABLE:
+    if (steps + 1) * len(optimizer.param_groups) > LARGEST_TABLE:
         raise ConfigurationError(
-            f"{name}: {steps} steps are too many for a table of its rates ({_LARGEST_TABLE} rates of all parameter "
+            f"{name}: {steps} steps are too many for a table of its rates ({LARGEST_TABLE} rates of all parameter "
             'groups); use a section "scheduler" with one of DeepSpeed\'s'
         )
     schedule, optimizer = _copied(schedule, optimizer)
