@@ -1,5 +1,6 @@
 """The optimizer of a ``hybrid_async`` run: what workers say of theirs, and the equal one that the server steps."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -80,7 +81,10 @@ def build(description: JsonObject, layout: Layout, flat: Tensor) -> torch.optim.
         ConfigurationError: no worker of this version describes an optimizer so.
     """
     try:
-        described = TypeAdapter(OptimizerDescription).validate_python(description)
+        described = TypeAdapter(OptimizerDescription).validate_json(json.dumps(description))  # strict types are JSON's
+        unknown = {name for group in described.groups for name in group.options} - set(_OPTIONS[described.type])
+        if unknown:
+            raise ValueError(f"{described.type} has no {min(unknown)}")
         sizes = [segment.size for segment in layout.segments]
         groups = [
             {"params": [piece for run in _runs(group.parameters, sizes, flat) for piece in pieces(run)]}
