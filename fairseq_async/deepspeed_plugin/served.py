@@ -4,6 +4,8 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from pydantic import JsonValue
+
 from fairseq_async.deepspeed_plugin import optimizers, schedules
 from fairseq_async.deepspeed_plugin.tensors import trainable
 from fairseq_async.method_spec import JsonObject
@@ -34,8 +36,9 @@ def describe(engine: DeepSpeedEngine, config: dict[str, Any], total_steps: int) 
         "clip_norm": float(engine.gradient_clipping()),
     }
     if engine.lr_scheduler is not None:
-        inner["scheduler"] = {"rates": schedules.tabulate(engine.lr_scheduler, optimizer, total_steps)}
-    elif schedules.is_deepspeeds(scheduler):
+        rates = schedules.tabulate(engine.lr_scheduler, optimizer, total_steps)
+        inner["scheduler"] = {"rates": [list[JsonValue](row) for row in rates]}
+    elif scheduler is not None and schedules.is_deepspeeds(scheduler):
         inner["scheduler"] = scheduler
         engine.lr_scheduler = schedules.build(scheduler, optimizer)
     return inner

@@ -27,7 +27,7 @@ class PartitionedReplica:
         dtypes = [str(parameter.dtype).removeprefix("torch.") for _, parameter in named]
         self.layout = Layout(
             tuple(
-                Segment(name, tuple(parameter.ds_shape), dtype)
+                Segment(name, tuple(getattr(parameter, "ds_shape")), dtype)  # noqa: B009 - torch's hints know none
                 for (name, parameter), dtype in zip(named, dtypes, strict=True)
             )
         )

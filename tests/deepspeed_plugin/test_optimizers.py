@@ -59,7 +59,9 @@ def test_each_group_steps_with_its_own_options_wherever_its_tensors_lie(
     groups: list[dict[str, Any]] = []
     for group in sorted(set(group_of)):
         options = {"lr": data.draw(st.sampled_from([0.0, 0.1, 0.7])), "weight_decay": data.draw(st.floats(0, 0.5))}
-        groups.append({"params": [each for each, of in zip(parameters, group_of, strict=True) if of == group]} | options)
+        groups.append(
+            {"params": [each for each, of in zip(parameters, group_of, strict=True) if of == group]} | options
+        )
     assert steps_in_the_server(make(groups, lr=0.3), parameters).abs().max() <= 1e-5
 
 
