@@ -3,7 +3,6 @@
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
-
 from pydantic import JsonValue
 
 from fairseq_async.deepspeed_plugin import optimizers, schedules
