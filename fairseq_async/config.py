@@ -190,7 +190,7 @@ class HybridOptions(Options):
         "1 is plain asynchronous SGD",
         json_schema_extra=_AUTO | {"metavar": "N"},
     )
-    grace_period: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+    grace_period: Annotated[float, Field(ge=0)] | None = Field(
         None,
         description="updates_per_step auto: seconds within which another gradient has to be expected for a step to "
         "wait for it",

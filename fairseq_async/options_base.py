@@ -11,4 +11,4 @@ class Options(BaseModel):
     ``json_schema_extra`` of a field may say how it is shown: ``metavar`` of its flag, and ``default`` in words.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

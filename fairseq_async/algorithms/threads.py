@@ -81,14 +81,15 @@ def copy_in_threads(
 
 def step_in_threads(optimizer: Optimizer) -> None:
     """``optimizer.step()`` for an optimizer that takes each of its tensors by itself."""
-    count = min(_threads.count, min(len(group["params"]) for group in optimizer.param_groups))
+    count = min(_threads.count, max(len(group["params"]) for group in optimizer.param_groups))
     if count <= 1:
         optimizer.step()
         return
     parts = [_part(optimizer, n, count) for n in range(count)]
     in_threads(lambda part: part.step(), parts)
-    for group, stepped in zip(optimizer.param_groups, parts[0].param_groups, strict=True):
-        # some optimizers keep what they have computed once a step in the group, the same in every part
+    for group, stepped in zip(optimizer.param_groups, parts[-1].param_groups, strict=True):
+        # Some optimizers keep what they have computed once a step in the group, the same in every part. The last part
+        # has a tensor of every group, however few a group has.
         group.update({key: value for key, value in stepped.items() if key != "params"})
 
 

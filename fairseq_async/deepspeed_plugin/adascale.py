@@ -8,8 +8,9 @@ import torch.distributed as dist
 from fairseq_async.collective.adascale import AdaScale
 from fairseq_async.config import AdaScaleOptions
 from fairseq_async.deepspeed_plugin import tensors
-from fairseq_async.deepspeed_plugin.engine import ClientState, check_schedule, run_or_exit, set_schedule
-from fairseq_async.deepspeed_plugin.synchronous_engine import SynchronousEngine, all_finite, on_any_rank
+from fairseq_async.deepspeed_plugin.engine import ClientState, run_or_exit
+from fairseq_async.deepspeed_plugin.schedules import check_schedule, set_schedule
+from fairseq_async.deepspeed_plugin.synchronous_engine import SynchronousEngine, on_any_rank
 from fairseq_async.errors import ConfigurationError
 
 _STATE = "fairseq_async.adascale"  # the key in a checkpoint's client state
@@ -87,7 +88,7 @@ class AdaScaleEngine(SynchronousEngine):
         """Takes the norms, then steps as DeepSpeed does with the learning rates that follow from the gains."""
         loss_scale = tensors.loss_scale(self)
         self.adascale.measure(loss_scale, in_gradients=loss_scale)
-        bad = on_any_rank(not all_finite(tensors.step_gradients(self)), torch.device(self.device))
+        bad = on_any_rank(not tensors.all_finite(tensors.step_gradients(self)), torch.device(self.device))
         if run_or_exit(self._skip_step, bad):
             self.adascale.discard_norms()
             return

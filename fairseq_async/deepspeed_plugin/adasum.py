@@ -10,7 +10,7 @@ from fairseq_async.collective.adasum import DistributedAdasum, NodeAdasum, RankS
 from fairseq_async.config import AdasumOptions
 from fairseq_async.deepspeed_plugin import tensors
 from fairseq_async.deepspeed_plugin.engine import ClientState, checkpoint_directory, run_or_exit
-from fairseq_async.deepspeed_plugin.synchronous_engine import SynchronousEngine, all_finite, on_any_rank
+from fairseq_async.deepspeed_plugin.synchronous_engine import SynchronousEngine, on_any_rank
 from fairseq_async.errors import ConfigurationError
 
 
@@ -94,9 +94,9 @@ class AdasumEngine(SynchronousEngine):
         run_or_exit(check_dense, gradients)
         if self.form == "gradient":
             self._combine(gradients)
-            bad = not all_finite(gradients)  # the same on all ranks, which have the same gradients now
+            bad = not tensors.all_finite(gradients)  # the same on all ranks, which have the same gradients now
         else:
-            bad = on_any_rank(not all_finite(gradients), gradients[0].device)
+            bad = on_any_rank(not tensors.all_finite(gradients), gradients[0].device)
             if bad:
                 gradients[0].fill_(math.nan)  # so that the optimizer's own check skips the step on all ranks
         if run_or_exit(self._skip_step, bad):

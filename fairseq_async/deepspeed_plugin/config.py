@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_async import methods
-from fairseq_async.config import Section
+from fairseq_async.config import AsyncLocalSGDOptions, Section
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.methods import MethodOptions
 from fairseq_async.validation import checked
@@ -56,40 +56,59 @@ def split(config: dict[str, Any], name: str) -> tuple[dict[str, Any], Section, M
         raise ConfigurationError(f"{error}, {extra}" if "known are" in str(error) else str(error)) from error
 
 
-def check(config: dict[str, Any], name: str) -> None:
+def check(config: dict[str, Any], options: MethodOptions, section: Section, name: str) -> None:
     """What of DeepSpeed does not go with workers that exchange parameters.
 
     Raises:
         ConfigurationError: names the key.
     """
-    zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2):
-        raise ConfigurationError(f'{name}: "zero_optimization": "stage" {stage} is not supported; 0, 1 and 2 are')
+    zero = _object(config, "zero_optimization", name)
+    stages = _STAGES[options.method]
+    if zero.get("stage", 0) not in stages:
+        known = " and ".join(filter(None, [", ".join(map(str, stages[:-1])), str(stages[-1])]))
+        raise ConfigurationError(
+            f'{name}: "zero_optimization": "stage" {zero["stage"]} is not supported with method {options.method}'
+            f"{_REASON if len(stages) == 1 else ''}; {known} {'is' if len(stages) == 1 else 'are'}"
+        )
     for key in ("offload_optimizer", "offload_param"):
-        if zero.get(key, {}).get("device", "none") != "none":
-            raise ConfigurationError(f'{name}: "zero_optimization": "{key}" is not supported; leave it out')
+        device = _object(zero, key, name).get("device", "none")
+        if device not in (("none", "cpu") if options.method == "local_sgd" else ("none",)):
+            raise ConfigurationError(
+                f'{name}: "zero_optimization": "{key}" to {device} is not supported with method {options.method}; '
+                "leave it out"
+            )
     for key in ("pipeline", "compression_training", "hybrid_engine"):
-        if config.get(key, {}).get("enabled", key == "pipeline" and key in config):
+        if _object(config, key, name).get("enabled", key == "pipeline" and key in config):
             raise ConfigurationError(f'{name}: "{key}" is not supported with "{SECTION}"; leave it out')
+    if options.method == "hybrid_async":
+        _check_hybrid(config, section, name)
+    if isinstance(options, AsyncLocalSGDOptions) and options.overlap and section.island_size > 1:
+        raise ConfigurationError(f'{name}: "overlap" is not supported with "island_size" above 1')
 
 
-def check_hybrid(config: dict[str, Any], section: Section, name: str) -> None:
-    """Hybrid asynchronous SGD steps in the server, in fp32, on whole gradients.
+_STAGES = {"local_sgd": (0, 1, 2, 3), "hybrid_async": (0,), "adasum": (0, 1, 2), "adascale": (0, 1, 2)}
+_REASON = ", whose optimizer steps in the server"
 
-    Raises:
-        ConfigurationError: names the key.
-    """
-    reason = "is not supported with method hybrid_async, whose optimizer steps in the server; local_sgd has it"
-    if config.get("zero_optimization", {}).get("stage", 0):
-        raise ConfigurationError(f'{name}: "zero_optimization" {reason}')
+
+def _check_hybrid(config: dict[str, Any], section: Section, name: str) -> None:
+    """Hybrid asynchronous SGD steps in the server, in fp32, on whole gradients."""
+    reason = f"is not supported with method hybrid_async{_REASON}; local_sgd has it"
     for key in ("fp16", "bf16"):
-        if config.get(key, {}).get("enabled", False):
+        if _object(config, key, name).get("enabled", False) is True:
             raise ConfigurationError(f'{name}: "{key}" {reason}')
+    autocast = _object(config, "torch_autocast", name)
+    if autocast.get("enabled", False) is True and autocast.get("dtype") not in ("bfloat16", "torch.bfloat16"):
+        raise ConfigurationError(f'{name}: "torch_autocast" in float16 {reason}; so is "dtype": "bfloat16"')
     if section.island_size > 1:
         raise ConfigurationError(f'{name}: "island_size" {reason}')
-    if "optimizer" not in config:
-        raise ConfigurationError(f'{name}: "optimizer" is missing: the server builds it')
+
+
+def _object(config: dict[str, Any], key: str, name: str) -> dict[str, Any]:
+    """A section of the configuration; empty where there is none."""
+    section = config.get(key)
+    if section is not None and not isinstance(section, dict):
+        raise ConfigurationError(f'{name}: "{key}" is {section!r}: it must be an object, as in {{"key": value}}')
+    return section or {}
 
 
 def check_group(section: Section, method: str, name: str) -> None:

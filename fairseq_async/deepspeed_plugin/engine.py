@@ -4,15 +4,18 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from fairseq_async.errors import AsyncError, ConfigurationError, fail
+from fairseq_async.deepspeed_plugin import tensors
+from fairseq_async.deepspeed_plugin.schedules import Rates, check_schedule, set_rates, set_schedule
+from fairseq_async.errors import AsyncError, fail
 from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.plan import whole_steps
+from fairseq_async.worker.async_worker import Refusals
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
@@ -24,18 +27,6 @@ _COMPRESSOR_STATE = "async_compressor.pt"  # likewise
 ClientState: TypeAlias = dict[str, Any]  # what a script saves in a checkpoint besides the engine
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
-
-
-@runtime_checkable
-class DeepSpeedSchedule(Protocol):
-    """A learning-rate schedule of DeepSpeed's: ``step(n)`` sets the rate of step n + 1."""
-
-    last_batch_iteration: int
-
-    def step(self, last_batch_iteration: int | None = None, /) -> None: ...
-
-
-Schedule: TypeAlias = DeepSpeedSchedule | LRScheduler
 
 
 class AsyncEngine(DeepSpeedEngine):
@@ -62,14 +53,11 @@ class AsyncEngine(DeepSpeedEngine):
             async_worker: not joined yet.
             spec: the method, with which it will join.
             context: with the number that the server has given to the worker.
-
-        Raises:
-            ConfigurationError: the learning-rate schedule cannot follow the run.
         """
         self.async_worker, self.spec, self.context, self.worker = async_worker, spec, context, context.worker
         self._loss: Tensor | None = None
         self._step_ended = 0.0
-        check_schedule(self.lr_scheduler)
+        self._warned_of_end = False
 
     @property
     def finished(self) -> bool:
@@ -148,7 +136,7 @@ class AsyncEngine(DeepSpeedEngine):
 
     def _join(self, server_state: Path | None) -> None:
         run_or_exit(self._exchange_first_parameters, server_state)
-        set_schedule(self.lr_scheduler, self.async_worker.progress)
+        self._set_learning_rates()
 
     def _exchange_first_parameters(self, server_state: Path | None) -> None:
         """Joins; gives a server that has none the parameters, then takes the server's."""
@@ -156,6 +144,37 @@ class AsyncEngine(DeepSpeedEngine):
         if not welcome.initialised:
             welcome = self.async_worker.bring_parameters(None if server_state is None else str(server_state))
         self.async_worker.begin(welcome)
+
+    def _set_learning_rates(self) -> None:
+        """Sets the optimizer's learning rates to where the run is."""
+        set_schedule(self.lr_scheduler, self.async_worker.progress)
+
+    def _is_past_the_end(self) -> bool:
+        """Whether the run was over before this step, which then does nothing but count; says so once."""
+        if self.finished and not self._warned_of_end:
+            logger.warning(
+                "the run is over, and engine.step() does nothing any more: the model has the server's last parameters; "
+                "let the loop end when engine.finished is True"
+            )
+            self._warned_of_end = True
+        return self.finished
+
+    def _skip_step(self) -> None:
+        """Counts a step that is left out, as DeepSpeed counts those that its fp16 leaves out."""
+        self.optimizer.zero_grad()
+        self.zero_grad()
+        self.skipped_steps += 1
+        self._count_step(applied=False)
+
+    def _count_step(self, applied: bool) -> None:
+        """What DeepSpeed does at the end of its own ``_take_model_step``, which did not run."""
+        self._step_applied = applied
+        self.losses = None
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        every = self.steps_per_print()
+        if every is not None and self.global_rank == 0 and self.global_steps % every == 0:
+            self._report_progress(self.global_steps)
 
     def _sleep_if_slowed_down(self) -> None:
         """Makes this step as many times longer as an experiment wants it."""
@@ -169,22 +188,53 @@ class AsyncEngine(DeepSpeedEngine):
 
 
 class LocalEngine(AsyncEngine):
-    """The engine of local SGD: steps as DeepSpeed does, and exchanges after its local steps."""
+    """The engine of local SGD: steps as DeepSpeed does, and exchanges after its local steps.
+
+    A step whose gradient has NaN or Inf is left out, since the optimizer would keep it in its moments: it changes no
+    parameter, and counts as skipped and not as a local step, as those that fp16 skips.
+    """
 
     async_worker: LocalSGDWorker
 
+    def set_up(self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext) -> None:
+        """Sets the attributes of this class; see :meth:`AsyncEngine.set_up`.
+
+        Raises:
+            ConfigurationError: the learning-rate schedule cannot follow the run.
+        """
+        super().set_up(async_worker, spec, context)
+        self._left_out = Refusals(self.worker, async_worker.refusals.limit)
+        tensors.check_overflow_always(self.optimizer)
+        check_schedule(self.lr_scheduler)
+
     def step(self, *args: object, **kwargs: object) -> None:
-        """Steps as DeepSpeed does; after the last local step of a round, exchanges with the server."""
+        """Steps as DeepSpeed does; after the last local step of a round, exchanges with the server.
+
+        A worker whose gradients had NaN or Inf ``max_refused`` times in a row ends with one line. With fp16, its loss
+        scale decides: DeepSpeed ends when that cannot be lowered.
+        """
         before = self.global_steps
         super().step(*args, **kwargs)
-        if self.global_steps == before:  # more micro-batches are to come
-            return
-        self._sleep_if_slowed_down()
-        seconds = time.perf_counter() - self._step_ended
-        if run_or_exit(self.async_worker.step, seconds, self._loss):
-            self._log()
-        set_schedule(self.lr_scheduler, self.async_worker.progress)
+        if self.global_steps > before and not self.finished:
+            self._end_step()
         self._step_ended = time.perf_counter()
+
+    def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
+        """The optimizer's step, where the gradient is finite and the run is not over."""
+        if self._is_past_the_end() or tensors.has_nonfinite_step(self):
+            self._skip_step()
+        else:
+            super()._take_model_step(lr_kwargs)
+
+    def _end_step(self) -> None:
+        """After a step: counts it, and exchanges if it was the last of its round."""
+        self._sleep_if_slowed_down()
+        skipped = not self.was_step_applied()
+        if not self.fp16_enabled():
+            run_or_exit(self._left_out.count, self._left_out.total + skipped)
+        if not skipped and run_or_exit(self.async_worker.step, time.perf_counter() - self._step_ended, self._loss):
+            self._log()
+        self._set_learning_rates()
 
     def pull(self) -> None:
         """Takes the server's current parameters into the model, for validation.
@@ -200,22 +250,40 @@ class LocalEngine(AsyncEngine):
 
 
 class HybridEngine(AsyncEngine):
-    """The engine of hybrid asynchronous SGD: pushes gradients to the server, whose optimizer steps."""
+    """The engine of hybrid asynchronous SGD: pushes gradients to the server, whose optimizer steps.
+
+    The engine's own optimizer never steps; its parameter groups show the learning rates of the server's.
+    """
 
     async_worker: HybridWorker
 
+    def set_up(self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext) -> None:
+        """Sets the attributes of this class; see :meth:`AsyncEngine.set_up`."""
+        super().set_up(async_worker, spec, context)
+        scheduler = cast(dict[str, Any], spec.framework["scheduler"]) or {}
+        self._rates: Rates | None = scheduler.get("rates")  # of a script's own schedule
+
     def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
         """Exchanges with the server where DeepSpeed would step its optimizer, after the last micro-batch."""
+        if self._is_past_the_end():
+            return self._skip_step()
         self._sleep_if_slowed_down()
         loss = None if self._loss is None else float(self._loss)
+        refused = self.async_worker.refusals.total
         run_or_exit(self.async_worker.step, self.train_batch_size(), loss)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.async_worker.learning_rate
+        self._set_learning_rates()
+        applied = self.async_worker.refusals.total == refused
         self.zero_grad()
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.skipped_steps += not applied
+        self._count_step(applied)
         self._step_ended = time.perf_counter()
         self._log()
+
+    def _set_learning_rates(self) -> None:
+        if self._rates is None:
+            super()._set_learning_rates()
+        else:
+            set_rates(self.optimizer, self._rates, whole_steps(self.async_worker.progress))
 
     def pull(self) -> None:
         """Takes the server's current parameters into the model, for validation."""
@@ -233,24 +301,3 @@ def run_or_exit(call: Callable[_Parameters, _Result], *args: _Parameters.args, *
 def checkpoint_directory(directory: str, worker: int) -> str:
     """Where worker or rank ``worker`` saves: ``directory`` itself for 0, a subdirectory for each other."""
     return directory if worker == 0 else str(Path(directory) / f"worker-{worker}")
-
-
-def check_schedule(schedule: Schedule | None) -> None:
-    """Checks that a schedule is a function of a count, which alone can follow the run.
-
-    Raises:
-        ConfigurationError: it is another.
-    """
-    if schedule is not None and not isinstance(schedule, DeepSpeedSchedule | LambdaLR):
-        name = type(schedule).__name__
-        raise ConfigurationError(f"{name} cannot follow the run's progress; use one of DeepSpeed's, or LambdaLR")
-
-
-def set_schedule(schedule: Schedule | None, progress: float) -> None:
-    """Sets a schedule to where the run is: after n steps of a synchronous run its count is n − 1."""
-    if isinstance(schedule, DeepSpeedSchedule):
-        if progress >= 1:
-            schedule.step(int(progress) - 1)
-    elif schedule is not None:
-        schedule.last_epoch = int(progress) - 1
-        schedule.step()

@@ -1,6 +1,7 @@
 """``initialize``: what ``deepspeed.initialize`` does, and joining an asynchronous run or a synchronous group."""
 
 import atexit
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from torch.utils.data import Dataset
@@ -17,25 +19,26 @@ from torch.utils.data import Dataset
 from fairseq_async.config import (
     AdaScaleOptions,
     AdasumOptions,
-    AsyncLocalSGDOptions,
     HybridOptions,
     LocalSGDOptions,
     Section,
 )
+from fairseq_async.deepspeed_plugin import checks, served
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.adascale import AdaScaleEngine
 from fairseq_async.deepspeed_plugin.adasum import AdasumEngine, SingleRankGroups
 from fairseq_async.deepspeed_plugin.data import Collate, DataPosition, ShardedLoader, length_of, sizes_of_shards
-from fairseq_async.deepspeed_plugin.engine import AsyncEngine, HybridEngine, LocalEngine, Schedule
+from fairseq_async.deepspeed_plugin.engine import AsyncEngine, HybridEngine, LocalEngine
 from fairseq_async.deepspeed_plugin.island import IslandClient, start_world
+from fairseq_async.deepspeed_plugin.schedules import Schedule
 from fairseq_async.deepspeed_plugin.synchronous_engine import (
     GroupPosition,
     SynchronousEngine,
     set_environment_without_launcher,
 )
-from fairseq_async.deepspeed_plugin.tensors import DeepSpeedOptimizer, replica_of
+from fairseq_async.deepspeed_plugin.tensors import DeepSpeedOptimizer, replica_of, trainable
 from fairseq_async.errors import AsyncError, ConfigurationError, as_key, fail, spell_options
-from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
+from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.context import WorkerContext
@@ -43,6 +46,9 @@ from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
 
+logger = logging.getLogger(__name__)
+
+_MISTAKES = (ValueError, TypeError, KeyError, AttributeError, AssertionError, NotImplementedError, DeepSpeedConfigError)
 _LOCAL_SGD_SERVER = "fairseq_async.server.local_sgd_main"
 _HYBRID_SERVER = "fairseq_async.deepspeed_plugin.server"  # with torch's optimizers and DeepSpeed's schedules
 _LAST_WORKER_SECONDS = 60.0  # for which a server that this process started waits for the other workers to leave
@@ -90,7 +96,8 @@ def initialize(
     others = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler} | kwargs
     spell_options(as_key)
     try:
-        return _initialize(_Arguments(args, model, training_data, collate_fn, others), config)
+        given, name = configuration.read(args, config)
+        return _initialize(_Arguments(args, model, training_data, collate_fn, others, name), given)
     except AsyncError as error:
         fail(error)
 
@@ -101,6 +108,7 @@ class _Arguments:
 
     Attributes:
         others: passed on to ``deepspeed.initialize`` as they are.
+        name: of the configuration, for errors.
     """
 
     args: object
@@ -108,13 +116,32 @@ class _Arguments:
     training_data: Dataset[object] | None
     collate_fn: Collate | None
     others: dict[str, object]
+    name: str
+
+    def check(self, config: Config, in_the_server: bool) -> None:
+        """Finds what would end in a traceback of DeepSpeed's, or of torch's.
+
+        Args:
+            in_the_server: the optimizer is to step there.
+
+        Raises:
+            ConfigurationError: names the key.
+        """
+        checks.check_values(config, self.name)
+        checks.check_optimizer(config, self.name, self.others["optimizer"] is not None, in_the_server)
+        checks.check_scheduler(config, self.name, self.others["lr_scheduler"] is not None)
 
     def make_engine(self, config: Config, **more: object) -> _Made:
         """DeepSpeed's own engine, optimizer and schedule. The data is not given: it would make a loader of its own."""
         args = configuration.without_file(self.args)
-        engine, optimizer, _, schedule = deepspeed.initialize(
-            args=args, model=self.model, collate_fn=self.collate_fn, config=config, **self.others | more
-        )
+        try:
+            engine, optimizer, _, schedule = deepspeed.initialize(
+                args=args, model=self.model, collate_fn=self.collate_fn, config=config, **self.others | more
+            )
+        except _MISTAKES as error:  # DeepSpeed finds mistakes by whatever goes wrong with them
+            logger.debug("deepspeed.initialize has failed", exc_info=True)
+            said = " ".join(str(error).split()) or "no reason given"
+            raise ConfigurationError(f"{self.name}: DeepSpeed refuses this: {said} ({type(error).__name__})") from error
         return engine, optimizer, schedule
 
     def make_loader(
@@ -133,18 +160,14 @@ class _Arguments:
         return ShardedLoader(data, sizes, batch_size, micro_batches, *ranks, seed, collate, join)
 
 
-def _initialize(arguments: _Arguments, config: str | Config | None) -> Initialized:
-    given, name = configuration.read(arguments.args, config)
-    plain, section, options = configuration.split(given, name)
-    configuration.check(plain, name)
+def _initialize(arguments: _Arguments, config: Config) -> Initialized:
+    plain, section, options = configuration.split(config, arguments.name)
+    configuration.check(plain, options, section, arguments.name)
+    arguments.check(plain, in_the_server=isinstance(options, HybridOptions))
     if isinstance(options, AdasumOptions | AdaScaleOptions):
-        configuration.check_group(section, options.method, name)
+        configuration.check_group(section, options.method, arguments.name)
         return _initialize_synchronous(arguments, options, plain)
-    if isinstance(options, HybridOptions):
-        configuration.check_hybrid(plain, section, name)
-    elif isinstance(options, AsyncLocalSGDOptions) and options.overlap and section.island_size > 1:
-        raise ConfigurationError(f'{name}: "overlap" is not supported with "island_size" above 1')
-    return _initialize_asynchronous(arguments, options, section, plain, name)
+    return _initialize_asynchronous(arguments, options, section, plain)
 
 
 def _initialize_synchronous(
@@ -158,10 +181,12 @@ def _initialize_synchronous(
     if isinstance(options, AdasumOptions):
         if dist.get_world_size() == 1:
             raise ConfigurationError("adasum combines the gradients of several ranks, and this run has one")
+        config = checks.worker_batch(config, dist.get_world_size(), 1, arguments.name)
         made, optimizer, schedule = arguments.make_engine(config, mpu=SingleRankGroups())
         engine = _change_class(made, AdasumEngine)
         engine.set_up(options)
     else:
+        config = checks.worker_batch(config, 1, dist.get_world_size(), arguments.name)
         made, optimizer, schedule = arguments.make_engine(config)
         engine = _change_class(made, AdaScaleEngine)
         engine.set_up(options)
@@ -172,33 +197,57 @@ def _initialize_synchronous(
 
 
 def _initialize_asynchronous(
-    arguments: _Arguments, options: AsyncOptions, section: Section, config: Config, name: str
+    arguments: _Arguments, options: AsyncOptions, section: Section, config: Config
 ) -> Initialized:
-    """An engine that is a worker, or one rank of it; a server is started if this process is to start one.
-
-    Args:
-        name: of the configuration, for errors.
-    """
+    """An engine that is a worker, or one rank of it; a server is started if this process is to start one."""
     is_local = isinstance(options, LocalSGDOptions)
     data, shards = arguments.training_data, options.shards if isinstance(options, LocalSGDOptions) else 0
     context = WorkerContext.find(section.island_size)
     if not context.joins:  # a mistake is to show before anything starts
-        _describe(options, config, section, context, sizes_of_shards(data, shards, context.workers, name))
+        sizes = sizes_of_shards(data, shards, context.workers, arguments.name)
+        _describe(options, section, context, sizes, {})
+        checks.worker_batch(config, context.workers, context.island_size, arguments.name)
     context, client, server = _connect(context, section, _LOCAL_SGD_SERVER if is_local else _HYBRID_SERVER)
-    sizes = sizes_of_shards(data, shards, context.workers, name)
-    spec = _describe(options, config, section, context, sizes)
+    try:
+        return _make_worker_engine(arguments, options, section, config, context, client, server)
+    except BaseException:
+        client.leave(finished=False)
+        if server is not None:
+            server.stop()
+        raise
+
+
+def _make_worker_engine(
+    arguments: _Arguments,
+    options: AsyncOptions,
+    section: Section,
+    config: Config,
+    context: WorkerContext,
+    client: Client,
+    server: ServerProcess | None,
+) -> Initialized:
+    """The engine of a worker that is connected to its server."""
+    shards = options.shards if isinstance(options, LocalSGDOptions) else 0
+    sizes = sizes_of_shards(arguments.training_data, shards, context.workers, arguments.name)
     start_world(context)
-    own = configuration.own_monitor(config, context.worker)
-    if not is_local:
-        own = {key: value for key, value in own.items() if key != "scheduler"}  # it is in the server
-    made, optimizer, schedule = arguments.make_engine(own)
+    deepspeed.init_distributed()
     _unlink_reduction_buffer()
-    async_worker = _make_worker(client, made, options, context)
-    engine: AsyncEngine = _change_class(made, LocalEngine if is_local else HybridEngine)
-    engine.set_up(async_worker, spec, context)
+    own = configuration.own_monitor(config, context.worker)
+    own = checks.worker_batch(own, context.workers, context.island_size, arguments.name)
+    engine: AsyncEngine
+    if isinstance(options, HybridOptions):
+        made = arguments.make_engine(served.without_schedule(own))
+        inner = served.describe(made[0], own, options.total_steps)
+        engine = _change_class(made[0], HybridEngine)
+    else:
+        made, inner = arguments.make_engine(own), {}
+        engine = _change_class(made[0], LocalEngine)
+    async_worker = _make_worker(client, engine, options, context)
+    engine.set_up(async_worker, _describe(options, section, context, sizes, inner), context)
     atexit.register(_leave_at_exit, client, async_worker, server)
     ranks = context.rank, context.island_size
-    return engine, optimizer, arguments.make_loader(engine, sizes, options.seed, ranks, engine.join_run), schedule
+    loader = arguments.make_loader(engine, sizes, options.seed, ranks, engine.join_run)
+    return engine, made[1], loader, engine.lr_scheduler
 
 
 def _change_class(engine: DeepSpeedEngine, engine_class: type[_Engine]) -> _Engine:
@@ -215,13 +264,15 @@ def _change_class(engine: DeepSpeedEngine, engine_class: type[_Engine]) -> _Engi
 
 
 def _describe(
-    options: AsyncOptions, config: Config, section: Section, context: WorkerContext, sizes: list[int]
+    options: AsyncOptions, section: Section, context: WorkerContext, sizes: list[int], inner: JsonObject
 ) -> MethodSpec:
-    """The method as the server builds it and all workers must have it."""
+    """The method as the server builds it and all workers must have it.
+
+    Args:
+        inner: what the server of a hybrid run builds its optimizer from.
+    """
     if isinstance(options, LocalSGDOptions):
-        return local_sgd_spec(options, context.workers, sizes, section, {})
-    clip_norm = float(config.get("gradient_clipping", 0.0))
-    inner = {"optimizer": config["optimizer"], "scheduler": config.get("scheduler"), "clip_norm": clip_norm}
+        return local_sgd_spec(options, context.workers, sizes, section, inner)
     return hybrid_spec(options, context.workers, section, inner, options.total_steps)
 
 
@@ -249,16 +300,15 @@ def _make_worker(
     """The worker side of the method, which has not joined the run yet."""
     if isinstance(options, LocalSGDOptions):
         return local_sgd_worker(client, replica_of(engine, context.rank), options)
-    named = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
-    return HybridWorker(client, named, options.max_refused)
+    return HybridWorker(client, trainable(engine), options.max_refused)
 
 
 def _unlink_reduction_buffer() -> None:
     """Removes the name of DeepSpeed's reduction buffer of this rank from /dev/shm; the memory stays in use.
 
     DeepSpeed opens the buffer in ``init_distributed`` on CPUs and never removes it: 66 MiB for each rank of each run.
-    Collective: every rank of the world calls it after ``init_distributed``. The barrier is needed, since a rank opens
-    the others' buffers by name.
+    Collective: every rank of the world calls it after ``init_distributed``, before anything else can fail. The barrier
+    is needed, since a rank opens the others' buffers by name.
     """
     dist.barrier()
     get = os.environ.get

@@ -6,7 +6,6 @@ import os
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor
 
 from fairseq_async.collective.agreement import check_equal
 from fairseq_async.config import AdaScaleOptions, AdasumOptions
@@ -113,12 +112,6 @@ class GroupPosition:
     def finished(self) -> bool:
         """Whether the run is over."""
         return self._engine.finished
-
-
-def all_finite(gradients: list[Tensor]) -> bool:
-    """Whether there is no NaN and no Inf in them."""
-    norms = torch._foreach_norm(gradients, torch.inf)
-    return bool(torch.stack([norm.float() for norm in norms]).isfinite().all())
 
 
 def on_any_rank(flag: bool, device: torch.device) -> bool:

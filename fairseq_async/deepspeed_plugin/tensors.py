@@ -11,14 +11,21 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
+from torch.nn import Parameter
 
 from fairseq_async.collective.adascale import Masters
+from fairseq_async.deepspeed_plugin.zero3 import PartitionedReplica
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.worker.replica import MasterReplica, Replica, TensorReplica
 
 # A torch optimizer, or one of DeepSpeed's wrappers of it. The wrappers have neither type hints nor a base class that
 # declares the attributes which are read here.
 DeepSpeedOptimizer: TypeAlias = Any
+
+
+def trainable(engine: DeepSpeedEngine) -> list[tuple[str, Parameter]]:
+    """The parameters that are trained, and exchanged, in the order of the layout."""
+    return [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
 
 
 def step_gradients(engine: DeepSpeedEngine) -> list[Tensor]:
@@ -29,7 +36,7 @@ def step_gradients(engine: DeepSpeedEngine) -> list[Tensor]:
     optimizer = engine.optimizer
     if _is_zero(optimizer) or isinstance(optimizer, BF16_Optimizer):
         return [part for group in step_gradients_by_group(engine) for part in group]
-    parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    parameters = [parameter for _, parameter in trainable(engine)]
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -64,6 +71,21 @@ def skips_nonfinite_steps(optimizer: DeepSpeedOptimizer) -> bool:
     return bool(_low_precision_groups(optimizer))
 
 
+def has_nonfinite_step(engine: DeepSpeedEngine) -> bool:
+    """Whether the coming step's gradient has NaN or Inf, and DeepSpeed would step with it: in fp32 without ZeRO."""
+    if skips_nonfinite_steps(engine.optimizer) or getattr(engine, "torch_autocast_z0_gradscaler", None) is not None:
+        return False
+    given = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in given]
+    return bool(dense) and not all_finite(dense)
+
+
+def all_finite(gradients: list[Tensor]) -> bool:
+    """Whether there is no NaN and no Inf in them."""
+    norms = torch._foreach_norm(gradients, torch.inf)
+    return bool(torch.stack([norm.float() for norm in norms]).isfinite().all())
+
+
 def check_overflow_always(optimizer: DeepSpeedOptimizer) -> None:
     """Makes ZeRO look for NaN and Inf at each step, in every type; by itself it never does so in fp32."""
     if hasattr(optimizer, "check_grad_overflow"):  # DeepSpeed's configuration has a key for bf16 only
@@ -83,7 +105,9 @@ def replica_of(engine: DeepSpeedEngine, rank: int) -> Replica:
     Raises:
         ConfigurationError: the optimizer keeps its masters in a way that is not known.
     """
-    named = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+    named = trainable(engine)
+    if engine.zero_optimization_partition_weights():
+        return PartitionedReplica(named, rank)
     if all(hasattr(parameter, "_hp_mapping") for _, parameter in named):
         return MasterReplica(named, [_master_in_partition(parameter) for _, parameter in named])
     masters = _fp16_masters(engine.optimizer)

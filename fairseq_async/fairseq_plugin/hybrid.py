@@ -126,7 +126,7 @@ class HybridAsync(FairseqOptimizer):
             return
         # The receipt of a gradient with NaN is waited for, since it says how many in a row were refused.
         refused = self._norm is not None and not math.isfinite(self._norm)
-        report = replace(self.report, loss=self._bits_per_token())
+        report = replace(self.report, loss=self._mean_loss())
         self.worker.exchange(self._write_gradient, self._weight, report, wait=refused, norm=self._norm)
         for parameter in self.params:
             parameter.grad = None  # it may lie in the slot, which is the server's now
@@ -188,8 +188,9 @@ class HybridAsync(FairseqOptimizer):
         gradients = map(gradient, self.params)
         pack(slot, (each.float() * self._factor for each in gradients) if self._low_precision else gradients)
 
-    def _bits_per_token(self) -> float:
-        return self._loss / self._weight / math.log(2) if self._weight else 0.0
+    def _mean_loss(self) -> float:
+        """In nats per target token, as the criterion computes; fairseq's own log has bits."""
+        return self._loss / self._weight if self._weight else 0.0
 
 
 class HybridTrainer(AsynchronousTrainer):

@@ -1,7 +1,6 @@
 """``--optimizer local_sgd``: fairseq's own optimizer on each worker, and an exchange with the server every H steps."""
 
 import logging
-import math
 import sys
 import time
 from argparse import ArgumentParser
@@ -84,7 +83,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
             self._left_out = Refusals(self.session.context.worker, options.max_refused)
         self._in_step = False
         self._own_parameters: Tensor | None = None  # while the model has the server's
-        self._last_step: tuple[float, float] | None = None  # its loss and its tokens
+        self._last_step: tuple[float, float] | None = None  # its loss, in nats per token, and its tokens
 
     def load_checkpoint(
         self, filename: str, reset_optimizer: bool = False, *args: object, **kwargs: object
@@ -186,7 +185,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
     ) -> FairseqObject:
         if grad_norm is not None:
             loss = sum(float(output.get("loss", 0.0)) for output in logging_outputs)
-            self._last_step = loss / max(1.0, float(sample_size)) / math.log(2), float(sample_size)
+            self._last_step = loss / max(1.0, float(sample_size)), float(sample_size)
             for name, value in self.worker.last.items():
                 metrics.log_scalar(name, value, priority=600, round=3)
         return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)

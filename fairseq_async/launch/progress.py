@@ -30,7 +30,7 @@ class Row(NamedTuple):
         staleness: mean of the updates.
         held_seconds: mean time for which an update waited for others.
         look_ahead: mean number of versions at which the worker started ahead.
-        loss: bits per token.
+        loss: nats per token, as in ``events.jsonl``.
     """
 
     name: str

@@ -33,8 +33,12 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp16": ("diloco", {"async_training": LOCAL, **FP16}),
     "fp16_zero": ("diloco", {"async_training": LOCAL, "zero_optimization": {"stage": 1}, **FP16}),
     "bf16": ("diloco", {"async_training": LOCAL, **BF16}),
+    "nan": ("diloco", {"async_training": LOCAL}),
+    "nan_overlap": ("diloco", {"async_training": LOCAL | {"overlap": True}}),
+    "nan_bf16": ("diloco", {"async_training": LOCAL, **BF16}),
     "hybrid": ("hybrid_async", {"async_training": {"total_steps": STEPS}, "gradient_accumulation_steps": 2}),
 }
+SPOILT = 5  # the batch whose loss is NaN
 ZERO_1 = {"zero_allow_untested_optimizer": True}
 Result = Callable[[str], tuple[Path, dict[str, Any]]]
 
@@ -47,7 +51,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
         change = {"gradient_clipping": 0.0, "optimizer": SGD, "scheduler": WARM_UP, **ZERO_1} | change
         config = ["--deepspeed_config", ROOT / "deepspeed_config" / f"{base}.json", "--change", json.dumps(change)]
         batches = STEPS * change.get("gradient_accumulation_steps", 1)
-        lines.append([str(each) for each in ("--out", out / name, *config, "--save-at", batches)])
+        spoilt = ["--spoil", SPOILT] if name.startswith("nan") else []
+        lines.append([str(each) for each in ("--out", out / name, *config, "--save-at", batches, *spoilt)])
     (out / "jobs.json").write_text(json.dumps(lines))
     line = [command("python"), "-m", "tests.helpers.deepspeed_jobs", out / "jobs.json"]
     try:
@@ -119,6 +124,18 @@ def test_local_steps_that_the_server_takes_as_they_are_are_plain_sgd(
     server = torch.load(state, weights_only=True)["server"]["parameters"]
     assert server.dtype == torch.float32 and error(server.double(), ended) < tolerance
     assert torch.equal(flat(model), server.to(KINDS.get(name, torch.float32)).double())
+
+
+@pytest.mark.parametrize(("name", "tolerance"), {"nan": EXACT, "nan_overlap": EXACT, "nan_bf16": BRAIN}.items())
+def test_a_local_step_with_nan_is_left_out_and_does_not_count(result: Result, name: str, tolerance: float) -> None:
+    """The parameters are those of the other batches, in the moments of whose optimizer is no NaN."""
+    out, seen = result(name)
+    assert seen["skipped"] == 1 and len(seen["losses"]) == int(seen["progress"]) + 1
+    assert seen["rates"][SPOILT + 1] == seen["rates"][SPOILT]  # the run has not moved on
+    drawn = seen["drawn"][: 8 * SPOILT] + seen["drawn"][8 * (SPOILT + 1) :]
+    rates = seen["rates"][:SPOILT] + seen["rates"][SPOILT + 1 :]
+    model = torch.load(out / "worker-0-0.pt", weights_only=True)
+    assert error(flat(model), plain(drawn, rates, 1, len(rates))) < tolerance
 
 
 def test_hybrid_async_pushes_the_mean_of_the_micro_batches_and_nothing_of_the_step_before(result: Result) -> None:

@@ -1,5 +1,6 @@
 """``--optimizer local_sgd`` in real ``fairseq-train`` processes."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def test_two_workers_learn_and_leave_what_was_promised(processes: Processes, dat
     assert code == 0, output
     losses = valid_losses(tmp_path / "logs" / "worker-0.log")
     left = events(tmp_path)
-    assert len(losses) > 2 and losses[-1] < left[0]["loss"] - 0.5  # worker 0 may validate late, when much is learned
+    assert (
+        len(losses) > 2 and losses[-1] < left[0]["loss"] / math.log(2) - 0.5
+    )  # worker 0 may validate late, when much is learned
     assert {event["worker"] for event in left} == {0, 1}
     assert all(1 <= event["local_steps"] <= 5 and event["tokens"] >= 0 for event in left)
     assert sum(event["epochs"] for event in left) == pytest.approx(30, abs=0.5)
@@ -115,7 +118,7 @@ def test_a_resumed_run_goes_on_with_momentum_and_data(alone: Alone, tmp_path: Pa
     assert len(events(tmp_path / "parts")) == len(events(tmp_path / "whole")) == 8
     first, begun = events(tmp_path / "whole")[0], events(tmp_path / "new")
     assert [event["base_version"] for event in begun] == [0]  # a run of its own, on the parameters of the other
-    assert begun[0]["loss"] < first["loss"] - 0.5
+    assert begun[0]["loss"] < first["loss"] - 0.35
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero import GatheredParameters
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--load", default="")
     parser.add_argument("--save-at", type=int, default=0)
+    parser.add_argument("--spoil", type=int, default=-1, help="number of a batch whose loss is NaN")
     parser.add_argument("--change", default="{}", help="JSON that is laid over the configuration")
     deepspeed.add_config_arguments(parser)
     args = parser.parse_args()
@@ -48,15 +50,17 @@ def main() -> None:
         rates.append(engine.get_lr()[0])
         drawn += x[:, 0].tolist()
         loss = nn.functional.mse_loss(engine(x.to(engine.device, dtype)), y.to(engine.device, dtype))
-        engine.backward(loss)
+        engine.backward(loss * float("nan") if len(losses) == args.spoil else loss)
         engine.step()
         losses.append(loss.item())
         if len(losses) == args.save_at:
             engine.save_checkpoint(str(args.out / "checkpoint"))
     args.out.mkdir(parents=True, exist_ok=True)
     name = f"worker-{engine.worker}-{engine.context.rank}"
-    torch.save(engine.module.state_dict(), args.out / f"{name}.pt")
+    with GatheredParameters(list(engine.module.parameters()), enabled=engine.zero_optimization_partition_weights()):
+        torch.save(engine.module.state_dict(), args.out / f"{name}.pt")
     summary = {"losses": losses, "rates": rates, "drawn": drawn, "progress": engine.progress}
+    summary["skipped"] = engine.skipped_steps
     (args.out / f"{name}.json").write_text(json.dumps(summary))
 
 

@@ -1,0 +1,141 @@
+"""What DeepSpeed would take wrongly, or end with a traceback for: batch sizes, optimizer, schedule, "auto"."""
+
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+from fairseq_async.deepspeed_plugin import optimizers
+from fairseq_async.errors import ConfigurationError
+
+# keys of "params" that DeepSpeed takes and torch's optimizers do not
+_KEYS_OF_DEEPSPEED = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "bias_correction"}
+# DeepSpeed takes its own names in either case, and those of torch.optim as they are
+_KINDS: dict[str, optimizers.Kind] = {"adam": "Adam", "adamw": "AdamW", "SGD": "SGD"}
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def check_values(config: dict[str, Any], name: str) -> None:
+    """No value is left to fill in, and clipping is a number.
+
+    Raises:
+        ConfigurationError: names the key.
+    """
+    filled = {key: config[key] for key in ("optimizer", "scheduler") if key in config}
+    plain = {key: value for key, value in config.items() if not isinstance(value, dict)}
+    for path in _autos(plain | filled):
+        keys = ": ".join(f'"{key}"' for key in path)
+        raise ConfigurationError(f'{name}: {keys} is "auto", which the Trainer of transformers fills: give a value')
+    clip = config.get("gradient_clipping", 0.0)
+    if not _is_number(clip) or clip < 0:
+        raise ConfigurationError(f'{name}: "gradient_clipping" is {clip!r}: give a number, 0 for no clipping')
+
+
+def check_optimizer(config: dict[str, Any], name: str, given: bool, in_the_server: bool) -> None:
+    """The section "optimizer", for a script that gives no optimizer of its own.
+
+    Args:
+        given: the script gives one.
+        in_the_server: the server is to have the same.
+
+    Raises:
+        ConfigurationError: it is missing or wrong.
+    """
+    if given:
+        return
+    example = '{"type": "AdamW", "params": {"lr": 0.001}}'
+    section = config.get("optimizer")
+    if not isinstance(section, dict) or not isinstance(section.get("type"), str):
+        problem = "is missing" if section is None else f"is {section!r}"
+        raise ConfigurationError(f'{name}: "optimizer" {problem}: add "optimizer": {example}, or give optimizer=')
+    kind, params = section["type"], section.get("params") or {}
+    if not isinstance(params, dict):
+        raise ConfigurationError(f'{name}: "optimizer": "params" is {params!r}: give an object, as in {example}')
+    known = _KINDS.get(kind) or _KINDS.get(kind.lower())
+    if known is None and (in_the_server or not _is_optimizer(kind)):
+        has = "the server has Adam, AdamW and SGD" if in_the_server else "neither DeepSpeed nor torch has it"
+        raise ConfigurationError(f'{name}: "optimizer": "type" is {kind!r}: {has}')
+    for key, value in params.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigurationError(f'{name}: "optimizer": "params": "{key}" is {value}: give a finite number')
+    if known is not None:
+        kept = {key: value for key, value in params.items() if key not in _KEYS_OF_DEEPSPEED or known == "SGD"}
+        try:
+            optimizers.check_params(known, kept)
+        except (TypeError, ValueError) as error:
+            said = str(error).replace(f"{known}.__init__() got an unexpected keyword argument", "there is no")
+            raise ConfigurationError(f'{name}: "optimizer": "params": {said}') from error
+
+
+def check_scheduler(config: dict[str, Any], name: str, given: bool) -> None:
+    """The section "scheduler", for a script that gives no schedule of its own.
+
+    Raises:
+        ConfigurationError: it is wrong.
+    """
+    section = config.get("scheduler")
+    if section is None or given:
+        return
+    known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
+    if not isinstance(section, dict) or not isinstance(section.get("type"), str):
+        raise ConfigurationError(f'{name}: "scheduler" is {section!r}: give an object with a "type": {known}')
+    kind, params = section["type"], section.get("params") or {}
+    of = lr_schedules if kind in lr_schedules.VALID_LR_SCHEDULES else torch.optim.lr_scheduler
+    scheduler = getattr(of, kind, None)
+    if not inspect.isclass(scheduler):
+        raise ConfigurationError(f'{name}: "scheduler": "type" is {kind!r}: there are {known}, and those of torch')
+    if not isinstance(params, dict):
+        raise ConfigurationError(f'{name}: "scheduler": "params" is {params!r}: give an object')
+    try:
+        inspect.signature(scheduler).bind(None, **params)
+    except TypeError as error:
+        raise ConfigurationError(f'{name}: "scheduler": "params": {error}') from error
+
+
+def worker_batch(config: dict[str, Any], workers: int, island_size: int, name: str) -> dict[str, Any]:
+    """The configuration of one worker: "train_batch_size" means the samples of all workers' steps together.
+
+    So it means what it means in a synchronous run on as many ranks, and DeepSpeed, to which the worker's island is the
+    whole world, gets the worker's share.
+
+    Raises:
+        ConfigurationError: it is not the product of the other keys, or does not divide among the ranks.
+    """
+    for key in _BATCH_KEYS:
+        if key in config and not (isinstance(config[key], int) and config[key] > 0 and config[key] is not True):
+            raise ConfigurationError(f'{name}: "{key}" is {config[key]!r}: give a whole number above 0')
+    batch, micro_batch, accumulation = (config.get(key) for key in _BATCH_KEYS)
+    if batch is None and micro_batch is None:
+        raise ConfigurationError(f'{name}: the batch size is missing: give "train_micro_batch_size_per_gpu"')
+    if batch is None:
+        return config
+    ranks = workers * island_size
+    divisor = ranks * (micro_batch or 1) * (accumulation or 1)
+    if batch % divisor or (micro_batch and accumulation and batch != divisor):
+        factors = f"{micro_batch or 'the micro batch'} · {accumulation or 'the accumulation'} · {ranks} ranks"
+        raise ConfigurationError(
+            f'{name}: "train_batch_size" is {batch}, the samples of all ranks in a step, and not {factors}; leave it '
+            'out, and give "train_micro_batch_size_per_gpu" and "gradient_accumulation_steps"'
+        )
+    return config | {"train_batch_size": batch // workers}
+
+
+def _autos(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where "auto" stands."""
+    if value == "auto":
+        yield path
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _autos(inner, (*path, str(key)))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_optimizer(kind: str) -> bool:
+    return kind.lower() in DEEPSPEED_OPTIMIZERS or inspect.isclass(getattr(torch.optim, kind, None))

@@ -1,0 +1,60 @@
+"""The parameters of a ZeRO-3 engine, of which each rank of an island holds a partition."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+from torch import Tensor
+from torch.nn import Parameter
+
+from fairseq_async.server import Layout
+from fairseq_async.server.layout import Segment
+
+
+class PartitionedReplica:
+    """ZeRO 3: this rank's partition of every fp32 master, on its device or on the CPU, and the model's parameters.
+
+    Every parameter, flat and padded, is divided equally among the ranks. Each rank reads and writes its own part of the
+    flat vector; no rank gathers a master. All ranks must call :meth:`write` together: it makes collective calls.
+
+    Args:
+        named: the model's parameters, which have no elements of their own between two steps.
+        rank: of this process, in the island.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]], rank: int) -> None:
+        dtypes = [str(parameter.dtype).removeprefix("torch.") for _, parameter in named]
+        self.layout = Layout(
+            tuple(
+                Segment(name, tuple(getattr(parameter, "ds_shape")), dtype)  # noqa: B009 - torch's hints know none
+                for (name, parameter), dtype in zip(named, dtypes, strict=True)
+            )
+        )
+        self._parameters, self._rank = [parameter for _, parameter in named], rank
+
+    def read(self, flat: Tensor) -> None:
+        for part, master, _ in self._parts(flat):
+            part.copy_(master[: part.numel()])
+
+    def subtract(self, flat: Tensor) -> None:
+        for part, master, _ in self._parts(flat):
+            part.sub_(master[: part.numel()].to(part))
+
+    def write(self, flat: Tensor) -> None:
+        """The masters' own partitions, then the model's parameters one after the other: the model is never whole."""
+        for part, master, parameter in self._parts(flat):
+            padded = torch.zeros_like(master)
+            padded[: part.numel()].copy_(part)
+            safe_set_local_fp32_param(parameter, padded)
+        for view, parameter in zip(self.layout.views(flat), self._parameters, strict=True):
+            with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():  # which partitions it anew
+                parameter.copy_(view)
+
+    def _parts(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor, Parameter]]:
+        """Of each parameter this rank's part of the flat vector, the master's partition, and the parameter itself."""
+        for view, parameter in zip(self.layout.views(flat), self._parameters, strict=True):
+            master = safe_get_local_fp32_param(parameter).detach().view(-1)
+            start = min(view.numel(), self._rank * master.numel())
+            end = min(view.numel(), start + master.numel())
+            yield view.view(-1)[start:end], master, parameter

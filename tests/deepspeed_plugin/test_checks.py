@@ -1,0 +1,157 @@
+"""What a DeepSpeed user may write wrongly: each mistake is one line that names the key; and what the keys mean."""
+
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+
+from fairseq_async.config import HybridOptions
+from fairseq_async.deepspeed_plugin import checks
+from fairseq_async.deepspeed_plugin import config as configuration
+from fairseq_async.errors import ConfigurationError
+from tests.helpers.commands import ROOT
+
+ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
+PAGE = (ROOT / "docs" / "deepspeed.md").read_text(encoding="utf-8")
+JSONS = [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)]
+
+
+def check(config: dict[str, Any], workers: int = 2) -> dict[str, Any]:
+    """All checks of a configuration, as before a run; what a worker's DeepSpeed gets."""
+    plain, section, options = configuration.split(config, "file.json")
+    configuration.check(plain, options, section, "file.json")
+    checks.check_values(plain, "file.json")
+    checks.check_optimizer(plain, "file.json", given=False, in_the_server=isinstance(options, HybridOptions))
+    checks.check_scheduler(plain, "file.json", given=False)
+    return checks.worker_batch(plain, workers, section.island_size, "file.json")
+
+
+def complete(method: str = "hybrid_async", **changes: Any) -> dict[str, Any]:
+    base = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAMW, "async_training": {"method": method}}
+    return {key: value for key, value in (base | changes).items() if value is not None}
+
+
+def message(config: dict[str, Any]) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        check(config)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith("file.json")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("config", JSONS, ids=lambda config: str(config["async_training"]["method"]))
+def test_the_examples_of_the_page_are_accepted(config: dict[str, Any]) -> None:
+    assert check(config)["train_micro_batch_size_per_gpu"] == 8
+
+
+def test_the_page_has_an_example_of_each_method_with_a_server() -> None:
+    assert [config["async_training"]["method"] for config in JSONS] == ["hybrid_async", "local_sgd"]
+
+
+def test_the_page_names_the_largest_table_of_rates() -> None:
+    from fairseq_async.deepspeed_plugin.schedules import LARGEST_TABLE  # DeepSpeed takes seconds to import
+
+    assert f"at most {LARGEST_TABLE:,} numbers" in " ".join(PAGE.split())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"optimizer": None}, '"optimizer" is missing: add "optimizer": {"type": "AdamW"'),
+        ({"optimizer": "AdamW"}, "\"optimizer\" is 'AdamW': add"),
+        ({"optimizer": {"params": {"lr": 0.1}}}, '"optimizer" is {'),
+        ({"optimizer": {"type": "Adamm"}}, '"optimizer": "type" is \'Adamm\': the server has Adam, AdamW and SGD'),
+        ({"optimizer": {"type": "Lamb"}}, "the server has Adam, AdamW and SGD"),
+        ({"optimizer": {"type": "sgd", "params": {"lr": 0.1}}}, "\"type\" is 'sgd'"),
+        ({"optimizer": {"type": "AdamW", "params": [0.1]}}, '"params" is [0.1]: give an object'),
+        ({"optimizer": {"type": "AdamW", "params": {"lrr": 0.1}}}, "\"params\": there is no 'lrr'"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.9]}}}, "there is no 'betas'"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": -1.0}}}, "Invalid learning rate: -1.0"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "0.1"}}}, '"optimizer": "params": '),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": math.inf}}}, '"optimizer": "params": "lr" is inf'),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, '"optimizer": "params": "lr" is "auto"'),
+        ({"scheduler": {"type": "WarmUp"}}, '"scheduler": "type" is \'WarmUp\': there are LRRangeTest, OneCycle'),
+        ({"scheduler": "WarmupLR"}, "\"scheduler\" is 'WarmupLR': give an object"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}}, "unexpected keyword argument 'warmup'"),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, "missing a required argument: 'total_num_steps'"),
+        ({"gradient_clipping": "auto"}, '"gradient_clipping" is "auto"'),
+        ({"gradient_clipping": -1}, '"gradient_clipping" is -1: give a number'),
+        ({"gradient_clipping": math.inf}, '"gradient_clipping" is inf'),
+        ({"train_micro_batch_size_per_gpu": None}, 'give "train_micro_batch_size_per_gpu"'),
+        ({"train_micro_batch_size_per_gpu": "auto"}, '"train_micro_batch_size_per_gpu" is "auto"'),
+        ({"train_micro_batch_size_per_gpu": 0}, '"train_micro_batch_size_per_gpu" is 0: give a whole number above 0'),
+        ({"gradient_accumulation_steps": 1.5}, '"gradient_accumulation_steps" is 1.5'),
+        ({"train_batch_size": 6}, '"train_batch_size" is 6, the samples of all ranks in a step, and not 4'),
+        ({"fp16": {"enabled": True}}, '"fp16" is not supported with method hybrid_async'),
+        ({"fp16": True}, '"fp16" is True: it must be an object'),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, '"torch_autocast" in float16'),
+        ({"zero_optimization": {"stage": 1}}, '"stage" 1 is not supported with method hybrid_async'),
+        ({"zero_optimization": {"stage": "three"}}, '"stage" three is not supported'),
+        ({"zero_optimization": 3}, '"zero_optimization" is 3: it must be an object'),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_its_key(changes: dict[str, Any], expected: str) -> None:
+    assert expected in message(complete(**changes))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"outer_lr": math.inf}, '"async_training": "outer_lr": Input should be a finite number (it is inf)'),
+        ({"outer_lr": math.nan}, '"outer_lr"'),
+        ({"outer_lr": "auto"}, '"outer_lr": Input should be a valid number, unable to parse string as a number'),
+        ({"staleness_power": -math.inf}, '"staleness_power": Input should be a finite number'),
+        ({"worker_timeout": math.inf}, '"worker_timeout": Input should be a finite number'),
+        ({"local_steps": "auto"}, '"local_steps": Input should be a valid integer'),
+    ],
+)
+def test_a_mistake_in_the_section_is_one_line(options: dict[str, Any], expected: str) -> None:
+    assert expected in message(complete(async_training={"method": "local_sgd", **options}))
+
+
+def test_what_is_wrong_for_the_server_may_be_right_for_a_worker() -> None:
+    for optimizer in ("Lamb", "RMSprop", "Muon"):
+        check(complete("local_sgd", optimizer={"type": optimizer, "params": {"lr": 0.1}}))
+    with pytest.raises(ConfigurationError, match="'Addam': neither DeepSpeed nor torch has it"):
+        check(complete("local_sgd", optimizer={"type": "Addam"}))
+
+
+@pytest.mark.parametrize("method", ["adasum", "adascale"])
+def test_the_synchronous_methods_have_neither_zero_3_nor_offloading(method: str) -> None:
+    assert '"stage" 3 is not supported with method' in message(complete(method, zero_optimization={"stage": 3}))
+    offload = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    assert '"offload_optimizer" to cpu is not supported' in message(complete(method, zero_optimization=offload))
+
+
+@pytest.mark.parametrize("key", ["offload_optimizer", "offload_param"])
+def test_local_sgd_has_masters_on_the_cpu_but_not_on_disks(key: str) -> None:
+    check(complete("local_sgd", zero_optimization={"stage": 3, key: {"device": "cpu"}}))
+    config = complete("local_sgd", zero_optimization={"stage": 3, key: {"device": "nvme"}})
+    assert f'"{key}" to nvme is not supported' in message(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "workers", "island", "share"),
+    [
+        ((8, 4, None), 2, 1, 4),  # which DeepSpeed alone would make an accumulation of 2 on each worker
+        ((64, 8, None), 2, 2, 32),  # two islands of two ranks: DeepSpeed finds an accumulation of 2 in each
+        ((64, None, 4), 2, 1, 32),
+        ((64, None, None), 4, 2, 16),
+        ((32, 4, 2), 2, 2, 16),
+        ((None, 4, 2), 3, 1, None),
+    ],
+)
+def test_train_batch_size_is_of_all_workers_together(
+    given: tuple[int | None, ...], workers: int, island: int, share: int | None
+) -> None:
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {key: value for key, value in zip(keys, given, strict=True) if value is not None}
+    found = checks.worker_batch(config, workers, island, "file.json")
+    assert found.get("train_batch_size") == share
+    assert {key: found.get(key) for key in keys[1:]} == {key: config.get(key) for key in keys[1:]}
+
+
+def test_an_optimizer_or_schedule_of_the_script_stands_for_the_section() -> None:
+    checks.check_optimizer({}, "file.json", given=True, in_the_server=True)
+    checks.check_scheduler({"scheduler": "mine"}, "file.json", given=True)

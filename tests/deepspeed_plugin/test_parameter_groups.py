@@ -1,0 +1,63 @@
+"""Parameter groups, optimizers and schedules of a script, whose one worker must end where plain DeepSpeed ends."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.commands import DEEPSPEED, Processes, command
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``tests/helpers/deepspeed_pairs.py`` has left."""
+    path, processes = tmp_path_factory.mktemp("pairs"), Processes()
+    try:
+        processes.run([command("python"), "-m", "tests.helpers.deepspeed_pairs", path], seconds=280, **DEEPSPEED)
+    finally:
+        processes.end()
+    return path
+
+
+@pytest.fixture
+def parameters(out: Path) -> Callable[[str], dict[str, torch.Tensor]]:
+    def load(name: str) -> dict[str, torch.Tensor]:
+        assert (out / f"{name}.pt").exists(), [log.read_text()[-3000:] for log in out.glob("*.log")]
+        state: dict[str, torch.Tensor] = torch.load(out / f"{name}.pt", weights_only=True)
+        return state
+
+    return load
+
+
+def seen(out: Path, name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
+    return loaded
+
+
+@pytest.mark.parametrize("name", ["json", "script"])
+def test_one_worker_steps_each_group_as_plain_deepspeed_does(
+    parameters: Callable[[str], dict[str, torch.Tensor]], out: Path, name: str
+) -> None:
+    start, expected, found = (parameters(each) for each in ("start", f"{name}.plain", f"{name}.asynchronous"))
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-6)
+        assert torch.equal(tensor, start[key]) == (name == "script" and key == "4.bias")  # WarmupLR gives it a rate
+    assert seen(out, f"{name}.asynchronous")["rates"] == seen(out, f"{name}.plain")["rates"]
+
+
+@pytest.mark.parametrize("name", ["json", "script"])
+def test_steps_after_the_last_one_only_count_and_say_so_once(out: Path, name: str) -> None:
+    both = seen(out, f"{name}.asynchronous")
+    assert both["applied"] == [True] * STEPS + [False] * 2 and both["steps"] == STEPS + 2
+    assert (out / f"{name}.log").read_text().count("the run is over, and engine.step() does nothing any more") == 1
+
+
+@pytest.mark.parametrize("name", ["json", "script"])
+def test_progress_is_printed_as_plain_deepspeed_prints_it(out: Path, name: str) -> None:
+    log = (out / f"{name}.log").read_text()
+    assert [log.count(f"step={step}, skipped=0, lr=") for step in (4, 8)] == [2, 2]

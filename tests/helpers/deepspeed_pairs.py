@@ -1,0 +1,110 @@
+"""DeepSpeed scripts with parameter groups of their own, by plain DeepSpeed and as the one worker of a run.
+
+Each is a process that is forked after DeepSpeed is imported, and leaves in files of --out what it has printed, the
+parameters that it came to, and the learning rates that its engine showed.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import OneCycleLR
+
+import fairseq_async.deepspeed_plugin as deepspeed_async
+from fairseq_async.deepspeed_plugin.synchronous_engine import set_environment_without_launcher
+
+STEPS = 8
+PLAIN = {
+    "train_batch_size": 8,
+    "gradient_clipping": 0.5,
+    "steps_per_print": 4,
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Weights, and biases that lie between them and are not decayed; the last bias does not learn at all."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [each for name, each in named if "weight" in name], "weight_decay": 0.5},
+        {"params": [each for name, each in named if "bias" in name][:-1], "weight_decay": 0.0, "lr": 0.03},
+        {"params": [named[-1][1]], "lr": 0.0, "weight_decay": 0.0},
+    ]
+
+
+def of_the_json(model: nn.Module) -> dict[str, Any]:
+    """Groups of AdamW, with a schedule of DeepSpeed's."""
+    adamw = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.95], "torch_adam": True}}
+    warm_up = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
+    return {"model_parameters": groups(model), "config": PLAIN | {"optimizer": adamw, "scheduler": warm_up}}
+
+
+def of_the_script(model: nn.Module) -> dict[str, Any]:
+    """Groups of an optimizer of the script's, with a schedule of torch's."""
+    optimizer = SGD(groups(model), lr=0.05, momentum=0.9)
+    schedule = OneCycleLR(optimizer, [0.1, 0.05, 0.0], total_steps=STEPS, cycle_momentum=False)
+    return {"optimizer": optimizer, "lr_scheduler": schedule, "config": PLAIN}
+
+
+CASES: dict[str, Callable[[nn.Module], dict[str, Any]]] = {"json": of_the_json, "script": of_the_script}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    for _ in range(STEPS):
+        inputs = torch.randn(8, 8)
+        yield inputs, 5 * inputs.sin().sum(1, keepdim=True)
+
+
+def train(name: str, out: Path, asynchronous: bool) -> None:
+    model = make_model()
+    arguments = CASES[name](model)
+    section = {"method": "hybrid_async", "run_dir": str(out / name), "updates_per_step": 1, "total_steps": STEPS}
+    if asynchronous:
+        arguments["config"] = arguments["config"] | {"async_training": section}
+    else:
+        set_environment_without_launcher()
+    engine, *_ = (deepspeed_async if asynchronous else deepspeed).initialize(model=model, **arguments)
+    rates, applied = [], []
+    for inputs, targets in batches():
+        engine.backward(nn.functional.mse_loss(engine(inputs), targets))
+        engine.step()
+        rates.append(engine.get_lr())
+        applied.append(engine.was_step_applied())
+    for _ in range(2 if asynchronous else 0):  # steps past the end
+        engine.backward(engine(inputs).sum())
+        engine.step()
+        applied.append(engine.was_step_applied())
+    ending = "asynchronous" if asynchronous else "plain"
+    torch.save(model.state_dict(), out / f"{name}.{ending}.pt")
+    seen = {"rates": rates, "applied": applied, "steps": engine.global_steps}
+    (out / f"{name}.{ending}.json").write_text(json.dumps(seen))
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    torch.save(make_model().state_dict(), out / "start.pt")
+    for name in CASES:
+        for asynchronous in (False, True):
+            if os.fork() == 0:
+                with (out / f"{name}.log").open("a") as log:
+                    os.dup2(log.fileno(), 1)
+                    os.dup2(log.fileno(), 2)
+                return train(name, out, asynchronous)  # and ends, as a script would
+            os.wait()
+
+
+if __name__ == "__main__":
+    main()
