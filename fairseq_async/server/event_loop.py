@@ -31,10 +31,14 @@ class EventLoop:
 
     Args:
         lifeline: a file whose other end whoever started the server holds open.
+        ends_with_workers: end also a run that is not finished, when nobody is there, or is awaited, any more.
     """
 
-    def __init__(self, listener: socket.socket, service: Service, lifeline: HasFileno) -> None:
+    def __init__(
+        self, listener: socket.socket, service: Service, lifeline: HasFileno, ends_with_workers: bool = False
+    ) -> None:
         self.listener, self.service, self.lifeline = listener, service, lifeline
+        self.ends_with_workers = ends_with_workers
         self.peers: list[Peer] = []
         self.reader = BackgroundReader(service)
         self._selector = selectors.DefaultSelector()
@@ -43,7 +47,7 @@ class EventLoop:
         self._finished_at: float | None = None
 
     def run(self) -> bool:
-        """Returns when the run is finished: True; or when whoever started the server is gone: False."""
+        """Returns when the run is over: True; or when whoever started the server is gone: False."""
         wait, read_at = 0.0, self.service.clock()
         with closing(self.reader):
             while not self._over():
@@ -145,9 +149,9 @@ class EventLoop:
                 self._selector.modify(peer.channel.connection, events, peer)
 
     def _over(self) -> bool:
-        if not self.service.finished:
-            return False
         now = self.service.clock()
+        if not self.service.finished:
+            return self.ends_with_workers and not self.service.membership.awaited(now)
         self._finished_at = self._finished_at or now
         membership = self.service.membership
         unready = membership.unready

@@ -33,6 +33,7 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--recover", type=int, help="go on from the last snapshot; descriptor for its name or an error")
+    parser.add_argument("--ends-with-workers", action="store_true", help="end when all workers have left")
     parser.add_argument("--notices", type=int, help="descriptor of a pipe for lines that the user is to see")
     options = parser.parse_args(arguments)
     tell = tell_log if options.notices is None else Notices(options.notices)
@@ -46,7 +47,8 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
             except RefusedError as error:
                 report.write(f"error: {error}")
                 raise SystemExit(2) from None
-    if EventLoop(socket.socket(fileno=options.listener), service, sys.stdin).run():
+    listener = socket.socket(fileno=options.listener)
+    if EventLoop(listener, service, sys.stdin, options.ends_with_workers).run():
         service.snapshots.wait()
         service.snapshots.clear()  # a finished run goes on from its checkpoint, if at all
 
@@ -92,6 +94,7 @@ class ServerProcess:
         host: the address to listen on, for workers on other machines than this.
         token: what its workers must know; a new one by default.
         restarts: how often it is started again.
+        ends_with_workers: end also an unfinished run when all its workers have left: nobody will start one again.
 
     Attributes:
         token_file: where the owner's other processes on this machine find the token.
@@ -110,6 +113,7 @@ class ServerProcess:
         host: str = LOOPBACK,
         token: str | None = None,
         restarts: int = 0,
+        ends_with_workers: bool = False,
     ) -> None:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -119,6 +123,7 @@ class ServerProcess:
         self.token, self.log, self.restarts = token or new_token(), log, restarts
         self.token_file = run_dir / ".token"
         self._command = [sys.executable, "-m", module, "--workers", str(workers), "--run-dir", str(run_dir)]
+        self._command += ["--ends-with-workers"] if ends_with_workers else []
         self._environment = os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers)}
         self._code: int | None = None
         self._stopping = threading.Event()
@@ -135,8 +140,8 @@ class ServerProcess:
         """The exit code of a server that has ended and is not started again; else None."""
         return self._code
 
-    def join(self, seconds: float) -> None:
-        """Waits for the end of a finished run's server."""
+    def join(self, seconds: float | None = None) -> None:
+        """Waits for the end of a finished run's server; without end by default."""
         self._supervisor.join(seconds)
 
     def wait(self, seconds: float) -> None:
