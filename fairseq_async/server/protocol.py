@@ -34,6 +34,7 @@ class Report:
         local_steps: the number of steps in this update; None for a gradient.
         look_ahead: versions ahead of the base version at which the worker has started; None at that version itself.
         position: where the worker is in its data, for its restart; the server does not look into it.
+        first_batch: with a worker's first update, a digest of its first batch, where that is known.
     """
 
     position: Annotated[JsonObject | None, AfterValidator(bounded)] = None
@@ -52,6 +53,7 @@ class Report:
     progress_per_step: float | None = None
     server_seconds: Seconds | None = None
     look_ahead: Seconds | None = None
+    first_batch: Annotated[str, Field(max_length=32)] | None = None
 
 
 @message
