@@ -11,7 +11,16 @@ PACKAGE = ROOT / "fairseq_async"
 OF_THE_CODE = ("docs/methods.md", "docs/architecture.md", "CONTRIBUTING.md")  # these name files and classes
 ALL = sorted(
     str(path.relative_to(ROOT))
-    for folder in (".", "docs", "docs/results", "recipes", "recipes/c4_lm", "recipes/multi30k_en_de", "recipes/paper")
+    for folder in (
+        ".",
+        "docs",
+        "docs/results",
+        "recipes",
+        "recipes/c4_lm",
+        "recipes/hf_trainer",
+        "recipes/multi30k_en_de",
+        "recipes/paper",
+    )
     for path in (ROOT / folder).glob("*.md")
 )
 
