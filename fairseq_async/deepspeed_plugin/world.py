@@ -18,7 +18,7 @@ def check_not_started() -> None:
     if torch.distributed.is_initialized():
         raise ConfigurationError(
             "torch.distributed was initialised with all ranks; call fairseq_async.deepspeed_plugin.initialize before "
-            "anything that does so (deepspeed.init_distributed, for one)"
+            "anything that does so (deepspeed.init_distributed, for one); with Trainer or accelerate, call attach first"
         )
 
 
