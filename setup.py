@@ -2,15 +2,16 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# fairseq-fixed is fairseq 0.12 made to import on Python 3.11 and later; its import name is fairseq. Pinned, because the
-# plugin builds on the order of calls inside its Trainer.train_step.
-INSTALL = ["torch>=2.6", "numpy>=1.26", "fairseq-fixed==0.12.3.1", "typer>=0.12", "rich>=13", "pydantic>=2.5"]
+INSTALL = ["torch>=2.6", "numpy>=1.26", "typer>=0.12", "rich>=13", "pydantic>=2.5", "typing-extensions>=4.6"]
 INSTALL += ["pyyaml>=6", "matplotlib>=3.8"]  # the simulator and its report
 INSTALL += ["safetensors>=0.4"]  # exports
+# fairseq-fixed is fairseq 0.12 made to import on Python 3.11 and later; its import name is fairseq. Pinned, because the
+# plugin builds on the order of calls inside its Trainer.train_step. An extra, because it compiles for minutes.
+FAIRSEQ = ["fairseq-fixed==0.12.3.1"]
 # Pinned, because the plugin overrides the engine's step and reads where each optimizer keeps its fp32 masters.
 DEEPSPEED = ["deepspeed==0.19.8"]
-RECIPES = [*DEEPSPEED, "sentencepiece>=0.2", "sacrebleu>=2.4", "tensorboard>=2.16"]
-RECIPES += ["transformers>=5", "datasets>=4"]  # the language-model recipe
+HUGGINGFACE = [*DEEPSPEED, "transformers>=5", "accelerate>=1.10"]
+RECIPES = [*FAIRSEQ, *HUGGINGFACE, "sentencepiece>=0.2", "sacrebleu>=2.4", "tensorboard>=2.16", "datasets>=4"]
 DEV = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"]
 DEV += ["ruff==0.17.5", "mypy==2.4.1"]
 
@@ -25,6 +26,12 @@ setup(
     package_data={"fairseq_async": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=INSTALL,
-    extras_require={"deepspeed": DEEPSPEED, "recipes": RECIPES, "dev": RECIPES + DEV},
+    extras_require={
+        "fairseq": FAIRSEQ,
+        "deepspeed": DEEPSPEED,
+        "huggingface": HUGGINGFACE,
+        "recipes": RECIPES,
+        "dev": RECIPES + DEV,
+    },
     entry_points={"console_scripts": ["fairseq-async=fairseq_async.cli:main"]},
 )

@@ -186,7 +186,10 @@ def replay(
         print("events.jsonl ends in the middle of a line: the replay goes to the last whole one")
     warnings.simplefilter("ignore")  # what fairseq has to say was said by the run
     logging.disable(logging.WARNING)
-    from fairseq_async.fairseq_plugin.replayed import FairseqRun
+    try:
+        from fairseq_async.fairseq_plugin.replayed import FairseqRun
+    except ModuleNotFoundError as error:  # fairseq is an extra
+        raise ConfigurationError(f'a replay needs fairseq ({error}): pip install ".[fairseq]"') from error
 
     repeated = Replay(recording, FairseqRun(recording.run_dir, recording.spec, recording.events))
     last = recording.events[-1].version_after

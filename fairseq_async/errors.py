@@ -63,5 +63,14 @@ _spell: list[Callable[[str], str]] = [as_flag]
 
 def fail(error: object) -> NoReturn:
     """Ends the process with one line and the exit code of a mistake in what it was asked to do."""
+    _failures.append(error)
     sys.stderr.write(f"fairseq-async: error: {error}\n")
     raise SystemExit(2)
+
+
+def has_failed() -> bool:
+    """Whether this process ends by :func:`fail`, or by an exception that nobody has caught; for exit handlers."""
+    return bool(_failures) or getattr(sys, "last_value", None) is not None
+
+
+_failures: list[object] = []

@@ -1,5 +1,30 @@
-"""Asynchronous methods for DeepSpeed scripts: ``initialize`` in place of ``deepspeed.initialize``."""
+"""Asynchronous methods for DeepSpeed scripts: ``initialize`` in place of ``deepspeed.initialize``.
+
+``attach`` does the same for scripts whose ``transformers.Trainer`` or accelerate calls it.
+"""
+
+import sys
 
 from fairseq_async.deepspeed_plugin.initialize import initialize
 
-__all__ = ["initialize"]
+__all__ = ["attach", "initialize"]
+
+
+def attach() -> None:
+    """See :func:`fairseq_async.deepspeed_plugin.huggingface.attach`."""
+    _hide_broken_torchaudio()
+    # Reason: transformers and accelerate are needed by scripts that use them, and by nobody else.
+    from fairseq_async.deepspeed_plugin import huggingface
+
+    huggingface.attach()
+
+
+def _hide_broken_torchaudio() -> None:
+    """transformers imports torchaudio where it is installed, and fails with it where it was built for another torch."""
+    # Reason: the import is the only test of whether torchaudio's library can be loaded.
+    try:
+        import torchaudio  # noqa: F401
+    except ImportError:
+        pass
+    except OSError:
+        sys.modules["torchaudio"] = None  # type: ignore[assignment]  # to transformers it is not installed then

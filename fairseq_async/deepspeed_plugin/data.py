@@ -1,6 +1,9 @@
 """The loader that draws a worker's batches from the shards that the server chooses."""
 
 from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from itertools import count
+from math import ceil
 from typing import Protocol, TypeAlias
 
 from torch.utils.data import Dataset, default_collate
@@ -38,60 +41,78 @@ class DataPosition(Protocol):
     def finished(self) -> bool: ...
 
 
-class ShardedLoader:
-    """An iterable of batches that is endless until the run is over.
+@dataclass(frozen=True)
+class DataShare:
+    """Which part of the data a rank draws, and in what pieces.
 
-    A shard is a contiguous part of the data set, shuffled anew in each pass over it. The server knows how far each
-    shard has been drawn, so that workers that take turns on one draw what others have not.
-
-    Args:
-        dataset: of a known length.
+    Attributes:
         sizes: samples in each shard.
+        workers: that share the data set.
         batch_size: samples of one micro-batch of one rank.
         micro_batches: of a local step.
         rank: of this process, among the ``ranks`` that share the worker's batches.
         ranks: how many they are.
+    """
+
+    sizes: list[int]
+    workers: int
+    batch_size: int
+    micro_batches: int
+    rank: int
+    ranks: int
+
+
+class ShardedLoader:
+    """An iterable of batches of the data that the server chooses: to the end of the run, or for one pass.
+
+    A shard is a contiguous part of the data set, shuffled anew in each pass over it. The server knows how far each
+    shard has been drawn, so that workers that take turns on one draw what others have not. A second loop over the
+    loader goes on where the first one ended.
+
+    Args:
+        dataset: of a known length.
+        share: of this rank.
         seed: of the orders.
         collate: makes a batch of a list of samples; torch's default if None.
         join: joins the run if that has not happened yet, since only then there is a shard to draw from, and returns
             the position, which moves on as the worker steps.
+        endless: a loop goes on until the run is over; else it has ``len(loader)`` batches, if the run is not over
+            before.
     """
 
     def __init__(
         self,
         dataset: Dataset[object],
-        sizes: list[int],
-        batch_size: int,
-        micro_batches: int,
-        rank: int,
-        ranks: int,
+        share: DataShare,
         seed: int,
         collate: Collate | None,
         join: Callable[[], DataPosition],
+        endless: bool,
     ) -> None:
-        self.dataset, self.batch_size = dataset, batch_size
-        self._order = ShardOrder(sizes, seed)
-        self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
+        self.dataset, self.share = dataset, share
+        self._order = ShardOrder(share.sizes, seed)
         self.collate = collate or default_collate
-        self.join = join
+        self.join, self.endless = join, endless
+        self._step, self._micro_batch = (-1, -1), 0  # drawn last
 
     def __len__(self) -> int:
-        """Batches of one pass over the data set."""
-        assert isinstance(self.dataset, Sized)
-        return len(self.dataset) // (self.batch_size * self.ranks)
+        """Batches of one pass over the data set, of which each worker has its part: as DeepSpeed's own loader."""
+        return ceil(length_of(self.dataset) / (self.share.batch_size * self.share.ranks * self.share.workers))
 
     def __iter__(self) -> Iterator[object]:
         """Follows the worker: a step's batches are those of its shard, whatever was drawn ahead."""
-        position, step, micro_batch = self.join(), (-1, -1), 0
-        while not position.finished:
+        position = self.join()
+        for _ in count() if self.endless else range(len(self)):
+            if position.finished:
+                return
             current = (position.sequence, position.done)
-            step, micro_batch = current, micro_batch + 1 if current == step else 0
-            number = (position.offset + position.done) * self.micro_batches + micro_batch
+            self._step, self._micro_batch = current, self._micro_batch + 1 if current == self._step else 0
+            number = (position.offset + position.done) * self.share.micro_batches + self._micro_batch
             yield self.collate([self.dataset[index] for index in self._indices(position.shard or 0, number)])
 
     def _indices(self, shard: int, number: int) -> list[int]:
-        first = (number * self.ranks + self.rank) * self.batch_size
-        return self._order.indices(shard, first, self.batch_size)
+        first = (number * self.share.ranks + self.share.rank) * self.share.batch_size
+        return self._order.indices(shard, first, self.share.batch_size)
 
 
 def length_of(dataset: object) -> int:

@@ -11,6 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from fairseq_async.deepspeed_plugin import tensors
+from fairseq_async.deepspeed_plugin.batches import digest_of
 from fairseq_async.deepspeed_plugin.schedules import Rates, check_schedule, set_rates, set_schedule
 from fairseq_async.errors import AsyncError, fail
 from fairseq_async.method_spec import MethodSpec
@@ -39,11 +40,13 @@ class AsyncEngine(DeepSpeedEngine):
     Attributes:
         async_worker: the worker side of the method.
         worker: the worker's number; worker 0 is to validate and save.
+        workers: how many were started, of which each is to draw its own part of the data.
         context: which rank of which worker this process is.
     """
 
     async_worker: LocalSGDWorker | HybridWorker
     worker: int
+    workers: int
     context: WorkerContext
 
     def set_up(self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext) -> None:
@@ -55,6 +58,7 @@ class AsyncEngine(DeepSpeedEngine):
             context: with the number that the server has given to the worker.
         """
         self.async_worker, self.spec, self.context, self.worker = async_worker, spec, context, context.worker
+        self.workers = context.workers
         self._loss: Tensor | None = None
         self._step_ended = 0.0
         self._warned_of_end = False
@@ -78,7 +82,9 @@ class AsyncEngine(DeepSpeedEngine):
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """Computes as DeepSpeed does; the first call joins the run."""
         self.join_run()
-        self._step_ended = self._step_ended or time.perf_counter()
+        if not self._step_ended:
+            self.async_worker.first_batch = digest_of((inputs, kwargs))
+            self._step_ended = time.perf_counter()
         return super().forward(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
@@ -108,16 +114,18 @@ class AsyncEngine(DeepSpeedEngine):
     ) -> tuple[str | None, ClientState]:
         """Loads this worker's checkpoint and joins the run; worker 0 also brings the server its state back.
 
-        A worker without a checkpoint of its own starts with a new inner optimizer. Where the checkpoint has no server
-        state, a new run starts from worker 0's parameters.
+        A worker without a checkpoint of its own starts with worker 0's inner optimizer. Where the checkpoint has no
+        server state, a new run starts from worker 0's parameters. After :meth:`end`, it loads as DeepSpeed does: the
+        best checkpoint at the end of a run.
         """
-        if self.async_worker.joined:
-            fail("load_checkpoint must come before the first batch of an asynchronous run")
+        if self.async_worker.joined and not self.finished:
+            fail("load_checkpoint must come before the first batch of an asynchronous run, or after engine.end()")
         own = Path(checkpoint_directory(load_dir, self.worker))
         if self.worker > 0 and not own.is_dir():
-            logger.warning("worker %d: no checkpoint in %s, its inner optimizer begins anew", self.worker, own)
-            self._join(None)
-            return None, {}
+            logger.warning("worker %d: no checkpoint in %s, it takes worker 0's", self.worker, own)
+            own = Path(load_dir)
+        if self.finished:
+            return super().load_checkpoint(str(own), tag, *args, **kwargs)
         loaded: tuple[str | None, ClientState] = super().load_checkpoint(str(own), tag, *args, **kwargs)
         state = Path(loaded[0]).resolve().parent / _SERVER_STATE if loaded[0] is not None else None
         if state is None or not state.exists():
@@ -133,6 +141,25 @@ class AsyncEngine(DeepSpeedEngine):
         path = None if loaded_from is None else Path(loaded_from).resolve().parent / _COMPRESSOR_STATE
         if path is not None and path.exists():
             self.async_worker.restore_compressor(torch.load(path, weights_only=True))
+
+    def end(self, for_all: bool = False) -> None:
+        """Ends this worker's part in the run, with the server's parameters in the model.
+
+        Local steps that are done are sent first. A loop that ends by its own count calls this, or :meth:`pull`, after
+        it: without, the steps since the last exchange are lost. Steps after it would be no part of the run.
+
+        Args:
+            for_all: end the run for all workers, which stop after their present step or round.
+        """
+        if not self.async_worker.joined or self.finished:
+            return
+        self.pull()
+        self.async_worker.client.leave(finished=for_all)
+        self.async_worker.finished = True
+
+    def pull(self) -> None:
+        """Takes the server's current parameters into the model, for validation."""
+        raise NotImplementedError
 
     def _join(self, server_state: Path | None) -> None:
         run_or_exit(self._exchange_first_parameters, server_state)
@@ -287,7 +314,8 @@ class HybridEngine(AsyncEngine):
 
     def pull(self) -> None:
         """Takes the server's current parameters into the model, for validation."""
-        run_or_exit(self.async_worker.pull)
+        if not self.finished:
+            run_or_exit(self.async_worker.pull)
 
 
 def run_or_exit(call: Callable[_Parameters, _Result], *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:

@@ -2,8 +2,6 @@
 
 import atexit
 import logging
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +25,18 @@ from fairseq_async.deepspeed_plugin import checks, served
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.adascale import AdaScaleEngine
 from fairseq_async.deepspeed_plugin.adasum import AdasumEngine, SingleRankGroups
-from fairseq_async.deepspeed_plugin.data import Collate, DataPosition, ShardedLoader, length_of, sizes_of_shards
+from fairseq_async.deepspeed_plugin.compat import check_attributes, unlink_reduction_buffer
+from fairseq_async.deepspeed_plugin.data import (
+    Collate,
+    DataPosition,
+    DataShare,
+    ShardedLoader,
+    length_of,
+    sizes_of_shards,
+)
+from fairseq_async.deepspeed_plugin.ending import exit_from_thread, leave_at_exit
 from fairseq_async.deepspeed_plugin.engine import AsyncEngine, HybridEngine, LocalEngine
-from fairseq_async.deepspeed_plugin.island import IslandClient, start_world
+from fairseq_async.deepspeed_plugin.island import IslandClient
 from fairseq_async.deepspeed_plugin.schedules import Schedule
 from fairseq_async.deepspeed_plugin.synchronous_engine import (
     GroupPosition,
@@ -37,8 +44,10 @@ from fairseq_async.deepspeed_plugin.synchronous_engine import (
     set_environment_without_launcher,
 )
 from fairseq_async.deepspeed_plugin.tensors import DeepSpeedOptimizer, replica_of, trainable
+from fairseq_async.deepspeed_plugin.world import check_not_started, entered_world, start_world
 from fairseq_async.errors import AsyncError, ConfigurationError, as_key, fail, spell_options
 from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
+from fairseq_async.methods import MethodOptions
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.context import WorkerContext
@@ -50,8 +59,8 @@ logger = logging.getLogger(__name__)
 
 _MISTAKES = (ValueError, TypeError, KeyError, AttributeError, AssertionError, NotImplementedError, DeepSpeedConfigError)
 _LOCAL_SGD_SERVER = "fairseq_async.server.local_sgd_main"
+_initialize_deepspeed = deepspeed.initialize  # its own, also where the name in deepspeed is given to this module's
 _HYBRID_SERVER = "fairseq_async.deepspeed_plugin.server"  # with torch's optimizers and DeepSpeed's schedules
-_LAST_WORKER_SECONDS = 60.0  # for which a server that this process started waits for the other workers to leave
 
 AsyncOptions: TypeAlias = LocalSGDOptions | HybridOptions
 Config: TypeAlias = dict[str, Any]  # DeepSpeed's configuration, without our section: JSON
@@ -71,15 +80,18 @@ def initialize(
     lr_scheduler: object = None,
     collate_fn: Collate | None = None,
     config: str | Config | None = None,
+    config_params: str | Config | None = None,
     **kwargs: object,
 ) -> Initialized:
     """``deepspeed.initialize`` for a worker of an asynchronous run; takes and returns what that does.
 
     The method is the section ``"async_training"`` of the DeepSpeed configuration. The engine trains as DeepSpeed's,
     alone or with the other ranks of its island, and exchanges with the server inside ``engine.step()``. The loader, if
-    ``training_data`` is given, is endless until the run is over, and draws from the shards that the server chooses;
-    a scheduler follows the progress of the whole run. Besides, the engine has ``finished``, ``progress``, ``worker``
-    and ``pull()``, see :class:`~fairseq_async.deepspeed_plugin.engine.AsyncEngine`.
+    ``training_data`` is given, draws from the shards that the server chooses, until the run is over, or for one pass
+    over the data where the run has no ``total_steps``; a scheduler follows the progress of the whole run. Besides, the
+    engine has ``finished``, ``progress``, ``worker``, ``workers``, ``pull()`` and ``end()``, see
+    :class:`~fairseq_async.deepspeed_plugin.engine.AsyncEngine`. ``config_params`` is DeepSpeed's older name of
+    ``config``.
 
     The synchronous methods, ``adasum`` and ``adascale``, have no server: the ranks train as one group, by
     :class:`~fairseq_async.deepspeed_plugin.synchronous_engine.SynchronousEngine`.
@@ -96,7 +108,7 @@ def initialize(
     others = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler} | kwargs
     spell_options(as_key)
     try:
-        given, name = configuration.read(args, config)
+        given, name = configuration.read(args, config if config is not None else config_params)
         return _initialize(_Arguments(args, model, training_data, collate_fn, others, name), given)
     except AsyncError as error:
         fail(error)
@@ -135,7 +147,7 @@ class _Arguments:
         """DeepSpeed's own engine, optimizer and schedule. The data is not given: it would make a loader of its own."""
         args = configuration.without_file(self.args)
         try:
-            engine, optimizer, _, schedule = deepspeed.initialize(
+            engine, optimizer, _, schedule = _initialize_deepspeed(
                 args=args, model=self.model, collate_fn=self.collate_fn, config=config, **self.others | more
             )
         except _MISTAKES as error:  # DeepSpeed finds mistakes by whatever goes wrong with them
@@ -145,7 +157,7 @@ class _Arguments:
         return engine, optimizer, schedule
 
     def make_loader(
-        self, engine: MethodEngine, sizes: list[int], seed: int, ranks: tuple[int, int], join: _Join
+        self, engine: MethodEngine, sizes: list[int], options: MethodOptions, ranks: tuple[int, int], join: _Join
     ) -> ShardedLoader | None:
         """A loader of this rank's batches; None without training data.
 
@@ -156,8 +168,10 @@ class _Arguments:
         if self.training_data is None:
             return None
         batch_size, micro_batches = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-        data, collate = self.training_data, self.collate_fn
-        return ShardedLoader(data, sizes, batch_size, micro_batches, *ranks, seed, collate, join)
+        share = DataShare(sizes, engine.workers, batch_size, micro_batches, *ranks)
+        return ShardedLoader(
+            self.training_data, share, options.seed, self.collate_fn, join, endless=options.total_steps > 0
+        )
 
 
 def _initialize(arguments: _Arguments, config: Config) -> Initialized:
@@ -176,7 +190,7 @@ def _initialize_synchronous(
     """An engine whose ranks, all that were started, are one data-parallel group."""
     set_environment_without_launcher()
     deepspeed.init_distributed()
-    _unlink_reduction_buffer()
+    unlink_reduction_buffer()
     engine: AdasumEngine | AdaScaleEngine
     if isinstance(options, AdasumOptions):
         if dist.get_world_size() == 1:
@@ -193,7 +207,7 @@ def _initialize_synchronous(
     data, position = arguments.training_data, GroupPosition(engine)
     sizes = [] if data is None else [length_of(data)]
     ranks = dist.get_rank(), dist.get_world_size()
-    return engine, optimizer, arguments.make_loader(engine, sizes, options.seed, ranks, lambda: position), schedule
+    return engine, optimizer, arguments.make_loader(engine, sizes, options, ranks, lambda: position), schedule
 
 
 def _initialize_asynchronous(
@@ -202,7 +216,10 @@ def _initialize_asynchronous(
     """An engine that is a worker, or one rank of it; a server is started if this process is to start one."""
     is_local = isinstance(options, LocalSGDOptions)
     data, shards = arguments.training_data, options.shards if isinstance(options, LocalSGDOptions) else 0
-    context = WorkerContext.find(section.island_size)
+    context = entered_world()
+    if context is None:
+        check_not_started()
+        context = WorkerContext.find(section.island_size)
     if not context.joins:  # a mistake is to show before anything starts
         sizes = sizes_of_shards(data, shards, context.workers, arguments.name)
         _describe(options, section, context, sizes, {})
@@ -229,9 +246,10 @@ def _make_worker_engine(
     """The engine of a worker that is connected to its server."""
     shards = options.shards if isinstance(options, LocalSGDOptions) else 0
     sizes = sizes_of_shards(arguments.training_data, shards, context.workers, arguments.name)
-    start_world(context)
+    if entered_world() is None:
+        start_world(context)
     deepspeed.init_distributed()
-    _unlink_reduction_buffer()
+    unlink_reduction_buffer()
     own = configuration.own_monitor(config, context.worker)
     own = checks.worker_batch(own, context.workers, context.island_size, arguments.name)
     engine: AsyncEngine
@@ -244,14 +262,18 @@ def _make_worker_engine(
         engine = _change_class(made[0], LocalEngine)
     async_worker = _make_worker(client, engine, options, context)
     engine.set_up(async_worker, _describe(options, section, context, sizes, inner), context)
-    atexit.register(_leave_at_exit, client, async_worker, server)
+    atexit.register(leave_at_exit, client, async_worker, server)
     ranks = context.rank, context.island_size
-    loader = arguments.make_loader(engine, sizes, options.seed, ranks, engine.join_run)
+    loader = arguments.make_loader(engine, sizes, options, ranks, engine.join_run)
     return engine, made[1], loader, engine.lr_scheduler
 
 
 def _change_class(engine: DeepSpeedEngine, engine_class: type[_Engine]) -> _Engine:
-    """Makes an engine of DeepSpeed's an instance of one of our engine classes, and returns the same object."""
+    """Makes an engine of DeepSpeed's an instance of one of our engine classes, and returns the same object.
+
+    Raises:
+        ConfigurationError: this version of DeepSpeed lacks what they build on.
+    """
     # Reason: deepspeed.initialize builds its engine class itself and takes no other, and calling the constructor in
     # its place would copy what it does besides. A wrapper round the engine would not be the DeepSpeedEngine that
     # DeepSpeed's and users' functions expect, and could not override _take_model_step, which the engine calls.
@@ -259,6 +281,7 @@ def _change_class(engine: DeepSpeedEngine, engine_class: type[_Engine]) -> _Engi
     # The engine must be of class DeepSpeedEngine itself: methods of PipelineEngine or DeepSpeedHybridEngine would be
     # lost (configuration.check refuses their keys). Methods that DeepSpeed's constructor has bound, for hooks, stay
     # those of DeepSpeedEngine: do not override one of them.
+    check_attributes(engine)
     engine.__class__ = engine_class
     return cast(_Engine, engine)
 
@@ -284,7 +307,7 @@ def _connect(
         return context, _island_client(None, context), None
     run_dir, patience = Path(section.run_dir), section.server_timeout
     context, client, server = context.connect(
-        server_module, section.server, section.token_file, run_dir, patience, on_loss=_exit_from_thread
+        server_module, section.server, section.token_file, run_dir, patience, on_loss=exit_from_thread
     )
     return context, (client if context.island_size == 1 else _island_client(client, context)), server
 
@@ -301,39 +324,3 @@ def _make_worker(
     if isinstance(options, LocalSGDOptions):
         return local_sgd_worker(client, replica_of(engine, context.rank), options)
     return HybridWorker(client, trainable(engine), options.max_refused)
-
-
-def _unlink_reduction_buffer() -> None:
-    """Removes the name of DeepSpeed's reduction buffer of this rank from /dev/shm; the memory stays in use.
-
-    DeepSpeed opens the buffer in ``init_distributed`` on CPUs and never removes it: 66 MiB for each rank of each run.
-    Collective: every rank of the world calls it after ``init_distributed``, before anything else can fail. The barrier
-    is needed, since a rank opens the others' buffers by name.
-    """
-    dist.barrier()
-    get = os.environ.get
-    world = f"{os.getuid()}_{get('MASTER_ADDR')}_{get('MASTER_PORT')}"
-    (Path("/dev/shm") / f"deepspeed_allreduce_buffer_{world}_{dist.get_rank()}").unlink(missing_ok=True)
-
-
-def _leave_at_exit(client: Client, async_worker: LocalSGDWorker | HybridWorker, server: ServerProcess | None) -> None:
-    """Leaves the run when the process ends, for whatever reason; a server of its own waits for the other workers."""
-    try:
-        async_worker.settle()
-    except AsyncError:
-        pass  # the server had ended before
-    client.leave(finished=False)
-    if server is not None:
-        server.wait(_LAST_WORKER_SECONDS)
-
-
-def _exit_from_thread(reason: str) -> None:
-    """Ends the process of a worker that computes for a server that is gone; called from the client's thread.
-
-    It ends at once, without exit handlers: ``sys.exit`` would only end that thread, and the main thread may be in a
-    long computation or a collective call that nothing can interrupt. What the worker has computed since its last
-    exchange is lost, and so is output that is still buffered.
-    """
-    sys.stderr.write(f"fairseq-async: error: {reason}\n")
-    sys.stderr.flush()
-    os._exit(2)

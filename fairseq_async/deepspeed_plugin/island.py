@@ -1,7 +1,5 @@
 """An island: ranks that train synchronously among themselves and are one worker to the server."""
 
-import os
-import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import NamedTuple, TypeVar
@@ -11,9 +9,8 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from fairseq_async.errors import ConfigurationError, ExchangeError
+from fairseq_async.errors import ExchangeError
 from fairseq_async.exchange import SharedMemory
-from fairseq_async.exchange.ports import free_port
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout
 from fairseq_async.server.protocol import Push, PushReply, Welcome, WorkReply
@@ -22,37 +19,6 @@ from fairseq_async.worker.compressor import Compressor
 from fairseq_async.worker.context import WorkerContext
 
 _Answer = TypeVar("_Answer")
-
-
-def start_world(context: WorkerContext) -> None:
-    """Sets torch.distributed's variables so that the island is a distributed world of its own.
-
-    No collective call of DeepSpeed then waits for another island. Rank 0 chooses the port and tells it to the other
-    ranks of the island through the launcher's store.
-
-    Raises:
-        ConfigurationError: torch.distributed is initialised already, with every rank in it, or the island is not on
-            one machine.
-        ExchangeError: rank 0 of the island did not tell its port.
-    """
-    if torch.distributed.is_initialized():
-        raise ConfigurationError(
-            "torch.distributed was initialised with all ranks; call fairseq_async.deepspeed_plugin.initialize before "
-            "anything that does so (deepspeed.init_distributed, for one)"
-        )
-    host, port = "127.0.0.1", free_port()
-    if context.island_size > 1:
-        key = f"island-{context.worker}"
-        if context.rank == 0:
-            context.tell(key, [socket.gethostname(), port])
-        else:
-            machine, port = context.ask(key, f"rank 0 of island {context.worker} did not start")
-            if machine != socket.gethostname():
-                raise ConfigurationError(f"island_size is {context.island_size}: an island must be on one machine")
-    world = {"RANK": context.rank, "WORLD_SIZE": context.island_size, "MASTER_ADDR": host, "MASTER_PORT": port}
-    os.environ.setdefault("LOCAL_RANK", "0")  # a worker that no launcher has started
-    for name, value in (world | {"LOCAL_SIZE": context.island_size, "LOCAL_WORLD_SIZE": context.island_size}).items():
-        os.environ[name] = str(value)
 
 
 class _SlotLocation(NamedTuple):

@@ -29,11 +29,13 @@ class SynchronousEngine(DeepSpeedEngine):
 
     Attributes:
         worker: this rank; rank 0 is to validate.
+        workers: the number of ranks, of which each is to draw its own part of the data.
         context: the same, as asynchronous workers have it.
     """
 
     options: AdasumOptions | AdaScaleOptions
     worker: int
+    workers: int
     context: WorkerContext
 
     def set_up_group(self, options: AdasumOptions | AdaScaleOptions) -> None:
@@ -43,7 +45,8 @@ class SynchronousEngine(DeepSpeedEngine):
             ConfigurationError: the ranks' parameters differ.
         """
         self.options, self.worker, self._skipped_in_a_row = options, dist.get_rank(), 0
-        self.context = WorkerContext(self.worker, dist.get_world_size())
+        self.workers = dist.get_world_size()
+        self.context = WorkerContext(self.worker, self.workers)
         tensors.check_overflow_always(self.optimizer)
         self._check_equal()
 

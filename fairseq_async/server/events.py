@@ -49,6 +49,7 @@ class Event:
     look_ahead: float | None = None
     shard: int | None = None
     offset: int | None = None
+    first_batch: str | None = None
     progress: float | None = None
     # The second name is that of the first edition's files.
     progress_per_step: Annotated[float | None, Field(validation_alias=AliasChoices("progress_per_step", "pace"))] = None

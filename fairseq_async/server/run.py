@@ -13,6 +13,7 @@ from fairseq_async.exchange import SharedMemory, linux
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.coordinator import Coordinator, Instruction, Settled, build_coordinator
 from fairseq_async.server.event_log import EventLog, Recorder
+from fairseq_async.server.first_batches import FirstBatches
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.notices import Tell, tell_log
@@ -40,6 +41,7 @@ class Run:
         self.payloads = Payloads(spec, layout)
         self._coordinator: Coordinator | None = None
         self._published = -1
+        self._first_batches = FirstBatches(tell)
 
     @property
     def begun(self) -> bool:
@@ -110,6 +112,7 @@ class Run:
         """Writes the events of updates that were settled together; ``time`` in seconds since 1970."""
         for each in settled:
             recorded = {} if self._recorder is None else self._recorder.of(each)
+            self._first_batches.note(each.receipt.worker, each.report.first_batch)
             self._events.write(time, each.receipt, each.report, each.recorded | recorded)
 
     def welcome(self, worker: int, slots: int, now: float) -> Welcome:

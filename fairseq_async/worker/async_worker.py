@@ -56,6 +56,7 @@ class AsyncWorker:
         sequence: the number of its next update.
         done: local steps that the server has not heard of.
         look_ahead: versions ahead of ``version`` at which it has started.
+        first_batch: a digest of the worker's first batch, until its first update has gone.
         last: what is to be logged of the last exchange.
     """
 
@@ -65,6 +66,7 @@ class AsyncWorker:
         self.joined = self.finished = False
         self.version = self.sequence = self.done = 0
         self.look_ahead = 0.0
+        self.first_batch: str | None = None
         self.last: dict[str, float] = {}
 
     def join(self, spec: MethodSpec) -> Welcome:
@@ -98,6 +100,11 @@ class AsyncWorker:
     def pull(self) -> None:
         """Takes the server's current parameters."""
         self.version, self.look_ahead = self.client.pull(self.replica.write), 0.0
+
+    def take_first_batch(self) -> str | None:
+        """The digest of the first batch, once."""
+        digest, self.first_batch = self.first_batch, None
+        return digest
 
     def settle(self) -> None:
         """Waits for an exchange that is on its way; here none is, between two calls."""

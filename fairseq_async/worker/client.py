@@ -239,7 +239,9 @@ class Client:
         return replace(answer, version=-1)
 
     def leave(self, finished: bool) -> None:
-        """Ends the connection; ``finished`` ends the run for every worker."""
+        """Ends the connection, once; ``finished`` ends the run for every worker."""
+        if self._left.is_set():
+            return
         self._left.set()
         with self._lock:
             try:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -34,6 +35,7 @@ class WorkerContext:
     Attributes:
         rank: among the ``island_size`` ranks that are this worker together; rank 0 speaks for them.
         several_machines: not all workers are on this one.
+        has_store: torchrun or deepspeed has started the ranks, and the store at MASTER_ADDR:MASTER_PORT connects them.
         joins: it was not announced; the server says which worker it is.
     """
 
@@ -44,6 +46,7 @@ class WorkerContext:
     rank: int = 0
     island_size: int = 1
     several_machines: bool = False
+    has_store: bool = False
     joins: bool = False
 
     @classmethod
@@ -69,7 +72,8 @@ class WorkerContext:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             if world % island_size:
                 raise ConfigurationError(f"island_size is {island_size}: it does not divide the {world} ranks")
-            local = int(get("LOCAL_WORLD_SIZE") or get("LOCAL_SIZE") or world)
+            # LOCAL_SIZE is deepspeed's own; a library may have set LOCAL_WORLD_SIZE, torchrun's, for another purpose
+            local = int(get("LOCAL_SIZE") or get("LOCAL_WORLD_SIZE") or world)
             return cls(
                 worker=rank // island_size,
                 workers=world // island_size,
@@ -78,6 +82,7 @@ class WorkerContext:
                 rank=rank % island_size,
                 island_size=island_size,
                 several_machines=local != world,
+                has_store=True,
             )
         if get("SLURM_PROCID", "0") != "0":
             raise ConfigurationError(
@@ -127,9 +132,9 @@ class WorkerContext:
         if RENDEZVOUS in os.environ and token:
             return self._ask_launcher(module, given, run_dir), token, None
         address = os.environ.get(SERVER) or given
-        if address and token and not (token_file and _under_torchrun()):
+        if address and token and not (token_file and self.has_store):
             return address, token, None
-        if given and not _under_torchrun():
+        if given and not self.has_store:
             raise ConfigurationError(
                 f"{option('server')} {given}: the run's token is missing; give it with {option('token_file')}"
             )
@@ -168,10 +173,20 @@ class WorkerContext:
         process = ServerProcess(
             module, self.workers, run_dir, log, port, host, token, _RESTARTS, ends_with_workers=True, resumes=resumes
         )
-        if _under_torchrun():
+        if self.has_store:
             self.tell("server", [process.address, str(process.token_file.resolve())])
         say(invitation(process.address, process.token_file.resolve(), own_command()))
         return process.address, process.token, process
+
+    @property
+    def global_rank(self) -> int:
+        """Among the ranks of all workers."""
+        return self.worker * self.island_size + self.rank
+
+    def open_store(self) -> None:
+        """Connects to the launcher's store, which must happen before its address in the environment is changed."""
+        if self.has_store:
+            _store(self)
 
     def tell(self, name: str, value: Any) -> None:
         """Leaves a value of JSON's types for the other ranks."""
@@ -208,13 +223,38 @@ def _under_torchrun() -> bool:
 
 
 def _store(place: WorkerContext) -> TCPStore:
-    """torchrun's, or, where the launcher keeps none, one that the first rank does."""
+    """torchrun's, or, where the launcher keeps none, one that the first rank does.
+
+    Raises:
+        ConfigurationError: its port is another job's.
+        ExchangeError: nobody keeps it.
+    """
     if not _kept:
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        first = place.worker == 0 and place.rank == 0 and not agent
-        _kept.append(TCPStore(host, port, is_master=first, wait_for_workers=False, timeout=_RENDEZVOUS))
+        first = place.global_rank == 0 and not agent
+        if first:
+            _check_free(port)
+        try:
+            store = TCPStore(host, port, is_master=first, wait_for_workers=False, timeout=_RENDEZVOUS)
+        except RuntimeError as error:
+            raise ExchangeError(f"rank 0 does not answer at {host}:{port} (MASTER_ADDR, MASTER_PORT)") from error
+        if store.add(_key(f"rank-{place.global_rank}"), 1) > 1:  # without this, a rank would join another job's run
+            raise _taken(port)
+        _kept.append(store)
     return _kept[0]
+
+
+def _check_free(port: int) -> None:
+    """Finds a port that is taken before torch does, which takes thirty lines to say so."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise _taken(port) from error
+
+
+def _taken(port: int) -> ConfigurationError:
+    return ConfigurationError(f"port {port} (MASTER_PORT) is another job's: give this job a master_port of its own")
 
 
 _kept: list[TCPStore] = []  # the first rank's end must outlive the others' questions

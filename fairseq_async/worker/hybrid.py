@@ -102,6 +102,7 @@ class HybridWorker(AsyncWorker):
             push_seconds=self.last["push_seconds"],
             pull_seconds=self.last["pull_seconds"],
             look_ahead=self.look_ahead or None,
+            first_batch=self.take_first_batch(),
         )
         answer = self.client.push(write, Push(self.sequence, self.version, weight, timed, wait, norm))
         pushed = time.perf_counter()

@@ -142,6 +142,7 @@ class LocalSGDWorker(AsyncWorker):
             epochs=self.epochs,
             tokens=self.tokens,
             position=position,
+            first_batch=self.take_first_batch(),
         )
 
     def _take_assignment(self, finished: bool, assignment: Assignment) -> None:

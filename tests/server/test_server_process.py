@@ -316,3 +316,19 @@ def test_a_worker_whose_update_takes_long_on_its_way_is_not_silent(tmp_path: Pat
         loop._serve(peer, selectors.EVENT_READ)
         assert not membership.is_silent(0, now)
         connection.close()
+
+
+def test_a_server_that_a_worker_has_started_ends_when_all_workers_have_left(tmp_path: Path) -> None:
+    """Also when the run is not finished: without a launcher nobody starts a worker again."""
+    server = ServerProcess(SGD_SERVER, 2, tmp_path, tmp_path / "server.log", ends_with_workers=True)
+    try:
+        first, second = join(server, 0), join(server, 1)
+        push(first, 0, 0.5)
+        first.leave(finished=False)
+        push(second, 0, 0.5)  # the server stays for it
+        second.leave(finished=False)
+        second.leave(finished=False)  # does nothing, as at the exit of a process that has left before
+        server.join(30)
+        assert server.poll() == 0
+    finally:
+        server.stop()

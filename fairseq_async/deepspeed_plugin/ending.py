@@ -1,0 +1,54 @@
+"""How a worker's process ends: it leaves the run, and the one that has started the server outlasts the others."""
+
+import os
+import sys
+from typing import NoReturn
+
+from fairseq_async.errors import AsyncError, has_failed
+from fairseq_async.server.process import ServerProcess
+from fairseq_async.worker.async_worker import AsyncWorker
+from fairseq_async.worker.client import Client
+
+_QUIET_SECONDS = 2.0  # for which worker 0 waits for the others' end before it says so
+
+
+def leave_at_exit(client: Client, async_worker: AsyncWorker, server: ServerProcess | None) -> None:
+    """Leaves the run when the process ends, for whatever reason.
+
+    A process that has started the server stays until the other workers have ended, too. If it has failed, it stays for
+    nobody: whoever has started the job is to learn of it at once, and to end the other ranks.
+    """
+    failed = has_failed()
+    try:
+        if not failed:
+            async_worker.settle()
+    except AsyncError:
+        pass  # the server had ended before
+    client.leave(finished=False)
+    if server is None:
+        return
+    try:
+        if not failed:
+            _outlast_others(server)
+    finally:
+        server.stop()
+
+
+def _outlast_others(server: ServerProcess) -> None:
+    """Waits until the server has ended, which it does when its workers have left."""
+    server.join(_QUIET_SECONDS)
+    if server.poll() is None:
+        sys.stderr.write("fairseq-async: worker 0 has ended; its server stays for the other workers (Ctrl-C ends it)\n")
+        server.join()
+
+
+def exit_from_thread(reason: str) -> NoReturn:
+    """Ends the process of a worker that computes for a server that is gone; called from the client's thread.
+
+    It ends at once, without exit handlers: ``sys.exit`` would only end that thread, and the main thread may be in a
+    long computation or a collective call that nothing can interrupt. What the worker has computed since its last
+    exchange is lost, and so is output that is still buffered.
+    """
+    sys.stderr.write(f"fairseq-async: error: {reason}\n")
+    sys.stderr.flush()
+    os._exit(2)

@@ -1,0 +1,182 @@
+"""Hugging Face's ``Trainer`` and accelerate as workers of an asynchronous run.
+
+Both call ``deepspeed.initialize`` themselves, after they have initialised torch.distributed. :func:`attach` gives the
+worker its own world before that, and puts this package's ``initialize`` in the place of DeepSpeed's. A configuration
+without the section ``"async_training"`` changes nothing: the same script then trains synchronously.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import deepspeed
+import transformers.trainer
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+from fairseq_async.config import HybridOptions, LocalSGDOptions
+from fairseq_async.deepspeed_plugin import config as configuration
+from fairseq_async.deepspeed_plugin.engine import AsyncEngine
+from fairseq_async.deepspeed_plugin.follow_run import FollowRun, ServerSchedule
+from fairseq_async.deepspeed_plugin.initialize import initialize
+from fairseq_async.deepspeed_plugin.world import enter_world, entered_world
+from fairseq_async.errors import AsyncError, as_key, fail, spell_options
+from fairseq_async.worker.context import WorkerContext
+
+Config: TypeAlias = dict[str, Any]
+
+_SECTION = configuration.SECTION
+_FASTEST = 64  # passes that a fast worker may take, for each one that the Trainer counts
+_deepspeed_initialize = deepspeed.initialize
+
+
+def attach() -> None:
+    """Makes ``transformers.Trainer`` and ``accelerate.Accelerator`` train asynchronously in this process.
+
+    To be called before ``TrainingArguments``, ``DeepSpeedPlugin`` or ``Accelerator`` is made. What changes, where the
+    DeepSpeed configuration has our section:
+
+    - Every worker is a distributed world of its own.
+    - A ``Trainer``'s training data is divided among the workers; other loaders are as the script makes them.
+    - Worker 0 alone validates, saves and logs. It does so with the server's parameters.
+    - ``total_steps`` of the section, if it is ``"auto"`` or not there, is the Trainer's number of steps.
+    """
+    if deepspeed.initialize is _initialize:
+        return
+    deepspeed.initialize = _initialize
+    _wrap(TrainingArguments, "__post_init__", _make_arguments)
+    _wrap(DeepSpeedPlugin, "__post_init__", _make_plugin)
+    _wrap(HfTrainerDeepSpeedConfig, "trainer_config_finalize", _complete_configuration)
+    _wrap(Trainer, "get_train_dataloader", _make_train_loader)
+    _wrap(Trainer, "set_initial_training_values", _plan_training)
+    _wrap(Trainer, "_load_best_model", _load_best_model)
+    own_index: Callable[[TrainingArguments], int] = vars(TrainingArguments)["process_index"].fget
+    ranked = property(lambda arguments: _process_index(own_index(arguments)))
+    setattr(TrainingArguments, "process_index", ranked)  # noqa: B010 - mypy assigns to no method
+    callbacks: list[type[TrainerCallback]] = transformers.trainer.DEFAULT_CALLBACKS  # type: ignore[assignment]
+    callbacks.append(FollowRun)
+
+
+def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+    """Puts ``around(original, self, …)`` in the place of a method."""
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def wrapped(self: object, *args: object, **kwargs: object) -> object:
+        return around(original, self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _make_arguments(original: Callable[[TrainingArguments], None], arguments: TrainingArguments) -> None:
+    _enter_world(arguments.deepspeed)  # before the Trainer initialises torch.distributed
+    original(arguments)
+
+
+def _make_plugin(original: Callable[[DeepSpeedPlugin], None], plugin: DeepSpeedPlugin) -> None:
+    original(plugin)
+    _enter_world(plugin.deepspeed_config)  # before accelerate does
+
+
+def _enter_world(given: str | Config | None) -> None:
+    """Makes this process one rank of a worker, if the configuration has our section."""
+    config = _read(given)
+    if not isinstance(config.get(_SECTION), dict):
+        return
+    section = dict(config[_SECTION])
+    if section.get("total_steps") == "auto":
+        del section["total_steps"]  # the Trainer says it later
+    spell_options(as_key)
+    try:
+        _, ours, options = configuration.split(
+            config | {_SECTION: section}, given if isinstance(given, str) else "config"
+        )
+        if isinstance(options, LocalSGDOptions | HybridOptions):
+            enter_world(ours.island_size)
+    except AsyncError as error:
+        fail(error)
+
+
+def _read(given: str | Config | None) -> Config:
+    """A configuration as the Trainer takes it: a file's name, JSON, or a dictionary; {} where it cannot be read, which
+    the Trainer will say."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given if given.lstrip().startswith("{") else Path(given).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+    return given if isinstance(given, dict) else {}
+
+
+def _complete_configuration(
+    original: Callable[..., None], config: HfTrainerDeepSpeedConfig, args: object, model: object, steps: int
+) -> None:
+    """The Trainer fills in what depends on its number of steps."""
+    section = config.config.get(_SECTION)
+    if isinstance(section, dict) and section.get("total_steps", "auto") == "auto":
+        section["total_steps"] = steps
+    original(config, args, model, steps)
+
+
+def _initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """In the place of ``deepspeed.initialize``."""
+    config = kwargs.get("config", kwargs.get("config_params"))
+    if not isinstance(config, dict) or not isinstance(config.get(_SECTION), dict):
+        made: tuple[Any, ...] = _deepspeed_initialize(*args, **kwargs)
+        return made
+    if FollowRun.engine is not None:
+        fail("one process trains in one asynchronous run; start another process for another")
+    if "train_micro_batch_size_per_gpu" in config:  # accelerate has filled in both, of a world that is one worker
+        config = {key: value for key, value in config.items() if key != "train_batch_size"}
+    engine, optimizer, loader, schedule = initialize(*args, **kwargs | {"config": config, "config_params": None})
+    if not isinstance(engine, AsyncEngine):
+        return engine, optimizer, loader, schedule
+    FollowRun.engine, FollowRun.has_end = engine, config[_SECTION].get("total_steps", 0) > 0
+    return engine, optimizer, loader, schedule or ServerSchedule(optimizer)
+
+
+def _make_train_loader(original: Callable[[Trainer], DataLoader[Any]], trainer: Trainer) -> DataLoader[Any]:
+    context = entered_world()
+    if context is None:
+        return original(trainer)
+    with _divided_data(trainer.accelerator, context):
+        return original(trainer)
+
+
+@contextmanager
+def _divided_data(accelerator: Accelerator, context: WorkerContext) -> Iterator[None]:
+    """Within this, loaders that accelerate prepares are of this rank's part of the data, among all ranks.
+
+    The order is one for all workers, since accelerate's sampler shuffles by the epoch and the seed.
+    """
+    state, loading = accelerator.state, accelerator.dataloader_config
+    before = state.num_processes, state.process_index, loading.dispatch_batches
+    state.num_processes, state.process_index = context.workers * context.island_size, context.global_rank
+    loading.dispatch_batches = loading.dispatch_batches or False  # one process cannot read for all: they do not wait
+    try:
+        yield
+    finally:
+        state.num_processes, state.process_index, loading.dispatch_batches = before
+
+
+def _plan_training(original: Callable[..., tuple[Any, ...]], trainer: Trainer, *args: object) -> tuple[Any, ...]:
+    """A fast worker goes through its data more often than the Trainer counts."""
+    epochs, *others = original(trainer, *args)
+    return (epochs * (1 if entered_world() is None else _FASTEST), *others)
+
+
+def _load_best_model(original: Callable[[Trainer], None], trainer: Trainer) -> None:
+    FollowRun.end()  # the next exchange would replace the parameters
+    original(trainer)
+
+
+def _process_index(own: int) -> int:
+    """Among the ranks of all workers: the Trainer saves and logs where it is 0."""
+    context = entered_world()
+    return own if context is None else context.global_rank

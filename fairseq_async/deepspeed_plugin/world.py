@@ -1,0 +1,71 @@
+"""torch.distributed's world of a worker: its own ranks alone, whatever the launcher has started."""
+
+import os
+import socket
+
+import torch
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.exchange.ports import free_port
+from fairseq_async.worker.context import WorkerContext
+
+
+def check_not_started() -> None:
+    """
+    Raises:
+        ConfigurationError: torch.distributed is initialised already, with every rank in it.
+    """
+    if torch.distributed.is_initialized():
+        raise ConfigurationError(
+            "torch.distributed was initialised with all ranks; call fairseq_async.deepspeed_plugin.initialize before "
+            "anything that does so (deepspeed.init_distributed, for one); with Trainer or accelerate, call attach first"
+        )
+
+
+def start_world(context: WorkerContext) -> None:
+    """Sets torch.distributed's variables so that the island is a distributed world of its own.
+
+    No collective call of DeepSpeed then waits for another island. Rank 0 chooses the port and tells it to the other
+    ranks of the island through the launcher's store.
+
+    Raises:
+        ConfigurationError: the island is not on one machine.
+        ExchangeError: rank 0 of the island did not tell its port.
+    """
+    context.open_store()  # its address is in the variables that are set below
+    host, port = "127.0.0.1", free_port()
+    if context.island_size > 1:
+        key = f"island-{context.worker}"
+        if context.rank == 0:
+            context.tell(key, [socket.gethostname(), port])
+        else:
+            machine, port = context.ask(key, f"rank 0 of island {context.worker} did not start")
+            if machine != socket.gethostname():
+                raise ConfigurationError(f"island_size is {context.island_size}: an island must be on one machine")
+    world = {"RANK": context.rank, "WORLD_SIZE": context.island_size, "MASTER_ADDR": host, "MASTER_PORT": port}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # torchrun keeps no store at the new address
+    os.environ.setdefault("LOCAL_RANK", "0")  # a worker that no launcher has started
+    for name, value in (world | {"LOCAL_SIZE": context.island_size, "LOCAL_WORLD_SIZE": context.island_size}).items():
+        os.environ[name] = str(value)
+
+
+def enter_world(island_size: int) -> WorkerContext:
+    """Finds which worker this process is and sets its world, where somebody else will initialise torch.distributed.
+
+    Called again, it returns the same worker: the launcher's variables are not there any more. Raises what
+    :meth:`WorkerContext.find`, :func:`check_not_started` and :func:`start_world` raise.
+    """
+    if not _entered:
+        check_not_started()
+        context = WorkerContext.find(island_size)
+        start_world(context)
+        _entered.append(context)
+    return _entered[0]
+
+
+def entered_world() -> WorkerContext | None:
+    """The worker that :func:`enter_world` has found; None where it was not called."""
+    return _entered[0] if _entered else None
+
+
+_entered: list[WorkerContext] = []

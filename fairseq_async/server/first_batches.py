@@ -1,0 +1,28 @@
+"""Notices that two workers train on the same data, which no error shows: the loss looks as it should."""
+
+from fairseq_async.server.notices import Tell
+
+
+class FirstBatches:
+    """Compares the digests of the workers' first batches, and says once that two are equal.
+
+    Args:
+        tell: what to do with the line.
+    """
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._workers: dict[str, int] = {}
+        self._said = False
+
+    def note(self, worker: int, digest: str | None) -> None:
+        """A worker's first update is here; a worker that was started again may begin with the same batch."""
+        if digest is None or self._said:
+            return
+        other = self._workers.setdefault(digest, worker)
+        if other != worker:
+            self._said = True
+            self._tell(
+                f"warning: workers {other} and {worker} began with the same batch: give each its own part of the data, "
+                "as with DistributedSampler(data, engine.workers, engine.worker)"
+            )

@@ -1,0 +1,31 @@
+"""A DeepSpeed that lacks what the plugin builds on is named, with what it lacks."""
+
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+
+from fairseq_async.deepspeed_plugin import compat
+from fairseq_async.errors import ConfigurationError
+
+
+class BF16_Optimizer:  # noqa: N801 - DeepSpeed's name
+    """As in a DeepSpeed that keeps its gradients elsewhere."""
+
+    bf16_groups: list[object] = []
+
+
+def test_a_missing_attribute_is_named_with_deepspeeds_version() -> None:
+    engine = SimpleNamespace(**dict.fromkeys(compat.ENGINE))
+    compat.check_attributes(engine)
+    engine.optimizer = BF16_Optimizer()
+    with pytest.raises(ConfigurationError, match="has no BF16_Optimizer.fp32_groups_gradients") as caught:
+        compat.check_attributes(engine)
+    assert deepspeed.__version__ in str(caught.value) and f"deepspeed=={compat.MADE_FOR}" in str(caught.value)
+    del engine._step_applied
+    with pytest.raises(ConfigurationError, match="has no DeepSpeedEngine._step_applied"):
+        compat.check_attributes(engine)
+
+
+def test_the_version_that_is_installed_is_the_one_that_the_plugin_is_made_for() -> None:
+    assert deepspeed.__version__.split("+")[0] == compat.MADE_FOR

@@ -1,0 +1,57 @@
+"""How a script with a data loader of its own ends, under DeepSpeed's launcher."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import DEEPSPEED, HELPERS, Processes, command, free_port
+from tests.helpers.run_files import events
+
+SECONDS = 100  # more than a job takes on a busy machine; the minute that a server may stay alone is in the assertions
+Run = Callable[[str], tuple[int, str]]
+
+
+@pytest.fixture
+def run(processes: Processes, tmp_path: Path) -> Run:
+    """``run(what)``: the script with two workers, to its end."""
+
+    def start(what: str) -> tuple[int, str]:
+        launcher = [command("deepspeed"), "--num_accelerators", 2, "--master_port", free_port()]
+        return processes.run([*launcher, HELPERS / "deepspeed_user.py", what, tmp_path], SECONDS, **DEEPSPEED)
+
+    return start
+
+
+def test_a_loop_that_ends_by_its_own_count_ends_the_job_and_equal_data_is_noticed(run: Run, tmp_path: Path) -> None:
+    code, output = run("same")
+    assert code == 0, output
+    assert (
+        output.count("workers 0 and 1 began with the same batch")
+        + output.count("workers 1 and 0 began with the same batch")
+        == 1
+    ), output
+    assert (tmp_path / "worker-0.json").exists() and (tmp_path / "worker-1.json").exists()
+
+
+def test_after_end_all_steps_of_divided_data_have_been_sent(run: Run, tmp_path: Path) -> None:
+    """Half of sixteen batches each: two rounds of three steps, and the rest."""
+    code, output = run("divided")
+    assert code == 0 and "began with the same batch" not in output, output
+    steps, _ = json.loads((tmp_path / "worker-0.json").read_text())
+    assert steps == 8
+    assert [sum(e["local_steps"] for e in events(tmp_path) if e["worker"] == worker) for worker in (0, 1)] == [8, 8]
+
+
+def test_a_rank_0_that_crashes_ends_the_job_with_its_own_error(run: Run) -> None:
+    code, output = run("crash")
+    assert code != 0 and "a mistake of the script's own" in output, output
+    assert "its server stays" not in output
+
+
+def test_a_torch_distributed_that_was_started_before_is_one_line_on_every_rank(run: Run) -> None:
+    code, output = run("early")
+    said = [line for line in output.splitlines() if line.startswith("fairseq-async: error:")]
+    assert code != 0 and "Traceback" not in output and "EADDRINUSE" not in output, output
+    assert said and all("torch.distributed was initialised with all ranks; call" in line for line in said)

@@ -1,0 +1,94 @@
+"""The real ``transformers.Trainer``, with workers that DeepSpeed's launcher has started."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers.commands import DEEPSPEED, HELPERS, ROOT, Processes, command, free_port
+from tests.helpers.run_files import events
+
+BASE = json.loads((ROOT / "recipes/hf_trainer/ds_config.json").read_text())
+EPOCHS, SAMPLES, BATCH = 4, 96, 4
+
+
+def train(out: Path, workers: int, section: dict[str, Any], *flags: str) -> list[dict[str, Any]]:
+    """What each worker has left."""
+    config = out / "config.json"
+    config.write_text(json.dumps(BASE | {"async_training": section | {"run_dir": str(out / "run")}}))
+    launcher = [command("deepspeed"), "--num_accelerators", workers, "--master_port", free_port()]
+    processes = Processes()
+    try:
+        job = [*launcher, HELPERS / "hf_trainer_job.py", config, out, *flags]
+        code, output = processes.run(job, 250, **DEEPSPEED, LOCAL_WORLD_SIZE="1")
+    finally:
+        processes.end()
+    assert code == 0 and "began with the same batch" not in output, output
+    return [json.loads((out / f"worker-{worker}.json").read_text()) for worker in range(workers)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A run of local SGD with two workers: its folder, and what each has left."""
+    out = tmp_path_factory.mktemp("trainer")
+    return out, train(out, 2, {"outer": "diloco", "local_steps": 6})  # whose workers wait: the steps are known
+
+
+def test_the_run_has_the_trainers_steps_and_auto_values(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    out, workers = two
+    steps = EPOCHS * SAMPLES // (2 * BATCH)
+    assert [each["progress"] for each in workers] == [steps, steps]
+    assert sum(event["local_steps"] for event in events(out / "run")) == 2 * steps
+    for each in workers:
+        auto = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+        assert each["config"] == auto | {"torch_adam": True}
+        losses = [entry["loss"] for entry in each["log"] if "loss" in entry]
+        assert losses[-1] < 0.8 * losses[0]
+
+
+def test_workers_draw_each_sample_once_in_an_epoch_between_them(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, workers = two
+    firsts = [each["drawn"][: SAMPLES // 2] for each in workers]
+    assert sorted(firsts[0] + firsts[1]) == list(range(SAMPLES))
+
+
+def test_worker_0_alone_validates_and_saves_the_servers_parameters(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    """The best checkpoint is in the model at the end, and what was saved of it scores as it did then."""
+    out, (first, second) = two
+    assert (first["zero"], second["zero"]) == (True, False)
+    scores = [entry["eval_loss"] for entry in first["log"] if "eval_loss" in entry]
+    assert len(scores) == EPOCHS and not any("eval_loss" in entry for entry in second["log"])
+    assert first["best"] == min(scores) == pytest.approx(first["evaluated"], rel=1e-4)
+    checkpoints = sorted((out / "trainer").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    assert len(checkpoints) == EPOCHS and all((path / "trainer_state.json").exists() for path in checkpoints)
+    best = load_file(checkpoints[scores.index(min(scores))] / "model.safetensors")
+    final = load_file(out / "final" / "model.safetensors")
+    assert all((best[name] == final[name]).all() for name in final)
+
+
+def test_a_training_that_is_resumed_goes_on_with_the_servers_state(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Also on worker 1, which has no checkpoints of its own."""
+    out, before = two
+    saved = sorted(each["step"] for each in before[0]["log"] if "eval_loss" in each)
+    for step in saved[2:]:
+        shutil.rmtree(out / "trainer" / f"checkpoint-{step}")
+    after = train(out, 2, {"outer": "diloco", "local_steps": 6}, "--resume")
+    steps = EPOCHS * SAMPLES // (2 * BATCH)
+    assert [each["progress"] for each in after] == [each["step"] for each in after] == [steps, steps]
+    for resumed, whole in zip(after, before, strict=True):
+        assert len(resumed["drawn"]) < 0.7 * len(whole["drawn"])  # of half the steps
+    assert after[0]["best"] == pytest.approx(after[0]["evaluated"], rel=1e-4)
+
+
+def test_three_workers_of_hybrid_async_share_the_steps_of_the_server(tmp_path: Path) -> None:
+    workers = train(tmp_path, 3, {"method": "hybrid_async", "barrier": True})
+    steps = EPOCHS * SAMPLES // (3 * BATCH)
+    assert [each["progress"] for each in workers] == [steps] * 3
+    assert sorted(event["worker"] for event in events(tmp_path / "run")) == sorted([0, 1, 2] * steps)
+    first = workers[0]
+    rates = [entry["learning_rate"] for entry in first["log"] if "learning_rate" in entry]
+    assert 0.01 >= rates[0] > rates[-1] > 0  # of the server's schedule
+    assert first["best"] == pytest.approx(first["evaluated"], rel=1e-4)

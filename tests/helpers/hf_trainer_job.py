@@ -1,0 +1,75 @@
+"""A user's script with the real ``transformers.Trainer``: a tiny GPT-2 learns to count. Leaves a summary in OUT."""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+import fairseq_async.deepspeed_plugin as deepspeed_async
+
+deepspeed_async.attach()
+
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: E402
+
+
+class Counting(Dataset[dict[str, torch.Tensor]]):
+    """Sequences that count from where they begin, and note which of them are drawn."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.drawn = size, list[int]()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.drawn.append(index)
+        tokens = (index + torch.arange(8)) % 32
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--local_rank", type=int)
+    args = parser.parse_args()
+    out = args.out
+    arguments = TrainingArguments(
+        output_dir=str(out / "trainer"),
+        deepspeed=args.config,
+        num_train_epochs=4,
+        per_device_train_batch_size=4,
+        learning_rate=0.01,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        logging_steps=4,
+        dataloader_pin_memory=False,
+        report_to="none",
+        seed=1,
+    )
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+    data, held_out = Counting(96), Counting(16)
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=held_out)
+    trainer.train(resume_from_checkpoint=args.resume or None)
+    trainer.save_model(str(out / "final"))
+    engine = trainer.model_wrapped
+    summary = {
+        "zero": trainer.is_world_process_zero(),
+        "drawn": data.drawn,
+        "step": trainer.state.global_step,
+        "log": list(trainer.state.log_history),
+        "best": trainer.state.best_metric,
+        "evaluated": trainer.evaluate()["eval_loss"],
+        "progress": engine.progress,
+        "config": engine.config["optimizer"]["params"],
+    }
+    (out / f"worker-{engine.worker}.json").write_text(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

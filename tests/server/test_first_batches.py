@@ -1,0 +1,28 @@
+"""Two workers that begin with the same batch are noticed, once."""
+
+from pathlib import Path
+
+from fairseq_async.server.first_batches import FirstBatches
+from scripts.faults.thread_server import ThreadServer
+from tests.helpers.run_files import events
+from tests.helpers.server_client import join, push
+
+
+def test_only_two_different_workers_with_the_same_batch_are_named_and_only_once() -> None:
+    said: list[str] = []
+    batches = FirstBatches(said.append)
+    for worker, digest in [(0, "a"), (1, None), (2, "b"), (0, "a")]:  # worker 0 was started again
+        batches.note(worker, digest)
+    assert said == []
+    for worker, digest in [(1, "b"), (3, "a")]:
+        batches.note(worker, digest)
+    assert len(said) == 1 and "workers 2 and 1 began with the same batch" in said[0]
+
+
+def test_the_digest_comes_with_an_update_and_is_in_the_log(tmp_path: Path) -> None:
+    server = ThreadServer(1, tmp_path)
+    try:
+        push(join(server, 0), 0, 0.5, first_batch="00ff")
+    finally:
+        server.stop()
+    assert events(tmp_path)[0]["first_batch"] == "00ff"

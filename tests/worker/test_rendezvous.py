@@ -1,0 +1,52 @@
+"""How the ranks of a job find each other through the launcher's store."""
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.worker import context
+from fairseq_async.worker.context import WorkerContext
+
+
+@pytest.fixture
+def other_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
+    """The store of another job at this job's MASTER_PORT."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    monkeypatch.setattr(context, "_kept", [])
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}.items():
+        monkeypatch.setenv(name, str(value))
+    yield store
+
+
+def test_the_first_rank_finds_its_port_taken(other_job: TCPStore) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"port {other_job.port} \(MASTER_PORT\) is another job's: .*master_port"
+    ):
+        WorkerContext(workers=2, has_store=True).open_store()
+
+
+def test_another_rank_finds_its_place_taken(other_job: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would join the other job's run."""
+    place = WorkerContext(worker=1, workers=2, has_store=True)
+    place.open_store()
+    monkeypatch.setattr(context, "_kept", [])  # as in the other job's process
+    with pytest.raises(ConfigurationError, match="is another job's"):
+        place.open_store()
+
+
+def test_the_number_of_ranks_of_this_machine_is_what_deepspeed_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library may have set LOCAL_WORLD_SIZE, torchrun's variable, to 1."""
+    for name in [name for name in os.environ if name.startswith("FAIRSEQ_ASYNC_")]:
+        monkeypatch.delenv(name)
+    launched = {"RANK": 1, "WORLD_SIZE": 4, "MASTER_ADDR": "h", "MASTER_PORT": 1, "LOCAL_SIZE": 4}
+    for name, value in (launched | {"LOCAL_WORLD_SIZE": 1}).items():
+        monkeypatch.setenv(name, str(value))
+    found = WorkerContext.find()
+    assert (found.global_rank, found.workers, found.several_machines, found.has_store) == (1, 4, False, True)
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    assert WorkerContext.find(island_size=2).several_machines
