@@ -81,7 +81,7 @@ def test_gradients_with_nan_are_left_out_until_there_are_too_many(
 
 
 def test_two_workers_train_a_language_model(processes: Processes, tmp_path: Path) -> None:
-    """Of sentences in which each word says what the next one is, with local steps that start ahead of the parameters."""
+    """Of sentences in which each word says what the next one is; local steps start ahead of the parameters."""
     sentences = [" ".join(f"w{(start + 3 * step) % 50}" for step in range(12)) for start in range(50)]
     (tmp_path / "train").write_text("\n".join(sentences * 20))
     (tmp_path / "valid").write_text("\n".join(sentences))
