@@ -84,7 +84,7 @@ def test_gradients_with_nan_are_left_out_until_there_are_too_many(
 
 
 def test_two_workers_train_a_language_model(processes: Processes, tmp_path: Path) -> None:
-    """Of sentences in which each word says what the next one is."""
+    """Of sentences in which each word says what the next one is; local steps start ahead of the parameters."""
     sentences = [" ".join(f"w{(start + 3 * step) % 50}" for step in range(12)) for start in range(50)]
     (tmp_path / "train").write_text("\n".join(sentences * 20))
     (tmp_path / "valid").write_text("\n".join(sentences))
@@ -93,7 +93,7 @@ def test_two_workers_train_a_language_model(processes: Processes, tmp_path: Path
     assert code == 0, output
     model = "--task language_modeling --arch transformer_lm --decoder-layers 1 --decoder-embed-dim 32 --max-tokens 256"
     model += " --decoder-ffn-embed-dim 64 --decoder-attention-heads 2 --tokens-per-sample 32 --log-format json"
-    method = ["--outer", "delayed_nesterov", "--outer-momentum", 0.5, "--local-steps", 5, "--max-update", 100]
+    method = ["--outer", "heloco", "--outer-momentum", 0.5, "--local-steps", 5, "--max-update", 100]
     launcher = [command("fairseq-async"), "launch", "--workers", 2, "--", "fairseq-train", tmp_path / "bin"]
     code, output = processes.run([*launcher, *model.split(), *LOCAL, *method, "--save-dir", tmp_path / "run"])
     assert code == 0, output
