@@ -117,8 +117,7 @@ def build_optimizer(spec: OptimizerSpec, layout: Layout, parameters: Tensor) -> 
     """The optimizer over the server's flat parameters, with a group for each of the worker's.
 
     Raises:
-        ConfigurationError: torch has no such optimizer or does not take its options, or the groups are not those of
-            the layout's tensors.
+        ConfigurationError: there is no such optimizer, or the groups are not those of the layout's tensors.
     """
     kind = _OPTIMIZERS.get(spec.optimizer)
     if kind is None:
@@ -131,10 +130,7 @@ def build_optimizer(spec: OptimizerSpec, layout: Layout, parameters: Tensor) -> 
         {"params": _stepped(parameters, [bounds[number] for number in group.tensors]), **_arguments(group.options)}
         for group in spec.parameter_groups
     ]
-    try:
-        return kind(groups)
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"the optimizer {spec.optimizer}: {error}") from error
+    return kind(groups)
 
 
 def _arguments(options: JsonObject) -> dict[str, object]:
