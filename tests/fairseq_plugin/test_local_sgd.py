@@ -43,9 +43,8 @@ def test_two_workers_learn_and_leave_what_was_promised(processes: Processes, dat
     assert code == 0, output
     losses = valid_losses(tmp_path / "logs" / "worker-0.log")
     left = events(tmp_path)
-    assert (
-        len(losses) > 2 and losses[-1] < left[0]["loss"] / math.log(2) - 0.5
-    )  # worker 0 may validate late, when much is learned
+    first = left[0]["loss"] / math.log(2)  # in bits, as fairseq's log has it
+    assert len(losses) > 2 and losses[-1] < first - 0.5  # worker 0 may validate late, when much is learned
     assert {event["worker"] for event in left} == {0, 1}
     assert all(1 <= event["local_steps"] <= 5 and event["tokens"] >= 0 for event in left)
     assert sum(event["epochs"] for event in left) == pytest.approx(30, abs=0.5)

@@ -25,6 +25,7 @@ PLAIN = {
     "train_batch_size": 8,
     "gradient_clipping": 0.5,
     "steps_per_print": 4,
+    "log_level": "info",
     "zero_allow_untested_optimizer": True,
 }
 
