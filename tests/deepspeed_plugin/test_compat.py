@@ -1,5 +1,7 @@
 """A DeepSpeed that lacks what the plugin builds on is named, with what it lacks."""
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
@@ -29,3 +31,14 @@ def test_a_missing_attribute_is_named_with_deepspeeds_version() -> None:
 
 def test_the_version_that_is_installed_is_the_one_that_the_plugin_is_made_for() -> None:
     assert deepspeed.__version__.split("+")[0] == compat.MADE_FOR
+
+
+def test_the_name_of_deepspeeds_buffer_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    monkeypatch.setenv("MASTER_PORT", str(os.getpid()))
+    monkeypatch.setattr(compat.dist, "get_rank", lambda: 3)
+    name = Path("/dev/shm") / f"deepspeed_allreduce_buffer_{os.getuid()}_192.0.2.1_{os.getpid()}_3"
+    name.touch()
+    compat.remove_buffer_name()
+    assert not name.exists()
+    compat.remove_buffer_name()  # as on a GPU, where there is none
