@@ -215,5 +215,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         checkpoint: StateDict = super().state_dict()
         checkpoint["cfg"] = self.session.given
         checkpoint["extra_state"]["async_server"] = state
-        checkpoint["extra_state"]["compressor"] = self.worker.compressor_state()
+        compressor = self.worker.compressor_state()
+        if compressor is not None:
+            checkpoint["extra_state"]["compressor"] = compressor
         return checkpoint

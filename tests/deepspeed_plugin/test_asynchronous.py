@@ -127,10 +127,10 @@ def test_a_restart_goes_on_with_the_servers_momentum_and_the_inner_optimizer(run
     assert len(summary(tmp_path / "second")["losses"]) == 10
 
 
-def test_a_restart_goes_on_with_what_the_workers_had_not_sent(run: Run, tmp_path: Path) -> None:
-    """Two workers, an exchange before the checkpoint, and one after it."""
+def test_a_restart_goes_on_with_what_an_island_had_not_sent(run: Run, tmp_path: Path) -> None:
+    """Two ranks, whose first encodes for both."""
     compress = {"push": {"codec": "topk", "chunk": 64, "keep": 8}}
-    section = SHORT | {"grace_period": 60, "total_steps": 20, "compress": compress}
+    section = SHORT | {"total_steps": 20, "compress": compress, "island_size": 2, "grace_period": 60}
     code, output = run(2, tmp_path / "whole", section, "--save-at", 10)
     assert code == 0, output
     code, output = run(2, tmp_path / "second", section, "--load", tmp_path / "whole" / "checkpoint")

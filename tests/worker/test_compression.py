@@ -17,8 +17,10 @@ from fairseq_async.worker.compressor import Compressor
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.hybrid_job import HybridJob
 from tests.helpers.local_sgd_workers import LAYOUT, Worker, local_sgd
-from tests.helpers.server_client import StartThreadServer, join_patiently
+from tests.helpers.run_files import snapshot_versions
+from tests.helpers.server_client import StartServer, StartThreadServer, join_patiently, kill
 from tests.helpers.server_client import push as push_constant
+from tests.helpers.waiting import wait_until
 
 TOP_1 = "topk:chunk=3,keep=1"
 
@@ -214,6 +216,26 @@ def test_gradients_that_are_only_added_are_answered_early_and_all_of_them_arrive
     expected = 1.0 - (6 * torch.tensor([3.0, 0.0, 2.0, 1.0, 0.0, 0.0]) - left) / 3
     assert job.parameters() == pytest.approx(expected.tolist(), abs=0.05)
     assert push_constant(client, 6, 1.0, base=2).status is Status.ACCEPTED
+
+
+def test_an_update_for_a_server_that_died_comes_to_the_next_and_nothing_is_lost(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    server = start_server(workers=1)
+    codec = {"push": {"codec": "topk", "chunk": 6, "keep": 2}}
+    client = join_patiently(server, 0, compress=codec, snapshot_seconds=1e6, snapshot_updates=1)
+    job = HybridJob(client)
+    for step in range(4):
+        if step == 2:
+            wait_until(lambda: snapshot_versions(tmp_path)[-1:] == [2])
+            kill(server)
+        job.backward(torch.tensor([[4.0, 1.0], [2.0, 0.0]]), torch.tensor([0.5, 0.0]))
+        job.worker.scale_into_slot(1.0)
+        job.worker.step(1, None)
+    assert client.compressor is not None
+    left = client.compressor.state_dict()["feedback"]["residual"]
+    assert job.parameters() == pytest.approx((1.0 - (4 * torch.tensor([4, 1, 2, 0, 0.5, 0]) - left)).tolist())
+    assert left.any()
 
 
 def test_a_residual_comes_back_only_to_its_worker_at_its_time(tmp_path: Path) -> None:
