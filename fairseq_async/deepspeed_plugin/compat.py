@@ -66,11 +66,6 @@ def unlink_reduction_buffer() -> None:
     the others' buffers by name.
     """
     dist.barrier()
-    remove_buffer_name()
-
-
-def remove_buffer_name() -> None:
-    """The same without waiting for the other ranks: for a process that ends by an error, as the others will."""
     get = os.environ.get
     world = f"{os.getuid()}_{get('MASTER_ADDR')}_{get('MASTER_PORT')}"
     (Path("/dev/shm") / f"deepspeed_allreduce_buffer_{world}_{dist.get_rank()}").unlink(missing_ok=True)

@@ -5,7 +5,7 @@ import socket
 
 import torch
 
-from fairseq_async.deepspeed_plugin.compat import remove_buffer_name
+from fairseq_async.deepspeed_plugin.compat import unlink_reduction_buffer
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.worker.context import WorkerContext
@@ -17,7 +17,7 @@ def check_not_started() -> None:
         ConfigurationError: torch.distributed is initialised already, with every rank in it.
     """
     if torch.distributed.is_initialized():
-        remove_buffer_name()
+        unlink_reduction_buffer()  # every rank is here, and the launcher kills those that are slower to end
         raise ConfigurationError(
             "torch.distributed was initialised with all ranks; call fairseq_async.deepspeed_plugin.initialize before "
             "anything that does so (deepspeed.init_distributed, for one); with Trainer or accelerate, call attach first"

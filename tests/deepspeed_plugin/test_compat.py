@@ -37,8 +37,9 @@ def test_the_name_of_deepspeeds_buffer_is_removed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
     monkeypatch.setenv("MASTER_PORT", str(os.getpid()))
     monkeypatch.setattr(compat.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(compat.dist, "barrier", lambda: None)
     name = Path("/dev/shm") / f"deepspeed_allreduce_buffer_{os.getuid()}_192.0.2.1_{os.getpid()}_3"
     name.touch()
-    compat.remove_buffer_name()
+    compat.unlink_reduction_buffer()
     assert not name.exists()
-    compat.remove_buffer_name()  # as on a GPU, where there is none
+    compat.unlink_reduction_buffer()  # as on a GPU, where there is none
