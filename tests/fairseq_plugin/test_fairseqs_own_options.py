@@ -19,8 +19,9 @@ LSTM = (
 ).split()
 LANGUAGE_MODEL = (
     "--task language_modeling --arch transformer_lm --decoder-layers 1 --decoder-embed-dim 32 "
-    "--decoder-ffn-embed-dim 64 --decoder-attention-heads 2 --tokens-per-sample 32 --max-tokens 256 --lr 1e-2 "
-    "--seed 3 --num-workers 0 --optimizer local_sgd --local-steps 5 --max-epoch 6 --no-epoch-checkpoints "
+    "--decoder-ffn-embed-dim 64 --decoder-attention-heads 2 --tokens-per-sample 32 --max-tokens 256 --lr 2e-3 "
+    "--seed 3 --num-workers 0 --optimizer local_sgd --outer sgd --outer-lr 1.0 "
+    "--local-steps 5 --max-epoch 6 --no-epoch-checkpoints "
     "--log-format json"
 ).split()
 ALL_TASKS = {"PYTHONPATH": str(ROOT)}
@@ -54,12 +55,13 @@ def test_an_lstm_stops_when_its_bleu_no_longer_rises_and_keeps_the_last_epochs(
 
 
 def test_a_language_model_learns(processes: Processes, data: Path, tmp_path: Path) -> None:
+    """Its words are drawn from 60 at random: nobody predicts them with less than about log2(60) bits, 5.9."""
     texts = [f"--{split}pref={data.parent / split}.a" for split in ("train", "valid")]
     preprocess = [command("fairseq-preprocess"), "--only-source", *texts, "--destdir", str(tmp_path / "bin")]
     subprocess.run(preprocess, check=True, capture_output=True, timeout=120)
     launch(processes, tmp_path / "bin", *LANGUAGE_MODEL, "--save-dir", tmp_path / "run")
     validations = [json.loads(line) for line in (tmp_path / "run" / VALIDATIONS).open()]
-    assert validations[-1]["loss"] < validations[0]["loss"] - 0.05 and validations[-1]["metric"] == "ppl"
+    assert validations[-1]["loss"] < 6.3 and validations[-1]["metric"] == "ppl"
 
 
 def test_hydras_program_is_refused_by_name() -> None:

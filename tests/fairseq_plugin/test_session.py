@@ -30,6 +30,7 @@ def command_module(main: Callable[[ModuleType, Any], None]) -> ModuleType:
     module = ModuleType("fairseq_cli.train")
     module.Trainer = FairseqsTrainer  # type: ignore[attr-defined]
     module.main = lambda cfg: main(module, cfg)  # type: ignore[attr-defined]
+    module.get_valid_stats = lambda *stats: stats  # type: ignore[attr-defined]
     module.convert_namespace_to_omegaconf = lambda args: args  # type: ignore[attr-defined]
     session.attach({"fairseq_cli.train": module})
     return module
