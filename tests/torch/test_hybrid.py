@@ -20,8 +20,12 @@ STEPS = 6
 
 
 def model_of(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+    """With a generator of its own: workers are threads of one process, which share torch's."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.4, 0.4, generator=generator)
+    return model
 
 
 def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
