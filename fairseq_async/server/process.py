@@ -58,7 +58,8 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
     tell_log("the server listens at {}:{} for {} workers".format(*listener.getsockname()[:2], options.workers))
     if EventLoop(listener, service, sys.stdin, options.ends_with_workers).run():
         service.snapshots.wait()
-        tell_log(f"the run is finished at update {service.described.coordinator.server.version:,}")
+        if service.begun is not None:  # workers may also have left before it began
+            tell_log(f"the run is finished at update {service.begun.coordinator.server.version:,}")
         service.snapshots.clear()  # a finished run goes on from its checkpoint, if at all
         return
     _keep(service)
