@@ -65,6 +65,7 @@ def sums_over_unequal_batches_are_weighted_by_their_tokens(rank: int) -> None:
         assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=GROUPS[size])
     adascale.measure_sums(sum(tokens[place_in(size)]), factor=1 / (20 * 512), loss_scale=512)
+    adascale.gains.advance()  # the step is taken: what was measured counts for the next ones
     mean = torch.stack([w * g for w, g in zip(weights, single, strict=True)]).sum(0)
     weighted = sum(w * float(g.square().sum()) for w, g in zip(weights, single, strict=True))
     variance = 5 / 4 * (weighted - float(mean.square().sum()))
@@ -80,6 +81,7 @@ def nan_on_one_rank_keeps_the_averages_of_all_ranks_as_they_are(rank: int) -> No
         adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), process_group=GROUPS[2])
         (loss_of(model, place_in(2), 0, True) * (float("nan") if place_in(2) else 1.0)).backward()
         adascale.measure()
+        adascale.gains.advance()
         assert adascale.gains.whole.estimates == 0 and adascale.gain == 1.0
 
 
