@@ -116,8 +116,8 @@ class Launcher:
             self.port,
             self.host,
             self.token,
-            self.max_restarts,
-            self.command.resumes,
+            restarts=self.max_restarts,
+            resumes=self.command.resumes,
         )
         token_file = self.token_file or self.server.token_file
         self.display.say(invitation(self.server.address, token_file.resolve(), self.command.given))

@@ -26,7 +26,7 @@ def find(run_dir: Path, pattern: str) -> list[int]:
 
 
 def server_of(run_dir: Path) -> int:
-    (pid,) = find(run_dir, r"fairseq_plugin\.server")
+    (pid,) = find(run_dir, r"fairseq_server")
     return pid
 
 

@@ -26,7 +26,7 @@ def test_a_worker_0_that_dies_is_started_again_with_the_server_that_it_has_asked
     processes: Processes, tmp_path: Path
 ) -> None:
     """The first start of worker 1 is killed too early to have asked for anything."""
-    change = '{"async_training": {"local_steps": 5, "total_steps": 600, "dynamic_local_steps": false}}'
+    change = '{"async_training": {"local_steps": 5, "total_steps": 2000, "dynamic_local_steps": false}}'
     job = ["python", DEEPSPEED_JOB, "--out", tmp_path, "--deepspeed", "--deepspeed_config", CONFIG, "--change", change]
     run = tmp_path / "run"
     launcher = processes.start([command("fairseq-async"), "launch", "--workers", 2, "--", *job], **DEEPSPEED)
