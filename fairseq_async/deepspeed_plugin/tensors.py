@@ -93,8 +93,11 @@ def check_overflow_always(optimizer: DeepSpeedOptimizer) -> None:
 
 
 def loss_scale(engine: DeepSpeedEngine) -> float:
-    """The factor of the loss that is in the gradients before a step: that of an fp16 optimizer, or 1."""
-    return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+    """The factor of the loss that is in the gradients before a step: ``cur_scale`` of a ZeRO optimizer in fp16, or 1.
+
+    Without ZeRO, DeepSpeed 0.19 does not multiply the loss in fp16, although its optimizer has a scale.
+    """
+    return float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine.fp16_enabled() else 1.0
 
 
 def replica_of(engine: DeepSpeedEngine, rank: int) -> Replica:
