@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from fairseq_async import methods, option_flags
 from fairseq_async.config import (
+    AdasumOptions,
+    DelayedNesterovOptions,
     DiLoCoOptions,
     HybridOptions,
     LocalSGDOptions,
@@ -19,7 +21,7 @@ from fairseq_async.config import (
     Section,
     ServerOptions,
 )
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, as_argument, as_flag, as_key, spell_options
 from fairseq_async.method_spec import (
     MethodSpec,
     hybrid_options,
@@ -193,6 +195,18 @@ def test_an_option_of_another_rule_is_refused_unless_it_is_off() -> None:
     for key, value in {"delay": 2, "c": 0.1, "overlap": True, "grace_period": 1.0, "staleness_power": -1.0}.items():
         with pytest.raises(ConfigurationError, match=f'^here: "{key}" is of no use with "outer" diloco: leave it out$'):
             methods.parse(LocalSGDOptions, {"outer": "diloco", key: value}, "here")
+
+
+def test_an_error_names_an_option_as_the_front_end_writes_it() -> None:
+    said = []
+    for spell in (as_flag, as_key, as_argument):
+        spell_options(spell)
+        with pytest.raises(ConfigurationError) as number:
+            DelayedNesterovOptions(c=0.3).for_workers(4)
+        with pytest.raises(ConfigurationError) as form:
+            AdasumOptions(clip_delta=1.0).form_for("SGD", adaptive=False)
+        said.append([str(error.value).split(" ")[0] for error in (number, form)])
+    assert said == [["--c", "--adasum-clip-delta"], ['"c"', '"clip_delta"'], ["c=", "clip_delta="]]
 
 
 def test_every_option_says_what_it_is() -> None:
