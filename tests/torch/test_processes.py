@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 from pathlib import Path
 
 import torch
@@ -66,7 +65,7 @@ def test_a_script_that_is_interrupted_is_gone_on_with_by_the_launcher(processes:
     step = "        optimizer.step()\n"
     script = "import os\n" + script_of_the_readme().replace(step, f"{step}        {stop}\n")
     code, output = run(processes, tmp_path, script, command("python"))
-    assert code == -signal.SIGINT and output.splitlines()[-1].startswith("KeyboardInterrupt"), output
+    assert code != 0 and output.splitlines()[-1].startswith("KeyboardInterrupt"), output
     kept = snapshot_versions(tmp_path / "async_training")[-1]
     launcher = [command("fairseq-async"), "launch", "--workers", 1, "--resume", "--", "python"]
     code, output = run(processes, tmp_path, script, *launcher)
