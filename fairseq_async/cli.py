@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from fairseq_async.errors import AsyncError, ConfigurationError
+from fairseq_async.errors import AsyncError, ConfigurationError, as_key, spell_options
 
 _MAX_RESTARTS = 3
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -109,6 +109,7 @@ def simulate(
 
     from fairseq_async.simulation import experiment as experiments
 
+    spell_options(as_key)
     given = experiments.read(experiment)
     from fairseq_async.simulation.simulate import Interrupted, Simulator, table
 

@@ -89,7 +89,10 @@ class AsyncLocalSGDOptions(LocalSGDOptions):
     @model_validator(mode="after")
     def _waits_or_goes_on(self) -> "AsyncLocalSGDOptions":
         if self.overlap and self.grace_period is not None:
-            raise ValueError("overlap and grace_period do not go together: a worker that waits for others cannot go on")
+            raise ValueError(
+                f"{option('overlap')} and {option('grace_period')} do not go together: a worker that waits for others "
+                "cannot go on"
+            )
         return self
 
 
@@ -157,7 +160,9 @@ class DelayedNesterovOptions(AsyncLocalSGDOptions):
     def for_workers(self, workers: int) -> "DelayedNesterovOptions":
         delay = self.delay or workers
         if self.c > 1 / delay:
-            raise ConfigurationError(f"c is {self.c:g}: with delay {delay} it must be in [0, 1/{delay}]")
+            raise ConfigurationError(
+                f"{option('c')} is {self.c:g}: with {option('delay')} {delay} it must be in [0, 1/{delay}]"
+            )
         return self.model_copy(update={"delay": delay})
 
 
@@ -225,7 +230,10 @@ class HybridOptions(Options):
     @model_validator(mode="after")
     def _waits_for_somebody(self) -> "HybridOptions":
         if self.grace_period is not None and not self.closes_early:
-            raise ValueError("grace_period is for updates_per_step auto without barrier: leave it out")
+            raise ValueError(
+                f"{option('grace_period')} is for {option('updates_per_step')} auto without {option('barrier')}: "
+                "leave it out"
+            )
         return self
 
     @property

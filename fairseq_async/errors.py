@@ -38,6 +38,11 @@ def option(name: str) -> str:
     return _spell[0](name)
 
 
+def option_of(method: str, name: str) -> str:
+    """As :func:`option`, of a synchronous method, whose flags begin with its name: ``--adasum-form``, ``"form"``."""
+    return option(f"{method}_{name}" if _spell[0] is as_flag else name)
+
+
 def spell_options(spell: Callable[[str], str]) -> None:
     """Sets how :func:`option` writes options in this process; by default as flags."""
     _spell[0] = spell

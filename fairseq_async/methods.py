@@ -130,7 +130,7 @@ def parse(base: type[_Options], values: Mapping[str, object], where: str, spell:
     options = checked(cast("type[_Options]", known[name]), given | {key: name}, where, spell)
     for option in values:
         if option in of_others and values[option]:
-            raise ConfigurationError(f"{where}: {option} is of no use with {key} {name}: leave it out")
+            raise ConfigurationError(f"{where}: {spell(option)} is of no use with {spell(key)} {name}: leave it out")
     return options
 
 

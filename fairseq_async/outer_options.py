@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from fairseq_async.config import AsyncLocalSGDOptions, LookAheadDispatch, OuterLearningRate, OuterMomentum
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, option
 
 
 class MomentumLookAheadOptions(AsyncLocalSGDOptions):
@@ -39,7 +39,7 @@ class DirectionAveragingOptions(AsyncLocalSGDOptions):
     def for_workers(self, workers: int) -> "DirectionAveragingOptions":
         if self.quorum > workers:
             raise ConfigurationError(
-                f"quorum is {self.quorum}: there are only {workers} workers; give at most {workers}"
+                f"{option('quorum')} is {self.quorum}: there are only {workers} workers; give at most {workers}"
             )
         return self
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, option_of
 from fairseq_async.options_base import Options
 
 
@@ -38,8 +38,8 @@ class AdasumOptions(Options):
         for name in ("sync_state", "clip_delta"):
             if form == "gradient" and getattr(self, name):
                 raise ConfigurationError(
-                    f"adasum: {name} is of the delta form, and {optimizer} has the gradient form here: "
-                    f"leave {name} out, or choose the delta form"
+                    f"{option_of('adasum', name)} is of the delta form, and {optimizer} has the gradient form here: "
+                    f"leave it out, or give {option_of('adasum', 'form')} delta"
                 )
         return form
 
@@ -81,18 +81,18 @@ class AdaScaleOptions(Options):
         Raises:
             ConfigurationError: there is one gradient, in which no noise can be seen, and no other estimator.
         """
+        scale, estimator = option_of("adascale", "scale"), option_of("adascale", "estimator")
         if gradients == 1 and self.estimator == "batches" and self.scale != 1:
             raise ConfigurationError(
                 "adascale compares the gradients of a step's batches, and this step has one: use several ranks or "
-                "gradient accumulation, or give the scale and the estimator differences, or scale 1 for plain training"
+                f"gradient accumulation, or give {scale} and {estimator} differences, or {scale} 1 for plain training"
             )
         if gradients > 1 and self.estimator == "differences":
             raise ConfigurationError(
-                f"adascale: the estimator differences is for a step with one gradient, and this step has {gradients}: "
-                "leave it out"
+                f"{estimator} differences is for a step with one gradient, and this step has {gradients}: leave it out"
             )
         if self.estimator == "differences" and self.interval > 1:
-            raise ConfigurationError("adascale: interval is for the estimator batches: leave it out")
+            raise ConfigurationError(f"{option_of('adascale', 'interval')} is for {estimator} batches: leave it out")
         if self.estimator == "differences" and self.scale is None:
-            raise ConfigurationError("adascale: the estimator differences needs the scale, how many batches a step has")
+            raise ConfigurationError(f"{estimator} differences needs {scale}, how many batches a step has")
         return float(gradients) if self.scale is None else self.scale

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from fairseq_async.errors import as_flag, spell_options
 from fairseq_async.server.process import ServerProcess
 from scripts.faults.hosts import Cable, Host, other_host
 from scripts.faults.thread_server import ThreadServer
@@ -25,6 +26,13 @@ settings.load_profile("patient")
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a background job, and so in what we start
 torch.serialization.add_safe_globals([Namespace])  # plain fairseq's own checkpoints hold one
+
+
+@pytest.fixture(autouse=True)
+def spelling() -> Iterator[None]:
+    """A front end that a test uses in this process has spelt options its own way."""
+    yield
+    spell_options(as_flag)
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,7 @@ class AdaScaleEngine(SynchronousEngine):
         scale = options.scale_of(dist.get_world_size() * accumulation)
         masters = tensors.masters_of(self.optimizer)
         if options.estimator == "differences" and masters is not None:
-            raise ConfigurationError("adascale: the estimator differences is for fp32 without ZeRO: leave it out")
+            raise ConfigurationError('"estimator": "differences" is for fp32 without ZeRO: leave it out')
         self.adascale = AdaScale(
             self.basic_optimizer,
             scale,

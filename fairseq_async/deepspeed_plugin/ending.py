@@ -15,8 +15,9 @@ _QUIET_SECONDS = 2.0  # for which worker 0 waits for the others' end before it s
 def leave_at_exit(client: Client, async_worker: AsyncWorker, server: ServerProcess | None) -> None:
     """Leaves the run when the process ends, for whatever reason.
 
-    A process that has started the server stays until the other workers have ended, too. If it has failed, it stays for
-    nobody: whoever has started the job is to learn of it at once, and to end the other ranks.
+    A process that has started the server stays until the other workers have ended, too. If it has failed or was
+    interrupted, it stays for nobody: whoever has started the job is to learn of it at once, and to end the other ranks.
+    The server writes a last snapshot then.
     """
     failed = has_failed()
     try:
@@ -24,14 +25,16 @@ def leave_at_exit(client: Client, async_worker: AsyncWorker, server: ServerProce
             async_worker.settle()
     except AsyncError:
         pass  # the server had ended before
-    client.leave(finished=False)
     if server is None:
-        return
+        return client.leave(finished=False)
     try:
-        if not failed:
+        if failed:
+            client.close()  # after a last worker that leaves, the run would be over, and nothing of it be kept
+        else:
+            client.leave(finished=False)
             _outlast_others(server)
     finally:
-        server.stop()
+        server.end()
 
 
 def _outlast_others(server: ServerProcess) -> None:

@@ -16,7 +16,7 @@ from fairseq_async.deepspeed_plugin.schedules import Rates, check_schedule, set_
 from fairseq_async.errors import AsyncError, fail
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.plan import whole_steps
-from fairseq_async.worker.async_worker import Refusals
+from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
@@ -230,7 +230,7 @@ class LocalEngine(AsyncEngine):
             ConfigurationError: the learning-rate schedule cannot follow the run.
         """
         super().set_up(async_worker, spec, context)
-        self._left_out = Refusals(self.worker, async_worker.refusals.limit)
+        self._left_out = left_out_steps(self.worker, async_worker.refusals.limit)
         tensors.check_overflow_always(self.optimizer)
         check_schedule(self.lr_scheduler)
 

@@ -39,10 +39,10 @@ class IslandClient:
 
     The ranks share the worker's slot, into which each writes its own part.
 
-    Hazard: every method but ``leave`` makes collective calls within the island. All ranks must call the same methods
-    in the same order, from the thread in which DeepSpeed makes its own collective calls, or the island hangs, or one
-    rank takes the answer to another question. Rank 0's request may fail; it then broadcasts that before it raises, so
-    that no rank waits for an answer that never comes.
+    Hazard: every method but ``leave`` and ``close`` makes collective calls within the island. All ranks must call the
+    same methods in the same order, from the thread in which DeepSpeed makes its own collective calls, or the island
+    hangs, or one rank takes the answer to another question. Rank 0's request may fail; it then broadcasts that before
+    it raises, so that no rank waits for an answer that never comes.
 
     Args:
         client: rank 0's connection; None on the other ranks.
@@ -94,6 +94,11 @@ class IslandClient:
         """Ends rank 0's connection; no collective call, since it runs when a process ends."""
         if self.client is not None:
             self.client.leave(finished)
+
+    def close(self) -> None:
+        """See :meth:`Client.close`; no collective call either."""
+        if self.client is not None:
+            self.client.close()
 
     @property
     def compressor(self) -> Compressor | None:

@@ -6,7 +6,7 @@ import socket
 import torch
 
 from fairseq_async.deepspeed_plugin.compat import unlink_reduction_buffer
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.worker.context import WorkerContext
 
@@ -43,7 +43,9 @@ def start_world(context: WorkerContext) -> None:
         else:
             machine, port = context.ask(key, f"rank 0 of island {context.worker} did not start")
             if machine != socket.gethostname():
-                raise ConfigurationError(f"island_size is {context.island_size}: an island must be on one machine")
+                raise ConfigurationError(
+                    f"{option('island_size')} is {context.island_size}: an island must be on one machine"
+                )
     world = {"RANK": context.rank, "WORLD_SIZE": context.island_size, "MASTER_ADDR": host, "MASTER_PORT": port}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # torchrun keeps no store at the new address
     os.environ.setdefault("LOCAL_RANK", "0")  # a worker that no launcher has started

@@ -23,7 +23,7 @@ from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.session import attach
 from fairseq_async.server.protocol import Welcome
-from fairseq_async.worker.async_worker import Refusals
+from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import MasterReplica, Replica, TensorReplica
@@ -80,7 +80,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
             replica = replica_of(self.trainable_parameters(), self._optimizer)
             options = flags.local_sgd_options(arguments, self.cfg)
             self._worker = local_sgd_worker(self.session.client, replica, options)
-            self._left_out = Refusals(self.session.context.worker, options.max_refused)
+            self._left_out = left_out_steps(self.session.context.worker, options.max_refused)
         self._in_step = False
         self._own_parameters: Tensor | None = None  # while the model has the server's
         self._last_step: tuple[float, float] | None = None  # its loss, in nats per token, and its tokens

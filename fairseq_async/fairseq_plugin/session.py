@@ -29,7 +29,6 @@ from fairseq_async.worker.context import WorkerContext
 
 _COMMAND = "fairseq_cli.train"
 _RANK_0_FIRST = 5.0  # seconds for which another rank keeps back an error that rank 0 may print as well
-_SAVING = 120.0  # seconds for the server's last snapshot
 _TrainerClass = Callable[..., FairseqObject]
 
 
@@ -184,7 +183,7 @@ class WorkerSession:
     def close(self) -> None:
         """Ends the server if this worker has started it; of a run that is interrupted it writes a last snapshot."""
         if self._server is not None:
-            self._server.end(_SAVING)
+            self._server.end()
 
     def _adjust(self, cfg: FairseqConfig) -> None:
         """Changes of the configuration that follow from being one worker of several."""

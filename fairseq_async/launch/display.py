@@ -46,6 +46,6 @@ class Display:
             table.add_column(column, justify="right")
         for name, updates, *rates, loss in self.progress.rows():
             tokens, staleness, held, ahead = rates
-            cells = f"{tokens:,.0f}", f"{staleness:.2f}", f"{held:.3f}", f"{ahead:.2f}", f"{loss:.3f}"
-            table.add_row(name, f"{updates:,}", *cells)
+            cells = f"{tokens:,.0f}", f"{staleness:.2f}", f"{held:.3f}", f"{ahead:.2f}"
+            table.add_row(name, f"{updates:,}", *cells, "" if loss is None else f"{loss:.3f}")
         return table

@@ -24,7 +24,6 @@ from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 
 _FINISHING = 60.0  # seconds for worker 0 to end after the server; it may still write its checkpoint
 _LEAVING = 5.0  # seconds for the other workers; what does not end by then hangs
-_SAVING = 120.0  # seconds for a server that is told to end to write its last snapshot
 _USER_ERROR = 2  # exit code of a worker that cannot run as it was asked to: starting it again would not help
 
 
@@ -91,7 +90,7 @@ class Launcher:
     def _end(self) -> None:
         self.processes.end()
         if self.server is not None:
-            self.server.end(_SAVING)
+            self.server.end()
             self.processes.move_logs(self.run_dir, shutil.move)  # those that were on another disk
 
     def _interrupted(self) -> str:

@@ -30,7 +30,7 @@ class Row(NamedTuple):
         staleness: mean of the updates.
         held_seconds: mean time for which an update waited for others.
         look_ahead: mean number of versions at which the worker started ahead.
-        loss: nats per token, as in ``events.jsonl``.
+        loss: nats per token, as in ``events.jsonl``; None where no update has one.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Row(NamedTuple):
     staleness: float
     held_seconds: float
     look_ahead: float
-    loss: float
+    loss: float | None
 
 
 class Progress:
@@ -128,7 +128,7 @@ class Progress:
     def _row(self, name: str, updates: int, events: list[Event]) -> Row:
         applied = [event for event in events if event.status is Status.APPLIED]
         tokens = sum(event.target_tokens for event in applied)
-        losses = [(event.loss, event.target_tokens) for event in applied if event.loss is not None]
+        losses = [(e.loss, e.target_tokens) for e in applied if e.loss is not None and e.target_tokens]
         return Row(
             name,
             updates,
@@ -136,7 +136,7 @@ class Progress:
             _mean([event.staleness for event in applied]),
             _mean([event.held_seconds or 0.0 for event in applied]),
             _mean([event.look_ahead or 0.0 for event in applied]),
-            sum(loss * weight for loss, weight in losses) / max(1.0, sum(weight for _, weight in losses)),
+            sum(loss * weight for loss, weight in losses) / sum(weight for _, weight in losses) if losses else None,
         )
 
     @property
@@ -185,7 +185,8 @@ class Progress:
         """The progress in one line."""
         every = self.rows()[-1]
         text = f"{self.position}, {self.updates_per_second:.1f} updates/s, {every.tokens:,.0f} tokens/s, "
-        text += f"{self.updates_in_a_step:.1f} in a step, staleness {every.staleness:.2f}, loss {every.loss:.3f}"
+        text += f"{self.updates_in_a_step:.1f} in a step, staleness {every.staleness:.2f}"
+        text += "" if every.loss is None else f", loss {every.loss:.3f}"
         return text + self._validated() + self.sent + (f", {self.refused} refused" if self.refused else "")
 
     def _validated(self) -> str:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from fairseq_async.environment import TOKEN
@@ -183,17 +184,27 @@ class ServerProcess:
         self.join(seconds)
         self.stop()
 
-    def end(self, seconds: float) -> None:
+    def end(self, seconds: float = _ENDING_SECONDS) -> None:
         """Lets the server write a last snapshot, if its run has begun and is not finished; then it is stopped."""
         with self._starting:
             self._stopping.set()
-            if self.process.stdin is not None:
-                self.process.stdin.close()  # it takes that for the end of whoever has started it
+            self._cut_lifeline()
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             say(f"the server has not written its last snapshot within {seconds:g} s, and is killed")
         self.stop()
+
+    def _cut_lifeline(self) -> None:
+        """The server takes what it reads for the end of whoever has started it."""
+        if self.process.stdin is None or self.process.stdin.closed:
+            return
+        # To close it is not enough: processes that were forked from this one, as a data loader's, have it open too.
+        with suppress(BrokenPipeError):  # the server has ended
+            self.process.stdin.write(b"\n")
+            self.process.stdin.flush()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
 
     def stop(self) -> None:
         """Kills the server."""

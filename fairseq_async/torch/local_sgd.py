@@ -12,7 +12,7 @@ from fairseq_async.method_spec import MethodSpec, local_sgd_spec
 from fairseq_async.torch.options import parse_options
 from fairseq_async.torch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
 from fairseq_async.torch.training import AsyncTraining
-from fairseq_async.worker.async_worker import Refusals
+from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
@@ -80,7 +80,7 @@ class AsyncLocalSGD(AsyncTraining):
 
     def _make_worker(self, client: Client) -> LocalSGDWorker:
         self._local = local_sgd_worker(client, TensorReplica(self._named), self.options)
-        self._left_out = Refusals(client.worker, self.options.max_refused)
+        self._left_out = left_out_steps(client.worker, self.options.max_refused)
         return self._local
 
     def _add_hooks(self) -> list[RemovableHandle]:

@@ -157,12 +157,15 @@ class AsyncTraining(ABC):
                 self._server.join()
 
     def abandon(self) -> None:
-        """Is gone from the run as a worker that was killed; a server that this worker has started ends at once."""
+        """Is gone from the run as a worker that was killed; a server that this worker has started ends, too.
+
+        It writes a last snapshot then, unless the run is over.
+        """
         self._remove_hooks()
         if self._client is not None:
             self._client.close()
         if self._server is not None:
-            self._server.stop()
+            self._server.end()
         self._client = self._server = None
 
     def _remove_hooks(self) -> None:

@@ -15,13 +15,17 @@ logger = logging.getLogger(__name__)
 class Refusals:
     """Counts the updates that the server has refused, which says with each answer how many there were.
 
+    It counts the local steps that a worker leaves out by itself, too.
+
     Args:
         worker: its number, for the error.
         limit: refused in a row, after which the worker stops.
+        what: they are.
+        fate: what becomes of them.
     """
 
-    def __init__(self, worker: int, limit: int) -> None:
-        self.worker, self.limit = worker, limit
+    def __init__(self, worker: int, limit: int, what: str = "update", fate: str = "refused") -> None:
+        self.worker, self.limit, self.what, self.fate = worker, limit, what, fate
         self.total = self.in_a_row = 0
 
     def count(self, total: int) -> None:
@@ -33,12 +37,17 @@ class Refusals:
         more, self.total = max(0, total - self.total), total
         self.in_a_row = self.in_a_row + more if more else 0
         if more:
-            logger.warning("an update was refused: it had NaN or Inf (%d in all)", total)
+            logger.warning("the last %s was %s: it had NaN or Inf (%d in all)", self.what, self.fate, total)
         if self.in_a_row >= self.limit:
             raise RefusedError(
-                f"the last {self.in_a_row} updates of worker {self.worker} had NaN or Inf and were refused "
+                f"the last {self.in_a_row} {self.what}s of worker {self.worker} had NaN or Inf and were {self.fate} "
                 f"({option('max_refused')}); try a lower learning rate"
             )
+
+
+def left_out_steps(worker: int, limit: int) -> Refusals:
+    """Counts local steps with NaN or Inf, which never reach the server."""
+    return Refusals(worker, limit, "local step", "left out")
 
 
 class AsyncWorker:

@@ -71,7 +71,9 @@ class WorkerContext:
         if _under_torchrun():
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             if world % island_size:
-                raise ConfigurationError(f"island_size is {island_size}: it does not divide the {world} ranks")
+                raise ConfigurationError(
+                    f"{option('island_size')} is {island_size}: it does not divide the {world} ranks"
+                )
             # LOCAL_SIZE is deepspeed's own; a library may have set LOCAL_WORLD_SIZE, torchrun's, for another purpose
             local = int(get("LOCAL_SIZE") or get("LOCAL_WORLD_SIZE") or world)
             return cls(

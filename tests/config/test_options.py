@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from fairseq_async import methods, option_flags
 from fairseq_async.config import (
+    AdasumOptions,
+    DelayedNesterovOptions,
     DiLoCoOptions,
     HybridOptions,
     LocalSGDOptions,
@@ -19,7 +21,7 @@ from fairseq_async.config import (
     Section,
     ServerOptions,
 )
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, as_argument, as_flag, as_key, spell_options
 from fairseq_async.method_spec import (
     MethodSpec,
     hybrid_options,
@@ -159,8 +161,8 @@ def test_steps_that_close_and_look_ahead_are_the_default_of_hybrid_and_a_barrier
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"updates_per_step": 2, "grace_period": 1.0}, "grace_period is for updates_per_step auto"),
-        ({"barrier": True, "grace_period": 1.0}, "grace_period is for updates_per_step auto"),
+        ({"updates_per_step": 2, "grace_period": 1.0}, "--grace-period is for --updates-per-step auto"),
+        ({"barrier": True, "grace_period": 1.0}, "--grace-period is for --updates-per-step auto"),
         ({"updates_per_step": "all"}, "updates_per_step"),
         ({"look_ahead": -1.0}, "look_ahead"),
         ({"look_ahead": math.inf}, "look_ahead"),
@@ -191,8 +193,20 @@ def test_an_option_of_another_rule_is_refused_unless_it_is_off() -> None:
     off = {"outer": "diloco", "delay": None, "c": 0.0, "overlap": False, "grace_period": None}
     assert methods.parse(LocalSGDOptions, off, "here") == DiLoCoOptions()
     for key, value in {"delay": 2, "c": 0.1, "overlap": True, "grace_period": 1.0, "staleness_power": -1.0}.items():
-        with pytest.raises(ConfigurationError, match=f"^here: {key} is of no use with outer diloco: leave it out$"):
+        with pytest.raises(ConfigurationError, match=f'^here: "{key}" is of no use with "outer" diloco: leave it out$'):
             methods.parse(LocalSGDOptions, {"outer": "diloco", key: value}, "here")
+
+
+def test_an_error_names_an_option_as_the_front_end_writes_it() -> None:
+    said = []
+    for spell in (as_flag, as_key, as_argument):
+        spell_options(spell)
+        with pytest.raises(ConfigurationError) as number:
+            DelayedNesterovOptions(c=0.3).for_workers(4)
+        with pytest.raises(ConfigurationError) as form:
+            AdasumOptions(clip_delta=1.0).form_for("SGD", adaptive=False)
+        said.append([str(error.value).split(" ")[0] for error in (number, form)])
+    assert said == [["--c", "--adasum-clip-delta"], ['"c"', '"clip_delta"'], ["c=", "clip_delta="]]
 
 
 def test_every_option_says_what_it_is() -> None:
@@ -238,11 +252,15 @@ def test_an_option_with_the_name_of_one_of_the_servers_is_refused() -> None:
         ("local_sgd", ["--outer", "adagrad"], "--optimizer local_sgd: --outer: Input should be 'diloco', "),
         ("local_sgd", ["--local-steps", "none"], "--local-steps: Input should be a valid integer"),
         ("local_sgd", ["--outer-lr"], "argument --outer-lr: expected one argument"),
-        ("local_sgd", ["--outer", "sgd", "--delay", "2"], "delay is of no use with outer sgd"),
-        ("local_sgd", ["--c", "0.6"], "c is 0.6: with delay 2 it must be in [0, 1/2]"),
+        (
+            "local_sgd",
+            ["--outer", "sgd", "--delay", "2"],
+            "--optimizer local_sgd: --delay is of no use with --outer sgd: leave it out",
+        ),
+        ("local_sgd", ["--c", "0.6"], "--c is 0.6: with --delay 2 it must be in [0, 1/2]"),
         ("local_sgd", ["--outer", "mla", "--look-ahead", "ahead"], "--look-ahead: Input should be a valid boolean"),
-        ("local_sgd", ["--outer", "sgd", "--look-ahead", "on"], "look_ahead is of no use with outer sgd: leave it out"),
-        ("local_sgd", ["--outer", "direction_averaging", "--quorum", "3"], "quorum is 3: there are only 2 workers"),
+        ("local_sgd", ["--outer", "sgd", "--look-ahead", "on"], "--look-ahead is of no use with --outer sgd: leave"),
+        ("local_sgd", ["--outer", "direction_averaging", "--quorum", "3"], "--quorum is 3: there are only 2 workers"),
         ("local_sgd", ["--worker-timeout", "0"], "--worker-timeout: Input should be greater than 0 (it is 0)"),
         (
             "hybrid_async",

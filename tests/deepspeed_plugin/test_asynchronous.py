@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from fairseq_async.config import LocalSGDOptions
 from fairseq_async.deepspeed_plugin import config as configuration
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, as_key, spell_options
 from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, ROOT, Processes, command, free_port
 
 WITHOUT_LOCAL_STEPS = ("hybrid_async", "adasum", "adascale")
@@ -214,21 +214,22 @@ def test_the_file_of_adasum_is_loaded_and_runs_a_few_steps(processes: Processes,
     [
         ({"outr": 1}, '"async_training": unknown key "outr"; known are .*outer.*, island_size, .*run_dir, .*server'),
         ({"method": "local"}, "\"method\": 'local' is none of adascale, adasum, hybrid_async, local_sgd"),
-        ({"c": 0.5, "delay": 4}, r"c is 0.5: with delay 4 it must be in \[0, 1/4\]"),
+        ({"c": 0.5, "delay": 4}, r'"c" is 0.5: with "delay" 4 it must be in \[0, 1/4\]'),
         ({"delay": 0}, '"delay": Input should be greater than or equal to 1'),
         ({"island_size": 0}, '"island_size"'),
         ({"server": "10.0.0.1"}, r'"async_training": "server": an address is written HOST:PORT.*it is \'10.0.0.1\''),
-        ({"outer": "sgd", "outer_momentum": 0.9}, "outer_momentum is of no use with outer sgd"),
+        ({"outer": "sgd", "outer_momentum": 0.9}, '"outer_momentum" is of no use with "outer" sgd'),
     ],
 )
 def test_a_mistake_in_the_section_names_its_key(change: dict[str, Any], message: str) -> None:
+    spell_options(as_key)
     config = json.loads(CONFIGS[-1].read_text())
     config["async_training"] = {"method": "local_sgd", "outer": "delayed_nesterov"} | change
     with pytest.raises(ConfigurationError, match=message) as caught:
         _, _, options = configuration.split(config, "file.json")
         assert isinstance(options, LocalSGDOptions)
         options.for_workers(2)
-    assert "\n" not in str(caught.value) and str(caught.value).startswith(("file.json", "c is"))
+    assert "\n" not in str(caught.value) and str(caught.value).startswith(("file.json", '"c" is'))
 
 
 def test_a_file_that_is_missing_or_no_json_is_one_line(tmp_path: Path) -> None:
@@ -243,5 +244,5 @@ def test_a_file_that_is_missing_or_no_json_is_one_line(tmp_path: Path) -> None:
 
 def test_an_island_that_does_not_divide_the_ranks_is_one_line(run: Run, tmp_path: Path) -> None:
     code, output = run(2, tmp_path / "out", {"island_size": 3})
-    assert code != 0 and "island_size is 3: it does not divide the 2 ranks" in output, output
+    assert code != 0 and '"island_size" is 3: it does not divide the 2 ranks' in output, output
     assert "Traceback" not in output

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.commands import DEEPSPEED, HELPERS, Processes, command, free_port
-from tests.helpers.run_files import events
+from tests.helpers.run_files import events, snapshot_versions
 
 SECONDS = 100  # more than a job takes on a busy machine; the minute that a server may stay alone is in the assertions
 Run = Callable[[str], tuple[int, str]]
@@ -44,10 +44,12 @@ def test_after_end_all_steps_of_divided_data_have_been_sent(run: Run, tmp_path: 
     assert [sum(e["local_steps"] for e in events(tmp_path) if e["worker"] == worker) for worker in (0, 1)] == [8, 8]
 
 
-def test_a_rank_0_that_crashes_ends_the_job_with_its_own_error(run: Run) -> None:
+def test_a_rank_0_that_crashes_ends_the_job_with_its_own_error_and_its_servers_state_is_kept(
+    run: Run, tmp_path: Path
+) -> None:
     code, output = run("crash")
     assert code != 0 and "a mistake of the script's own" in output, output
-    assert "its server stays" not in output
+    assert "its server stays" not in output and snapshot_versions(tmp_path)[-1] > 0
 
 
 def test_a_torch_distributed_that_was_started_before_is_one_line_on_every_rank(run: Run) -> None:

@@ -23,7 +23,10 @@ from tests.helpers.fairseq_jobs import ADAM, ADASCALE, ADASUM, SGD
     ("flags", "message"),
     [
         ([*ADASUM, "--adasum-form", "sum"], "--optimizer adasum: --adasum-form: Input should be 'gradient'"),
-        ([*ADASUM, *SGD, "--adasum-sync-state", 5], "sync_state is of the delta form, and --inner-optimizer sgd has"),
+        (
+            [*ADASUM, *SGD, "--adasum-sync-state", 5],
+            "--adasum-sync-state is of the delta form, and --inner-optimizer sgd has",
+        ),
         ([*ADASUM, "--fp16", "--cpu"], "--fp16: fairseq needs a GPU for it"),
         (
             [*ADASUM, "--memory-efficient-bf16", "--cpu"],

@@ -1,5 +1,6 @@
 """Ctrl-C keeps what was done: the same command goes on from there, as if nothing had been."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -115,3 +116,19 @@ def test_a_server_whose_starter_is_killed_writes_its_last_snapshot_too(
     process.process.stdin.close()
     assert process.process.wait(30) == 0 and snapshot_versions(tmp_path / "run")[-1] == 3
     process.stop()
+
+
+def test_a_process_that_was_forked_from_the_starter_does_not_keep_the_server_from_its_last_snapshot(
+    tmp_path: Path,
+) -> None:
+    """As a data loader's has, it has the server's standard input open."""
+    process, client = begin(tmp_path / "run", 1.0)
+    push(client, 0, 0.5)
+    assert process.process.stdin is not None
+    held = os.dup(process.process.stdin.fileno())
+    try:
+        process.end(30)
+        assert process.process.returncode == 0 and snapshot_versions(tmp_path / "run")[-1] == 1
+    finally:
+        os.close(held)
+        process.stop()

@@ -1,7 +1,6 @@
 """``fairseq-async launch`` with real processes, some of which die."""
 
 import glob
-import json
 import os
 import re
 import signal
@@ -11,14 +10,12 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command import WorkerCommand
-from fairseq_async.launch.progress import Progress
 from tests.helpers.checkpoints import load
 from tests.helpers.commands import HYBRID, MODEL, Processes, command, free_port, launch_command
 from tests.helpers.launched import count, find, server_of, worker_of
@@ -248,57 +245,3 @@ def test_a_slowed_down_worker_sends_fewer_gradients_and_older_ones(launch: Launc
     ages = [[e["staleness"] for e in updates[began:] if e["worker"] == worker] for worker in (0, 1)]
     assert len(ages[0]) > 2 * len(ages[1])
     assert sum(ages[1]) / len(ages[1]) > sum(ages[0]) / len(ages[0])
-
-
-def event(worker: int, version: int, now: float, **more: Any) -> str:
-    fields = {"time": now, "worker": worker, "version_after": version, "status": "applied", "weight": 100.0}
-    return json.dumps(fields | {"sequence": 0, "base_version": 0, "staleness": 1, "loss": 2.0} | more) + "\n"
-
-
-def test_progress_follows_the_log_and_leaves_half_a_line_for_later(tmp_path: Path) -> None:
-    now = 1000.0
-    path = tmp_path / "events.jsonl"
-    path.write_text(event(0, 7, 900.0))  # an earlier run's
-    progress = Progress(tmp_path, 2, clock=lambda: now)
-    with path.open("a") as file:
-        file.write(event(0, 8, 1001.0) + event(1, 9, 1002.0, status="refused") + event(1, 10, 1003.0)[:20])
-    now = 1004.0
-    progress.poll()
-    assert progress.updates == {0: 1, 1: 1} and progress.version == 9 and progress.refused == 1
-    assert progress.rows()[0] == ("worker 0", 1, 25.0, 1.0, 0.0, 0.0, 2.0)
-    with path.open("a") as file:
-        file.write(event(1, 10, 1003.0)[20:])
-    progress.poll()
-    assert progress.version == 10
-    now = 2000.0
-    progress.poll()
-    assert progress.rows()[-1].tokens == 0.0 and "1 refused" in progress.summary()
-
-
-def test_progress_says_who_was_held_and_how_far_was_looked_ahead(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    progress = Progress(tmp_path, 2, clock=lambda: 1000.0)
-    lines = [event(0, 4, 1000.0), event(0, 4, 1000.0, held_seconds=0.25), event(0, 5, 1000.0)]
-    lines += [event(0, 5, 1000.0, held_seconds=0.75), event(1, 6, 1000.0, look_ahead=1.5)]
-    path.write_text("".join(lines))
-    progress.poll()
-    first, second, every = progress.rows()
-    assert (first.held_seconds, first.look_ahead) == (0.25, 0.0)
-    assert (second.held_seconds, second.look_ahead) == (0.0, 1.5) and every.held_seconds == 0.2
-    assert progress.updates_in_a_step == 2.0 and "2.0 in a step" in progress.summary()
-
-
-def test_progress_begins_again_where_a_restart_has_put_another_file_and_lives_through_bad_lines(tmp_path: Path) -> None:
-    """The new file may be longer than the old one before anybody looks: an offset into it would be amid a line."""
-    path = tmp_path / "events.jsonl"
-    progress = Progress(tmp_path, 2, clock=lambda: 1000.0)
-    path.write_text(event(0, 1, 1000.0) + event(1, 2, 1000.0) + event(0, 3, 1000.0))
-    progress.poll()
-    assert progress.updates == {0: 2, 1: 1} and progress.version == 3
-    kept = event(0, 1, 1000.0) + "no event at all\n" + "".join(event(1, version, 1000.0) for version in range(2, 9))
-    (tmp_path / "events.jsonl.part").write_text(kept)
-    (tmp_path / "events.jsonl.part").replace(path)
-    progress.poll()
-    assert progress.updates == {0: 1, 1: 7} and progress.version == 8
-    progress.poll()
-    assert progress.updates == {0: 1, 1: 7} and progress.version == 8

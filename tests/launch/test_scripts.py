@@ -2,14 +2,16 @@
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from fairseq_async import cli
-from fairseq_async.environment import RENDEZVOUS, TOKEN, WORKER, WORKERS
+from fairseq_async.environment import JOINS, RENDEZVOUS, SERVER, TOKEN, WORKER, WORKERS
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.join import join
 from fairseq_async.launch.last_words import last_words, same_mistake
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.invitation import invitation, own_command
@@ -82,6 +84,24 @@ def test_all_workers_of_a_script_get_the_address_that_the_launcher_answers(
     assert rendezvous.requested() == ServerRequest("a.server", str(tmp_path / "run"))
     with pytest.raises(ConfigurationError, match="127.0.0.1:9: the launcher starts the server; leave it out"):
         WorkerContext(0, 2)._find_server("a.server", "127.0.0.1:9", None, tmp_path, resumes=False)
+
+
+def test_a_script_joins_by_its_whole_command_with_the_address_and_the_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The process becomes the script's: what it is replaced by is kept here."""
+    token = "0123456789abcdef"
+    (tmp_path / "token").touch(0o600)
+    (tmp_path / "token").write_text(token)
+    became: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda *given: became.append(given))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        join(address, ["python", "train.py", "--deepspeed", "--lr", "1"], tmp_path / "token")
+    ((program, line, variables),) = became
+    assert line == [program, "train.py", "--deepspeed", "--lr", "1"] and os.access(program, os.X_OK)
+    expected = {WORKER: JOINS, SERVER: address, TOKEN: token}
+    assert expected.items() <= variables.items() and RENDEZVOUS not in variables
 
 
 def test_the_command_to_join_is_that_of_this_process_without_what_belongs_to_its_run(

@@ -22,7 +22,7 @@ from tests.helpers.simulations import DN, experiment
         ({"methods": {"DN": {}}}, 'method DN: "method" is missing; there are'),
         ({"methods": {"DN": DN | {"outer": "sgdd"}}}, 'method DN: "outer"'),
         ({"methods": {"DN": DN | {"overlap": True}}}, 'method DN: "overlap" cannot be set for one method'),
-        ({"methods": {"DN": DN | {"c": 0.1, "outer": "sgd"}}}, "c is of no use with outer sgd"),
+        ({"methods": {"DN": DN | {"c": 0.1, "outer": "sgd"}}}, '"c" is of no use with "outer" sgd'),
         ({"methods": {"A": {"method": "adascale"}}}, 'adascale is simulated with "optimizer": "type": sgd, not adamw'),
         ({"methods": {"DN": DN | {"optimizer": {"lrr": 1}}}}, 'method DN, optimizer: unknown key "lrr"'),
         ({"cluster": {"workers": 2, "seconds_per_step": [1, 2, 3]}}, "seconds_per_step has 3 entries for 2 workers"),

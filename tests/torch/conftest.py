@@ -5,18 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_async.errors import as_flag, spell_options
 from fairseq_async.server.run import Build
 from tests.helpers.torch_workers import ThreadWorkers
 
 StartWorkers = Callable[[int, Build], ThreadWorkers]
-
-
-@pytest.fixture(autouse=True)
-def spelling() -> Iterator[None]:
-    """Arguments of a Python call are spelt so in errors; the other tests' options are flags."""
-    yield
-    spell_options(as_flag)
 
 
 @pytest.fixture

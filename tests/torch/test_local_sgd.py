@@ -182,7 +182,10 @@ def test_a_state_brings_the_outer_momentum_back(workers: Start, tmp_path: Path) 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a rule that there is not": ({"outer": "adagrad"}, "outer: Input should be 'diloco'"),
-    "an option of another rule": ({"outer": "diloco", "delay": 3}, "delay is of no use with outer diloco"),
+    "an option of another rule": (
+        {"outer": "diloco", "delay": 3},
+        "AsyncLocalSGD: delay is of no use with outer diloco",
+    ),
     "a bad value": ({"local_steps": 0}, "local_steps: Input should be greater than or equal to 1 (it is 0)"),
 }
 

@@ -1,6 +1,5 @@
 """A user's script as real processes under torchrun: the README's."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.helpers.commands import HELPERS, ROOT, Processes, command
+from tests.helpers.run_files import events, snapshot_versions
 
 QUIET = {"PYTHONPATH": f"{HELPERS / 'without_fairseq'}:{ROOT}"}
 
@@ -36,9 +36,9 @@ def test_the_readmes_example_trains_under_torchrun(processes: Processes, tmp_pat
     assert code == 0, output
     model = torch.load(tmp_path / "model.pt", weights_only=True)
     torch.testing.assert_close(model["weight"], torch.ones(1, 8), atol=0.1, rtol=0)
-    events = [json.loads(line) for line in (tmp_path / "async_training" / "events.jsonl").open()]
-    assert {event["worker"] for event in events} == {0, 1}
-    assert sum(event["local_steps"] for event in events if event["status"] == "applied") == 400
+    updates = events(tmp_path / "async_training")
+    assert {event["worker"] for event in updates} == {0, 1}
+    assert sum(event["local_steps"] for event in updates if event["status"] == "applied") == 400
     left = {path.name for path in (tmp_path / "async_training").rglob("*") if path.is_file()}
     assert left == {"events.jsonl", "run.json", "server.log"}
 
@@ -57,3 +57,20 @@ def test_a_crash_ends_the_run_with_its_own_traceback(processes: Processes, tmp_p
     code, output = run(processes, tmp_path, crash, command("python"))
     assert code == 1 and output.splitlines()[-1].startswith("RuntimeError: mat1 and mat2 shapes")
     assert not (tmp_path / "async_training" / ".token").exists()
+
+
+def test_a_script_that_is_interrupted_is_gone_on_with_by_the_launcher(processes: Processes, tmp_path: Path) -> None:
+    """Ctrl-C after 60 of 200 local steps; the server, a child of the script's, keeps them."""
+    stop = "if worker.progress >= 60 and 'FAIRSEQ_ASYNC_WORKER' not in os.environ: raise KeyboardInterrupt"
+    step = "        optimizer.step()\n"
+    script = "import os\n" + script_of_the_readme().replace(step, f"{step}        {stop}\n")
+    code, output = run(processes, tmp_path, script, command("python"))
+    assert code != 0 and output.splitlines()[-1].startswith("KeyboardInterrupt"), output
+    kept = snapshot_versions(tmp_path / "async_training")[-1]
+    launcher = [command("fairseq-async"), "launch", "--workers", 1, "--resume", "--", "python"]
+    code, output = run(processes, tmp_path, script, *launcher)
+    assert code == 0 and f"the run goes on from version-{kept:012d}.pt, at update {kept}" in output, output
+    applied = [event for event in events(tmp_path / "async_training") if event["status"] == "applied"]
+    assert sum(event["local_steps"] for event in applied) == 200
+    assert [event["version_after"] for event in applied] == list(range(1, len(applied) + 1))
+    assert not list(tmp_path.glob(".fairseq-async-*"))

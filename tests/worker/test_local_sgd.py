@@ -261,10 +261,10 @@ def test_steps_go_on_while_an_answer_is_on_its_way_and_none_is_lost(start: Start
         ({"outr": "diloco"}, '"outr"; known are .*outer'),
         ({"outer": "adagrad"}, "\"outer\": Input should be 'diloco'"),
         ({"local_steps": 0}, '"local_steps": .*greater than or equal to 1 .*it is 0'),
-        ({"outer": "diloco", "delay": 4}, "delay is of no use with outer diloco"),
-        ({"outer": "nesterov", "c": 0.1}, "c is of no use with outer nesterov"),
+        ({"outer": "diloco", "delay": 4}, '"delay" is of no use with "outer" diloco'),
+        ({"outer": "nesterov", "c": 0.1}, '"c" is of no use with "outer" nesterov'),
         ({"delay": 0}, '"delay"'),
-        ({"overlap": True, "grace_period": 1.0}, "overlap and grace_period do not go together"),
+        ({"overlap": True, "grace_period": 1.0}, "--overlap and --grace-period do not go together"),
     ],
 )
 def test_a_mistake_in_the_options_names_its_key(values: dict[str, Any], message: str) -> None:
@@ -274,7 +274,7 @@ def test_a_mistake_in_the_options_names_its_key(values: dict[str, Any], message:
 
 
 def test_c_must_fit_the_number_of_workers() -> None:
-    with pytest.raises(AsyncError, match=r"c is 0.3: with delay 4 it must be in \[0, 1/4\]"):
+    with pytest.raises(AsyncError, match=r"--c is 0.3: with --delay 4 it must be in \[0, 1/4\]"):
         DelayedNesterovOptions(c=0.3).for_workers(4)
 
 

@@ -1,0 +1,95 @@
+"""Wrong inputs of ``fairseq-train`` are one line of the launcher's, before a process is started."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fairseq_async import cli
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.inputs import check_inputs
+from fairseq_async.launch.launcher import Launcher
+
+Made = Callable[..., Path]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    """``made(name, …)``: a directory with these files, empty."""
+
+    def make(*names: str) -> Path:
+        (tmp_path / "data").mkdir(exist_ok=True)
+        for name in names:
+            (tmp_path / "data" / name).touch()
+        return tmp_path / "data"
+
+    return make
+
+
+PAIR = "train.de-en.de.bin", "dict.de.txt", "dict.en.txt"
+
+
+@pytest.mark.parametrize(
+    ("files", "flags", "said"),
+    [
+        ((), [], "no training set of two languages there (train.SRC-TGT.*); make it with fairseq-preprocess"),
+        (PAIR[:2], [], "no dictionary there (dict.en.txt)"),
+        (PAIR, ["-s", "de", "-t", "fr"], "no dictionary there (dict.fr.txt)"),
+        (PAIR, ["--target-lang", "fr", "--source-lang=de"], "no dictionary there (dict.fr.txt)"),
+        (PAIR, ["--train-subset", "train1"], "no training set there (train1.*)"),
+        ((), ["--task", "language_modeling"], "no dictionary there (dict.txt)"),
+        (("dict.txt",), ["--task", "language_modeling"], "no training set there (train.*)"),
+    ],
+)
+def test_data_that_is_not_there_names_the_file_and_how_it_is_made(
+    made: Made, files: tuple[str, ...], flags: list[str], said: str
+) -> None:
+    data = made(*files)
+    with pytest.raises(ConfigurationError) as error:
+        check_inputs("hybrid_async", [str(data), *flags])
+    assert str(error.value).startswith(f"{data}: {said}") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "flags"),
+    [
+        (PAIR, []),
+        (PAIR, ["-s", "de", "-t", "en", "--inner-optimizer", "nag"]),
+        (("dict.txt", "train.bin"), ["--task", "language_modeling"]),
+        ((), ["--task", "masked_lm"]),  # its files may have other names
+    ],
+)
+def test_what_may_be_right_is_left_to_fairseq(made: Made, files: tuple[str, ...], flags: list[str]) -> None:
+    check_inputs("hybrid_async", [str(made(*files)), *flags])
+
+
+def test_each_of_several_directories_is_checked(made: Made, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="nowhere: no such directory of data"):
+        check_inputs("local_sgd", [f"{made(*PAIR)}:{tmp_path / 'nowhere'}"])
+
+
+def test_an_unknown_inner_optimizer_is_refused_unless_the_user_may_have_registered_it(
+    made: Made, tmp_path: Path
+) -> None:
+    command = [str(made(*PAIR)), "--inner-optimizer", "adamw"]
+    with pytest.raises(ConfigurationError, match="^--inner-optimizer adamw: hybrid_async has adadelta, adafactor, "):
+        check_inputs("hybrid_async", command)
+    check_inputs("hybrid_async", [*command, "--user-dir", str(tmp_path)])
+    with pytest.raises(ConfigurationError, match="none: no such directory"):
+        check_inputs("hybrid_async", [*command, "--user-dir", str(tmp_path / "none")])
+
+
+@pytest.mark.parametrize("method", ["hybrid_async", "local_sgd", "adasum", "adascale"])
+def test_the_launcher_says_it_before_it_starts_or_writes_anything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, method: str
+) -> None:
+    monkeypatch.setattr(Launcher, "run", lambda _: pytest.fail("it was started"))
+    monkeypatch.chdir(tmp_path)
+    job = ["fairseq-train", "nowhere", "--optimizer", method, "--inner-optimizer", "sgd"]
+    monkeypatch.setattr(sys, "argv", ["fairseq-async", "launch", "--workers", "2", "--", *job])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.startswith("fairseq-async: error: nowhere: no such directory of data; make it")
+    assert said.count("\n") == 1 and not list(tmp_path.iterdir())

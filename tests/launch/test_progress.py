@@ -1,0 +1,146 @@
+"""What the launcher says of a run while it goes on, from files alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fairseq_async.launch.display import Display
+from fairseq_async.launch.progress import Progress
+from fairseq_async.launch.run_length import RunLength, Work
+from fairseq_async.server.validations import Validation
+
+
+def event(worker: int, version: int, now: float, **more: Any) -> str:
+    fields = {"time": now, "worker": worker, "version_after": version, "status": "applied", "weight": 100.0}
+    return json.dumps(fields | {"sequence": 0, "base_version": 0, "staleness": 1, "loss": 2.0} | more) + "\n"
+
+
+def test_progress_follows_the_log_and_leaves_half_a_line_for_later(tmp_path: Path) -> None:
+    now = 1000.0
+    path = tmp_path / "events.jsonl"
+    path.write_text(event(0, 7, 900.0))  # an earlier run's
+    progress = Progress(tmp_path, 2, clock=lambda: now)
+    with path.open("a") as file:
+        file.write(event(0, 8, 1001.0) + event(1, 9, 1002.0, status="refused") + event(1, 10, 1003.0)[:20])
+    now = 1004.0
+    progress.poll()
+    assert progress.updates == {0: 1, 1: 1} and progress.version == 9 and progress.refused == 1
+    assert progress.rows()[0] == ("worker 0", 1, 25.0, 1.0, 0.0, 0.0, 2.0)
+    with path.open("a") as file:
+        file.write(event(1, 10, 1003.0)[20:])
+    progress.poll()
+    assert progress.version == 10
+    now = 2000.0
+    progress.poll()
+    assert progress.rows()[-1].tokens == 0.0 and "1 refused" in progress.summary()
+
+
+def test_progress_says_who_was_held_and_how_far_was_looked_ahead(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    progress = Progress(tmp_path, 2, clock=lambda: 1000.0)
+    lines = [event(0, 4, 1000.0), event(0, 4, 1000.0, held_seconds=0.25), event(0, 5, 1000.0)]
+    lines += [event(0, 5, 1000.0, held_seconds=0.75), event(1, 6, 1000.0, look_ahead=1.5)]
+    path.write_text("".join(lines))
+    progress.poll()
+    first, second, every = progress.rows()
+    assert (first.held_seconds, first.look_ahead) == (0.25, 0.0)
+    assert (second.held_seconds, second.look_ahead) == (0.0, 1.5) and every.held_seconds == 0.2
+    assert progress.updates_in_a_step == 2.0 and "2.0 in a step" in progress.summary()
+
+
+def test_progress_begins_again_where_a_restart_has_put_another_file_and_lives_through_bad_lines(tmp_path: Path) -> None:
+    """The new file may be longer than the old one before anybody looks: an offset into it would be amid a line."""
+    path = tmp_path / "events.jsonl"
+    progress = Progress(tmp_path, 2, clock=lambda: 1000.0)
+    path.write_text(event(0, 1, 1000.0) + event(1, 2, 1000.0) + event(0, 3, 1000.0))
+    progress.poll()
+    assert progress.updates == {0: 2, 1: 1} and progress.version == 3
+    kept = event(0, 1, 1000.0) + "no event at all\n" + "".join(event(1, version, 1000.0) for version in range(2, 9))
+    (tmp_path / "events.jsonl.part").write_text(kept)
+    (tmp_path / "events.jsonl.part").replace(path)
+    progress.poll()
+    assert progress.updates == {0: 1, 1: 7} and progress.version == 8
+    progress.poll()
+    assert progress.updates == {0: 1, 1: 7} and progress.version == 8
+
+
+def test_before_the_first_update_it_says_what_the_server_has_said_last(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "server.log"
+    log.write_text("2026-01-01 10:00:00 | the run is finished at update 9\n")  # an earlier run's
+    progress = Progress(tmp_path, 2, clock=lambda: 1000.0)
+    assert progress.status == "starting: the processes start"
+    with log.open("a") as file:
+        file.write("2026-01-01 10:00:01 | worker 0 has joined, 1 of 2 are there\n")
+    assert progress.status == "starting: worker 0 has joined, 1 of 2 are there"
+    (tmp_path / "events.jsonl").write_text(event(0, 1, 1000.0))
+    progress.poll()
+    assert progress.status.startswith("update 1, ")
+
+
+def test_the_position_has_update_epoch_and_time_left_at_the_speed_so_far(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ten of a hundred updates in two seconds: the eighty that are left take sixteen."""
+    now = 1000.0
+    monkeypatch.setattr(RunLength, "read", lambda _: RunLength(2, steps=100, max_epoch=4))
+    progress = Progress(tmp_path, 2, clock=lambda: now)
+    path = tmp_path / "events.jsonl"
+    path.write_text(event(0, 10, 1000.0, epochs=0.25))
+    progress.poll()
+    now = 1002.0
+    with path.open("a") as file:
+        file.write(event(1, 20, 1002.0, epochs=0.25))
+    progress.poll()
+    assert progress.position == "update 20 of 100, epoch 1 of 4, 0:00:16 left"
+
+
+@pytest.mark.parametrize(
+    ("length", "work", "words"),
+    [
+        (RunLength(4), Work(updates=8, version=8), "update 8"),
+        (RunLength(4, steps=5000), Work(updates=8, version=1200), "update 1,200 of 5,000"),
+        (RunLength(4, steps=10, partial=True), Work(updates=8, version=5), "update 2 of 10"),
+        (RunLength(2, steps=50, local=True), Work(updates=2, version=2, local_steps=30), "step 15 of 50"),
+        (RunLength(2, max_epoch=3), Work(updates=4, version=4, epochs=2.5), "update 4, epoch 3 of 3"),
+    ],
+    ids=["no end", "steps of the server", "partial steps", "local steps", "epochs"],
+)
+def test_how_far_a_run_is_counts_in_the_unit_of_its_end(length: RunLength, work: Work, words: str) -> None:
+    assert length.describe(work) == words
+    part = {"update 8": 0.0, "update 1,200 of 5,000": 0.24, "update 2 of 10": 0.2, "step 15 of 50": 0.3}
+    assert length.fraction(work) == pytest.approx(part.get(words, 2.5 / 3))
+
+
+def test_the_last_validation_is_shown_with_its_score(tmp_path: Path) -> None:
+    progress = Progress(tmp_path, 1, clock=lambda: 1000.0)
+    (tmp_path / "events.jsonl").write_text(event(0, 1, 1000.0))
+    progress.poll()
+    assert "validation" not in progress.summary()
+    Validation(1000.0, 1200, 3, 2.5, "bleu", 31.25).append(tmp_path)
+    progress.poll()
+    assert "validation at update 1,200: loss 2.500, bleu 31.25" in progress.summary()
+    Validation(1001.0, 1300, 3, 2.25).append(tmp_path)
+    progress.poll()
+    assert progress.summary().endswith("validation at update 1,300: loss 2.250")
+
+
+def test_where_no_worker_reports_a_loss_none_is_shown(tmp_path: Path) -> None:
+    """Nor by a gradient without any token, whose loss is of nothing."""
+    progress = Progress(tmp_path, 2, clock=lambda: 1000.0)
+    display = Display(progress)
+    path = tmp_path / "events.jsonl"
+    path.write_text(event(0, 1, 1000.0, loss=None) + event(1, 1, 1000.0, weight=0.0))
+    progress.poll()
+    assert [row.loss for row in progress.rows()] == [None, None, None] and "loss" not in progress.summary()
+    with path.open("a") as file:
+        file.write(event(1, 2, 1000.0, loss=1.5))
+    progress.poll()
+    console = Console(width=150)
+    with console.capture() as captured:
+        console.print(display._table())
+    shown = [line.split("│")[-2].strip() for line in captured.get().splitlines() if "worker" in line]
+    assert shown == ["", "1.500"]
