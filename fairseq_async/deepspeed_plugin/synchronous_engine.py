@@ -10,11 +10,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from fairseq_async.collective.agreement import check_equal
 from fairseq_async.config import AdaScaleOptions, AdasumOptions
 from fairseq_async.deepspeed_plugin import tensors
-from fairseq_async.deepspeed_plugin.engine import ClientState, run_or_exit
+from fairseq_async.deepspeed_plugin.engine import ClientState
 from fairseq_async.environment import WORKER
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.process import errors_in_one_line
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +64,13 @@ class SynchronousEngine(DeepSpeedEngine):
     def pull(self) -> None:
         """Does nothing: all ranks have the same parameters already."""
 
+    @errors_in_one_line()
     def load_checkpoint(
         self, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
     ) -> tuple[str | None, ClientState]:
         """Loads as DeepSpeed does, and checks that all ranks have the same parameters then."""
         loaded: tuple[str | None, ClientState] = super().load_checkpoint(load_dir, tag, *args, **kwargs)
-        run_or_exit(self._check_equal)
+        self._check_equal()
         return loaded
 
     def _check_equal(self) -> None:
