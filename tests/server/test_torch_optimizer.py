@@ -153,7 +153,7 @@ GROUP = {"tensors": [0], "options": {"lr": 0.1}}
         ({"parameter_groups": [GROUP | {"tensors": [-1]}]}, "the description of the optimizer: parameter_groups.0"),
         ({"parameter_groups": [GROUP | {"options": {"closure": 1.0}}]}, "the optimizer: SGD has no closure"),
         ({"parameter_groups": [GROUP | {"options": {"lr": "0.1"}}]}, "the description of the optimizer: parameter"),
-        ({"parameter_groups": [GROUP | {"options": {"lr": -1.0}}]}, "the optimizer: Invalid learning rate: -1.0"),
+        ({"parameter_groups": []}, "the description of the optimizer: optimizer got an empty parameter list"),
         ({"clip_norm": "none"}, "the description of the optimizer: clip_norm"),
         ({"clip_norm": -1.0}, "the description of the optimizer: clip_norm"),
         ({"closure": 1}, "the description of the optimizer: closure"),
