@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fairseq_async.deepspeed_plugin import tensors
 from fairseq_async.deepspeed_plugin.batches import digest_of
+from fairseq_async.deepspeed_plugin.compat import check_overflow_always, count_step
 from fairseq_async.deepspeed_plugin.schedules import NamedSchedule, check_schedule, set_schedule
 from fairseq_async.deepspeed_plugin.served import SCHEDULER
 from fairseq_async.errors import fail
@@ -194,17 +195,7 @@ class AsyncEngine(DeepSpeedEngine):
         self.optimizer.zero_grad()
         self.zero_grad()
         self.skipped_steps += 1
-        self._count_step(applied=False)
-
-    def _count_step(self, applied: bool) -> None:
-        """What DeepSpeed does at the end of its own ``_take_model_step``, which did not run."""
-        self._step_applied = applied
-        self.losses = None
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-        every = self.steps_per_print()
-        if every is not None and self.global_rank == 0 and self.global_steps % every == 0:
-            self._report_progress(self.global_steps)
+        count_step(self, applied=False)
 
     def _sleep_if_slowed_down(self) -> None:
         """Makes this step as many times longer as an experiment wants it."""
@@ -234,7 +225,7 @@ class LocalEngine(AsyncEngine):
         """
         super().set_up(async_worker, spec, context)
         self._left_out = Refusals(self.worker, async_worker.refusals.limit)
-        tensors.check_overflow_always(self.optimizer)
+        check_overflow_always(self.optimizer)
         check_schedule(self.lr_scheduler)
 
     def step(self, *args: object, **kwargs: object) -> None:
@@ -311,7 +302,7 @@ class HybridEngine(AsyncEngine):
         applied = self.async_worker.refusals.total == refused
         self.zero_grad()
         self.skipped_steps += not applied
-        self._count_step(applied)
+        count_step(self, applied)
         self._step_ended = time.perf_counter()
         self._log()
 

@@ -25,7 +25,7 @@ from fairseq_async.deepspeed_plugin import checks, served
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.adascale import AdaScaleEngine
 from fairseq_async.deepspeed_plugin.adasum import AdasumEngine, SingleRankGroups
-from fairseq_async.deepspeed_plugin.compat import check_attributes, unlink_reduction_buffer
+from fairseq_async.deepspeed_plugin.compat import DeepSpeedOptimizer, check_attributes, unlink_reduction_buffer
 from fairseq_async.deepspeed_plugin.data import (
     Collate,
     DataPosition,
@@ -43,7 +43,7 @@ from fairseq_async.deepspeed_plugin.synchronous_engine import (
     SynchronousEngine,
     set_environment_without_launcher,
 )
-from fairseq_async.deepspeed_plugin.tensors import DeepSpeedOptimizer, replica_of, trainable
+from fairseq_async.deepspeed_plugin.tensors import replica_of, trainable
 from fairseq_async.deepspeed_plugin.world import check_not_started, entered_world, start_world
 from fairseq_async.errors import AsyncError, ConfigurationError, as_key, fail, spell_options
 from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec

@@ -10,6 +10,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from fairseq_async.collective.agreement import check_equal
 from fairseq_async.config import AdaScaleOptions, AdasumOptions
 from fairseq_async.deepspeed_plugin import tensors
+from fairseq_async.deepspeed_plugin.compat import check_overflow_always, count_step
 from fairseq_async.deepspeed_plugin.engine import ClientState
 from fairseq_async.environment import WORKER
 from fairseq_async.errors import AsyncError, ConfigurationError
@@ -48,7 +49,7 @@ class SynchronousEngine(DeepSpeedEngine):
         self.options, self.worker, self._skipped_in_a_row = options, dist.get_rank(), 0
         self.workers = dist.get_world_size()
         self.context = WorkerContext(self.worker, self.workers)
-        tensors.check_overflow_always(self.optimizer)
+        check_overflow_always(self.optimizer)
         self._check_equal()
 
     @property
@@ -94,9 +95,7 @@ class SynchronousEngine(DeepSpeedEngine):
             return False
         self.zero_grad()
         self.skipped_steps += 1
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-        self._step_applied = False  # DeepSpeed's: what its was_step_applied() answers
+        count_step(self, applied=False)
         return True
 
 
