@@ -8,10 +8,12 @@ import torch.distributed as dist
 from fairseq_async.collective.adascale import AdaScale
 from fairseq_async.config import AdaScaleOptions
 from fairseq_async.deepspeed_plugin import tensors
-from fairseq_async.deepspeed_plugin.engine import ClientState, run_or_exit
+from fairseq_async.deepspeed_plugin.compat import loss_scale_of, optimizer_gradients
+from fairseq_async.deepspeed_plugin.engine import ClientState
 from fairseq_async.deepspeed_plugin.schedules import check_schedule, set_schedule
 from fairseq_async.deepspeed_plugin.synchronous_engine import SynchronousEngine, on_any_rank
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.worker.process import errors_in_one_line
 
 _STATE = "fairseq_async.adascale"  # the key in a checkpoint's client state
 
@@ -51,7 +53,7 @@ class AdaScaleEngine(SynchronousEngine):
             interval=options.interval,
             masters=masters,
             preconditioned="adam" in name and masters is None,
-            reduced=None if masters is None else lambda: tensors.step_gradients_by_group(self),
+            reduced=None if masters is None else lambda: optimizer_gradients(self.optimizer),
             partitioned=self.zero_optimization(),
         )
 
@@ -84,12 +86,13 @@ class AdaScaleEngine(SynchronousEngine):
             set_schedule(self.lr_scheduler, self.progress)
         return path, state
 
+    @errors_in_one_line()
     def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
         """Takes the norms, then steps as DeepSpeed does with the learning rates that follow from the gains."""
-        loss_scale = tensors.loss_scale(self)
+        loss_scale = loss_scale_of(self)
         self.adascale.measure(loss_scale, in_gradients=loss_scale)
         bad = on_any_rank(not tensors.all_finite(tensors.step_gradients(self)), torch.device(self.device))
-        if run_or_exit(self._skip_step, bad):
+        if self._skip_step(bad):
             self.adascale.discard_norms()
             return
         with self.adascale.scaled_learning_rate():

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from fairseq_async.collective.adasum import DistributedAdasum, NodeAdasum, RankStates, check_dense
 from fairseq_async.config import AdasumOptions
 from fairseq_async.deepspeed_plugin import tensors
-from fairseq_async.deepspeed_plugin.engine import ClientState, checkpoint_directory, run_or_exit
+from fairseq_async.deepspeed_plugin.engine import ClientState, checkpoint_directory
 from fairseq_async.deepspeed_plugin.synchronous_engine import SynchronousEngine, on_any_rank
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.worker.process import errors_in_one_line
 
 
 class SingleRankGroups:
@@ -79,19 +80,21 @@ class AdasumEngine(SynchronousEngine):
         tag = f"global_step{self.global_steps}" if tag is None else tag
         return super().save_checkpoint(checkpoint_directory(save_dir, self.worker), tag, *args, **kwargs)
 
+    @errors_in_one_line()
     def load_checkpoint(
         self, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
     ) -> tuple[str | None, ClientState]:
         """Loads this rank's checkpoint; a rank without one starts with rank 0's optimizer state."""
         own = checkpoint_directory(load_dir, self.worker)
         if tag is None:
-            tag = run_or_exit(_latest_tag, load_dir)
+            tag = _latest_tag(load_dir)
         return super().load_checkpoint(own if (Path(own) / str(tag)).is_dir() else load_dir, tag, *args, **kwargs)
 
+    @errors_in_one_line()
     def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
         """Combines and steps where DeepSpeed would only step, after the last micro-batch."""
         gradients = tensors.step_gradients(self)
-        run_or_exit(check_dense, gradients)
+        check_dense(gradients)
         if self.form == "gradient":
             self._combine(gradients)
             bad = not tensors.all_finite(gradients)  # the same on all ranks, which have the same gradients now
@@ -99,7 +102,7 @@ class AdasumEngine(SynchronousEngine):
             bad = on_any_rank(not tensors.all_finite(gradients), gradients[0].device)
             if bad:
                 gradients[0].fill_(math.nan)  # so that the optimizer's own check skips the step on all ranks
-        if run_or_exit(self._skip_step, bad):
+        if self._skip_step(bad):
             return
         if self.form == "gradient" or bad:
             super()._take_model_step(lr_kwargs)

@@ -3,19 +3,20 @@
 import inspect
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from torch.nn import Parameter
 
-from fairseq_async.deepspeed_plugin import optimizers
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.server.torch_optimizer import OPTIMIZERS
 
 # keys of "params" that DeepSpeed takes and torch's optimizers do not
 _KEYS_OF_DEEPSPEED = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "bias_correction"}
 # DeepSpeed takes its own names in either case, and those of torch.optim as they are
-_KINDS: dict[str, optimizers.Kind] = {"adam": "Adam", "adamw": "AdamW", "SGD": "SGD"}
+_KINDS = {"adam": "Adam", "adamw": "AdamW", "SGD": "SGD"}
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -65,7 +66,7 @@ def check_optimizer(config: dict[str, Any], name: str, given: bool, in_the_serve
     if known is not None:
         kept = {key: value for key, value in params.items() if key not in _KEYS_OF_DEEPSPEED or known == "SGD"}
         try:
-            optimizers.check_params(known, kept)
+            cast(Any, OPTIMIZERS[known])([Parameter(torch.zeros(1))], **kept)  # torch checks the values
         except (TypeError, ValueError) as error:
             said = str(error).replace(f"{known}.__init__() got an unexpected keyword argument", "there is no")
             raise ConfigurationError(f'{name}: "optimizer": "params": {said}') from error

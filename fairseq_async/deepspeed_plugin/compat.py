@@ -1,27 +1,38 @@
 """What this plugin needs of DeepSpeed beyond its documented interface, and the check that a DeepSpeed has it.
 
-``deepspeed_plugin/tensors.py`` reads the attributes of the optimizers, the engines of this plugin those of the engine.
+All attributes of DeepSpeed's optimizers, parameters and engines that are not documented are read or set here, as
+DeepSpeed 0.19 has them; the engines of this plugin override ``_take_model_step``.
 """
 
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
 
 from fairseq_async.errors import ConfigurationError
+
+# A torch optimizer, or one of DeepSpeed's wrappers of it. The wrappers have neither type hints nor a base class that
+# declares the attributes which are read here.
+DeepSpeedOptimizer: TypeAlias = Any
 
 MADE_FOR = "0.19.8"  # the version that setup.py names
 
 # Of the engine: the methods that subclasses override, and the counts that they keep where they do.
 ENGINE = (
-    "_take_model_step",
+    "_report_progress",
     "_step_applied",
+    "_take_model_step",
     "basic_optimizer",
+    "global_rank",
     "global_samples",
     "global_steps",
+    "losses",
     "lr_scheduler",
     "module",
     "monitor",
@@ -56,6 +67,96 @@ def _check(owner: object, class_name: str, names: Iterable[str]) -> None:
             f"DeepSpeed {deepspeed.__version__} has no {class_name}.{missing[0]}, which this plugin needs: install "
             f"deepspeed=={MADE_FOR}"
         )
+
+
+def _is_zero(optimizer: DeepSpeedOptimizer) -> bool:
+    """Whether it is the optimizer of ZeRO 1 and 2, which drops ``.grad`` and keeps this rank's reduced parts."""
+    return hasattr(optimizer, "averaged_gradients")
+
+
+def keeps_gradients_apart(optimizer: DeepSpeedOptimizer) -> bool:
+    """Whether the gradients that it steps with are not the parameters' ``.grad``."""
+    return _is_zero(optimizer) or isinstance(optimizer, BF16_Optimizer)
+
+
+def optimizer_gradients(optimizer: DeepSpeedOptimizer) -> list[list[Tensor]]:
+    """The gradients of the coming step on this rank, for each parameter group of an optimizer with fp32 masters."""
+    if _is_zero(optimizer):
+        return [list(parts or []) for _, parts in sorted(optimizer.averaged_gradients.items())]
+    if isinstance(optimizer, BF16_Optimizer):
+        # the fp32 accumulators that it steps with, in place of the parameters' bf16 .grad
+        return [list(parts) for parts in optimizer.fp32_groups_gradients]
+    return [[each.grad for each in group if each.grad is not None] for group in low_precision_groups(optimizer)]
+
+
+def low_precision_groups(optimizer: DeepSpeedOptimizer) -> list[list[Tensor]]:
+    """The model's parameters by parameter group, where the optimizer's own groups hold fp32 masters instead of them.
+
+    The name differs: ``bit16_groups`` in ZeRO, ``bf16_groups`` in BF16_Optimizer, ``fp16_groups`` in fp16 without ZeRO.
+    """
+    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
+        if hasattr(optimizer, name):
+            return [list(group) for group in getattr(optimizer, name)]
+    return []
+
+
+def has_master_in_partition(parameter: Tensor) -> bool:
+    """Whether :func:`master_in_partition` knows the parameter: in ZeRO 1 and 2, and in bf16."""
+    return hasattr(parameter, "_hp_mapping")
+
+
+def master_in_partition(parameter: Tensor) -> tuple[int, Tensor] | None:
+    """ZeRO 1, 2 and bf16: this rank's part of a parameter, as its first element and its master; None if it has none."""
+    # the one link from a parameter to its slice of the flat master; safe_get_full_fp32_param goes the same way
+    mapping = getattr(parameter, "_hp_mapping")  # noqa: B009 - torch's type hints do not know DeepSpeed's attribute
+    return None if mapping is None else (mapping.lp_fragment_address.start, mapping.hp_fragment)
+
+
+def fp16_masters(optimizer: DeepSpeedOptimizer) -> dict[int, Tensor]:
+    """fp16 without ZeRO: the flat fp32 master of each parameter, by the parameter's ``id``."""
+    masters: dict[int, Tensor] = {}
+    for index, group in enumerate(getattr(optimizer, "fp16_groups", [])):
+        if hasattr(optimizer, "fp32_groups_flat"):  # the fused optimizer has one flat master for a group
+            flats = optimizer.fp32_groups_flat[index].split([parameter.numel() for parameter in group])
+        else:  # the unfused optimizer has one for each parameter
+            flats = [master.view(-1) for master in optimizer.fp32_groups[index]]
+        masters |= {id(parameter): flat for parameter, flat in zip(group, flats, strict=True)}
+    return masters
+
+
+def check_overflow_always(optimizer: DeepSpeedOptimizer) -> None:
+    """Makes ZeRO look for NaN and Inf at each step, in every type; by itself it never does so in fp32."""
+    if hasattr(optimizer, "check_grad_overflow"):  # DeepSpeed's configuration has a key for bf16 only
+        optimizer.check_grad_overflow = True
+
+
+def loss_scale_of(engine: DeepSpeedEngine) -> float:
+    """The factor of the loss that is in the gradients before a step: ``cur_scale`` of a ZeRO optimizer in fp16, or 1.
+
+    Without ZeRO, DeepSpeed 0.19 does not multiply the loss in fp16, although its optimizer has a scale.
+    """
+    return float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine.fp16_enabled() else 1.0
+
+
+def has_gradient_scaler(engine: DeepSpeedEngine) -> bool:
+    """Whether torch's autocast without ZeRO has a scaler, which skips steps with NaN or Inf itself."""
+    return getattr(engine, "torch_autocast_z0_gradscaler", None) is not None
+
+
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """ZeRO 3: the shape of a parameter that is whole; between two steps it has no elements of its own."""
+    return tuple(getattr(parameter, "ds_shape"))  # noqa: B009 - torch's type hints do not know DeepSpeed's attribute
+
+
+def count_step(engine: DeepSpeedEngine, applied: bool) -> None:
+    """What DeepSpeed does at the end of its own ``_take_model_step``, where that did not run."""
+    engine._step_applied = applied  # what its was_step_applied() answers
+    engine.losses = None
+    engine.global_steps += 1
+    engine.global_samples += engine.train_batch_size()
+    every = engine.steps_per_print()
+    if every is not None and engine.global_rank == 0 and engine.global_steps % every == 0:
+        engine._report_progress(engine.global_steps)
 
 
 def unlink_reduction_buffer() -> None:

@@ -1,8 +1,6 @@
 """How a worker's process ends: it leaves the run, and the one that has started the server outlasts the others."""
 
-import os
 import sys
-from typing import NoReturn
 
 from fairseq_async.errors import AsyncError, has_failed
 from fairseq_async.server.process import ServerProcess
@@ -43,15 +41,3 @@ def _outlast_others(server: ServerProcess) -> None:
     if server.poll() is None:
         sys.stderr.write("fairseq-async: worker 0 has ended; its server stays for the other workers (Ctrl-C ends it)\n")
         server.join()
-
-
-def exit_from_thread(reason: str) -> NoReturn:
-    """Ends the process of a worker that computes for a server that is gone; called from the client's thread.
-
-    It ends at once, without exit handlers: ``sys.exit`` would only end that thread, and the main thread may be in a
-    long computation or a collective call that nothing can interrupt. What the worker has computed since its last
-    exchange is lost, and so is output that is still buffered.
-    """
-    sys.stderr.write(f"fairseq-async: error: {reason}\n")
-    sys.stderr.flush()
-    os._exit(2)

@@ -2,9 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -12,22 +11,25 @@ from torch import Tensor
 
 from fairseq_async.deepspeed_plugin import tensors
 from fairseq_async.deepspeed_plugin.batches import digest_of
-from fairseq_async.deepspeed_plugin.schedules import Rates, check_schedule, set_rates, set_schedule
-from fairseq_async.errors import AsyncError, fail
+from fairseq_async.deepspeed_plugin.compat import check_overflow_always, count_step
+from fairseq_async.deepspeed_plugin.schedules import NamedSchedule, check_schedule, set_schedule
+from fairseq_async.deepspeed_plugin.served import SCHEDULER
+from fairseq_async.errors import fail
 from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.learning_rates import RateTable, StepSchedule
 from fairseq_async.server.plan import whole_steps
+from fairseq_async.server.torch_optimizer import OptimizerSpec
 from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
+from fairseq_async.worker.process import errors_in_one_line
 
 logger = logging.getLogger(__name__)
 
 _SERVER_STATE = "async_server.pt"  # in the directory of a checkpoint
 _COMPRESSOR_STATE = "async_compressor.pt"  # likewise
 ClientState: TypeAlias = dict[str, Any]  # what a script saves in a checkpoint besides the engine
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
 
 
 class AsyncEngine(DeepSpeedEngine):
@@ -92,13 +94,14 @@ class AsyncEngine(DeepSpeedEngine):
         self._loss = loss.detach()
         return super().backward(loss, *args, **kwargs)
 
+    @errors_in_one_line()
     def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: object, **kwargs: object) -> object:
         """Saves this worker's engine, and from worker 0 also the server's whole state.
 
         Worker 0's checkpoint is in ``save_dir``, that of worker n in its subdirectory ``worker-n``.
         """
         tag = f"global_step{self.global_steps}" if tag is None else tag
-        run_or_exit(self.async_worker.settle)
+        self.async_worker.settle()
         own = checkpoint_directory(save_dir, self.worker)
         saved = super().save_checkpoint(own, tag, *args, **kwargs)
         compressor = self.async_worker.compressor_state() if self.context.rank == 0 else None
@@ -106,7 +109,7 @@ class AsyncEngine(DeepSpeedEngine):
             torch.save(compressor, Path(own) / str(tag) / _COMPRESSOR_STATE)
         if self.worker == 0 and self.async_worker.joined:
             path = Path(save_dir).resolve() / str(tag) / _SERVER_STATE
-            run_or_exit(self.async_worker.client.save_state, str(path))
+            self.async_worker.client.save_state(str(path))
         return saved
 
     def load_checkpoint(
@@ -161,8 +164,9 @@ class AsyncEngine(DeepSpeedEngine):
         """Takes the server's current parameters into the model, for validation."""
         raise NotImplementedError
 
+    @errors_in_one_line()
     def _join(self, server_state: Path | None) -> None:
-        run_or_exit(self._exchange_first_parameters, server_state)
+        self._exchange_first_parameters(server_state)
         self._set_learning_rates()
 
     def _exchange_first_parameters(self, server_state: Path | None) -> None:
@@ -191,17 +195,7 @@ class AsyncEngine(DeepSpeedEngine):
         self.optimizer.zero_grad()
         self.zero_grad()
         self.skipped_steps += 1
-        self._count_step(applied=False)
-
-    def _count_step(self, applied: bool) -> None:
-        """What DeepSpeed does at the end of its own ``_take_model_step``, which did not run."""
-        self._step_applied = applied
-        self.losses = None
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-        every = self.steps_per_print()
-        if every is not None and self.global_rank == 0 and self.global_steps % every == 0:
-            self._report_progress(self.global_steps)
+        count_step(self, applied=False)
 
     def _sleep_if_slowed_down(self) -> None:
         """Makes this step as many times longer as an experiment wants it."""
@@ -231,7 +225,7 @@ class LocalEngine(AsyncEngine):
         """
         super().set_up(async_worker, spec, context)
         self._left_out = left_out_steps(self.worker, async_worker.refusals.limit)
-        tensors.check_overflow_always(self.optimizer)
+        check_overflow_always(self.optimizer)
         check_schedule(self.lr_scheduler)
 
     def step(self, *args: object, **kwargs: object) -> None:
@@ -253,27 +247,29 @@ class LocalEngine(AsyncEngine):
         else:
             super()._take_model_step(lr_kwargs)
 
+    @errors_in_one_line()
     def _end_step(self) -> None:
         """After a step: counts it, and exchanges if it was the last of its round."""
         self._sleep_if_slowed_down()
         skipped = not self.was_step_applied()
         if not self.fp16_enabled():
-            run_or_exit(self._left_out.count, self._left_out.total + skipped)
-        if not skipped and run_or_exit(self.async_worker.step, time.perf_counter() - self._step_ended, self._loss):
+            self._left_out.count(self._left_out.total + skipped)
+        if not skipped and self.async_worker.step(time.perf_counter() - self._step_ended, self._loss):
             self._log()
         self._set_learning_rates()
 
+    @errors_in_one_line()
     def pull(self) -> None:
         """Takes the server's current parameters into the model, for validation.
 
         Local steps that are done are sent first; the rest of the round is given up.
         """
-        run_or_exit(self.async_worker.settle)
+        self.async_worker.settle()
         if self.finished:
             return
         if self.async_worker.done:
-            run_or_exit(self.async_worker.exchange)
-        run_or_exit(self.async_worker.pull)  # what an exchange gives may be ahead of the parameters
+            self.async_worker.exchange()
+        self.async_worker.pull()  # what an exchange gives may be ahead of the parameters
 
 
 class HybridEngine(AsyncEngine):
@@ -287,9 +283,13 @@ class HybridEngine(AsyncEngine):
     def set_up(self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext) -> None:
         """Sets the attributes of this class; see :meth:`AsyncEngine.set_up`."""
         super().set_up(async_worker, spec, context)
-        scheduler = cast(dict[str, Any], spec.framework["scheduler"]) or {}
-        self._rates: Rates | None = scheduler.get("rates")  # of a script's own schedule
+        self._schedule: StepSchedule
+        if SCHEDULER in spec.framework:
+            self._schedule = NamedSchedule(self.optimizer, self.lr_scheduler)
+        else:
+            self._schedule = RateTable(self.optimizer, OptimizerSpec.from_json(spec.framework).learning_rates)
 
+    @errors_in_one_line()
     def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
         """Exchanges with the server where DeepSpeed would step its optimizer, after the last micro-batch."""
         if self._is_past_the_end():
@@ -297,33 +297,24 @@ class HybridEngine(AsyncEngine):
         self._sleep_if_slowed_down()
         loss = None if self._loss is None else float(self._loss)
         refused = self.async_worker.refusals.total
-        run_or_exit(self.async_worker.step, self.train_batch_size(), loss)
+        self.async_worker.step(self.train_batch_size(), loss)
         self._set_learning_rates()
         applied = self.async_worker.refusals.total == refused
         self.zero_grad()
         self.skipped_steps += not applied
-        self._count_step(applied)
+        count_step(self, applied)
         self._step_ended = time.perf_counter()
         self._log()
 
     def _set_learning_rates(self) -> None:
-        if self._rates is None:
-            super()._set_learning_rates()
-        else:
-            set_rates(self.optimizer, self._rates, whole_steps(self.async_worker.progress))
+        """As the server sets those of its optimizer."""
+        self._schedule.follow(whole_steps(self.async_worker.progress))
 
+    @errors_in_one_line()
     def pull(self) -> None:
         """Takes the server's current parameters into the model, for validation."""
         if not self.finished:
-            run_or_exit(self.async_worker.pull)
-
-
-def run_or_exit(call: Callable[_Parameters, _Result], *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-    """Calls; an error that the user can act on ends the process with one line instead of a traceback."""
-    try:
-        return call(*args, **kwargs)
-    except AsyncError as error:
-        fail(error)
+            self.async_worker.pull()
 
 
 def checkpoint_directory(directory: str, worker: int) -> str:

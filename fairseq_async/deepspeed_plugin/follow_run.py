@@ -3,8 +3,8 @@
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from fairseq_async.deepspeed_plugin.compat import DeepSpeedOptimizer
 from fairseq_async.deepspeed_plugin.engine import AsyncEngine
-from fairseq_async.deepspeed_plugin.tensors import DeepSpeedOptimizer
 
 
 class FollowRun(TrainerCallback):

@@ -25,7 +25,7 @@ from fairseq_async.deepspeed_plugin import checks, served
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.adascale import AdaScaleEngine
 from fairseq_async.deepspeed_plugin.adasum import AdasumEngine, SingleRankGroups
-from fairseq_async.deepspeed_plugin.compat import check_attributes, unlink_reduction_buffer
+from fairseq_async.deepspeed_plugin.compat import DeepSpeedOptimizer, check_attributes, unlink_reduction_buffer
 from fairseq_async.deepspeed_plugin.data import (
     Collate,
     DataPosition,
@@ -34,7 +34,7 @@ from fairseq_async.deepspeed_plugin.data import (
     length_of,
     sizes_of_shards,
 )
-from fairseq_async.deepspeed_plugin.ending import exit_from_thread, leave_at_exit
+from fairseq_async.deepspeed_plugin.ending import leave_at_exit
 from fairseq_async.deepspeed_plugin.engine import AsyncEngine, HybridEngine, LocalEngine
 from fairseq_async.deepspeed_plugin.island import IslandClient
 from fairseq_async.deepspeed_plugin.schedules import Schedule
@@ -43,7 +43,7 @@ from fairseq_async.deepspeed_plugin.synchronous_engine import (
     SynchronousEngine,
     set_environment_without_launcher,
 )
-from fairseq_async.deepspeed_plugin.tensors import DeepSpeedOptimizer, replica_of, trainable
+from fairseq_async.deepspeed_plugin.tensors import replica_of, trainable
 from fairseq_async.deepspeed_plugin.world import check_not_started, entered_world, start_world
 from fairseq_async.errors import AsyncError, ConfigurationError, as_key, fail, spell_options
 from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
@@ -54,6 +54,7 @@ from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
+from fairseq_async.worker.process import end_process
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +256,7 @@ def _make_worker_engine(
     engine: AsyncEngine
     if isinstance(options, HybridOptions):
         made = arguments.make_engine(served.without_schedule(own))
-        inner = served.describe(made[0], own, options.total_steps)
+        inner = served.leave_to_server(made[0], own, options.total_steps)
         engine = _change_class(made[0], HybridEngine)
     else:
         made, inner = arguments.make_engine(own), {}
@@ -307,7 +308,7 @@ def _connect(
         return context, _island_client(None, context), None
     run_dir, patience = Path(section.run_dir), section.server_timeout
     context, client, server = context.connect(
-        server_module, section.server, section.token_file, run_dir, patience, on_loss=exit_from_thread
+        server_module, section.server, section.token_file, run_dir, patience, on_loss=end_process
     )
     return context, (client if context.island_size == 1 else _island_client(client, context)), server
 

@@ -2,12 +2,18 @@
 
 from typing import Any
 
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
-from pydantic import JsonValue
 
-from fairseq_async.deepspeed_plugin import optimizers, schedules
+from fairseq_async.deepspeed_plugin import schedules
 from fairseq_async.deepspeed_plugin.tensors import trainable
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
+from fairseq_async.server.learning_rates import tabulate
+from fairseq_async.server.torch_optimizer import describe
+
+SCHEDULER = "scheduler"  # the key of a schedule of DeepSpeed's, beside those of OptimizerSpec
 
 
 def without_schedule(config: dict[str, Any]) -> dict[str, Any]:
@@ -17,7 +23,7 @@ def without_schedule(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "scheduler"}
 
 
-def describe(engine: DeepSpeedEngine, config: dict[str, Any], total_steps: int) -> JsonObject:
+def leave_to_server(engine: DeepSpeedEngine, config: dict[str, Any], total_steps: int) -> JsonObject:
     """What the server builds from; the engine gets the schedule that :func:`without_schedule` has left out.
 
     Args:
@@ -28,16 +34,25 @@ def describe(engine: DeepSpeedEngine, config: dict[str, Any], total_steps: int) 
     Raises:
         ConfigurationError: the server has nothing that would step equally.
     """
-    optimizer, scheduler = engine.optimizer, config.get("scheduler")
-    inner: JsonObject = {
-        "optimizer": optimizers.describe(optimizer, trainable(engine)),
-        "scheduler": None,
-        "clip_norm": float(engine.gradient_clipping()),
-    }
-    if engine.lr_scheduler is not None:
-        rates = schedules.tabulate(engine.lr_scheduler, optimizer, total_steps)
-        inner["scheduler"] = {"rates": [list[JsonValue](row) for row in rates]}
-    elif scheduler is not None and schedules.is_deepspeeds(scheduler):
-        inner["scheduler"] = scheduler
-        engine.lr_scheduler = schedules.build(scheduler, optimizer)
+    optimizer, section = engine.optimizer, config.get("scheduler")
+    rates = None if engine.lr_scheduler is None else tabulate(engine.lr_scheduler, optimizer, total_steps)
+    clip_norm = float(engine.gradient_clipping())
+    inner = describe(optimizer, trainable(engine), equal_of_torch(optimizer), rates, clip_norm).to_json()
+    if rates is None and section is not None and schedules.is_deepspeeds(section):
+        engine.lr_scheduler = schedules.build(section, optimizer)
+        inner[SCHEDULER] = section
     return inner
+
+
+def equal_of_torch(optimizer: torch.optim.Optimizer) -> str:
+    """The class of torch that takes the same steps as one of DeepSpeed's; "" for an optimizer that is none of these.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if type(optimizer) not in (FusedAdam, DeepSpeedCPUAdam):
+        return ""
+    if not all(group["bias_correction"] for group in optimizer.param_groups):
+        name = type(optimizer).__name__
+        raise ConfigurationError(f"{name} with bias_correction False has no equal in the server; leave that out")
+    return "AdamW" if vars(optimizer)["adam_w_mode"] else "Adam"

@@ -10,11 +10,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from fairseq_async.collective.agreement import check_equal
 from fairseq_async.config import AdaScaleOptions, AdasumOptions
 from fairseq_async.deepspeed_plugin import tensors
-from fairseq_async.deepspeed_plugin.engine import ClientState, run_or_exit
+from fairseq_async.deepspeed_plugin.compat import check_overflow_always, count_step
+from fairseq_async.deepspeed_plugin.engine import ClientState
 from fairseq_async.environment import WORKER
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.process import errors_in_one_line
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class SynchronousEngine(DeepSpeedEngine):
         self.options, self.worker, self._skipped_in_a_row = options, dist.get_rank(), 0
         self.workers = dist.get_world_size()
         self.context = WorkerContext(self.worker, self.workers)
-        tensors.check_overflow_always(self.optimizer)
+        check_overflow_always(self.optimizer)
         self._check_equal()
 
     @property
@@ -63,12 +65,13 @@ class SynchronousEngine(DeepSpeedEngine):
     def pull(self) -> None:
         """Does nothing: all ranks have the same parameters already."""
 
+    @errors_in_one_line()
     def load_checkpoint(
         self, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
     ) -> tuple[str | None, ClientState]:
         """Loads as DeepSpeed does, and checks that all ranks have the same parameters then."""
         loaded: tuple[str | None, ClientState] = super().load_checkpoint(load_dir, tag, *args, **kwargs)
-        run_or_exit(self._check_equal)
+        self._check_equal()
         return loaded
 
     def _check_equal(self) -> None:
@@ -92,9 +95,7 @@ class SynchronousEngine(DeepSpeedEngine):
             return False
         self.zero_grad()
         self.skipped_steps += 1
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-        self._step_applied = False  # DeepSpeed's: what its was_step_applied() answers
+        count_step(self, applied=False)
         return True
 
 

@@ -8,6 +8,7 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 from torch import Tensor
 from torch.nn import Parameter
 
+from fairseq_async.deepspeed_plugin.compat import whole_shape
 from fairseq_async.server import Layout
 from fairseq_async.server.layout import Segment
 
@@ -27,7 +28,7 @@ class PartitionedReplica:
         dtypes = [str(parameter.dtype).removeprefix("torch.") for _, parameter in named]
         self.layout = Layout(
             tuple(
-                Segment(name, tuple(getattr(parameter, "ds_shape")), dtype)  # noqa: B009 - torch's hints know none
+                Segment(name, whole_shape(parameter), dtype)
                 for (name, parameter), dtype in zip(named, dtypes, strict=True)
             )
         )

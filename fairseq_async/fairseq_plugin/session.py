@@ -1,7 +1,6 @@
 """A training session: what surrounds fairseq's ``main``, from the command line to the end of the process."""
 
 import importlib
-import os
 import sys
 import time
 from argparse import Namespace
@@ -24,8 +23,9 @@ from fairseq_async.fairseq_plugin.registry import METHODS, AsynchronousMethod, M
 from fairseq_async.fairseq_plugin.validations import note_validation
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.protocol import Welcome
-from fairseq_async.server.state_files import write_state
 from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.process import end_process
+from fairseq_async.worker.server_state import fetch_state, state_file
 
 _COMMAND = "fairseq_cli.train"
 _RANK_0_FIRST = 5.0  # seconds for which another rank keeps back an error that rank 0 may print as well
@@ -139,7 +139,7 @@ class WorkerSession:
             run.token_file,
             self.run_dir,
             run.server_timeout,
-            on_loss=_end_process,
+            on_loss=end_process,
             resumes=_resumes(cfg),
         )
         self.spec: MethodSpec = method.describe(self.arguments, cfg, self.context.workers)
@@ -149,27 +149,15 @@ class WorkerSession:
 
     def snapshot(self) -> StateDict:
         """The server's whole state."""
-        path = self.run_dir / ".state-for-checkpoint.pt"
-        try:
-            self.client.save_state(str(path.resolve()))
-            state: StateDict = torch.load(path, map_location="cpu", weights_only=True)
-        finally:
-            path.unlink(missing_ok=True)
-        return state
+        return fetch_state(self.client, self.run_dir)
 
     def with_file(self, state: StateDict | None, initialise: Callable[[str | None], Welcome]) -> Welcome:
         """The server's answer to ``initialise``, which is called with a file that holds the state; with None for none.
 
         The file is there for as long as the call takes.
         """
-        if state is None:
-            return initialise(None)
-        path = self.run_dir / ".state-of-checkpoint.pt"
-        try:
-            write_state(path, state)
-            return initialise(str(path.resolve()))
-        finally:
-            path.unlink(missing_ok=True)
+        with state_file(state, self.run_dir) as path:
+            return initialise(path)
 
     def end(self) -> None:
         """Leaves the run after fairseq's ``main`` has returned.
@@ -210,14 +198,3 @@ def _resumes(cfg: FairseqConfig) -> bool:
     given = cfg.checkpoint
     anew = given.reset_optimizer or given.reset_dataloader or given.reset_lr_scheduler or given.finetune_from_model
     return not anew and given.restore_file == "checkpoint_last.pt"  # fairseq's default
-
-
-def _end_process(reason: str) -> None:
-    """Ends a worker that computes for a server that is no more.
-
-    The client's second thread calls this while fairseq's may be in the middle of a step. An exception or ``sys.exit``
-    would end that second thread only, so the process is ended at once, without its exit handlers.
-    """
-    sys.stderr.write(f"fairseq-async: error: {reason}\n")
-    sys.stderr.flush()
-    os._exit(2)

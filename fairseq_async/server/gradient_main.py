@@ -1,15 +1,19 @@
 """``python -m fairseq_async.server.gradient_main``: the server of ``hybrid_async`` with torch's own optimizers."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from fairseq_async import methods
 from fairseq_async.method_spec import MethodSpec, hybrid_options
 from fairseq_async.server.layout import Layout
+from fairseq_async.server.learning_rates import RateTable
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.process import serve
-from fairseq_async.server.scheduled_rule import ScheduledRule
-from fairseq_async.server.torch_optimizer import OptimizerSpec, RateTable, build_optimizer
+from fairseq_async.server.scheduled_rule import Schedule, ScheduledRule
+from fairseq_async.server.torch_optimizer import OptimizerSpec, build_optimizer
 
 
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[ScheduledRule, EpochPlan]:
@@ -18,13 +22,28 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
     Raises:
         ConfigurationError: the description of the optimizer cannot be built from.
     """
-    options = hybrid_options(spec)
     inner = OptimizerSpec.from_json(spec.framework)
+    return assemble(spec, layout, parameters, inner, lambda optimizer: RateTable(optimizer, inner.learning_rates))
+
+
+def assemble(
+    spec: MethodSpec,
+    layout: Layout,
+    parameters: Tensor,
+    inner: OptimizerSpec,
+    schedule: Callable[[Optimizer], Schedule],
+) -> tuple[ScheduledRule, EpochPlan]:
+    """The same with another schedule, made of the server's optimizer.
+
+    Raises:
+        ConfigurationError: the description of the optimizer cannot be built from.
+    """
+    options = hybrid_options(spec)
     optimizer = build_optimizer(inner, layout, parameters)
     views = [Parameter(view) for view in layout.views(parameters)]
-    context = methods.GradientRuleContext(optimizer, inner.clip_norm, views, spec.workers)
+    context = methods.GradientRuleContext(optimizer, inner.clip_norm, views, spec.workers, elementwise=True)
     rule = methods.gradient_rule(options.gradient_rule).build(options, context)
-    scheduled = ScheduledRule(rule, RateTable(optimizer, inner.learning_rates))
+    scheduled = ScheduledRule(rule, schedule(optimizer))
     return scheduled, EpochPlan(scheduled, spec.max_epoch, spec.whole_steps)
 
 

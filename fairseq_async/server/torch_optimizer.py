@@ -2,12 +2,14 @@
 
 import inspect
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import Annotated, Any, TypeAlias, cast
 
-from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -16,11 +18,13 @@ from fairseq_async.algorithms.hybrid import pieces
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server.layout import Layout
+from fairseq_async.server.learning_rates import Rates
 
-# each steps every element by itself, so a model may be stepped in pieces
-_OPTIMIZERS: dict[str, type[Adam | AdamW | SGD]] = {"Adam": Adam, "AdamW": AdamW, "SGD": SGD}
+# Each steps every element by itself: a model may be stepped in pieces, by several threads.
+OPTIMIZERS: dict[str, type[Adam | AdamW | SGD]] = {"Adam": Adam, "AdamW": AdamW, "SGD": SGD}
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not what it is
 _STRICT = ConfigDict(extra="forbid", strict=True)
+_Option: TypeAlias = bool | float | list[float]
 
 
 @with_config(_STRICT)
@@ -33,8 +37,8 @@ class ParameterGroup:
         options: arguments of the optimizer's constructor, such as ``lr``.
     """
 
-    tensors: list[int]
-    options: JsonObject
+    tensors: list[Annotated[int, Field(ge=0)]]
+    options: dict[str, _Option]
 
 
 @with_config(_STRICT)
@@ -44,18 +48,18 @@ class OptimizerSpec:
 
     Attributes:
         optimizer: name of the class in ``torch.optim``.
-        parameter_groups: as the optimizer has them, in its order.
-        learning_rates: of each group, after 0, 1, … steps; the last ones stay. Empty where they are constant.
+        parameter_groups: as the optimizer has them, in its order. A tensor in none of them is not stepped.
+        learning_rates: of each group, after 0, 1, … steps; the last ones stay. Empty where no table is needed.
         clip_norm: largest L2 norm of the gradient that is stepped with; 0 does not clip.
     """
 
     optimizer: str
     parameter_groups: list[ParameterGroup]
-    learning_rates: list[list[float]] = field(default_factory=list)
-    clip_norm: float = 0.0
+    learning_rates: Rates = field(default_factory=list)
+    clip_norm: Annotated[float, Field(ge=0)] = 0.0
 
     def to_json(self) -> JsonObject:
-        """The ``framework`` of a :class:`~fairseq_async.method_spec.MethodSpec`."""
+        """For the ``framework`` of a :class:`~fairseq_async.method_spec.MethodSpec`."""
         return asdict(self)
 
     @classmethod
@@ -66,7 +70,7 @@ class OptimizerSpec:
             ConfigurationError: it is no such description.
         """
         try:
-            return _adapter().validate_json(json.dumps(framework))
+            return _adapter().validate_json(json.dumps(framework))  # strict types are JSON's
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
@@ -78,114 +82,108 @@ def _adapter() -> TypeAdapter[OptimizerSpec]:
     return TypeAdapter(OptimizerSpec)
 
 
-def describe_groups(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> list[ParameterGroup]:
-    """The groups of an optimizer of the named tensors, which are in the order of the layout.
+def check_of_model(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> None:
+    """Checks that all that the optimizer trains is the model's, which alone server and workers share.
 
     Raises:
-        ConfigurationError: the server has no such optimizer.
+        ConfigurationError: it has other parameters.
     """
-    kind = type(optimizer)
-    if _OPTIMIZERS.get(kind.__name__) is not kind:
+    known = {id(tensor) for _, tensor in named}
+    trained = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    others = sum(id(each) not in known for each in trained)
+    if others:
         raise ConfigurationError(
-            f"the optimizer is {kind.__name__}: the server steps with Adam, AdamW or SGD of torch.optim; give one of "
-            "these, or use local SGD, which takes any"
+            f"the optimizer has {others} parameters that are not the model's: give the module that has all of them"
         )
-    places = {id(tensor): number for number, (_, tensor) in enumerate(named)}
-    groups = []
-    for group in optimizer.param_groups:
-        tensors = sorted(places[id(each)] for each in group["params"] if id(each) in places)
-        groups.append(ParameterGroup(tensors, _options(kind, group)))
-    return groups
 
 
-def _options(kind: type, group: dict[str, object]) -> JsonObject:
+def describe(
+    optimizer: Optimizer,
+    named: Sequence[tuple[str, Tensor]],
+    kind: str = "",
+    rates: Rates | None = None,
+    clip_norm: float = 0.0,
+) -> OptimizerSpec:
+    """An optimizer that has not stepped yet, for the server.
+
+    Args:
+        named: the tensors of the layout, in its order.
+        kind: name of the class in ``torch.optim`` that takes the same steps, if the optimizer is not of such a class.
+        rates: a table of learning rates, if they are not constant; see :class:`OptimizerSpec`.
+        clip_norm: likewise.
+
+    Raises:
+        ConfigurationError: the server has no such optimizer, or not all of its parameters.
+    """
+    name = type(optimizer).__name__
+    if not kind and OPTIMIZERS.get(name) is not type(optimizer):
+        raise ConfigurationError(
+            f"the optimizer is {name}: the server steps with Adam, AdamW or SGD of torch.optim; give one of these, or "
+            "use local SGD, which takes any"
+        )
+    check_of_model(optimizer, named)
+    numbers = {id(tensor): number for number, (_, tensor) in enumerate(named)}
+    groups = [_describe_group(group, kind or name, numbers) for group in optimizer.param_groups]
+    return OptimizerSpec(kind or name, groups, rates or [], clip_norm)
+
+
+def _describe_group(group: dict[str, Any], kind: str, numbers: dict[int, int]) -> ParameterGroup:
+    """One group; tensors that are not trained are left out of it."""
+    tensors = sorted(numbers[id(each)] for each in group["params"] if id(each) in numbers)
+    return ParameterGroup(tensors, {name: _plain(group[name], name) for name in _arguments_of(kind) if name in group})
+
+
+def _arguments_of(kind: str) -> list[str]:
     """What the constructor takes; a group has also what schedules and torch itself keep there."""
-    taken = [name for name in inspect.signature(kind).parameters if name in group and name not in _HOW]
-    return {name: _plain(group[name]) for name in taken}
+    return [name for name in inspect.signature(OPTIMIZERS[kind]).parameters if name not in _HOW]
 
 
-def _plain(value: object) -> JsonValue:
-    if isinstance(value, Tensor):
-        return float(value)
-    if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
-    assert value is None or isinstance(value, bool | int | float | str)
-    return value
+def _plain(value: Any, name: str) -> _Option:
+    """An option as JSON has it: torch takes numbers, tensors of one element, and pairs of either."""
+    if isinstance(value, bool):
+        return value
+    numbers = [float(each) for each in (value if isinstance(value, tuple | list) else [value])]
+    if not all(map(math.isfinite, numbers)):
+        raise ConfigurationError(f'"{name}" of the optimizer is {value}: give a finite number')
+    return numbers if isinstance(value, tuple | list) else numbers[0]
 
 
 def build_optimizer(spec: OptimizerSpec, layout: Layout, parameters: Tensor) -> Optimizer:
     """The optimizer over the server's flat parameters, with a group for each of the worker's.
 
     Raises:
-        ConfigurationError: there is no such optimizer, or the groups are not those of the layout's tensors.
+        ConfigurationError: there is no such optimizer, or the groups are not of the layout's tensors.
     """
-    kind = _OPTIMIZERS.get(spec.optimizer)
+    kind = OPTIMIZERS.get(spec.optimizer)
     if kind is None:
-        raise ConfigurationError(f"the optimizer is {spec.optimizer}: the server has {', '.join(_OPTIMIZERS)}")
-    numbers = sorted(number for group in spec.parameter_groups for number in group.tensors)
-    if numbers != list(range(len(layout.segments))):
-        raise ConfigurationError("the optimizer's groups have not each tensor of the model once")
+        raise ConfigurationError(f"the optimizer is {spec.optimizer}: the server has {', '.join(OPTIMIZERS)}")
+    numbers = [number for group in spec.parameter_groups for number in group.tensors]
+    if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(len(layout.segments))):
+        raise ConfigurationError("the optimizer's groups have not each tensor of the model once at most")
+    unknown = {name for group in spec.parameter_groups for name in group.options} - set(_arguments_of(spec.optimizer))
+    if unknown:
+        raise ConfigurationError(f"the description of the optimizer: {spec.optimizer} has no {min(unknown)}")
     bounds = list(pairwise(accumulate((segment.size for segment in layout.segments), initial=0)))
     groups = [
         {"params": _stepped(parameters, [bounds[number] for number in group.tensors]), **_arguments(group.options)}
         for group in spec.parameter_groups
     ]
-    return kind(groups)
+    try:
+        return cast(Any, kind)(groups)  # type: ignore[no-any-return]
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"the description of the optimizer: {' '.join(str(error).split())}") from error
 
 
-def _arguments(options: JsonObject) -> dict[str, object]:
+def _arguments(options: dict[str, _Option]) -> dict[str, object]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
 def _stepped(parameters: Tensor, bounds: Iterable[tuple[int, int]]) -> list[Parameter]:
     """The group's part of the flat parameters: neighbouring tensors are stepped as one, in pieces for the cache."""
     runs: list[tuple[int, int]] = []
-    for start, end in bounds:
+    for start, end in sorted(bounds):
         if runs and runs[-1][1] == start:
             runs[-1] = runs[-1][0], end
         else:
             runs.append((start, end))
     return [piece for start, end in runs if end > start for piece in pieces(parameters[start:end])]
-
-
-class RateTable:
-    """The learning rates of an optimizer in the server, counted in its steps; a schedule of
-    :class:`~fairseq_async.server.scheduled_rule.ScheduledRule`.
-
-    Args:
-        rates: see :class:`OptimizerSpec`.
-
-    Raises:
-        ConfigurationError: a row has not one rate for each group.
-    """
-
-    def __init__(self, optimizer: Optimizer, rates: list[list[float]]) -> None:
-        groups = len(optimizer.param_groups)
-        if any(len(row) != groups for row in rates):
-            raise ConfigurationError(f"the learning rates are not those of {groups} parameter groups")
-        self.optimizer, self.rates = optimizer, rates
-
-    @property
-    def learning_rate(self) -> float:
-        """The first group's rate of the next step."""
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    def follow(self, steps: int) -> None:
-        """Sets the rates of the step after so many steps."""
-        if self.rates:
-            row = self.rates[min(steps, len(self.rates) - 1)]
-            for group, rate in zip(self.optimizer.param_groups, row, strict=True):
-                group["lr"] = rate
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Does nothing: the rates are of steps."""
-
-    def end_epoch(self, epoch: int, loss: float | None) -> None:
-        """Does nothing: the rates are of steps."""
-
-    def state_dict(self) -> dict[str, object]:
-        """Nothing: the number of steps says all."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """See :meth:`state_dict`."""

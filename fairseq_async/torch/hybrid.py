@@ -12,10 +12,10 @@ from torch.utils.hooks import RemovableHandle
 from fairseq_async.config import HybridOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import MethodSpec, hybrid_spec
-from fairseq_async.server.torch_optimizer import OptimizerSpec, describe_groups
+from fairseq_async.server.learning_rates import tabulate
+from fairseq_async.server.torch_optimizer import describe
 from fairseq_async.torch.options import parse_options
 from fairseq_async.torch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
-from fairseq_async.torch.schedule import learning_rates
 from fairseq_async.torch.training import AsyncTraining
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.hybrid import HybridWorker
@@ -61,10 +61,11 @@ class HybridAsync(AsyncTraining):
         super().__init__(model, optimizer, server)
         if not (isinstance(clip_norm, int | float) and 0 <= clip_norm < inf):
             raise ConfigurationError(f"HybridAsync: clip_norm is {clip_norm!r}: it must be a number of at least 0")
-        groups = describe_groups(optimizer, self._named)
-        steps, self._has_scheduler = self.options.total_steps, scheduler is not None
-        rates = [] if scheduler is None else learning_rates(scheduler, optimizer, steps)
-        self._inner = OptimizerSpec(type(optimizer).__name__, groups, rates, float(clip_norm))
+        if not (scheduler is None or isinstance(scheduler, LRScheduler)):
+            raise ConfigurationError(f"scheduler is {scheduler!r}: it must be one of torch.optim.lr_scheduler")
+        self._has_scheduler = scheduler is not None
+        rates = [] if scheduler is None else tabulate(scheduler, optimizer, self.options.total_steps)
+        self._inner = describe(optimizer, self._named, rates=rates, clip_norm=float(clip_norm))
         self._rates = self._present_rates()
         self._check_rates()
         self._hybrid: HybridWorker | None = None

@@ -6,6 +6,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.server.torch_optimizer import check_of_model
 
 _COMPILED = "_orig_mod."  # before each name in a model that torch.compile has wrapped
 
@@ -22,11 +23,7 @@ def exchanged_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[s
         )
     stepped = {id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
     named = [(name.replace(_COMPILED, ""), each) for name, each in model.named_parameters() if id(each) in stepped]
-    if len(named) < len(stepped):
-        raise ConfigurationError(
-            f"the optimizer has {len(stepped) - len(named)} parameters that are not the model's: give the module that "
-            "has all of them"
-        )
+    check_of_model(optimizer, named)
     if not named:
         raise ConfigurationError("the optimizer has no parameter of the model that is trained")
     for name, parameter in named:

@@ -22,8 +22,8 @@ def end_process(reason: str) -> NoReturn:
     """Ends the process of a worker that computes for a server that is gone; called from the client's thread.
 
     It ends at once, without exit handlers: ``sys.exit`` would only end that thread, and the main thread may be in a
-    long computation that nothing can interrupt. What the worker has computed since its last exchange is lost, and so is
-    output that is still buffered.
+    long computation or a collective call that nothing can interrupt. What the worker has computed since its last
+    exchange is lost, and so is output that is still buffered.
     """
     sys.stderr.write(f"fairseq-async: error: {reason}\n")
     sys.stderr.flush()

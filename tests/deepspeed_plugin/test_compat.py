@@ -1,5 +1,6 @@
 """A DeepSpeed that lacks what the plugin builds on is named, with what it lacks."""
 
+import ast
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,22 @@ def test_a_missing_attribute_is_named_with_deepspeeds_version() -> None:
     del engine._step_applied
     with pytest.raises(ConfigurationError, match="has no DeepSpeedEngine._step_applied"):
         compat.check_attributes(engine)
+
+
+def test_no_other_file_names_a_private_attribute_of_deepspeeds() -> None:
+    """But for the method that the engines override."""
+    private = {name for names in compat.OPTIMIZERS.values() for name in names}
+    private |= {name for name in compat.ENGINE if name.startswith("_")} - {"_take_model_step"}
+    private |= {"_hp_mapping", "ds_shape", "torch_autocast_z0_gradscaler"}  # which not every parameter and engine has
+    found = [
+        f"{path.name}:{node.lineno} {node.attr if isinstance(node, ast.Attribute) else node.value}"
+        for path in sorted(Path(compat.__file__).parent.glob("*.py"))
+        if path.name != "compat.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.Attribute) and node.attr in private)
+        or (isinstance(node, ast.Constant) and node.value in private)
+    ]
+    assert not found
 
 
 def test_the_version_that_is_installed_is_the_one_that_the_plugin_is_made_for() -> None:

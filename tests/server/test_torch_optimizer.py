@@ -1,46 +1,98 @@
-"""The optimizer that the server builds from a description is the one that was described."""
+"""The optimizer that the server builds from a description takes the steps of the one that was described."""
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
+from fairseq_async.algorithms import HybridAccumulation, Update
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server import Layout
-from fairseq_async.server.torch_optimizer import OptimizerSpec, RateTable, build_optimizer, describe_groups
+from fairseq_async.server.torch_optimizer import OptimizerSpec, build_optimizer, describe
 
-SIZES = {"a": 3, "b": 2, "c": 4}
-NAMED = [(name, nn.Parameter(torch.ones(size))) for name, size in SIZES.items()]
-LAYOUT = Layout.of(NAMED)
-(A, B, C) = (parameter for _, parameter in NAMED)
+SIZES = (3, 1, 4, 2, 5)
+Make = Callable[..., Optimizer]
 
 
-def described(optimizer: Optimizer, **more: Any) -> OptimizerSpec:
+def model() -> nn.ParameterList:
+    generator = torch.Generator().manual_seed(0)
+    return nn.ParameterList([nn.Parameter(torch.randn(size, generator=generator)) for size in SIZES])
+
+
+def described(optimizer: Optimizer, parameters: nn.ParameterList, **more: Any) -> tuple[OptimizerSpec, Layout]:
     """As the server gets it, through JSON."""
-    spec = OptimizerSpec(type(optimizer).__name__, describe_groups(optimizer, NAMED), **more)
-    return OptimizerSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    named = [(name, each) for name, each in parameters.named_parameters() if each.requires_grad]
+    spec = describe(optimizer, named, **more)
+    return OptimizerSpec.from_json(json.loads(json.dumps(spec.to_json()))), Layout.of(named)
 
 
-def test_interleaved_groups_are_runs_of_the_flat_parameters_with_their_own_options() -> None:
-    """One step of SGD on a gradient of ones moves each element by its group's rate."""
-    optimizer = SGD([{"params": [C, A], "lr": 0.5}, {"params": [B]}], lr=torch.tensor(0.25))
-    flat = torch.zeros(9)
-    built = build_optimizer(described(optimizer), LAYOUT, flat)
-    for group in built.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.ones_like(parameter)
-    built.step()
-    assert flat.tolist() == [-0.5] * 3 + [-0.25] * 2 + [-0.5] * 4
-    assert [len(group["params"]) for group in built.param_groups] == [2, 1]
+def steps_in_the_server(optimizer: Optimizer, parameters: nn.ParameterList, steps: int = 3) -> torch.Tensor:
+    """The parameters after so many steps of the script's own optimizer, less those after the server's."""
+    spec, layout = described(optimizer, parameters)
+    trained = [each for each in parameters if each.requires_grad]
+    flat = torch.cat([each.detach().flatten() for each in trained])
+    served = HybridAccumulation(build_optimizer(spec, layout, flat), 1, elementwise=True)
+    for step in range(steps):
+        for number, each in enumerate(trained):
+            each.grad = torch.linspace(-1, 2, each.numel()).view_as(each) * (number + 1) - step
+        served.apply(flat, Update(0, step, step, 1.0, torch.cat([each.grad.flatten() for each in trained])))
+        optimizer.step()
+    return torch.cat([each.detach().flatten() for each in trained]) - flat
 
 
-def test_neighbouring_tensors_of_a_group_are_stepped_as_one() -> None:
-    built = build_optimizer(described(Adam([A, B, C])), LAYOUT, torch.zeros(9))
-    assert [parameter.shape for parameter in built.param_groups[0]["params"]] == [(9,)]
+ADAMS: tuple[Make, ...] = (
+    partial(Adam, amsgrad=True),
+    AdamW,
+    partial(Adam, maximize=True),
+    partial(Adam, decoupled_weight_decay=True),
+)
+SGDS: tuple[Make, ...] = (SGD, partial(SGD, momentum=0.9, nesterov=True), partial(SGD, momentum=0.5, dampening=0.2))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=5, max_size=5), st.sampled_from(ADAMS + SGDS), st.data())
+def test_each_group_steps_with_its_own_options_wherever_its_tensors_lie(
+    group_of: list[int], make: Make, data: st.DataObject
+) -> None:
+    parameters = model()
+    groups: list[dict[str, Any]] = []
+    for group in sorted(set(group_of)):
+        options = {"lr": data.draw(st.sampled_from([0.0, 0.1, 0.7])), "weight_decay": data.draw(st.floats(0, 0.5))}
+        groups.append(
+            {"params": [each for each, of in zip(parameters, group_of, strict=True) if of == group]} | options
+        )
+    assert steps_in_the_server(make(groups, lr=0.3), parameters).abs().max() <= 1e-5
+
+
+def test_what_is_in_no_group_or_in_one_without_a_rate_stays() -> None:
+    parameters = model()
+    optimizer = SGD([{"params": [parameters[1], parameters[4]]}, {"params": [parameters[2]], "lr": 0.0}], lr=0.5)
+    flat = torch.zeros(sum(SIZES))
+    rule = HybridAccumulation(build_optimizer(*described(optimizer, parameters), flat), 1, elementwise=True)
+    rule.apply(flat, Update(0, 0, 0, 1.0, torch.ones(sum(SIZES))))
+    assert flat.tolist() == [0.0] * 3 + [-0.5] + [0.0] * 6 + [-0.5] * 5
+
+
+def test_neighbours_in_one_group_are_one_run_of_the_flat_vector() -> None:
+    parameters = model()
+    optimizer = SGD([{"params": [parameters[1], parameters[0], parameters[4]]}, {"params": [parameters[3]]}], lr=0.1)
+    built = build_optimizer(*described(optimizer, parameters), torch.zeros(sum(SIZES)))
+    assert [[each.numel() for each in group["params"]] for group in built.param_groups] == [[4, 5], [2]]
+
+
+def test_parameters_that_are_not_trained_are_no_part_of_a_group() -> None:
+    parameters = model()
+    parameters[1].requires_grad = False
+    assert not steps_in_the_server(AdamW(parameters.parameters(), lr=0.1), parameters).any()
+    (group,) = described(SGD(parameters.parameters(), lr=torch.tensor(0.25)), parameters)[0].parameter_groups
+    assert group.tensors == [0, 1, 2, 3] and group.options["lr"] == 0.25
 
 
 @pytest.mark.parametrize("kind", [Adam, AdamW, SGD])
@@ -49,33 +101,66 @@ def test_every_option_but_how_a_step_is_computed_is_the_same(kind: Any) -> None:
     options |= (
         {"momentum": 0.5, "nesterov": True} if kind is SGD else {"betas": (0.5, 0.6), "eps": 0.1, "amsgrad": True}
     )
-    optimizer = kind([A, B, C], foreach=True, **options)
-    (group,) = build_optimizer(described(optimizer), LAYOUT, torch.zeros(9)).param_groups
-    (given,) = optimizer.param_groups
+    parameters = model()
+    optimizer = kind(parameters.parameters(), foreach=True, **options)
+    (group,) = build_optimizer(*described(optimizer, parameters), torch.zeros(sum(SIZES))).param_groups
+    (own,) = optimizer.param_groups
     assert {key: value for key, value in group.items() if key not in ("params", "foreach")} == {
-        key: value for key, value in given.items() if key not in ("params", "foreach")
+        key: value for key, value in own.items() if key not in ("params", "foreach")
     }
 
 
-def test_rates_follow_the_steps_and_the_last_ones_stay() -> None:
-    spec = described(SGD([{"params": [A]}, {"params": [B, C]}], lr=1.0), learning_rates=[[0.1, 0.2], [0.3, 0.4]])
-    optimizer = build_optimizer(spec, LAYOUT, torch.zeros(9))
-    table = RateTable(optimizer, spec.learning_rates)
-    seen = []
-    for steps in (0, 1, 5):
-        table.follow(steps)
-        seen.append([group["lr"] for group in optimizer.param_groups])
-    assert seen == [[0.1, 0.2], [0.3, 0.4], [0.3, 0.4]] and table.learning_rate == 0.3
+def test_another_optimizer_is_described_by_the_class_that_steps_equally() -> None:
+    parameters = model()
+    spec, _ = described(NAdam(parameters.parameters(), lr=0.5), parameters, kind="Adam")
+    assert spec.optimizer == "Adam" and spec.parameter_groups[0].options["lr"] == 0.5
 
 
-def test_a_description_that_is_wrong_is_refused() -> None:
-    spec = described(SGD([A, B, C], lr=1.0))
-    flat = torch.zeros(9)
-    with pytest.raises(ConfigurationError, match="Rprop: the server has Adam, AdamW, SGD"):
-        build_optimizer(replace(spec, optimizer="Rprop"), LAYOUT, flat)
-    with pytest.raises(ConfigurationError, match="not each tensor of the model once"):
-        build_optimizer(replace(spec, parameter_groups=spec.parameter_groups * 2), LAYOUT, flat)
-    with pytest.raises(ConfigurationError, match="not those of 1 parameter groups"):
-        RateTable(build_optimizer(spec, LAYOUT, flat), [[0.1, 0.2]])
-    with pytest.raises(ConfigurationError, match="the description of the optimizer: clip_norm"):
-        OptimizerSpec.from_json(spec.to_json() | {"clip_norm": "none"})
+class OwnSGD(SGD):
+    """A script's own class may step otherwise."""
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (NAdam, "the optimizer is NAdam: the server steps with Adam, AdamW or SGD of torch.optim; give one of these"),
+        (OwnSGD, "the optimizer is OwnSGD: the server steps with"),
+        (partial(SGD, weight_decay=float("inf")), '"weight_decay" of the optimizer is inf: give a finite number'),
+    ],
+)
+def test_what_the_server_cannot_take_is_refused_in_one_line(make: Make, message: str) -> None:
+    parameters = model()
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        described(make(parameters.parameters(), lr=0.1), parameters)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_parameter_that_the_model_has_not_is_refused() -> None:
+    parameters = model()
+    with pytest.raises(ConfigurationError, match="1 parameters that are not the model's"):
+        described(SGD([*parameters, nn.Parameter(torch.ones(1))], lr=0.1), parameters)
+
+
+GROUP = {"tensors": [0], "options": {"lr": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "Rprop"}, "Rprop: the server has Adam, AdamW, SGD"),
+        ({"parameter_groups": [GROUP, GROUP]}, "not each tensor of the model once"),
+        ({"parameter_groups": [GROUP | {"tensors": [5]}]}, "not each tensor of the model once"),
+        ({"parameter_groups": [GROUP | {"tensors": [-1]}]}, "the description of the optimizer: parameter_groups.0"),
+        ({"parameter_groups": [GROUP | {"options": {"closure": 1.0}}]}, "the optimizer: SGD has no closure"),
+        ({"parameter_groups": [GROUP | {"options": {"lr": "0.1"}}]}, "the description of the optimizer: parameter"),
+        ({"parameter_groups": []}, "the description of the optimizer: optimizer got an empty parameter list"),
+        ({"clip_norm": "none"}, "the description of the optimizer: clip_norm"),
+        ({"clip_norm": -1.0}, "the description of the optimizer: clip_norm"),
+        ({"closure": 1}, "the description of the optimizer: closure"),
+    ],
+)
+def test_a_description_that_no_worker_sends_is_one_line(changes: dict[str, Any], message: str) -> None:
+    spec, layout = described(SGD((parameters := model()).parameters(), lr=1.0), parameters)
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        build_optimizer(OptimizerSpec.from_json(spec.to_json() | changes), layout, torch.zeros(layout.size))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,123 @@
+"""A script's own learning-rate scheduler as a table of rates, and the optimizer that follows it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.server.learning_rates import RateTable, StepSchedule, tabulate
+
+STEPS = 6
+Make = Callable[[Optimizer], Any]
+
+
+def optimizer(rate: Any = 1.0) -> SGD:
+    one, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    return SGD([{"params": [one]}, {"params": [other], "lr": 0.5}], lr=rate, momentum=0.9)
+
+
+def sequential(of: Optimizer) -> SequentialLR:
+    return SequentialLR(of, [ConstantLR(of, 0.1, total_iters=2), ExponentialLR(of, 0.5)], milestones=[2])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(LambdaLR, lr_lambda=[lambda step: 0.5**step, lambda step: step / 10]),
+        partial(CosineAnnealingLR, T_max=4),
+        partial(OneCycleLR, max_lr=2.0, total_steps=STEPS + 1, cycle_momentum=False),
+        partial(CyclicLR, base_lr=0.1, max_lr=2.0, step_size_up=2, cycle_momentum=False),
+        sequential,
+    ],
+)
+@pytest.mark.parametrize("rate", [1.0, torch.tensor(1.0)], ids=["a number", "a tensor"])
+def test_the_table_has_the_rates_that_the_scheduler_would_set(make: Make, rate: Any) -> None:
+    drawn = optimizer(rate)
+    scheduler = make(drawn)
+    table = tabulate(scheduler, drawn, STEPS)
+    assert len(table) == STEPS + 1
+    for row in table:  # the scheduler itself has not been touched: it goes through the same rates now
+        assert [float(group["lr"]) for group in drawn.param_groups] == pytest.approx(row)
+        if row is not table[-1]:
+            drawn.step()
+            scheduler.step()
+
+
+def test_a_wrapped_optimizer_is_the_schedulers_own() -> None:
+    """As accelerate wraps it."""
+    drawn = optimizer()
+    scheduler = CosineAnnealingLR(drawn, STEPS)
+    expected = tabulate(scheduler, drawn, STEPS)
+    wrapper = optimizer()
+    wrapper.optimizer, wrapper.param_groups = drawn, drawn.param_groups  # type: ignore[attr-defined]
+    scheduler.optimizer = wrapper
+    assert tabulate(scheduler, drawn, STEPS) == expected
+
+
+def test_each_groups_rate_is_set_from_the_table_and_the_last_ones_stay() -> None:
+    stepped = optimizer()
+    schedule = RateTable(stepped, [[0.1, 0.2], [0.3, 0.4]])
+    for steps, expected in ((0, [0.1, 0.2]), (1, [0.3, 0.4]), (7, [0.3, 0.4])):
+        schedule.follow(steps)
+        assert [group["lr"] for group in stepped.param_groups] == expected
+        assert schedule.learning_rate == expected[0]
+    schedule.load_state_dict(schedule.state_dict())
+
+
+def test_without_a_table_the_rates_stay() -> None:
+    for schedule in (RateTable(stepped := optimizer(), []), StepSchedule(stepped)):
+        schedule.follow(5)
+        assert [group["lr"] for group in stepped.param_groups] == [1.0, 0.5]
+
+
+def test_a_table_of_other_groups_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="not those of 2 parameter groups"):
+        RateTable(optimizer(), [[0.1, 0.2], [0.3]])
+
+
+class Locked(ExponentialLR):
+    def __deepcopy__(self, memo: object) -> "Locked":
+        raise TypeError("cannot pickle a lock")
+
+
+def stepped(of: Optimizer) -> ExponentialLR:
+    scheduler = ExponentialLR(of, 0.5)
+    of.step()
+    scheduler.step()
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("make", "steps", "message"),
+    [
+        (partial(ExponentialLR, gamma=0.5), 0, "ExponentialLR: its learning rates are sent.*with --total-steps"),
+        (partial(ExponentialLR, gamma=0.5), 300_000, "300000 steps of 2 parameter groups are more than 400000"),
+        (ReduceLROnPlateau, STEPS, "ReduceLROnPlateau follows a loss that the server does not have"),
+        (partial(OneCycleLR, max_lr=1.0, total_steps=3, cycle_momentum=False), STEPS, "cannot take step 4 of --total"),
+        (partial(LambdaLR, lr_lambda=[1.0, 0.5].__getitem__), STEPS, "LambdaLR cannot take step 2 of .*IndexError"),
+        (partial(OneCycleLR, max_lr=1.0, total_steps=STEPS), STEPS, "changes more than the learning rate.*cycle_mom"),
+        (partial(Locked, gamma=0.5), STEPS, "Locked cannot be copied"),
+        (lambda of: ExponentialLR(optimizer(), 0.5), STEPS, "ExponentialLR is the scheduler of another optimizer"),
+        (stepped, STEPS, "ExponentialLR has taken 1 steps: give a new one"),
+    ],
+)
+def test_a_scheduler_that_is_no_table_is_refused_in_one_line(make: Make, steps: int, message: str) -> None:
+    drawn = optimizer()
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        tabulate(make(drawn), drawn, steps)
+    assert "\n" not in str(caught.value)
