@@ -25,6 +25,9 @@ class Engine(SynchronousEngine):
     def train_batch_size(self) -> int:
         return 8
 
+    def steps_per_print(self) -> None:
+        """Prints no progress."""
+
     def zero_grad(self) -> None:
         self.cleared += 1
 
