@@ -12,17 +12,21 @@ def count(run_dir: Path, worker: int) -> int:
 
 
 def find(run_dir: Path, pattern: str) -> list[int]:
-    """Processes of this run whose command line has the pattern."""
-    found = []
+    """Processes of this run whose command line or environment has the pattern.
+
+    Without those that one of them has forked: a server forks to write a snapshot, a worker to load its data.
+    """
+    parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             line = (folder / "cmdline").read_text().replace("\0", " ")
             environment = (folder / "environ").read_text(errors="replace")
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
         except OSError:
             continue
         if str(run_dir) in line and re.search(pattern, line + environment):
-            found.append(int(folder.name))
-    return found
+            parents[int(folder.name)] = int(parent)
+    return [process for process, parent in parents.items() if parent not in parents]
 
 
 def server_of(run_dir: Path) -> int:
