@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import count
-from math import ceil
+from math import ceil, floor
 from typing import Protocol, TypeAlias
 
 from torch.utils.data import Dataset, default_collate
 
+from fairseq_async.deepspeed_plugin.loading import BatchKey, BatchReader, Loading
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
 
@@ -78,6 +79,7 @@ class ShardedLoader:
             the position, which moves on as the worker steps.
         endless: a loop goes on until the run is over; else it has ``len(loader)`` batches, if the run is not over
             before.
+        loading: by how many processes batches are made, and what happens to the last one of a pass.
     """
 
     def __init__(
@@ -88,16 +90,18 @@ class ShardedLoader:
         collate: Collate | None,
         join: Callable[[], DataPosition],
         endless: bool,
+        loading: Loading,
     ) -> None:
         self.dataset, self.share = dataset, share
-        self._order = ShardOrder(share.sizes, seed)
-        self.collate = collate or default_collate
+        batches = _ShardBatches(dataset, share, ShardOrder(share.sizes, seed), collate or default_collate)
+        self._reader, self._drop_last = BatchReader(batches, loading), loading.drop_last
         self.join, self.endless = join, endless
         self._step, self._micro_batch = (-1, -1), 0  # drawn last
 
     def __len__(self) -> int:
         """Batches of one pass over the data set, of which each worker has its part: as DeepSpeed's own loader."""
-        return ceil(length_of(self.dataset) / (self.share.batch_size * self.share.ranks * self.share.workers))
+        batches = length_of(self.dataset) / (self.share.batch_size * self.share.ranks * self.share.workers)
+        return floor(batches) if self._drop_last else ceil(batches)
 
     def __iter__(self) -> Iterator[object]:
         """Follows the worker: a step's batches are those of its shard, whatever was drawn ahead."""
@@ -108,11 +112,20 @@ class ShardedLoader:
             current = (position.sequence, position.done)
             self._step, self._micro_batch = current, self._micro_batch + 1 if current == self._step else 0
             number = (position.offset + position.done) * self.share.micro_batches + self._micro_batch
-            yield self.collate([self.dataset[index] for index in self._indices(position.shard or 0, number)])
+            yield self._reader.read((position.shard or 0, number))
 
-    def _indices(self, shard: int, number: int) -> list[int]:
+
+class _ShardBatches(Dataset[tuple[BatchKey, object]]):
+    """A rank's part of each batch of the shards, by its key."""
+
+    def __init__(self, dataset: Dataset[object], share: DataShare, order: ShardOrder, collate: Collate) -> None:
+        self.dataset, self.share, self.order, self.collate = dataset, share, order, collate
+
+    def __getitem__(self, key: BatchKey) -> tuple[BatchKey, object]:
+        shard, number = key
         first = (number * self.share.ranks + self.share.rank) * self.share.batch_size
-        return self._order.indices(shard, first, self.share.batch_size)
+        indices = self.order.indices(shard, first, self.share.batch_size)
+        return key, self.collate([self.dataset[index] for index in indices])
 
 
 def length_of(dataset: object) -> int:

@@ -1,13 +1,9 @@
 """How a worker's process ends: it leaves the run, and the one that has started the server outlasts the others."""
 
-import sys
-
 from fairseq_async.errors import AsyncError, has_failed
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.client import Client
-
-_QUIET_SECONDS = 2.0  # for which worker 0 waits for the others' end before it says so
 
 
 def leave_at_exit(client: Client, async_worker: AsyncWorker, server: ServerProcess | None) -> None:
@@ -30,14 +26,6 @@ def leave_at_exit(client: Client, async_worker: AsyncWorker, server: ServerProce
             client.close()  # after a last worker that leaves, the run would be over, and nothing of it be kept
         else:
             client.leave(finished=False)
-            _outlast_others(server)
+            server.outlast_workers()
     finally:
         server.end()
-
-
-def _outlast_others(server: ServerProcess) -> None:
-    """Waits until the server has ended, which it does when its workers have left."""
-    server.join(_QUIET_SECONDS)
-    if server.poll() is None:
-        sys.stderr.write("fairseq-async: worker 0 has ended; its server stays for the other workers (Ctrl-C ends it)\n")
-        server.join()

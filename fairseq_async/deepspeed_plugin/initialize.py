@@ -37,6 +37,7 @@ from fairseq_async.deepspeed_plugin.data import (
 from fairseq_async.deepspeed_plugin.ending import leave_at_exit
 from fairseq_async.deepspeed_plugin.engine import AsyncEngine, HybridEngine, LocalEngine
 from fairseq_async.deepspeed_plugin.island import IslandClient
+from fairseq_async.deepspeed_plugin.loading import loading_of
 from fairseq_async.deepspeed_plugin.schedules import Schedule
 from fairseq_async.deepspeed_plugin.synchronous_engine import (
     GroupPosition,
@@ -143,6 +144,8 @@ class _Arguments:
         checks.check_values(config, self.name)
         checks.check_optimizer(config, self.name, self.others["optimizer"] is not None, in_the_server)
         checks.check_scheduler(config, self.name, self.others["lr_scheduler"] is not None)
+        if self.training_data is not None:
+            loading_of(config, self.name)
 
     def make_engine(self, config: Config, **more: object) -> _Made:
         """DeepSpeed's own engine, optimizer and schedule. The data is not given: it would make a loader of its own."""
@@ -158,7 +161,13 @@ class _Arguments:
         return engine, optimizer, schedule
 
     def make_loader(
-        self, engine: MethodEngine, sizes: list[int], options: MethodOptions, ranks: tuple[int, int], join: _Join
+        self,
+        engine: MethodEngine,
+        sizes: list[int],
+        options: MethodOptions,
+        ranks: tuple[int, int],
+        join: _Join,
+        config: Config,
     ) -> ShardedLoader | None:
         """A loader of this rank's batches; None without training data.
 
@@ -169,9 +178,12 @@ class _Arguments:
         if self.training_data is None:
             return None
         batch_size, micro_batches = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-        share = DataShare(sizes, engine.workers, batch_size, micro_batches, *ranks)
+        share, loading = (
+            DataShare(sizes, engine.workers, batch_size, micro_batches, *ranks),
+            loading_of(config, self.name),
+        )
         return ShardedLoader(
-            self.training_data, share, options.seed, self.collate_fn, join, endless=options.total_steps > 0
+            self.training_data, share, options.seed, self.collate_fn, join, options.total_steps > 0, loading
         )
 
 
@@ -208,7 +220,7 @@ def _initialize_synchronous(
     data, position = arguments.training_data, GroupPosition(engine)
     sizes = [] if data is None else [length_of(data)]
     ranks = dist.get_rank(), dist.get_world_size()
-    return engine, optimizer, arguments.make_loader(engine, sizes, options, ranks, lambda: position), schedule
+    return engine, optimizer, arguments.make_loader(engine, sizes, options, ranks, lambda: position, config), schedule
 
 
 def _initialize_asynchronous(
@@ -265,7 +277,7 @@ def _make_worker_engine(
     engine.set_up(async_worker, _describe(options, section, context, sizes, inner), context)
     atexit.register(leave_at_exit, client, async_worker, server)
     ranks = context.rank, context.island_size
-    loader = arguments.make_loader(engine, sizes, options, ranks, engine.join_run)
+    loader = arguments.make_loader(engine, sizes, options, ranks, engine.join_run, own)
     return engine, made[1], loader, engine.lr_scheduler
 
 

@@ -11,10 +11,12 @@ from typing import Protocol
 from fairseq_async.errors import ExchangeError, ProtocolError
 from fairseq_async.exchange import Channel
 from fairseq_async.server.background_reader import BackgroundReader
+from fairseq_async.server.membership import Membership
 from fairseq_async.server.peers import SMALL, Peer
 from fairseq_async.server.service import Service
 
 _LATE_SECONDS = 20.0  # for which a finished server stays for workers that have not come yet
+_OWNER_SECONDS = 60.0  # and for a worker 0 that has died and is started again: it has the last checkpoint to write
 _HANDSHAKE_SECONDS = 10.0  # that a stranger has to prove itself
 _MOST_STRANGERS = 256  # of one address, at one time
 _MOST_IN_ALL = 512
@@ -154,14 +156,18 @@ class EventLoop:
             return self.ends_with_workers and not self.service.membership.awaited(now)
         self._finished_at = self._finished_at or now
         membership = self.service.membership
-        unready = membership.unready
-        late = unready or len(membership.joined) < membership.announced
-        if late and now < self._finished_at + _LATE_SECONDS:
+        if self._waits_for_late(membership, now - self._finished_at):
             return False
-        there = {peer.worker for peer in self.peers if peer.worker is not None} - unready
+        there = {peer.worker for peer in self.peers if peer.worker is not None} - membership.unready
         silent = there & membership.silent(now)
         if there - silent:
             return False
         for worker in sorted(silent):
             self.service.tell(f"worker {worker} was not heard of for {membership.timeout:g} s: the run ends without it")
         return True
+
+    def _waits_for_late(self, membership: Membership, seconds: float) -> bool:
+        """Whether a run that is finished since so many seconds stays open for workers that are still to come."""
+        owner_comes = membership.is_away(0) or 0 in membership.unready
+        others_come = membership.unready or len(membership.joined) < membership.announced
+        return seconds < (_OWNER_SECONDS if owner_comes else _LATE_SECONDS if others_come else 0.0)

@@ -118,6 +118,14 @@ class Membership:
         if self.members.pop(worker, None) is not None:
             self._left_at[worker] = -inf if for_good else now
 
+    def has_left(self, worker: int) -> bool:
+        """Whether it has said that it will not come back."""
+        return self._left_at.get(worker) == -inf
+
+    def is_away(self, worker: int) -> bool:
+        """Whether its connection has closed without a word, and it has not come back."""
+        return worker in self._left_at and not self.has_left(worker)
+
     def hear(self, worker: int, now: float) -> None:
         """A message of the worker has come."""
         if worker in self.members:

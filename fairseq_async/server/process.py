@@ -26,6 +26,7 @@ from fairseq_async.server.service import Service
 _BACKLOG = 128  # workers that may come before the server has imported what it needs
 _ENDING = ".ending"  # a file in the directory of a run whose server writes its last snapshot
 _ENDING_SECONDS = 120.0  # for which the next run waits for that
+_QUIET_SECONDS = 2.0  # for which a worker that has left waits for the others' end before it says so
 _PORT_SECONDS = 10.0  # for which a dead server's port may still be held: by a snapshot that was just begun
 
 
@@ -58,12 +59,23 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
     listener = socket.socket(fileno=options.listener)
     tell_log("the server listens at {}:{} for {} workers".format(*listener.getsockname()[:2], options.workers))
     if EventLoop(listener, service, sys.stdin, options.ends_with_workers).run():
-        service.snapshots.wait()
-        if service.begun is not None:  # workers may also have left before it began
-            tell_log(f"the run is finished at update {service.begun.coordinator.server.version:,}")
-        service.snapshots.clear()  # a finished run goes on from its checkpoint, if at all
-        return
-    _keep(service)
+        _finish(service)
+    else:
+        _keep(service)
+
+
+def _finish(service: Service) -> None:
+    """A finished run goes on from worker 0's checkpoint, if at all; without that worker its last state stays here."""
+    service.snapshots.wait()
+    if service.begun is None:  # workers may also have left before it began
+        return service.snapshots.clear()
+    version = service.begun.coordinator.server.version
+    tell_log(f"the run is finished at update {version:,}")
+    if service.membership.has_left(0):
+        return service.snapshots.clear()
+    service.snapshots.take_last(service.begun.snapshot(), version)
+    where = f"{service.snapshots.directory}; fairseq-async export {service.run_dir} OUT writes them for use"
+    service.tell(f"worker 0 was not there at the end: the last parameters are kept in {where}")
 
 
 def _keep(service: Service) -> None:
@@ -178,6 +190,13 @@ class ServerProcess:
     def join(self, seconds: float | None = None) -> None:
         """Waits for the end of a finished run's server; without end by default."""
         self._supervisor.join(seconds)
+
+    def outlast_workers(self) -> None:
+        """In the process of a worker that has left: waits for the server's end, which comes with the last worker's."""
+        self.join(_QUIET_SECONDS)
+        if self.poll() is None:
+            say("worker 0 has ended; its server stays for the other workers (Ctrl-C ends it)")
+            self.join()
 
     def wait(self, seconds: float) -> None:
         """As :meth:`join`; then it is stopped."""

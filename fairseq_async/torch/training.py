@@ -31,8 +31,6 @@ from fairseq_async.worker.server_state import fetch_state, state_file
 _ONE_RUN = ("RANK", WORKER)  # set by launchers, which tell a process of one server
 _Self = TypeVar("_Self", bound="AsyncTraining")
 
-_PATIENCE = 5.0  # seconds after which worker 0 says that it waits for the others
-
 
 class AsyncTraining(ABC):
     """One worker of an asynchronous run, round an ordinary optimizer; the base of the methods' context managers.
@@ -151,10 +149,7 @@ class AsyncTraining(ABC):
         if self._client is not None:
             self._client.leave(finished=False)
         if self._server is not None:
-            self._server.join(_PATIENCE)
-            if self._server.poll() is None:
-                sys.stderr.write("fairseq-async: this worker has finished; its server goes on for the others\n")
-                self._server.join()
+            self._server.outlast_workers()
 
     def abandon(self) -> None:
         """Is gone from the run as a worker that was killed; a server that this worker has started ends, too.

@@ -8,6 +8,9 @@ import torch
 
 from fairseq_async.deepspeed_plugin.batches import digest_of
 from fairseq_async.deepspeed_plugin.data import DataShare, ShardedLoader
+from fairseq_async.deepspeed_plugin.loading import Loading, loading_of
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.worker.shards import ShardOrder
 
 
 @dataclass
@@ -34,10 +37,10 @@ class Numbers:
         return index
 
 
-def loader(position: Position, endless: bool, workers: int = 2, micro_batches: int = 1) -> ShardedLoader:
+def loader(position: Position, endless: bool, micro_batches: int = 1, loading: Loading | None = None) -> ShardedLoader:
     """Twelve samples in batches of two; the worker's shard is its part of them."""
-    share = DataShare([12 // workers] * workers, workers, 2, micro_batches, rank=0, ranks=1)
-    return ShardedLoader(Numbers(12), share, 1, None, lambda: position, endless)  # type: ignore[arg-type]
+    share = DataShare([6, 6], 2, 2, micro_batches, rank=0, ranks=1)
+    return ShardedLoader(Numbers(12), share, 1, None, lambda: position, endless, loading or Loading())  # type: ignore[arg-type]
 
 
 def test_without_an_end_of_the_run_a_loop_is_one_pass_over_the_workers_part() -> None:
@@ -78,7 +81,7 @@ def test_an_epoch_that_ends_within_a_step_goes_on_with_its_next_micro_batch() ->
 @pytest.mark.parametrize(("samples", "workers", "batches"), [(12, 2, 3), (13, 2, 4), (12, 5, 2), (1, 2, 1)])
 def test_the_length_is_that_of_deepspeeds_loader_with_as_many_ranks(samples: int, workers: int, batches: int) -> None:
     share = DataShare([samples], workers, 2, 1, rank=0, ranks=1)
-    made = ShardedLoader(Numbers(samples), share, 1, None, Position, endless=True)  # type: ignore[arg-type]
+    made = ShardedLoader(Numbers(samples), share, 1, None, Position, True, Loading())  # type: ignore[arg-type]
     assert len(made) == batches
 
 
@@ -87,3 +90,45 @@ def test_a_digest_tells_batches_apart_whatever_holds_their_tensors() -> None:
     assert digest_of(((), {"input_ids": ids})) == digest_of([ids.clone()]) != digest_of([ids + 1])
     assert digest_of([ids.bfloat16(), torch.tensor(1.0)]) != digest_of([ids.bfloat16(), torch.tensor(2.0)])
     assert digest_of(("text", {"n": 1})) is None and digest_of([torch.empty(0)]) is None
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_processes_make_the_batches_that_are_drawn_without_them(num_workers: int) -> None:
+    """Also where the server gives another shard, or the same batches again, while others are made ahead."""
+    position, order = Position(), ShardOrder([6, 6], seed=1)
+    torch.manual_seed(1)
+    following = torch.rand(1)
+    torch.manual_seed(1)
+    batches = iter(loader(position, endless=True, loading=Loading(num_workers)))
+    for shard, offset in [(0, 0), (1, 7), (0, 2), (0, 2), (0, 6)]:
+        position.sequence, position.shard, position.offset = position.sequence + 1, shard, offset
+        for position.done in range(4):
+            batch = next(batches)
+            assert batch.tolist() == order.indices(shard, 2 * (offset + position.done), 2)  # type: ignore[attr-defined]
+    assert torch.equal(torch.rand(1), following), "the model's dropout would be another than without processes"
+
+
+def test_the_last_batch_of_a_pass_is_left_out_where_the_configuration_says_so() -> None:
+    share = DataShare([7, 7], 2, 2, 1, rank=0, ranks=1)
+    made = ShardedLoader(Numbers(14), share, 1, None, Position, False, Loading(drop_last=True))  # type: ignore[arg-type]
+    assert len(made) == len(list(made)) == 3
+
+
+def test_how_the_data_is_read_is_what_deepspeeds_keys_say() -> None:
+    sampling = {"num_workers": 2, "pin_memory": True}
+    config = {"data_efficiency": {"data_sampling": sampling}, "dataloader_drop_last": True}
+    assert loading_of(config, "ds.json") == Loading(2, True, True) and loading_of({}, "ds.json") == Loading()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({"num_workers": -1}, '"num_workers" is -1'),
+        ({"num_workers": "auto"}, "\"num_workers\" is 'auto'"),
+        ({"pin_memory": 1}, '"pin_memory" is 1'),
+        ({"curriculum_learning": {"enabled": True}}, '"curriculum_learning" is not supported'),
+    ],
+)
+def test_what_the_loader_cannot_do_is_refused(sampling: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        loading_of({"data_efficiency": {"data_sampling": sampling}}, "ds.json")

@@ -22,9 +22,19 @@ def start(processes: Processes, tmp_path: Path) -> Any:
 
     def run(**section: Any) -> Any:
         launcher = [command("deepspeed"), "--num_accelerators", 2, "--master_port", free_port()]
-        change = json.dumps({"gradient_clipping": 0.0, "async_training": SECTION | section})
+        loading = {"data_sampling": {"num_workers": 1, "pin_memory": True}}  # processes that have the rank's connection
+        changes = {"gradient_clipping": 0.0, "data_efficiency": loading, "async_training": SECTION | section}
         base = ROOT / "deepspeed_config" / "delayed_nesterov.json"
-        job = [DEEPSPEED_JOB, "--out", tmp_path, "--deepspeed", "--deepspeed_config", base, "--change", change]
+        job = [
+            DEEPSPEED_JOB,
+            "--out",
+            tmp_path,
+            "--deepspeed",
+            "--deepspeed_config",
+            base,
+            "--change",
+            json.dumps(changes),
+        ]
         return processes.start([*launcher, *job], **DEEPSPEED)
 
     return run

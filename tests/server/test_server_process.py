@@ -226,6 +226,30 @@ def test_the_run_ends_for_all_at_the_last_version_and_the_server_with_the_last_w
     assert process.process.wait(timeout=10) == 0
 
 
+def test_a_finished_run_stays_for_a_worker_0_that_has_died_and_comes_back(process: ServerProcess) -> None:
+    """It has the last checkpoint to write."""
+    first, second = join(process, 0, last_version=1), join(process, 1, last_version=1)
+    assert push(first, 0, 0.5).finished
+    first._channel.close()
+    second.leave(finished=False)
+    again = Client(process.address, process.token, 0)
+    assert again.join(LAYOUT, sgd_spec(last_version=1)).finished and pull(again) == (1, 0.5)
+    again.leave(finished=False)
+    assert process.process.wait(timeout=10) == 0
+
+
+def test_the_last_state_of_a_run_is_kept_where_worker_0_hangs_at_its_end(
+    process: ServerProcess, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    short: dict[str, float] = {"last_version": 1, "worker_timeout": 0.5}
+    first, second = join(process, 0, **short), join(process, 1, **short)
+    assert push(first, 0, 0.5).finished
+    second.leave(finished=False)
+    process.join(30)
+    assert process.poll() == 0 and "the last parameters are kept" in capfd.readouterr().err
+    assert (tmp_path / "snapshots" / "version-000000000001.pt").exists()
+
+
 def test_worker_0_may_end_the_run_before_its_limits(server: ThreadServer) -> None:
     """As with --patience: the others learn of it at their next push, and the server ends after them."""
     first, second = join(server, 0), join(server, 1)

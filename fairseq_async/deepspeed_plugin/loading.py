@@ -1,0 +1,104 @@
+"""Batches that loader processes make ahead, where the configuration asks for them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from fairseq_async.errors import ConfigurationError
+
+BatchKey: TypeAlias = tuple[int, int]  # a shard, and the number of a batch in it
+_KEYS = '"data_efficiency": "data_sampling"'
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How ``training_data`` is read: DeepSpeed's keys ``data_efficiency.data_sampling`` and ``dataloader_drop_last``.
+
+    Attributes:
+        num_workers: loader processes of this rank; 0 for none, then each batch is made when it is drawn.
+        pin_memory: whether batches are in pinned memory, where there is a device to copy them to.
+        drop_last: whether one pass leaves out the last batch where the data is too short for it.
+    """
+
+    num_workers: int = 0
+    pin_memory: bool = False
+    drop_last: bool = False
+
+
+def loading_of(config: dict[str, Any], name: str) -> Loading:
+    """
+    Args:
+        config: DeepSpeed's.
+        name: of the configuration, for errors.
+
+    Raises:
+        ConfigurationError: a value is wrong, or the order of the data would be DeepSpeed's, which the server chooses.
+    """
+    sampling = config.get("data_efficiency", {}).get("data_sampling", {})
+    if sampling.get("curriculum_learning", {}).get("enabled"):
+        raise ConfigurationError(
+            f'{name}: {_KEYS}: "curriculum_learning" is not supported with training_data=, whose order follows the '
+            "shards that the server chooses: give your own DataLoader, or leave it out"
+        )
+    workers, pin = sampling.get("num_workers", 0), sampling.get("pin_memory", False)
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
+        raise ConfigurationError(f'{name}: {_KEYS}: "num_workers" is {workers!r}: give a whole number, 0 for none')
+    if not isinstance(pin, bool):
+        raise ConfigurationError(f'{name}: {_KEYS}: "pin_memory" is {pin!r}: give true or false')
+    return Loading(workers, pin, config.get("dataloader_drop_last") is True)
+
+
+class BatchReader:
+    """Reads batches by their keys; loader processes make the following ones of the shard meanwhile.
+
+    When the server gives another shard, the batches that were made ahead are thrown away: as many as the processes
+    hold, at most ``2 * num_workers``.
+
+    Args:
+        batches: a data set whose indices are keys, and whose samples are a key and its batch. Each process has a copy.
+        loading: by how many processes.
+    """
+
+    def __init__(self, batches: Dataset[tuple[BatchKey, object]], loading: Loading) -> None:
+        self._keys = _KeysAhead()
+        self._loader = DataLoader(
+            batches,
+            batch_size=None,  # a sample is a whole batch
+            sampler=self._keys,
+            num_workers=loading.num_workers,
+            pin_memory=loading.pin_memory and torch.cuda.is_available(),
+            collate_fn=_unchanged,
+            generator=torch.Generator(),  # it seeds the processes; torch's own would move the model's dropout on
+        )
+        self._batches: Iterator[tuple[BatchKey, object]] | None = None
+        self._expected: BatchKey | None = None
+
+    def read(self, key: BatchKey) -> object:
+        """The batch of this key."""
+        if key != self._expected:
+            self._keys.following = key
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        self._expected = key[0], key[1] + 1
+        return next(batch for made, batch in self._batches if tuple(made) == key)  # pinning makes a list of a tuple
+
+
+class _KeysAhead(Sampler[BatchKey]):
+    """The keys that are expected: one batch after the other of a shard, without end."""
+
+    def __init__(self) -> None:
+        self.following: BatchKey = (0, 0)
+
+    def __iter__(self) -> Iterator[BatchKey]:
+        while True:
+            key = self.following
+            self.following = key[0], key[1] + 1
+            yield key
+
+
+def _unchanged(sample: object) -> object:
+    """In place of torch's default, which would make tensors of arrays."""
+    return sample
