@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import torch
 from fairseq_async.launch.certificates import make
 from fairseq_async.reporting.audit import audit
 from scripts.faults.hosts import Host
+from tests.helpers import slurm as slurm_daemons
 from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, HELPERS, MODEL, ROOT, Processes, command, free_port
 from tests.helpers.documents import script_of_the_readme
 from tests.helpers.run_files import events
@@ -118,11 +121,27 @@ def test_deepspeeds_own_launcher_on_one_machine(processes: Processes, tmp_path: 
     check_run(tmp_path, workers=2, steps=40)
 
 
-@pytest.mark.skipif(shutil.which("srun") is None or shutil.which("sinfo") is None, reason="Slurm is not installed")
-def test_slurms_own_srun(processes: Processes, tmp_path: Path) -> None:
-    """With a Slurm that runs here."""
-    if subprocess.run(["sinfo", "-h"], capture_output=True, timeout=20).returncode:
-        pytest.skip("Slurm does not run here")
-    task = processes.start(["srun", "-n", 2, "--overcommit", *script(tmp_path)], **QUIET)
-    outputs([task])
-    check_run(tmp_path, workers=2, steps=400)
+@pytest.mark.skipif(slurm_daemons.missing() != "", reason=slurm_daemons.missing())
+def test_slurm_itself_on_two_nodes_with_a_job_of_two_kinds_and_one_that_is_requeued(
+    processes: Processes, tmp_path: Path
+) -> None:
+    (tmp_path / "slurm").mkdir()
+    with slurm_daemons.running(tmp_path / "slurm", processes) as variables:
+        found = "import os; from fairseq_async.launch.task import Task; print(Task.find(os.environ))"
+        code, said = processes.run(["srun", "-n1", ":", "-n2", sys.executable, "-c", found], **QUIET, **variables)
+        ranks = re.findall(r"rank=(\d), size=3, local_rank=\d, job='srun (\d+)'", said)
+        assert code == 0 and sorted(rank for rank, _ in ranks) == ["0", "1", "2"], said
+        assert len({job for _, job in ranks}) == 1
+        line = shlex.join(["srun", "--nodes=2", "--ntasks=3", *map(str, script(tmp_path, slowly=True))])
+        (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{line}\n")
+        log = tmp_path / "job.log"
+        batch = ["sbatch", "--parsable", "--wait", "--requeue", "--open-mode=append", "-N2", "-n3", "-o", log]
+        job = processes.start([*batch, tmp_path / "job.sh"], **QUIET, **variables)
+        path = tmp_path / "run" / "events.jsonl"
+        wait_until(lambda: path.exists() and len(path.read_text().splitlines()) > 4, 90)
+        number = json.loads((tmp_path / "run" / ".server.json").read_text())["job"].split()[1]
+        assert processes.run(["scontrol", "requeue", number], **variables)[0] == 0
+        assert job.wait(150) == 0, log.read_text()
+    assert "the run goes on from version-" in log.read_text()
+    audit(tmp_path / "run")
+    check_run(tmp_path, workers=3, steps=600)
