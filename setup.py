@@ -11,6 +11,9 @@ FAIRSEQ = ["fairseq-fixed==0.12.3.1"]
 # Pinned, because the plugin overrides the engine's step and reads where each optimizer keeps its fp32 masters.
 DEEPSPEED = ["deepspeed==0.19.8"]
 HUGGINGFACE = [*DEEPSPEED, "transformers>=5", "accelerate>=1.10"]
+# An extra, because only the machine that makes a run's certificates needs it; connections are encrypted by the standard
+# library, also with certificates that others have made.
+TLS = ["cryptography>=42"]
 RECIPES = [*FAIRSEQ, *HUGGINGFACE, "sentencepiece>=0.2", "sacrebleu>=2.4", "tensorboard>=2.16", "datasets>=4"]
 DEV = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"]
 DEV += ["ruff==0.17.5", "mypy==2.4.1"]
@@ -31,7 +34,8 @@ setup(
         "deepspeed": DEEPSPEED,
         "huggingface": HUGGINGFACE,
         "recipes": RECIPES,
-        "dev": RECIPES + DEV,
+        "tls": TLS,
+        "dev": RECIPES + TLS + DEV,
     },
     entry_points={"console_scripts": ["fairseq-async=fairseq_async.cli:main"]},
 )

@@ -47,6 +47,9 @@ def launch(
     token_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The run's secret, which --host needs; only you may read it.")
     ] = None,
+    tls: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Encrypt every connection, with the certificates in DIR.")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a script's run that was interrupted; fairseq-train does so.")
     ] = False,
@@ -57,8 +60,8 @@ def launch(
 
     restarts = _MAX_RESTARTS if max_restarts is None else max_restarts
     asynchronous = {"--slowdown": slowdown, "--max-restarts": max_restarts, "--host": host, "--token-file": token_file}
-    given = [flag for flag, value in asynchronous.items() if value not in (None, "")]
-    options = Launch(workers, _factors(slowdown), restarts, port, host or LOOPBACK, token_file, resume, given)
+    given = [flag for flag, value in (asynchronous | {"--tls": tls}).items() if value not in (None, "")]
+    options = Launch(workers, _factors(slowdown), restarts, port, host or LOOPBACK, token_file, tls, resume, given)
     (launch_fairseq if is_fairseq(worker_command) else launch_script)(worker_command, options)
 
 
@@ -69,12 +72,40 @@ def join(
     token_file: Annotated[
         Path, typer.Option(metavar="FILE", help="The run's secret: on the server's machine .token in its --save-dir.")
     ],
+    tls: Annotated[Path | None, typer.Option(metavar="DIR", help="The run's certificates, where it has --tls.")] = None,
 ) -> None:
     """Become one more worker of a run that is going on, with the same command as its other workers."""
     from fairseq_async.launch.join import join as begin  # start-up time
 
     _find(token_file, lambda error: f"--token-file {token_file}: cannot be read: {error}")
-    begin(address, worker_command, token_file)
+    begin(address, worker_command, token_file, tls)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def worker(
+    worker_command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...", show_default=False)],
+) -> None:
+    """Become one worker of a run whose workers srun, torchrun or mpirun starts, on one machine or several."""
+    from fairseq_async.launch.task import become_worker  # start-up time
+
+    become_worker(worker_command)
+
+
+@app.command()
+def certificates(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    hosts: Annotated[
+        list[str], typer.Argument(metavar="HOST...", help="Names and addresses of the server's.", show_default=False)
+    ],
+) -> None:
+    """Make the certificates of a run for --tls: a small authority, the server's certificate and the workers'."""
+    try:
+        from fairseq_async.launch.certificates import make  # start-up time
+    except ModuleNotFoundError as error:  # cryptography is an extra
+        raise ConfigurationError(f'certificates need cryptography ({error}): pip install ".[tls]"') from error
+
+    for line in make(directory, hosts):
+        print(line)
 
 
 @app.command()

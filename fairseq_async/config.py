@@ -274,6 +274,11 @@ class ServerOptions(Options):
         description="the run's secret, where other machines can reach the server; only you may read it",
         json_schema_extra=_FILE,
     )
+    tls: str | None = Field(
+        None,
+        description="directory of certificates, with which every connection is encrypted",
+        json_schema_extra={"metavar": "DIR"},
+    )
     worker_timeout: float = Field(
         60.0,
         gt=0,

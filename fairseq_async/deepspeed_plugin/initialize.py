@@ -318,10 +318,7 @@ def _connect(
     """The context with the worker's number, the connection, and the server if this process has started it."""
     if context.rank > 0:
         return context, _island_client(None, context), None
-    run_dir, patience = Path(section.run_dir), section.server_timeout
-    context, client, server = context.connect(
-        server_module, section.server, section.token_file, run_dir, patience, on_loss=end_process
-    )
+    context, client, server = context.connect(server_module, section, Path(section.run_dir), end_process)
     return context, (client if context.island_size == 1 else _island_client(client, context)), server
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.errors import ExchangeError, ProtocolError
+from fairseq_async.exchange.tls import decrypted
 
 _HEADER = struct.Struct("!IQ")  # bytes of the body, bytes of the tensor behind it
 AT_A_TIME = 16  # messages of one peer, before the others have their turn
@@ -162,6 +163,11 @@ class Channel:
         self.connection.close()
 
     def _read(self, flags: int = 0) -> None:
+        self._read_once(flags)
+        while decrypted(self.connection):
+            self._read_once(flags)
+
+    def _read_once(self, flags: int) -> None:
         try:
             if self._missing.nbytes:  # straight into its place: it may be as large as the model
                 count = self.connection.recv_into(self._missing, 0, flags)

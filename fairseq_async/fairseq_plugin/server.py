@@ -1,6 +1,6 @@
 """fairseq's optimizer and schedule over the flat parameters of a ``hybrid_async`` run's server."""
 
-from fairseq.optim import FairseqOptimizer, build_optimizer
+from fairseq.optim import OPTIMIZER_REGISTRY, FairseqOptimizer, build_optimizer
 from fairseq.optim.lr_scheduler import FairseqLRScheduler, build_lr_scheduler
 from torch import Tensor
 from torch.nn import Parameter
@@ -11,6 +11,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.compat.optimizers import component_config
 from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_options
+from fairseq_async.option_flags import check_inner_optimizer
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.scheduled_rule import ScheduledRule
@@ -56,6 +57,7 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
     options = hybrid_options(spec)
     views = [Parameter(view) for view in layout.views(parameters)]
     inner, scheduler = _component(spec, "inner_optimizer"), _component(spec, "lr_scheduler")
+    check_inner_optimizer(spec.method, str(inner["_name"]), OPTIMIZER_REGISTRY)
     try:
         optimizer = build_optimizer(component_config(inner, "optimizer"), views)
         if optimizer.supports_flat_params:

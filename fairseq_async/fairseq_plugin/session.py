@@ -132,15 +132,9 @@ class WorkerSession:
         context = WorkerContext.find()
         if not context.joins:  # a worker that joins does not know yet how many there are
             method.describe(self.arguments, cfg, context.workers)  # mistakes show before a server is started
-        run = flags.server_options(self.arguments)
+        options = flags.server_options(self.arguments)
         self.context, self.client, self._server = context.connect(
-            method.server,
-            run.server,
-            run.token_file,
-            self.run_dir,
-            run.server_timeout,
-            on_loss=end_process,
-            resumes=_resumes(cfg),
+            method.server, options, self.run_dir, end_process, resumes=_resumes(cfg)
         )
         self.spec: MethodSpec = method.describe(self.arguments, cfg, self.context.workers)
         self._adjust(cfg)

@@ -29,6 +29,7 @@ class WorkerCommand:
 
     Args:
         workers: how many will run it; None where that is not known.
+        starts_server: worker 0 starts the server, where ``--server`` may say.
 
     Attributes:
         synchronous: the workers are the ranks of one data-parallel group, and there is no server.
@@ -45,7 +46,7 @@ class WorkerCommand:
 
     rendezvous = None  # its server is known
 
-    def __init__(self, arguments: list[str], workers: int | None = None) -> None:
+    def __init__(self, arguments: list[str], workers: int | None = None, starts_server: bool = False) -> None:
         self.program, self.given = find_program(arguments[0]), arguments
         self.arguments = arguments[1:]
         given = _parser().parse_known_args(self.arguments)[0]
@@ -54,7 +55,7 @@ class WorkerCommand:
                 f"--optimizer {given.optimizer or '(missing)'}: launch runs --optimizer "
                 f"{' or '.join((*SERVERS, *SYNCHRONOUS))}; name yours with --inner-optimizer"
             )
-        if given.server:
+        if given.server and not starts_server:
             raise ConfigurationError("--server: launch starts its own server; leave the flag out")
         check_command(given.optimizer, self.arguments, workers)
         self.synchronous = given.optimizer in SYNCHRONOUS

@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 from typing import NoReturn
 
-from fairseq_async.environment import JOINS, SERVER, TOKEN, WORKER
+from fairseq_async.environment import JOINS, SERVER, TLS, TOKEN, WORKER
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.programs import find_program, is_fairseq
@@ -14,8 +14,11 @@ from fairseq_async.validation import split_address
 _SECONDS = 10.0  # for a connection
 
 
-def join(address: str, arguments: list[str], token_file: Path) -> NoReturn:
+def join(address: str, arguments: list[str], token_file: Path, tls: Path | None) -> NoReturn:
     """Becomes the worker: its output is this terminal's, and Ctrl-C ends it and nothing else.
+
+    Args:
+        tls: directory of the run's certificates, where it has some.
 
     Raises:
         ConfigurationError: the address, the token or the program is not one.
@@ -25,6 +28,7 @@ def join(address: str, arguments: list[str], token_file: Path) -> NoReturn:
     from fairseq_async.exchange.authentication import read_token  # start-up time: torch comes with it
 
     variables = {WORKER: JOINS, SERVER: address, TOKEN: read_token(token_file), "OMP_WAIT_POLICY": "PASSIVE"}
+    variables |= {} if tls is None else {TLS: str(tls.resolve())}
     os.execve(line[0], line, {"OMP_NUM_THREADS": "1"} | os.environ | variables)
 
 

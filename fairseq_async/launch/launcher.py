@@ -8,9 +8,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fairseq_async.environment import RENDEZVOUS, SLOWDOWN, TOKEN, WORKER, WORKERS
-from fairseq_async.exchange.addresses import LOOPBACK
+from fairseq_async.environment import RENDEZVOUS, SLOWDOWN, TLS, TOKEN, WORKER, WORKERS
+from fairseq_async.exchange.addresses import ANY, LOOPBACK
 from fairseq_async.exchange.authentication import new_token, read_token
+from fairseq_async.exchange.tls import worker_context
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import Display
 from fairseq_async.launch.last_words import last_words, same_mistake, traceback
@@ -38,9 +39,10 @@ class Launcher:
         port: of the server; 0 takes a free one.
         host: the address on which the server listens.
         token_file: where the run's token is, for workers that join from other machines; None makes a new token.
+        tls: directory of the certificates with which connections are encrypted; None for none.
 
     Raises:
-        ConfigurationError: the token cannot be read.
+        ConfigurationError: the token or the certificates cannot be read.
     """
 
     def __init__(
@@ -52,7 +54,11 @@ class Launcher:
         port: int,
         host: str = LOOPBACK,
         token_file: Path | None = None,
+        tls: Path | None = None,
     ) -> None:
+        if tls is not None:
+            worker_context(tls)
+        self.tls = None if tls is None else tls.resolve()
         self.slowdown = slowdown or [1.0] * workers
         self.host, self.token_file = host, token_file
         self.token = read_token(token_file) if token_file else new_token()
@@ -117,9 +123,10 @@ class Launcher:
             self.token,
             restarts=self.max_restarts,
             resumes=self.command.resumes,
+            tls=self.tls,
         )
         token_file = self.token_file or self.server.token_file
-        self.display.say(invitation(self.server.address, token_file.resolve(), self.command.given))
+        self.display.say(invitation(self.server.address, token_file.resolve(), self.command.given, self.tls))
 
     def _meet(self, rendezvous: Rendezvous) -> None:
         """Starts a script's server, once worker 0 has said which it is and where the run's files go."""
@@ -135,7 +142,7 @@ class Launcher:
     @property
     def _address(self) -> str | None:
         """Where the workers on this machine find the server: in shared memory, if it listens there too."""
-        return self.server.address.replace("0.0.0.0:", f"{LOOPBACK}:") if self.server else None
+        return self.server.address.replace(f"{ANY}:", f"{LOOPBACK}:") if self.server else None
 
     def _start(self, worker: Worker) -> None:
         worker.updates_at_start = self.display.progress.updates[worker.id]
@@ -145,6 +152,8 @@ class Launcher:
             WORKERS: str(len(self.processes.workers)),
             SLOWDOWN: str(self.slowdown[worker.id]),
         }
+        if self.tls is not None:
+            variables[TLS] = str(self.tls)
         if self.command.rendezvous is not None:
             variables[RENDEZVOUS] = str(self.command.rendezvous.directory)
         self.processes.start(worker, self._address, variables)

@@ -28,6 +28,7 @@ class Launch:
     port: int
     host: str
     token_file: Path | None
+    tls: Path | None
     resume: bool
     asynchronous: list[str]
 
@@ -94,7 +95,7 @@ def _launch(command: WorkerCommand | ScriptCommand, options: Launch) -> None:
     from fairseq_async.launch.launcher import Launcher  # start-up time
 
     restarts, address = options.max_restarts, (options.port, options.host)
-    Launcher(command, options.workers, options.slowdown, restarts, *address, options.token_file).run()
+    Launcher(command, options.workers, options.slowdown, restarts, *address, options.token_file, options.tls).run()
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,6 +2,7 @@
 
 import selectors
 import socket
+import ssl
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from contextlib import closing
 from typing import Protocol
 
 from fairseq_async.errors import ExchangeError, ProtocolError
-from fairseq_async.exchange import Channel
+from fairseq_async.exchange import Channel, tls
 from fairseq_async.server.background_reader import BackgroundReader
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.peers import SMALL, Peer
@@ -34,13 +35,19 @@ class EventLoop:
     Args:
         lifeline: a file whose other end whoever started the server holds open.
         ends_with_workers: end also a run that is not finished, when nobody is there, or is awaited, any more.
+        encryption: of every connection; None for none.
     """
 
     def __init__(
-        self, listener: socket.socket, service: Service, lifeline: HasFileno, ends_with_workers: bool = False
+        self,
+        listener: socket.socket,
+        service: Service,
+        lifeline: HasFileno,
+        ends_with_workers: bool = False,
+        encryption: ssl.SSLContext | None = None,
     ) -> None:
         self.listener, self.service, self.lifeline = listener, service, lifeline
-        self.ends_with_workers = ends_with_workers
+        self.ends_with_workers, self.encryption = ends_with_workers, encryption
         self.peers: list[Peer] = []
         self.reader = BackgroundReader(service)
         self._selector = selectors.DefaultSelector()
@@ -88,6 +95,8 @@ class EventLoop:
     def _accept(self) -> None:
         try:
             connection, (address, *_) = self.listener.accept()
+            if self.encryption is not None:
+                connection = tls.accepted(self.encryption, connection)
         except OSError as error:  # too many open files, or it has gone again
             self.service.refusals.count("connection", "a stranger", error)
             time.sleep(0.05)  # it stays in the queue: no need to spin
@@ -95,9 +104,25 @@ class EventLoop:
         peer = Peer(Channel(connection, SMALL), since=self.service.clock(), address=address)
         self.peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
-        self.service.greet(peer)
+        if self.encryption is None:
+            self.service.greet(peer)
+
+    def _secure(self, peer: Peer) -> None:
+        """Goes on with the handshake of TLS. Nothing is read of a peer before it has shown a certificate of ours."""
+        try:
+            peer.secured = tls.handshake(peer.channel.connection)
+        except (ssl.SSLEOFError, ConnectionError):  # it has gone again
+            self._close(peer)
+        except OSError as error:
+            self.service.refusals.count("TLS", peer.name, tls.in_words(error))
+            self._close(peer)
+        else:
+            if peer.secured:
+                self.service.greet(peer)
 
     def _serve(self, peer: Peer, ready: int) -> None:
+        if self.encryption is not None and not peer.secured:
+            return self._secure(peer)
         self.service.hear(peer)  # also a worker that sends or takes a tensor slowly is there
         try:
             if ready & selectors.EVENT_WRITE:
@@ -137,7 +162,7 @@ class EventLoop:
         if count > _MOST_STRANGERS or len(strangers) > _MOST_IN_ALL:
             of_address = [peer for peer in strangers if peer.address == address]
             # A worker far away takes a while to answer: those that have begun to, and the youngest, stay.
-            superfluous.append(min(of_address, key=lambda peer: (peer.channel.has_begun, peer.since)))
+            superfluous.append(min(of_address, key=lambda peer: (peer.has_begun, peer.since)))
         for peer in superfluous:
             if peer in self.peers:
                 self.service.refusals.count("no introduction", peer.name, "closed")

@@ -30,6 +30,7 @@ class Peer:
         server_seconds: for which the server worked on its last update.
         since: when the connection was made.
         address: from which it was made.
+        secured: it has shown in a handshake of TLS that its certificate is of the run's authority.
     """
 
     channel: Channel
@@ -41,12 +42,18 @@ class Peer:
     server_seconds: float = 0.0
     since: float = 0.0
     address: str = ""
+    secured: bool = False
 
     @property
     def id(self) -> int:
         """Its worker, once that is known."""
         assert self.worker is not None
         return self.worker
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has begun to introduce itself."""
+        return self.secured or self.channel.has_begun
 
     @property
     def name(self) -> str:

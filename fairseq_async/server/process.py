@@ -15,13 +15,15 @@ from pathlib import Path
 
 from fairseq_async.environment import TOKEN
 from fairseq_async.errors import ConfigurationError, RefusedError, option
-from fairseq_async.exchange.addresses import LOOPBACK
+from fairseq_async.exchange.addresses import LOOPBACK, is_loopback
 from fairseq_async.exchange.authentication import new_token, write_token
 from fairseq_async.exchange.linux import environment
+from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.event_loop import EventLoop
 from fairseq_async.server.notices import Notices, tell_log
 from fairseq_async.server.run import Build
 from fairseq_async.server.service import Service
+from fairseq_async.server.state_files import meeting_path
 
 _BACKLOG = 128  # workers that may come before the server has imported what it needs
 _ENDING = ".ending"  # a file in the directory of a run whose server writes its last snapshot
@@ -40,6 +42,7 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ends-with-workers", action="store_true", help="end when all workers have left")
     parser.add_argument("--resume", action="store_true", help="go on from a snapshot of a run that was interrupted")
     parser.add_argument("--notices", type=int, help="descriptor of a pipe for lines that the user is to see")
+    parser.add_argument("--tls", type=Path, help="directory of certificates")
     options = parser.parse_args(arguments)
     tell = tell_log if options.notices is None else Notices(options.notices)
     service = Service(os.environ[TOKEN], options.workers, options.run_dir, build, tell=tell)
@@ -57,8 +60,9 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
                 report.write(f"error: {error}")
                 raise SystemExit(2) from None
     listener = socket.socket(fileno=options.listener)
+    encryption = None if options.tls is None else server_context(options.tls)
     tell_log("the server listens at {}:{} for {} workers".format(*listener.getsockname()[:2], options.workers))
-    if EventLoop(listener, service, sys.stdin, options.ends_with_workers).run():
+    if EventLoop(listener, service, sys.stdin, options.ends_with_workers, encryption).run():
         _finish(service)
     else:
         _keep(service)
@@ -67,13 +71,12 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
 def _finish(service: Service) -> None:
     """A finished run goes on from worker 0's checkpoint, if at all; without that worker its last state stays here."""
     service.snapshots.wait()
-    if service.begun is None:  # workers may also have left before it began
+    if service.begun is not None:  # workers may also have left before it began
+        tell_log(f"the run is finished at update {service.begun.coordinator.server.version:,}")
+    if service.begun is None or service.membership.has_left(0):
+        meeting_path(service.run_dir).unlink(missing_ok=True)
         return service.snapshots.clear()
-    version = service.begun.coordinator.server.version
-    tell_log(f"the run is finished at update {version:,}")
-    if service.membership.has_left(0):
-        return service.snapshots.clear()
-    service.snapshots.take_last(service.begun.snapshot(), version)
+    service.snapshots.take_last(service.begun.snapshot(), service.begun.coordinator.server.version)
     where = f"{service.snapshots.directory}; fairseq-async export {service.run_dir} OUT writes them for use"
     service.tell(f"worker 0 was not there at the end: the last parameters are kept in {where}")
 
@@ -140,12 +143,13 @@ class ServerProcess:
         ends_with_workers: end also an unfinished run when all its workers have left: nobody will start one again.
         resumes: it goes on from a snapshot of a run that was interrupted in the same directory, if worker 0 brings no
             newer state.
+        tls: directory of certificates, with which its connections are encrypted.
 
     Attributes:
         token_file: where the owner's other processes on this machine find the token.
 
     Raises:
-        ConfigurationError: the port is taken, or the directory.
+        ConfigurationError: the port is taken, or the directory; or the certificates cannot be used.
     """
 
     def __init__(
@@ -160,7 +164,10 @@ class ServerProcess:
         restarts: int = 0,
         ends_with_workers: bool = False,
         resumes: bool = False,
+        tls: Path | None = None,
     ) -> None:
+        if tls is not None:
+            server_context(tls)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -170,18 +177,24 @@ class ServerProcess:
         self.token_file = run_dir / ".token"
         self._command = [sys.executable, "-m", module, "--workers", str(workers), "--run-dir", str(run_dir)]
         self._command += ["--ends-with-workers"] if ends_with_workers else []
-        self._command += ["--resume"] * resumes
+        self._command += ["--resume"] * resumes + ([] if tls is None else ["--tls", str(tls.resolve())])
         self._environment = os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers)}
         self._code: int | None = None
         self._stopping = threading.Event()
         self._starting = threading.Lock()
-        with _listen(host, port) as listener:
-            self.address = f"{host}:{listener.getsockname()[1]}"
-            self._claimed = _claim(run_dir)
-            self._start(listener)
+        self._claimed = _claim(run_dir)  # first: a server that ends here may still have the port
+        try:
+            with _listen(host, port) as listener:
+                self.address = f"{host}:{listener.getsockname()[1]}"
+                self._start(listener)
+        except BaseException:
+            os.close(self._claimed)
+            raise
         write_token(self.token_file, self.token)
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
         self._supervisor.start()
+        if tls is None and not is_loopback(host):
+            say(_exposed(self.address))
 
     def poll(self) -> int | None:
         """The exit code of a server that has ended and is not started again; else None."""
@@ -288,6 +301,13 @@ class ServerProcess:
                 break
             say(f"the server {manner(code)}, and was started again from {snapshot}")
         self._code = code
+
+
+def _exposed(address: str) -> str:
+    return (
+        f"warning: other machines can reach {address}, and nothing on its way there is encrypted; give {option('tls')} "
+        f"DIR, which fairseq-async certificates makes, or let the server listen on {LOOPBACK} behind an SSH tunnel"
+    )
 
 
 def manner(code: int | None) -> str:

@@ -23,6 +23,11 @@ def saved_path(run_dir: Path, worker: int) -> Path:
     return run_dir.resolve() / f".state-{worker}.pt"
 
 
+def meeting_path(run_dir: Path) -> Path:
+    """Where the workers of a job are told where its server is."""
+    return run_dir / ".server.json"
+
+
 def private(path: str, flags: int) -> int:
     """An opener of files that nobody else may read."""
     return os.open(path, flags, 0o600)

@@ -130,9 +130,8 @@ class AsyncTraining(ABC):
         _note_run()
         if not self._context.joins:  # a mistake is to show before anything starts
             self.describe(self.workers)
-        options = self._server_options
         self._context, self._client, self._server = self._context.connect(
-            self.server_module, options.server, options.token_file, self._run_dir, options.server_timeout, end_process
+            self.server_module, self._server_options, self._run_dir, end_process
         )
         worker = self._make_worker(self._client)
         welcome = worker.join(self.describe(self.workers))

@@ -18,6 +18,7 @@ from torch import Tensor
 from fairseq_async.errors import ExchangeError, RefusedError
 from fairseq_async.exchange import SharedMemory
 from fairseq_async.exchange.addresses import LOOPBACK
+from fairseq_async.exchange.tls import worker_context
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, Status, protocol
 from fairseq_async.server.protocol import Push, PushReply, Request, Welcome
@@ -45,6 +46,7 @@ class Client:
         patience: seconds for which a worker waits for a server that is gone. A request without an answer is sent
             again; the server knows the updates that it has settled.
         on_loss: called in a second thread, with the reason, when the server stays away while this worker computes.
+        tls: directory of certificates, of a server whose connections are encrypted.
 
     Attributes:
         worker: this worker's id.
@@ -59,8 +61,10 @@ class Client:
         worker: int | None,
         patience: float = 0.0,
         on_loss: Callable[[str], None] | None = None,
+        tls: Path | None = None,
     ) -> None:
         self.address, self.patience = address, patience
+        self._encryption = None if tls is None else worker_context(tls)
         self.remote = address.rpartition(":")[0] != LOOPBACK
         self.memory: SharedMemory | None = None
         self._token, self._instance, self._joins = token, uuid.uuid4().hex, worker is None
@@ -262,7 +266,7 @@ class Client:
     # The connection
 
     def _connect(self, worker: int | None) -> Connection:
-        return Connection(self.address, self._token, worker, self._joins, self._instance)
+        return Connection(self.address, self._token, worker, self._joins, self._instance, self._encryption)
 
     def _hello(self) -> Welcome:
         assert self._joined_with is not None

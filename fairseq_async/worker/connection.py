@@ -3,11 +3,12 @@
 import logging
 import select
 import socket
+import ssl
 import time
 from typing import TypeVar
 
-from fairseq_async.errors import ExchangeError, RefusedError, option
-from fairseq_async.exchange import Channel
+from fairseq_async.errors import ExchangeError, ProtocolError, RefusedError, option
+from fairseq_async.exchange import Channel, tls
 from fairseq_async.exchange.authentication import challenge, proof, proves
 from fairseq_async.server.protocol import Greeting, Introduce, Introduced, encode, parse_answer
 
@@ -26,6 +27,7 @@ class Connection(Channel):
         worker: its id, or None for one that was not announced and takes what is free.
         joins: it was not announced.
         instance: this process, which may connect again.
+        encryption: of the connection; None for none.
 
     Attributes:
         worker: its id.
@@ -35,13 +37,20 @@ class Connection(Channel):
 
     Raises:
         ExchangeError: there is no server, or it does not answer.
-        RefusedError: it does not want this worker, or does not know the token.
+        RefusedError: it does not want this worker, does not know the token, or one side's certificate is refused.
     """
 
-    def __init__(self, address: str, token: str, worker: int | None, joins: bool, instance: str) -> None:
-        super().__init__(_open(address))
-        self.connection.settimeout(_GREETING_SECONDS)
-        theirs = parse_answer(self.receive(), Greeting).challenge
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        worker: int | None,
+        joins: bool,
+        instance: str,
+        encryption: ssl.SSLContext | None = None,
+    ) -> None:
+        super().__init__(_open(address, encryption))
+        theirs = self._greeting(address).challenge
         self.connection.settimeout(CONNECT_SECONDS)
         ours = challenge()
         own = proof(token, "worker", theirs, ours)
@@ -52,6 +61,22 @@ class Connection(Channel):
         self.connection.settimeout(None)
         self.worker, self.workers, self.server = introduced.worker, introduced.workers, introduced.server
         self.give_up_after(introduced.timeout)  # also a machine that goes before it answers the next words
+
+    def _greeting(self, address: str) -> Greeting:
+        """The first message. A server that refuses this side's certificate says so after the handshake."""
+        try:
+            return parse_answer(self.receive(), Greeting)
+        except ExchangeError as error:
+            if isinstance(error.__cause__, ssl.SSLError):
+                raise RefusedError(
+                    f"the server at {address} refuses this worker's certificate: {tls.in_words(error.__cause__)}; give "
+                    f"{option('tls')} with one of its authority, of which fairseq-async certificates makes more"
+                ) from error
+            if isinstance(self.connection, ssl.SSLSocket) or isinstance(error, ProtocolError):
+                raise
+            raise ExchangeError(
+                f"the server at {address} says nothing; does it need {option('tls')}? {error}"
+            ) from error
 
     def give_up_after(self, seconds: float) -> None:
         self.timeout = seconds
@@ -84,10 +109,12 @@ class Connection(Channel):
         return bool(poll.poll(1000 * seconds))
 
 
-def _open(address: str) -> socket.socket:
+def _open(address: str, encryption: ssl.SSLContext | None) -> socket.socket:
+    """A connection whose time for the server's first message runs."""
     host, _, port = address.rpartition(":")
     try:
         connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
     except (OSError, ValueError, OverflowError) as error:
         raise ExchangeError(f"no server at {address} ({option('server')}): {error}") from error
-    return connection
+    connection.settimeout(_GREETING_SECONDS)
+    return connection if encryption is None else tls.connected(encryption, connection, address)

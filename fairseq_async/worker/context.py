@@ -7,21 +7,24 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 
-from fairseq_async.environment import JOINS, RENDEZVOUS, SERVER, SLOWDOWN, TOKEN, WORKER, WORKERS
-from fairseq_async.errors import ConfigurationError, ExchangeError, option
-from fairseq_async.exchange.addresses import LOOPBACK, is_loopback
-from fairseq_async.exchange.authentication import read_token
+from fairseq_async.config import ServerOptions
+from fairseq_async.environment import HOST, JOINS, MEETING, RENDEZVOUS, SERVER, SLOWDOWN, TLS, TOKEN, WORKER, WORKERS
+from fairseq_async.errors import AsyncError, ConfigurationError, ExchangeError, RefusedError, option
+from fairseq_async.exchange.addresses import ANY, LOOPBACK, is_loopback
+from fairseq_async.exchange.authentication import new_token, read_token
 from fairseq_async.exchange.linux import end_with_parent
 from fairseq_async.server.process import ServerProcess, say
 from fairseq_async.validation import split_address
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.invitation import invitation, own_command
+from fairseq_async.worker.meeting import Meeting, Place, wait_until_it_listens
 from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 
 _RESTARTS = 3  # of a server without a launcher
@@ -66,8 +69,9 @@ class WorkerContext:
                     "of islands with torchrun or deepspeed"
                 )
             end_with_parent(signal.SIGTERM, os.getppid())  # nobody would start its server again
-            worker = int(os.environ[WORKER])
-            return cls(worker, int(os.environ[WORKERS]), worker, float(get(SLOWDOWN, "1")))
+            worker, workers = int(os.environ[WORKER]), int(os.environ[WORKERS])
+            slowdown = _slowdown(worker, workers) if MEETING in os.environ else float(get(SLOWDOWN, "1"))
+            return cls(worker, workers, worker, slowdown)
         if _under_torchrun():
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             if world % island_size:
@@ -88,17 +92,15 @@ class WorkerContext:
             )
         if get("SLURM_PROCID", "0") != "0":
             raise ConfigurationError(
-                "srun started several tasks; start one, with fairseq-async launch, or use torchrun"
+                "srun started several tasks, and none knows of the others: srun fairseq-async worker -- COMMAND"
             )
         return cls()
 
     def connect(
         self,
         module: str,
-        server: str | None,
-        token_file: str | None,
+        options: ServerOptions,
         run_dir: Path,
-        patience: float,
         on_loss: Callable[[str], None],
         resumes: bool = False,
     ) -> tuple["WorkerContext", Client, ServerProcess | None]:
@@ -106,8 +108,8 @@ class WorkerContext:
 
         Args:
             module: the server, if it is to be started here.
-            server: its address, if there is one already, or is to be one for other machines.
-            token_file: see :class:`~fairseq_async.config.ServerOptions`; likewise ``patience``, its timeout.
+            options: where it is, if there is one already, or is to be one for other machines; and how it is reached.
+            run_dir: the run's directory, which the options need not name.
             on_loss: see :class:`~fairseq_async.worker.client.Client`.
             resumes: see :class:`~fairseq_async.server.process.ServerProcess`.
 
@@ -115,22 +117,28 @@ class WorkerContext:
             ConfigurationError: there is no token, or no address that other machines could reach.
             ExchangeError: there is no server, or it did not start.
         """
-        address, token, process = self._find_server(module, server, token_file, run_dir, resumes)
+        address, token, process = self._find_server(module, options, run_dir, resumes)
+        number, patience = None if self.joins else self.worker, options.server_timeout
         try:
-            client = Client(address, token, None if self.joins else self.worker, patience, on_loss)
-        except ExchangeError as error:
+            client = Client(address, token, number, patience, on_loss, _certificates(options))
+        except AsyncError as error:
             if process is None:
                 raise
             process.stop()
+            if isinstance(error, RefusedError):
+                raise
             raise ExchangeError(f"the server did not start; see {process.log}") from error
         return replace(self, worker=client.worker, workers=client.workers), client, process
 
     def _find_server(
-        self, module: str, given: str | None, token_file: str | None, run_dir: Path, resumes: bool
+        self, module: str, options: ServerOptions, run_dir: Path, resumes: bool
     ) -> tuple[str, str, ServerProcess | None]:
-        """Where a launcher has started the server, it is known. Elsewhere worker 0 starts it, and the store of torchrun
-        or deepspeed tells the others where it is."""
+        """Where a launcher has started the server, it is known. Elsewhere worker 0 starts it, and a file, or the store
+        of torchrun or deepspeed, tells the others where it is."""
+        given, token_file = options.server, options.token_file
         token = read_token(Path(token_file)) if token_file else os.environ.get(TOKEN)
+        if MEETING in os.environ and not self.joins:
+            return self._meet(module, options, token, run_dir, resumes)
         if RENDEZVOUS in os.environ and token:
             return self._ask_launcher(module, given, run_dir), token, None
         address = os.environ.get(SERVER) or given
@@ -146,7 +154,11 @@ class WorkerContext:
                 "machine the others reach the server"
             )
         if self.worker == 0:
-            return self._start_server(module, given, token, run_dir, resumes)
+            host, port = split_address(given) if given else (LOOPBACK, 0)
+            process = self._start_server(module, options, (host, port), token, run_dir, resumes)
+            if self.has_store:
+                self.tell("server", [process.address, str(process.token_file.resolve())])
+            return process.address, process.token, process
         address, path = self.ask("server", f"worker 0 did not start a server within {_RENDEZVOUS.seconds} s")
         return address, token or read_token(Path(path)), None
 
@@ -159,26 +171,54 @@ class WorkerContext:
             rendezvous.request(ServerRequest(module, str(run_dir.resolve())))
         return rendezvous.wait()
 
-    def _start_server(
-        self, module: str, given: str | None, token: str | None, run_dir: Path, resumes: bool
-    ) -> tuple[str, str, ServerProcess]:
+    def _meet(
+        self, module: str, options: ServerOptions, token: str | None, run_dir: Path, resumes: bool
+    ) -> tuple[str, str, ServerProcess | None]:
+        """Worker 0 starts the server, or, where its job was started again, the server goes on; the others find it."""
+        meeting, given = Meeting(run_dir, os.environ[MEETING]), options.server
+        if self.worker > 0:
+            if given and token:  # machines without a file system in common
+                wait_until_it_listens(given, options.server_timeout)
+                return given, token, None
+            address, told = meeting.wait(options.server_timeout)
+            return address, token or told, None
+        before = meeting.place()
+        token, resumes = token or (before.token if before else new_token()), resumes or before is not None
+        host, port = split_address(given) if given else (os.environ[HOST], 0)
+        listens = host if is_loopback(host) else ANY  # the name by which others reach it may not be known here yet
+        start = partial(self._start_server, module, options, token=token, run_dir=run_dir, resumes=resumes)
         try:
-            host, port = split_address(given) if given else (LOOPBACK, 0)
-        except ValueError as error:
-            raise ConfigurationError(f"{option('server')} {given}: {error}") from error
+            process = start((listens, before.port if before and before.may_be_here and not given else port))
+        except ConfigurationError:
+            if given or not before:
+                raise
+            process = start((listens, 0))  # the port is another's by now
+        port = split_address(process.address)[1]
+        near = f"{LOOPBACK if listens == ANY else host}:{port}"
+        meeting.tell(Place(meeting.job, socket.gethostname(), f"{host}:{port}", near, token))
+        return near, token, process
+
+    def _start_server(
+        self,
+        module: str,
+        options: ServerOptions,
+        where: tuple[str, int],
+        token: str | None,
+        run_dir: Path,
+        resumes: bool,
+    ) -> ServerProcess:
+        (host, port), tls = where, _certificates(options)
         if not (is_loopback(host) or token):
             raise ConfigurationError(
-                f"{option('server')} {given}: other machines can reach this address; give every worker the same secret "
-                f"with {option('token_file')} FILE, made with: (umask 077; openssl rand -hex 16 > FILE)"
+                f"{option('server')} {host}:{port}: other machines can reach this address; give every worker the same "
+                f"secret with {option('token_file')} FILE, made with: (umask 077; openssl rand -hex 16 > FILE)"
             )
-        log = run_dir / "logs" / "server.log"
+        log, own = run_dir / "logs" / "server.log", (port, host, token)
         process = ServerProcess(
-            module, self.workers, run_dir, log, port, host, token, _RESTARTS, ends_with_workers=True, resumes=resumes
+            module, self.workers, run_dir, log, *own, _RESTARTS, ends_with_workers=True, resumes=resumes, tls=tls
         )
-        if self.has_store:
-            self.tell("server", [process.address, str(process.token_file.resolve())])
-        say(invitation(process.address, process.token_file.resolve(), own_command()))
-        return process.address, process.token, process
+        say(invitation(process.address, process.token_file.resolve(), own_command(), tls))
+        return process
 
     @property
     def global_rank(self) -> int:
@@ -204,6 +244,12 @@ class WorkerContext:
             return json.loads(_store(self).get(_key(name)))
         except RuntimeError as error:
             raise ExchangeError(otherwise) from error
+
+
+def _certificates(options: ServerOptions) -> Path | None:
+    """The directory of the certificates that the options, or a launcher, have named."""
+    given = options.tls or os.environ.get(TLS)
+    return Path(given).resolve() if given else None
 
 
 def _slowdown(worker: int, workers: int) -> float:

@@ -8,22 +8,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fairseq_async.errors import as_flag
+from fairseq_async.exchange.addresses import ANY
 from fairseq_async.validation import split_address
 
-_ANY = ("0.0.0.0", "::")  # the server listens on every address of its machine
+_ANY = (ANY, "::")  # the server listens on every address of its machine
 _OF_LAUNCHERS = ("local_rank", "local-rank")  # an argument that torchrun or deepspeed has added
-_OF_THE_RUN = (as_flag("server"), as_flag("token_file"))  # a worker that joins gets them otherwise
+_OF_THE_RUN = (as_flag("server"), as_flag("token_file"), as_flag("tls"))  # a worker that joins gets them otherwise
 
 
-def invitation(address: str, token_file: Path, command: Sequence[str]) -> str:
+def invitation(address: str, token_file: Path, command: Sequence[str], tls: Path | None = None) -> str:
     """A line that says where the server is, and how one more worker joins it.
 
     Args:
         command: of a worker of the run.
+        tls: directory of the certificates; None without.
     """
     host, port = split_address(address)
     reached = f"{socket.gethostname() if host in _ANY else host}:{port}"
-    line = ["fairseq-async", "join", reached, as_flag("token_file"), str(token_file), "--", *command]
+    line = ["fairseq-async", "join", reached, as_flag("token_file"), str(token_file)]
+    line += ([] if tls is None else [as_flag("tls"), str(tls)]) + ["--", *command]
     return f"server at {reached}; one more worker joins with: {shlex.join(line)}"
 
 

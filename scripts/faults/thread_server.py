@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 from fairseq_async.exchange.authentication import new_token
+from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.event_loop import EventLoop
 from fairseq_async.server.run import Build
 from fairseq_async.server.service import Service
@@ -12,9 +13,15 @@ from scripts.faults.sgd_server import build
 
 
 class ThreadServer:
-    """Serves until :meth:`stop`, or until its run is finished."""
+    """Serves until :meth:`stop`, or until its run is finished.
 
-    def __init__(self, workers: int, run_dir: Path, host: str = "127.0.0.1", build: Build = build) -> None:
+    Args:
+        tls: directory of its certificates; None for connections that are not encrypted.
+    """
+
+    def __init__(
+        self, workers: int, run_dir: Path, host: str = "127.0.0.1", build: Build = build, tls: Path | None = None
+    ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.token = new_token()
         self.service = Service(self.token, workers, run_dir, build)
@@ -22,7 +29,7 @@ class ThreadServer:
         listener = socket.create_server((host, 0))
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._lifeline, other = socket.socketpair()
-        self._loop = EventLoop(listener, self.service, other)
+        self._loop = EventLoop(listener, self.service, other, encryption=None if tls is None else server_context(tls))
         self._listener, self._other = listener, other
         self.thread = threading.Thread(target=self._loop.run, daemon=True)
         self.thread.start()

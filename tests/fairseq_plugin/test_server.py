@@ -12,16 +12,16 @@ from fairseq import options, utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.optim import build_optimizer
 from fairseq.optim.lr_scheduler import build_lr_scheduler
-from pydantic import JsonValue
 
 import fairseq_async.fairseq_plugin  # noqa: F401
 from fairseq_async.algorithms import Update
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.flags import describe_hybrid
 from fairseq_async.fairseq_plugin.server import build
-from fairseq_async.method_spec import MethodSpec
+from fairseq_async.method_spec import JsonObject, MethodSpec
 from fairseq_async.server import Layout
 
+ONE_TENSOR = Layout.of([("t", torch.zeros(2))]), torch.zeros(2)
 SHAPES = [(5, 8), (8,), (3, 5, 2), (1,)]
 BASE = ["data", "--task", "translation", "--arch", "transformer", "--max-tokens", "100", "--clip-norm", "0.5"]
 
@@ -39,11 +39,11 @@ def spec_of(monkeypatch: pytest.MonkeyPatch, *flags: str, workers: int = 1) -> M
     return MethodSpec.from_json(json.loads(json.dumps(described.to_json())))  # as it comes over the wire
 
 
-def with_betas(spec: MethodSpec, betas: JsonValue) -> MethodSpec:
-    """The same method with these betas of Adam's."""
+def with_options(spec: MethodSpec, changes: JsonObject) -> MethodSpec:
+    """The same method with other options of the inner optimizer."""
     inner = spec.framework["inner_optimizer"]
     assert isinstance(inner, dict)
-    return replace(spec, framework=spec.framework | {"inner_optimizer": inner | {"adam_betas": betas}})
+    return replace(spec, framework=spec.framework | {"inner_optimizer": inner | changes})
 
 
 def check_equal_steps(monkeypatch: pytest.MonkeyPatch, inner: list[str], schedule: list[str]) -> list[float]:
@@ -189,7 +189,7 @@ def test_flags_that_fairseq_would_act_upon_first_are_refused_while_it_parses(
 def test_a_configuration_that_fairseq_does_not_take_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(monkeypatch, "--inner-optimizer", "adam")
     with pytest.raises(ConfigurationError, match="--inner-optimizer adam") as caught:
-        build(with_betas(spec, [2.0]), Layout.of([("t", torch.zeros(2))]), torch.zeros(2))
+        build(with_options(spec, {"adam_betas": [2.0]}), *ONE_TENSOR)
     assert "\n" not in str(caught.value)
 
 
@@ -200,9 +200,35 @@ def test_a_step_of_no_updates_is_refused_by_the_server_too(monkeypatch: pytest.M
         build(empty, Layout.of([("t", torch.zeros(2))]), torch.zeros(2))
 
 
-def test_code_in_place_of_betas_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    spec = spec_of(monkeypatch, "--inner-optimizer", "adam")
-    code = f"open({str(tmp_path / 'trace')!r}, 'w')"
-    with pytest.raises(ConfigurationError, match="--inner-optimizer adam"):
-        build(with_betas(spec, code), Layout.of([("t", torch.zeros(2))]), torch.zeros(2))
+@pytest.mark.parametrize(
+    ("inner", "option"),
+    [("adam", "adam_betas"), ("adamax", "adamax_betas"), ("adafactor", "adafactor_eps")],
+)
+def test_code_in_place_of_a_pair_of_numbers_is_not_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inner: str, option: str
+) -> None:
+    """fairseq evaluates these strings; a worker with the token could open any file of the server's user by one."""
+    spec = spec_of(monkeypatch, "--inner-optimizer", inner)
+    code = f"open({str(tmp_path / 'trace')!r}, 'w') and (0.9, 0.9)"
+    with pytest.raises(ConfigurationError, match=f"--inner-optimizer {inner}"):
+        build(with_options(spec, {option: code}), *ONE_TENSOR)
     assert not (tmp_path / "trace").exists()
+
+
+def test_code_in_an_optimizer_within_another_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = f"open({str(tmp_path / 'trace')!r}, 'w') and (0.9, 0.9)"
+    group = {"optimizer": {"_name": "adam", "lr": [0.1], "adam_betas": code}}
+    spec = spec_of(monkeypatch, "--inner-optimizer", "adam")
+    with pytest.raises(ConfigurationError, match="--inner-optimizer composite: hybrid_async has adadelta"):
+        build(with_options(spec, {"_name": "composite", "groups": {"default": group}}), *ONE_TENSOR)
+    with pytest.raises(ConfigurationError, match="groups is no plain value"):
+        build(with_options(spec, {"groups": {"default": group}}), *ONE_TENSOR)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_a_variable_of_the_servers_environment_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "s3cr3t")
+    spec = spec_of(monkeypatch, "--inner-optimizer", "adam")
+    with pytest.raises(ConfigurationError, match="weight_decay is no plain value") as caught:
+        build(with_options(spec, {"weight_decay": "${oc.env:SECRET}"}), *ONE_TENSOR)
+    assert "s3cr3t" not in str(caught.value)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +23,18 @@ StartServer = Callable[..., ServerProcess]
 StartThreadServer = Callable[[int], ThreadServer]
 
 
-def join(server: ServerProcess | ThreadServer, worker: int | None, patience: float = 0.0, **changes: Any) -> Client:
+def join(
+    server: ServerProcess | ThreadServer,
+    worker: int | None,
+    patience: float = 0.0,
+    tls: Path | None = None,
+    **changes: Any,
+) -> Client:
     """A client of the server; the first brings the parameters, which are all 1.
 
     ``changes`` are those of :func:`~scripts.faults.sgd_server.sgd_spec`.
     """
-    client = Client(server.address, server.token, worker, patience)
+    client = Client(server.address, server.token, worker, patience, tls=tls)
     if not client.join(LAYOUT, sgd_spec(**changes)).initialised:
         client.slot.fill_(1.0)
         client.initialise(None)

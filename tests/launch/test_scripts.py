@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fairseq_async import cli
-from fairseq_async.environment import JOINS, RENDEZVOUS, SERVER, TOKEN, WORKER, WORKERS
+from fairseq_async.config import ServerOptions
+from fairseq_async.environment import JOINS, RENDEZVOUS, SERVER, TLS, TOKEN, WORKER, WORKERS
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.join import join
 from fairseq_async.launch.last_words import last_words, same_mistake
@@ -79,11 +80,11 @@ def test_all_workers_of_a_script_get_the_address_that_the_launcher_answers(
     for name, value in {RENDEZVOUS: str(tmp_path), TOKEN: "secret", WORKER: "0", WORKERS: "2"}.items():
         monkeypatch.setenv(name, value)
     for worker in (1, 0):
-        found = WorkerContext(worker, 2)._find_server("a.server", None, None, tmp_path / "run", resumes=False)
+        found = WorkerContext(worker, 2)._find_server("a.server", ServerOptions(), tmp_path / "run", resumes=False)
         assert found == ("127.0.0.1:7", "secret", None)
     assert rendezvous.requested() == ServerRequest("a.server", str(tmp_path / "run"))
     with pytest.raises(ConfigurationError, match="127.0.0.1:9: the launcher starts the server; leave it out"):
-        WorkerContext(0, 2)._find_server("a.server", "127.0.0.1:9", None, tmp_path, resumes=False)
+        WorkerContext(0, 2)._find_server("a.server", ServerOptions(server="127.0.0.1:9"), tmp_path, resumes=False)
 
 
 def test_a_script_joins_by_its_whole_command_with_the_address_and_the_token(
@@ -97,10 +98,10 @@ def test_a_script_joins_by_its_whole_command_with_the_address_and_the_token(
     monkeypatch.setattr(os, "execve", lambda *given: became.append(given))
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        join(address, ["python", "train.py", "--deepspeed", "--lr", "1"], tmp_path / "token")
+        join(address, ["python", "train.py", "--deepspeed", "--lr", "1"], tmp_path / "token", Path("certificates"))
     ((program, line, variables),) = became
     assert line == [program, "train.py", "--deepspeed", "--lr", "1"] and os.access(program, os.X_OK)
-    expected = {WORKER: JOINS, SERVER: address, TOKEN: token}
+    expected = {WORKER: JOINS, SERVER: address, TOKEN: token, TLS: str(Path.cwd() / "certificates")}
     assert expected.items() <= variables.items() and RENDEZVOUS not in variables
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fairseq_async.config import ServerOptions
 from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.server import Layout, Segment, Status
@@ -296,7 +297,7 @@ def test_no_server_and_a_port_in_use_are_clear(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_start_is_clear(tmp_path: Path) -> None:
     with pytest.raises(ExchangeError, match="the server did not start; see .*server.log"):
-        WorkerContext().connect("no.such.module", None, None, tmp_path, 1.0, print)
+        WorkerContext().connect("no.such.module", ServerOptions(server_timeout=1), tmp_path, print)
     assert "No module named 'no'" in (tmp_path / "logs" / "server.log").read_text()
 
 

@@ -1,22 +1,15 @@
 """A user's script as real processes under torchrun: the README's."""
 
 import os
-import re
 from pathlib import Path
 
 import torch
 
 from tests.helpers.commands import HELPERS, ROOT, Processes, command
+from tests.helpers.documents import script_of_the_readme
 from tests.helpers.run_files import events, snapshot_versions
 
 QUIET = {"PYTHONPATH": f"{HELPERS / 'without_fairseq'}:{ROOT}"}
-
-
-def script_of_the_readme() -> str:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.search(r"<!-- pytorch example -->\n```python\n(.*?)```", text, re.DOTALL)
-    assert found
-    return found[1]
 
 
 def run(processes: Processes, folder: Path, script: str, *launcher: object) -> tuple[int, str]:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from fairseq_async import methods
-from fairseq_async.config import DelayedNesterovOptions, LocalSGDOptions, OuterSGDOptions
+from fairseq_async.config import DelayedNesterovOptions, LocalSGDOptions, OuterSGDOptions, ServerOptions
 from fairseq_async.errors import AsyncError, ConfigurationError, RefusedError
 from fairseq_async.method_spec import local_sgd_spec
+from fairseq_async.option_flags import flag_of
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.server.protocol import Push, PushReply
+from fairseq_async.validation import checked
 from fairseq_async.worker.client import Client
-from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
 from tests.helpers.references import DelayedNesterov64
@@ -278,9 +279,7 @@ def test_c_must_fit_the_number_of_workers() -> None:
         DelayedNesterovOptions(c=0.3).for_workers(4)
 
 
-def test_a_server_address_that_is_none_names_its_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    for given in ("10.0.0.1", ":29400", "10.0.0.1:port", "10.0.0.1:70000"):
-        with pytest.raises(ConfigurationError, match=f"^--server {given}: an address is written HOST:PORT"):
-            WorkerContext.find().connect(MODULE, given, None, tmp_path, 0.0, print)
+@pytest.mark.parametrize("given", ["10.0.0.1", ":29400", "10.0.0.1:port", "10.0.0.1:70000"])
+def test_a_server_address_that_is_none_names_its_flag(given: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--server: an address is written HOST:PORT, .*'{given}'"):
+        checked(ServerOptions, {"server": given}, "local_sgd", flag_of)

@@ -14,6 +14,8 @@ from torch.nn import Module, Parameter
 from fairseq_async.algorithms.lamb import Lamb
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig
 
+_EVALUATED = ("_betas", "adafactor_eps")  # ends of the options that fairseq gives to eval
+
 
 def trainable_parameters(model: Module, criterion: Module) -> list[tuple[str, Parameter]]:
     """The parameters that fairseq's trainer gives its optimizer, in its order, and with their names."""
@@ -54,13 +56,20 @@ def component_config(description: Mapping[str, object], registry: str) -> Fairse
 
     Args:
         description: its options, and its name as ``_name``. They came over a wire, and fairseq evaluates a string to
-            get betas: so these are parsed first, and must be two numbers.
+            get a pair of numbers: so these are parsed first. OmegaConf would look up what is between ${ and }, and an
+            optimizer in an option has pairs of its own: both are refused.
         registry: fairseq's registry of such components.
+
+    Raises:
+        ValueError: an option is no plain value, or no pair of numbers.
     """
-    betas = {key: _parse_pair(value) for key, value in description.items() if key.endswith("_betas")}
+    nested = [key for key, value in description.items() if isinstance(value, Mapping) or "${" in str(value)]
+    if nested:
+        raise ValueError(f"{nested[0]} is no plain value")
+    pairs = {key: _parse_pair(value) for key, value in description.items() if key.endswith(_EVALUATED)}
     if description["_name"] in REGISTRIES[registry]["dataclass_registry"]:
-        return OmegaConf.create({**description, **betas})
-    old_style = {key: str(value) for key, value in betas.items()}
+        return OmegaConf.create({**description, **pairs})
+    old_style = {key: str(value) for key, value in pairs.items()}
     return Namespace(**{**description, **old_style, registry: description["_name"]})
 
 

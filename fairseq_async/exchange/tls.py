@@ -1,0 +1,175 @@
+"""TLS 1.3 round a connection, with a certificate on both sides, from Python's standard library.
+
+A directory has the files ``authority.pem``, and of each side that runs on this machine ``server.pem`` and
+``server.key``, or ``worker.pem`` and ``worker.key``.
+"""
+
+import errno
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from typing_extensions import Buffer
+
+from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError, option
+
+AUTHORITY, SERVER, WORKER = "authority", "server", "worker"  # names of the files
+_AT_A_TIME = 1 << 20  # bytes of one call, so that no peer holds the server up
+_MAKE = "make it with: fairseq-async certificates"
+
+
+class TLSSocket(ssl.SSLSocket):
+    """A connection with TLS that takes the calls of one without: with ``MSG_DONTWAIT`` none waits.
+
+    Hazard: OpenSSL wants a call that could not send all of its bytes to be repeated with the same bytes.
+    :class:`~fairseq_async.exchange.Channel` does so, because it keeps what was not sent at the head of its queue.
+    """
+
+    def send(self, data: Buffer, flags: int = 0) -> int:
+        """As of a plain socket."""
+        with self._at_once(flags):
+            return super().send(memoryview(data)[:_AT_A_TIME])
+
+    def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
+        """As of a plain socket."""
+        with self._at_once(flags):
+            return super().recv(buflen)
+
+    def recv_into(self, buffer: Buffer, nbytes: int | None = None, flags: int = 0) -> int:
+        """As of a plain socket; one call takes many records, which have 16 KiB each."""
+        view, count = memoryview(buffer)[: nbytes or _AT_A_TIME][:_AT_A_TIME], 0
+        with self._at_once(flags):
+            while count < view.nbytes:
+                try:
+                    received = super().recv_into(view[count:])
+                except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                    if not count:
+                        raise
+                    break
+                if not received:
+                    break
+                count += received
+        return count
+
+    def shutdown(self, how: int) -> None:
+        """Ends the connection. SSLSocket's own method would leave a socket that reads and writes in plain text."""
+        socket.socket.shutdown(self, how)
+
+    @contextmanager
+    def _at_once(self, flags: int) -> Iterator[None]:
+        patience = self.gettimeout()
+        hurries = bool(flags & socket.MSG_DONTWAIT) and patience != 0
+        if hurries:
+            self.settimeout(0)
+        try:
+            yield
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            raise BlockingIOError(errno.EAGAIN, "no whole record is there") from error
+        finally:
+            if hurries:
+                self.settimeout(patience)
+
+
+def decrypted(connection: socket.socket) -> int:
+    """Bytes that were received and decrypted, and not read yet, which no selector will tell."""
+    return connection.pending() if isinstance(connection, ssl.SSLSocket) else 0
+
+
+def server_context(directory: Path) -> ssl.SSLContext:
+    """For the server's side of connections.
+
+    Raises:
+        ConfigurationError: a file is missing or broken, or others can read the private key.
+    """
+    context = _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), directory, SERVER)
+    context.num_tickets = 0  # nothing may arrive at a worker that is no message
+    return context
+
+
+def worker_context(directory: Path) -> ssl.SSLContext:
+    """For a worker's side, which also checks that the server's certificate is of the host that it connects to.
+
+    Raises:
+        ConfigurationError: as of :func:`server_context`.
+    """
+    return _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), directory, WORKER)
+
+
+def accepted(context: ssl.SSLContext, connection: socket.socket) -> ssl.SSLSocket:
+    """The server's side of a new connection, which never waits; its handshake is made by :func:`handshake`."""
+    connection.setblocking(False)
+    return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+
+
+def handshake(connection: socket.socket) -> bool:
+    """Goes on with a handshake as far as what has come allows; whether it is complete. It raises an OSError."""
+    assert isinstance(connection, ssl.SSLSocket)
+    try:
+        connection.do_handshake()
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError):  # what a server sends before its peer fits into any buffer
+        return False
+    return True
+
+
+def connected(context: ssl.SSLContext, connection: socket.socket, address: str) -> ssl.SSLSocket:
+    """The worker's side of a connection to ``address``; the socket's own timeout holds for each step.
+
+    Raises:
+        RefusedError: the server has no TLS, or its certificate is not one of this authority for this host.
+        ExchangeError: the connection was closed.
+    """
+    host = address.rpartition(":")[0]
+    try:
+        return context.wrap_socket(connection, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        raise RefusedError(
+            f"the certificate of the server at {address} is refused: {in_words(error)}; {_MAKE} DIR {host}"
+        ) from error
+    except ssl.SSLEOFError as error:
+        raise ExchangeError(f"the server at {address} closed the connection") from error
+    except ssl.SSLError as error:
+        raise RefusedError(
+            f"the server at {address} does not speak TLS 1.3 ({in_words(error)}): start it with {option('tls')} too, "
+            f"or leave {option('tls')} out here"
+        ) from error
+    except OSError as error:
+        raise ExchangeError(f"the server at {address} closed the connection: {error}") from error
+
+
+def in_words(error: OSError) -> str:
+    """What is wrong with a handshake, in a few words; an alert is what the other side finds wrong."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return str(error.verify_message).rstrip(".")
+    reason = str(getattr(error, "reason", None) or error)
+    return reason.rpartition("ALERT_")[2].replace("_", " ").lower()
+
+
+def _filled(context: ssl.SSLContext, directory: Path, own: str) -> ssl.SSLContext:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.sslsocket_class = TLSSocket
+    authority, certificate, key = (directory / name for name in (f"{AUTHORITY}.pem", f"{own}.pem", f"{own}.key"))
+    _check_files(authority, certificate, key)
+    try:
+        context.load_verify_locations(authority)
+        context.load_cert_chain(certificate, key, password="")  # one with a password is refused, not asked for
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{option('tls')} {directory}: {AUTHORITY}.pem, {own}.pem or {own}.key is none: {error}"
+        ) from error
+    return context
+
+
+def _check_files(authority: Path, certificate: Path, key: Path) -> None:
+    for path in (authority, certificate, key):
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise ConfigurationError(
+                f"{option('tls')} {path.parent}: {path.name} cannot be read ({error.strerror}); {_MAKE} DIR HOST"
+            ) from error
+    if stat.S_IMODE(key.stat().st_mode) & 0o077:
+        raise ConfigurationError(f"{option('tls')} {key.parent}: others can read {key.name}; run chmod 600 {key}")

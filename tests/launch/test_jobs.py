@@ -1,0 +1,147 @@
+"""Jobs of ``fairseq-async worker``: real processes, which get the variables of a scheduler by hand."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairseq_async.launch.certificates import make
+from fairseq_async.reporting.audit import audit
+from scripts.faults.hosts import Host
+from tests.helpers import slurm as slurm_daemons
+from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, HELPERS, MODEL, ROOT, Processes, command, free_port
+from tests.helpers.documents import script_of_the_readme
+from tests.helpers.run_files import events
+from tests.helpers.waiting import wait_until
+
+QUIET = {"PYTHONPATH": f"{HELPERS / 'without_fairseq'}:{ROOT}"}
+WORKER = [command("fairseq-async"), "worker", "--"]
+
+
+def slurm(rank: int, size: int, node: str = "localhost", per_node: str = "1(x2)") -> dict[str, str]:
+    """What srun tells a task."""
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": per_node,
+        "SLURMD_NODENAME": node,
+    }
+
+
+def script(folder: Path, slowly: bool = False) -> list[object]:
+    """The example of the README, in this folder."""
+    text = script_of_the_readme().replace('"model.pt"', repr(str(folder / "model.pt")))
+    text = text.replace("total_steps=200", f"total_steps=200, run_dir={str(folder / 'run')!r}")
+    assert "run_dir=" in text
+    if slowly:
+        step = "        optimizer.step()\n"
+        assert step in text
+        text = "import time\n" + text.replace(step, f"{step}        time.sleep(0.02)\n")
+    (folder / "train.py").write_text(text)
+    return [*WORKER, sys.executable, folder / "train.py"]
+
+
+def outputs(tasks: list["subprocess.Popen[str]"], seconds: float = 120) -> str:
+    said = [task.communicate(timeout=seconds)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0] * len(tasks), "\n".join(said)
+    return "".join(said)
+
+
+def check_run(folder: Path, workers: int, steps: int) -> None:
+    applied = [event for event in events(folder / "run") if event["status"] == "applied"]
+    assert {event["worker"] for event in applied} == set(range(workers))
+    assert sum(event["local_steps"] for event in applied) == steps
+    assert not (folder / "run" / ".server.json").exists()
+
+
+def test_the_tasks_of_srun_find_each_other_also_when_the_first_is_killed_and_started_again(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """The server ends with its task, and writes a last snapshot; the other task waits for the next server.
+
+    It listens at every address, since there are several nodes, and says so.
+    """
+    line = script(tmp_path, slowly=True)
+    second, first = (processes.start(line, **QUIET, **slurm(rank, 2)) for rank in (1, 0))
+    told = tmp_path / "run" / ".server.json"
+    wait_until(lambda: (tmp_path / "run" / "events.jsonl").exists() and len(events(tmp_path / "run")) > 4, 90)
+    assert told.stat().st_mode & 0o777 == 0o600 and json.loads(told.read_text())["address"].startswith("localhost:")
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    first = processes.start(line, **QUIET, **slurm(0, 2), SLURM_RESTART_COUNT="1")
+    said = outputs([first, second])
+    assert "the run goes on from version-" in said, said
+    assert "nothing on its way there is encrypted; give tls= DIR" in said and "an SSH tunnel" in said
+    model = torch.load(tmp_path / "model.pt", weights_only=True)
+    torch.testing.assert_close(model["weight"], torch.ones(1, 8), atol=0.1, rtol=0)
+    check_run(tmp_path, workers=2, steps=400)
+    audit(tmp_path / "run")
+    sources = [json.loads(line)["source"] for line in (tmp_path / "run" / "rollbacks.jsonl").open()]
+    assert [source.split("-")[0] for source in sources] == ["snapshot version"]
+
+
+def test_fairseq_under_torchrun_on_two_machines_with_certificates(
+    host: Host, processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    """Nobody tells it an address or a token; worker 1 has neither the server's memory nor its loopback address."""
+    make(tmp_path / "server", [host.near])
+    (tmp_path / "worker").mkdir(mode=0o700)
+    for name in ("authority.pem", "worker.pem", "worker.key"):
+        shutil.copy(tmp_path / "server" / name, tmp_path / "worker" / name)
+    method = ["--optimizer", "local_sgd", "--local-steps", 5, "--max-update", 40, "--save-dir", tmp_path / "run"]
+    nodes = []
+    for rank, prefix, directory in ((0, (), "server"), (1, host.prefix, "worker")):
+        variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        store = {"MASTER_ADDR": host.near, "MASTER_PORT": "1"}
+        line = [*prefix, *WORKER, "fairseq-train", data, *MODEL, *method, "--tls", tmp_path / directory]
+        nodes.append(processes.start(line, **{name: str(value) for name, value in (variables | store).items()}))
+    assert "encrypted" not in outputs(nodes, 200)
+    check_run(tmp_path, workers=2, steps=80)
+
+
+def test_deepspeeds_own_launcher_on_one_machine(processes: Processes, tmp_path: Path) -> None:
+    """The server listens on the loopback address alone."""
+    config = ROOT / "deepspeed_config" / "delayed_nesterov.json"
+    change = {"async_training": {"local_steps": 5, "total_steps": 20, "run_dir": str(tmp_path / "run")}}
+    job = [DEEPSPEED_JOB, "--out", tmp_path, "--deepspeed", "--deepspeed_config", config]
+    launcher = [command("deepspeed"), "--num_accelerators", 2, "--master_port", free_port(), "--no_python"]
+    line = [*launcher, "--no_local_rank", *WORKER, sys.executable, *job, "--change", json.dumps(change)]
+    said = outputs([processes.start(line, **DEEPSPEED)], 200)
+    assert "server at 127.0.0.1:" in said and "can reach" not in said
+    check_run(tmp_path, workers=2, steps=40)
+
+
+@pytest.mark.skipif(slurm_daemons.missing() != "", reason=slurm_daemons.missing())
+def test_slurm_itself_on_two_nodes_with_a_job_of_two_kinds_and_one_that_is_requeued(
+    processes: Processes, tmp_path: Path
+) -> None:
+    (tmp_path / "slurm").mkdir()
+    with slurm_daemons.running(tmp_path / "slurm", processes) as variables:
+        found = "import os; from fairseq_async.launch.task import Task; print(Task.find(os.environ))"
+        code, said = processes.run(["srun", "-n1", ":", "-n2", sys.executable, "-c", found], **QUIET, **variables)
+        ranks = re.findall(r"rank=(\d), size=3, local_rank=\d, job='srun (\d+)'", said)
+        assert code == 0 and sorted(rank for rank, _ in ranks) == ["0", "1", "2"], said
+        assert len({job for _, job in ranks}) == 1
+        line = shlex.join(["srun", "--nodes=2", "--ntasks=3", *map(str, script(tmp_path, slowly=True))])
+        (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{line}\n")
+        log = tmp_path / "job.log"
+        batch = ["sbatch", "--parsable", "--wait", "--requeue", "--open-mode=append", "-N2", "-n3", "-o", log]
+        job = processes.start([*batch, tmp_path / "job.sh"], **QUIET, **variables)
+        path = tmp_path / "run" / "events.jsonl"
+        wait_until(lambda: path.exists() and len(path.read_text().splitlines()) > 4, 90)
+        number = json.loads((tmp_path / "run" / ".server.json").read_text())["job"].split()[1]
+        assert processes.run(["scontrol", "requeue", number], **variables)[0] == 0
+        assert job.wait(150) == 0, log.read_text()
+    assert "the run goes on from version-" in log.read_text()
+    audit(tmp_path / "run")
+    check_run(tmp_path, workers=3, steps=600)

@@ -1,0 +1,109 @@
+"""Which worker a task of a job is, by the variables of its scheduler."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from fairseq_async.environment import HOST, MEETING, WORKER, WORKERS
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.task import SCHEDULERS, Task, become_worker
+from fairseq_async.worker.context import WorkerContext
+
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_NTASKS": "9",  # of the job, whose steps may have fewer
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURMD_NODENAME": "localhost",
+}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29400",
+}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+
+
+def test_a_task_of_srun_counts_in_its_step() -> None:
+    task = Task.find(SLURM)
+    assert (task.rank, task.size, task.local_rank) == (3, 5, 1)
+    assert task.job == "srun 77" and task.host == "localhost"
+
+
+def test_a_heterogeneous_step_is_one_job() -> None:
+    """Slurm counts over all groups, and gives every task the number of the first group's job."""
+    groups = {"SLURM_HET_SIZE": "2", "SLURM_JOB_ID_HET_GROUP_0": "77", "SLURM_JOB_ID_HET_GROUP_1": "78"}
+    first = SLURM | groups | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    tasks = [Task.find(first), Task.find(SLURM | groups)]
+    assert [(task.rank, task.size, task.job) for task in tasks] == [(0, 5, "srun 77"), (3, 5, "srun 77")]
+    assert {task.host for task in tasks} == {"localhost"}
+
+
+def test_tasks_on_one_machine_share_its_memory() -> None:
+    assert Task.find(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "5"}).host == "127.0.0.1"
+    assert Task.find(HYDRA).host == "127.0.0.1"
+    assert Task.find(MPI).host == socket.gethostname()
+
+
+def test_a_name_that_nobody_can_look_up_is_not_told() -> None:
+    assert Task.find(SLURM | {"SLURMD_NODENAME": "no-such-node.invalid"}).host == socket.gethostname()
+
+
+def test_torchrun_and_mpirun_within_srun_say_more_than_srun() -> None:
+    assert Task.find(SLURM | TORCHRUN).job == "torchrun  localhost 29400"
+    assert Task.find(SLURM | MPI).size == 4
+    assert Task.find(SLURM | {"PMI_RANK": "3", "PMI_SIZE": "5"}).job == "srun 77", "srun with --mpi=pmi2"
+
+
+def test_no_library_in_a_worker_takes_it_for_a_rank_of_one_group() -> None:
+    variables = Task.find(TORCHRUN).environment(TORCHRUN | {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "4,6"})
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(variables)
+    assert variables["HOME"] == "/h" and variables["CUDA_VISIBLE_DEVICES"] == "6"
+    assert {WORKER: "3", WORKERS: "4", HOST: "localhost"}.items() <= variables.items() and MEETING in variables
+    assert not any(scheduler.rank in variables for scheduler in SCHEDULERS)
+
+
+@pytest.mark.parametrize("change", [{"SLURM_PROCID": "5"}, {"SLURM_PROCID": "x"}, {"SLURM_STEP_NUM_TASKS": ""}])
+def test_variables_that_are_no_rank_are_named(change: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="SLURM_PROCID=.*, SLURM_STEP_NUM_TASKS=.*: no rank of srun"):
+        Task.find(SLURM | change)
+
+
+def test_a_process_without_a_scheduler_is_told_how_to_start_it() -> None:
+    with pytest.raises(ConfigurationError, match="start it with srun, mpiexec, mpirun, torchrun, as in: srun -n 4"):
+        Task.find({})
+
+
+def test_the_worker_is_the_command_with_what_fairseq_needs(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
+    became: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda *given: became.append(given))
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    job = ["fairseq-train", str(data), "--optimizer", "hybrid_async", "--server", "10.0.0.1:29400"]
+    become_worker(job)
+    ((program, line, variables),) = became
+    assert line[1 : len(job)] == job[1:] and line[len(job) :][0::2] == ["--user-dir", "--distributed-world-size"]
+    assert os.access(program, os.X_OK) and variables[WORKER] == "3"
+    with pytest.raises(ConfigurationError, match="leave fairseq-async worker out"):
+        become_worker(["fairseq-train", str(data), "--optimizer", "adasum"])
+
+
+def test_srun_without_the_command_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", WORKER):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises(ConfigurationError, match="srun fairseq-async worker -- COMMAND"):
+        WorkerContext.find()

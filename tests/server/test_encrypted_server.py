@@ -1,0 +1,77 @@
+"""A server process whose connections are encrypted, and its launcher."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.exchange.authentication import new_token, write_token
+from fairseq_async.launch.certificates import make
+from fairseq_async.server.process import ServerProcess
+from tests.helpers.commands import HELPERS, ROOT, Processes, command
+from tests.helpers.documents import script_of_the_readme
+from tests.helpers.run_files import events
+from tests.helpers.server_client import SGD_SERVER, join, kill, pull, push
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("certificates")
+    make(directory, ["127.0.0.2"])
+    return directory
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[list[ServerProcess]]:
+    started: list[ServerProcess] = []
+    yield started
+    for server in started:
+        server.stop()
+
+
+def test_a_server_that_is_started_again_is_encrypted_again(
+    start: list[ServerProcess], certificates: Path, tmp_path: Path
+) -> None:
+    """Its worker finds it by itself."""
+    log = tmp_path / "server.log"
+    server = ServerProcess(SGD_SERVER, 1, tmp_path, log, host="127.0.0.2", restarts=1, tls=certificates)
+    start.append(server)
+    worker = join(server, 0, 30.0, certificates, workers=1, snapshot_updates=1)
+    assert push(worker, 0, 0.5, wait=True).version == 1
+    kill(server)
+    version, _ = pull(worker)
+    push(worker, 1, 0.25, base=version, wait=True)
+    assert server.restarts == 0 and [event["sequence"] for event in events(tmp_path)][-1] == 1
+
+
+def test_a_server_that_others_can_reach_in_plain_text_says_so(
+    start: list[ServerProcess], certificates: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for name, host, tls in (("a", "0.0.0.0", None), ("b", "0.0.0.0", certificates), ("c", "127.0.0.2", None)):
+        start.append(ServerProcess(SGD_SERVER, 1, tmp_path / name, tmp_path / f"{name}.log", host=host, tls=tls))
+        said.append(capfd.readouterr().err)
+    assert said[0].startswith(f"fairseq-async: warning: other machines can reach {start[0].address}, and nothing")
+    assert "--tls DIR" in said[0] and "SSH tunnel" in said[0] and said[0].count("\n") == 1
+    assert "warning" not in said[1] + said[2]
+
+
+def test_certificates_that_cannot_be_used_leave_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"--tls .*none: authority.pem cannot be read"):
+        ServerProcess(SGD_SERVER, 1, tmp_path / "run", tmp_path / "log", tls=tmp_path / "none")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_launched_script_is_encrypted_without_a_word_of_its_own(
+    processes: Processes, certificates: Path, tmp_path: Path
+) -> None:
+    """Its workers reach the server, which listens at every address, on this machine."""
+    write_token(tmp_path / "token", new_token())
+    script = script_of_the_readme().replace("total_steps=200", f"total_steps=200, run_dir={str(tmp_path / 'run')!r}")
+    (tmp_path / "train.py").write_text(script.replace('"model.pt"', repr(str(tmp_path / "model.pt"))))
+    ours = ["--workers", 2, "--host", "0.0.0.0", "--token-file", tmp_path / "token", "--tls", certificates]
+    line = [command("fairseq-async"), "launch", *ours, "--", "python", tmp_path / "train.py"]
+    code, said = processes.run(line, PYTHONPATH=f"{HELPERS / 'without_fairseq'}:{ROOT}")
+    assert code == 0 and f"--tls {certificates} -- python" in said and "warning" not in said, said
+    assert {event["worker"] for event in events(tmp_path / "run")} == {0, 1}
