@@ -39,6 +39,7 @@ class GsSGD(Rule):
         Δ = the k places of C with the largest |sums|
         step with Σ e_w[Δ] / workers;  residual_w = e_w, with 0 at Δ
 
+    Momentum is that of the optimizer that steps; the abstract's own, which each worker would keep, is left out.
     Workers count alike, whatever their weights. The residuals, which are the workers', are kept here: a simulated
     worker that dies does not lose its own.
 
