@@ -170,6 +170,9 @@ def capacity(
     parameters: Annotated[str, typer.Option(help="Other models than the run's, as 20e6,60e6.")] = "",
     link: Annotated[str, typer.Option(help="Workers on other machines: Gbit/s, as 1,10,100.")] = "",
     servers: Annotated[str, typer.Option(help="Shards of the parameters, a server each.")] = "1,2,4,8",
+    compress: Annotated[
+        str, typer.Option(metavar="NAME", help="Codec of the updates on the link; else as the run has sent them.")
+    ] = "",
 ) -> None:
     """Say how many workers one server holds before it is the bottleneck, and what sharding would give."""
     _find(run_dir / "run.json", lambda error: f"{run_dir}: no run that can be read there: {error}")
@@ -178,9 +181,11 @@ def capacity(
     from fairseq_async.reporting.capacity import measure, tables
 
     sizes = [round(size) for size in _positive("--parameters", parameters)]
+    if compress and not link:
+        raise ConfigurationError(f"--compress {compress}: of use on a link alone: give --link too")
     counts = [round(count) for count in _positive("--servers", servers)]
     console = Console(width=None if sys.stdout.isatty() else 140)
-    for table in tables(measure(run_dir), sizes, _positive("--link", link), counts):
+    for table in tables(measure(run_dir, compress), sizes, _positive("--link", link), counts):
         console.print(table)
 
 

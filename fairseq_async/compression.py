@@ -65,8 +65,8 @@ CodecOptions = BF16Options | Int8Options | E3M0Options | TopKOptions | AdaCompOp
 _CODECS: TypeAdapter[CodecOptions] = TypeAdapter(Annotated[CodecOptions, Field(discriminator="codec")])
 NAMES = tuple(str(model.model_fields["codec"].default) for model in CodecOptions.__args__)
 _SKETCH = (
-    "sketch finds its largest values in a second round between all workers of a step, which no method here has; "
-    "choose another codec"
+    "sketch finds its largest values in a second round between all workers of a step, which only gs_sgd of the "
+    "simulator has; choose another codec"
 )
 
 

@@ -6,6 +6,8 @@ from rich.table import Table
 
 from fairseq_async.launch.progress import Progress
 
+_COLUMNS = ("", "gradients", "tokens/s", "staleness", "held (s)", "ahead", "loss")
+_OF_COMPRESSED = ("sent (kB/s)", "fp32 / sent", "residual")
 _LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
 
 
@@ -42,10 +44,12 @@ class Display:
 
     def _table(self) -> Table:
         table = Table(title=self.progress.status)
-        for column in ("", "gradients", "tokens/s", "staleness", "held (s)", "ahead", "loss"):
+        rows = self.progress.rows()
+        compressed = any(row.compressed for row in rows)
+        for column in (*_COLUMNS, *(_OF_COMPRESSED if compressed else ())):
             table.add_column(column, justify="right")
-        for name, updates, *rates, loss in self.progress.rows():
-            tokens, staleness, held, ahead = rates
-            cells = f"{tokens:,.0f}", f"{staleness:.2f}", f"{held:.3f}", f"{ahead:.2f}"
-            table.add_row(name, f"{updates:,}", *cells, "" if loss is None else f"{loss:.3f}")
+        for row in rows:
+            cells = f"{row.tokens:,.0f}", f"{row.staleness:.2f}", f"{row.held_seconds:.3f}", f"{row.look_ahead:.2f}"
+            own = () if row.compressed is None else row.compressed.cells(self.progress.seconds)
+            table.add_row(row.name, f"{row.updates:,}", *cells, "" if row.loss is None else f"{row.loss:.3f}", *own)
         return table

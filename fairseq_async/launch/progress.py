@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.compressed import Compressed, read_parameters
 from fairseq_async.launch.run_length import RunLength, Work
 from fairseq_async.server.event_log import EVENTS
 from fairseq_async.server.events import Event, LineReader
@@ -31,6 +32,7 @@ class Row(NamedTuple):
         held_seconds: mean time for which an update waited for others.
         look_ahead: mean number of versions at which the worker started ahead.
         loss: nats per token, as in ``events.jsonl``; None where no update has one.
+        compressed: None where updates are not.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Row(NamedTuple):
     held_seconds: float
     look_ahead: float
     loss: float | None
+    compressed: Compressed | None = None
 
 
 class Progress:
@@ -69,6 +72,7 @@ class Progress:
         self._began = clock() if began is None else began
         self._validation: Validation | None = None
         self._length: RunLength | None = None
+        self._parameters: int | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -100,7 +104,7 @@ class Progress:
         if event.time < self._began:
             return
         if self._first is None:
-            self._length = self._read_length()
+            self._length, self._parameters = self._read_length(), read_parameters(self.run_dir)
             self._first = event.time, self._length.fraction(self._work)
         self._recent.append(event)
         self.updates[event.worker] = self.updates.get(event.worker, 0) + 1
@@ -132,11 +136,12 @@ class Progress:
         return Row(
             name,
             updates,
-            tokens / self._seconds(),
+            tokens / self.seconds,
             _mean([event.staleness for event in applied]),
             _mean([event.held_seconds or 0.0 for event in applied]),
             _mean([event.look_ahead or 0.0 for event in applied]),
             sum(loss * weight for loss, weight in losses) / sum(weight for _, weight in losses) if losses else None,
+            Compressed.of(events, self._parameters),
         )
 
     @property
@@ -150,18 +155,11 @@ class Progress:
     def updates_per_second(self) -> float:
         """Steps of the server per second."""
         versions = [event.version_after for event in self._recent]
-        return (versions[-1] - versions[0]) / self._seconds() if versions else 0.0
+        return (versions[-1] - versions[0]) / self.seconds if versions else 0.0
 
     @property
-    def sent(self) -> str:
-        """In words, bytes per second of compressed updates and the last norm of what is left; empty without them."""
-        if not any(event.payload for event in self._recent):
-            return ""
-        sent = sum(event.bytes_sent or 0 for event in self._recent) / self._seconds()
-        norms = [event.residual_norm for event in self._recent if event.residual_norm is not None]
-        return f", {sent / 1e6:,.3f} MB/s sent" + (f", residual {norms[-1]:.3g}" if norms else "")
-
-    def _seconds(self) -> float:
+    def seconds(self) -> float:
+        """Those over which rates are taken."""
         return max(1.0, min(_WINDOW, self.clock() - self._began))
 
     @property
@@ -187,7 +185,12 @@ class Progress:
         text = f"{self.position}, {self.updates_per_second:.1f} updates/s, {every.tokens:,.0f} tokens/s, "
         text += f"{self.updates_in_a_step:.1f} in a step, staleness {every.staleness:.2f}"
         text += "" if every.loss is None else f", loss {every.loss:.3f}"
-        return text + self._validated() + self.sent + (f", {self.refused} refused" if self.refused else "")
+        return (
+            text
+            + self._validated()
+            + _sent(every.compressed, self.seconds)
+            + (f", {self.refused} refused" if self.refused else "")
+        )
 
     def _validated(self) -> str:
         """The last validation's loss and score."""
@@ -207,6 +210,14 @@ class Progress:
 def _text(line: bytes) -> str:
     """A line of the server's log without its time."""
     return line.decode(errors="replace").rpartition(SEPARATOR)[2].strip()
+
+
+def _sent(compressed: Compressed | None, seconds: float) -> str:
+    """In words, what compressed updates come to; empty without them."""
+    if compressed is None:
+        return ""
+    rate, ratio, residual = compressed.cells(seconds)
+    return f", {rate} kB/s sent, 1/{ratio} of fp32" + ("" if compressed.residual is None else f", residual {residual}")
 
 
 def _mean(values: list[float]) -> float:

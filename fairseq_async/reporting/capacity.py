@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.runs import has_barrier
+from fairseq_async.reporting.update_bytes import UpdateBytes, of_codec, of_run
 from fairseq_async.server import Layout
 from fairseq_async.server.event_log import EVENTS
 from fairseq_async.server.events import Event, read_events
@@ -37,6 +38,7 @@ class Costs:
         server: of ``exchange``, what the server cannot spend on another worker at the same time.
         parameters: number of parameters, of 4 bytes each.
         link: bytes per second in each direction; infinite on one machine.
+        push: bytes a parameter that an update has; the parameters come back in 4 each.
         servers: shards of the parameters, each on a server with a link of its own.
     """
 
@@ -45,17 +47,18 @@ class Costs:
     server: float
     parameters: int
     link: float = math.inf
+    push: float = 4.0
     servers: int = 1
 
     @property
     def alone(self) -> float:
         """Seconds from update to update of a single worker."""
-        return self.step + self.exchange - self.server + self.server / self.servers + 2 * self._transfer
+        return self.step + self.exchange - self.server + self.server / self.servers + self._pushing + self._pulling
 
     @property
     def busiest(self) -> float:
         """Seconds per update of the bottleneck: the server's processor, or its link in one direction."""
-        return max(self.server, self._transfer) / self.servers
+        return max(self.server, self._pushing, self._pulling) / self.servers
 
     def updates_per_second(self, workers: int) -> float:
         """Updates of all workers together: as if each had the server alone, until the bottleneck is always busy.
@@ -77,21 +80,29 @@ class Costs:
         )
 
     @property
-    def _transfer(self) -> float:
+    def _pushing(self) -> float:
+        return self.push * self.parameters / self.link
+
+    @property
+    def _pulling(self) -> float:
         return 4 * self.parameters / self.link
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run's events say: its costs, its workers, and the updates per second that they reached."""
+    """What a run's events say: its costs, its workers, the updates per second that they reached, and their bytes."""
 
     costs: Costs
     workers: int
     updates_per_second: float
+    update: UpdateBytes
 
 
-def measure(run_dir: Path) -> Measured:
+def measure(run_dir: Path, compress: str = "") -> Measured:
     """Measures the costs of a run without a barrier, best of one or two workers, which do not wait for each other.
+
+    Args:
+        compress: a codec for the bytes of an update; empty for those of the run.
 
     Raises:
         ConfigurationError: there is no such run, or too little of it.
@@ -114,9 +125,11 @@ def measure(run_dir: Path) -> Measured:
     exchange, gap = median(each.exchange for each in cycles), median(each.gap - each.held for each in cycles)
     # the mean, since all of the server's time counts, but without the slowest tenth: other programs interrupt it
     server = fmean(sorted(cycle.server for cycle in cycles)[: math.ceil(0.9 * len(cycles))])
-    costs = Costs(max(gap - exchange, 1e-9), exchange, server, Layout.from_json(description["layout"]).size)
+    layout = Layout.from_json(description["layout"])
+    update = of_codec(compress, layout) if compress else of_run(description["method"], events, layout)
+    costs = Costs(max(gap - exchange, 1e-9), exchange, server, layout.size, push=update.size / layout.size)
     rate = sum(1 / median(cycle.gap for cycle in _cycles(each)) for each in own if _cycles(each))
-    return Measured(costs, len(own), rate)
+    return Measured(costs, len(own), rate, update)
 
 
 @dataclass(frozen=True)
@@ -154,6 +167,8 @@ def tables(measured: Measured, sizes: Sequence[int], links: Sequence[float], ser
     """
     costs = measured.costs
     yield _measured(measured)
+    if costs.push != 4:
+        yield _update(measured)
     yield _held(costs, sizes or [costs.parameters], links, servers)
     yield _speedup(costs, links, servers)
 
@@ -166,6 +181,15 @@ def _measured(measured: Measured) -> Table:
     predicted = costs.updates_per_second(measured.workers)
     rates = [f"{measured.workers}", f"{measured.updates_per_second:,.2f}", f"{predicted:,.2f}"]
     table.add_row(f"{costs.parameters:,}", *seconds, *rates)
+    return table
+
+
+def _update(measured: Measured) -> Table:
+    title = "Bytes of an update (of encoding, the times have what the run has)"
+    update, table = measured.update, Table(title=title, title_justify="left", box=box.SIMPLE)
+    for column in ("codec", "bytes", "fp32 / bytes", "known by"):
+        table.add_column(column, justify="left" if column == "known by" else "right")
+    table.add_row(update.codec, f"{update.size:,.0f}", f"{4 / measured.costs.push:.1f}", update.known)
     return table
 
 

@@ -111,6 +111,7 @@ def row(run: Run) -> dict[str, str | int]:
         "mean staleness (versions)": _mean(event.staleness for event in run.applied),
         "sent by workers (MB)": _megabytes(event.bytes_sent for event in run.events),
         "received by workers (MB)": _megabytes(event.bytes_received for event in run.events),
+        **_compressed(run, None),
         "time computing": f"{fmean(run.shares(w)[COMPUTING] for w in range(run.workers)):.0%}",
         "refused updates": refused,
     }
@@ -130,7 +131,6 @@ def _validated(run: Run) -> dict[str, str | int]:
 def worker_row(run: Run, worker: int) -> dict[str, str | int]:
     """The cells of one worker of a run, by column: means over its applied updates."""
     applied = [event for event in run.applied if event.worker == worker]
-    norms = [event.residual_norm for event in applied if event.residual_norm is not None]
     return {
         "run": _name(run),
         "worker": worker,
@@ -141,8 +141,17 @@ def worker_row(run: Run, worker: int) -> dict[str, str | int]:
         "longest (s)": f"{max((event.held_seconds or 0.0 for event in applied), default=0.0):.2f}",
         "time computing": f"{run.shares(worker)[COMPUTING]:.0%}",
         "in an update (kB)": _mean((event.bytes_sent or 0) / 1e3 for event in applied),
-        "residual": f"{norms[-1]:.3g}" if norms else "-",
+        **_compressed(run, worker),
     }
+
+
+def _compressed(run: Run, worker: int | None) -> dict[str, str | int]:
+    """What compressed updates come to; nothing for runs without them."""
+    compressed = run.compressed(worker)
+    if compressed is None:
+        return {}
+    names = ("sent (kB/s)", "times fewer bytes than fp32", "residual (L2 norm)")
+    return dict(zip(names, compressed.cells(run.events[-1].time), strict=True))
 
 
 def _megabytes(sizes: Iterable[int | None]) -> str:

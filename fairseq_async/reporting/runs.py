@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.compressed import Compressed, read_parameters
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server.event_log import EVENTS
 from fairseq_async.server.events import Event, LineReader, read_events
@@ -65,6 +66,7 @@ class Run:
         events: in the order in which they were settled; ``time`` in seconds since the run's beginning.
         curve: the evaluations of a simulation; else empty.
         validations: those of worker 0 of a real run, where its front end writes them; ``time`` as above.
+        parameters: of the model; None where ``run.json`` does not say it.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Run:
     events: list[Event]
     curve: list[Evaluation]
     validations: list[Validation] = field(default_factory=list)
+    parameters: int | None = None
 
     @cached_property
     def applied(self) -> list[Event]:
@@ -129,6 +132,11 @@ class Run:
         """How every worker spent its time."""
         own = [[event for event in self.events if event.worker == w] for w in range(self.workers)]
         return [activity for events in own for activity in _activities(events, self.barrier)]
+
+    def compressed(self, worker: int | None = None) -> Compressed | None:
+        """What the compressed updates of a worker, or of all, come to; None where they are not compressed."""
+        own = [event for event in self.events if worker is None or event.worker == worker]
+        return Compressed.of(own, self.parameters)
 
     def shares(self, worker: int) -> dict[str, float]:
         """The fraction of its time that the worker spent on each kind of activity."""
@@ -216,6 +224,7 @@ def _read(directory: Path, given: Path) -> Run | None:
             events=[replace(event, time=event.time - first) for event in events],
             curve=curve,
             validations=[replace(each, time=each.time - first) for each in validations],
+            parameters=read_parameters(directory),
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"{directory}: the run there cannot be read: {error!r}") from error

@@ -8,6 +8,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fairseq_async import methods
+from fairseq_async.compression import DQSGDOptions
 from fairseq_async.config import HybridOptions, LocalSGDOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.simulation.cluster import Cluster
@@ -105,22 +106,46 @@ class AdaScaleOptions(_Strict):
     smoothing: float | None = Field(None, ge=0, lt=1)
 
 
-Options = LocalSGDOptions | HybridOptions | AdasumOptions | AdaScaleOptions
+class GsSGDOptions(_Strict):
+    """Synchronous ranks whose gradients meet in count sketches: see :class:`~fairseq_async.simulation.gs_sgd.GsSGD`.
+
+    Attributes:
+        rows: of a sketch.
+        columns: of a sketch.
+        keep: k, values of a step.
+        candidates: p; p·k values are asked for.
+    """
+
+    method: Literal["gs_sgd"]
+    rows: int = Field(5, ge=1, le=64)
+    columns: int = Field(ge=1, le=1 << 31)
+    keep: int = Field(ge=1)
+    candidates: int = Field(4, ge=1)
+
+
+Options = LocalSGDOptions | HybridOptions | AdasumOptions | AdaScaleOptions | GsSGDOptions
 # methods whose ranks are simulated in their own way
-_SYNCHRONOUS: dict[str, type[AdasumOptions] | type[AdaScaleOptions]] = {
+_SYNCHRONOUS: dict[str, type[AdasumOptions] | type[AdaScaleOptions] | type[GsSGDOptions]] = {
     "adasum": AdasumOptions,
     "adascale": AdaScaleOptions,
+    "gs_sgd": GsSGDOptions,
 }
+_METHODS = tuple(dict.fromkeys([*methods.METHODS, *_SYNCHRONOUS]))
 _THE_EXPERIMENTS = ("total_steps", "seed", "shards", "max_refused", "overlap")  # not for a single method to say
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method under its name in the experiment."""
+    """One method under its name in the experiment.
+
+    Attributes:
+        error_feedback: whether what a codec does not send is kept; only an experiment can do without.
+    """
 
     name: str
     options: Options
     optimizer: OptimizerOptions
+    error_feedback: bool = True
 
 
 class _Head(_Strict):
@@ -214,11 +239,11 @@ def _in(path: Path, section: str, name: str) -> str:
 
 def _method(path: Path, name: str, given: dict[str, Any], common: dict[str, Any]) -> Method:
     where, values = _in(path, "method", name), dict(given)
-    own = values.pop("optimizer", {})
+    own, feedback = values.pop("optimizer", {}), values.pop("error_feedback", True)
     kind = values.get("method")
-    if kind not in methods.METHODS:
+    if kind not in _METHODS:
         what = " is missing" if kind is None else f": {kind}: there is no such method"
-        raise ConfigurationError(f'{where}: "method"{what}; there are {", ".join(methods.METHODS)}')
+        raise ConfigurationError(f'{where}: "method"{what}; there are {", ".join(_METHODS)}')
     for key in _THE_EXPERIMENTS:
         if key in values:
             raise ConfigurationError(f'{where}: "{key}" cannot be set for one method of a simulation: leave it out')
@@ -230,7 +255,16 @@ def _method(path: Path, name: str, given: dict[str, Any], common: dict[str, Any]
     optimizer = checked(OptimizerOptions, common | own, f"{where}, optimizer")
     if kind == "adascale" and optimizer.type != "sgd":
         raise ConfigurationError(f'{where}: adascale is simulated with "optimizer": "type": sgd, not {optimizer.type}')
-    return Method(name, options, optimizer)
+    return Method(name, options, optimizer, _error_feedback(feedback, options, where))
+
+
+def _error_feedback(given: object, options: Options, where: str) -> bool:
+    if not isinstance(given, bool):
+        raise ConfigurationError(f'{where}: "error_feedback" is true or false (it is {given!r})')
+    push = options.compress.push if isinstance(options, LocalSGDOptions | HybridOptions) else None
+    if not given and (push is None or isinstance(push, DQSGDOptions)):
+        raise ConfigurationError(f'{where}: "error_feedback" is of no use here: no "compress" keeps a residual')
+    return given
 
 
 def _options(kind: str, values: dict[str, Any], where: str) -> Options:

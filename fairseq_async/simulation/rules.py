@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async import methods
-from fairseq_async.algorithms import AdaScaleGain, HybridAccumulation, Rule, Update, adasum
+from fairseq_async.algorithms import AdaScaleGain, CountSketch, HybridAccumulation, Rule, Update, adasum
 from fairseq_async.algorithms.rule import State
 from fairseq_async.config import HybridOptions, LocalSGDOptions
 from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
@@ -14,18 +14,24 @@ from fairseq_async.server import Layout, local_sgd_main
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.plan import EpochPlan, Plan
 from fairseq_async.server.scheduled_rule import ScheduledRule
-from fairseq_async.simulation.experiment import AdaScaleOptions, AdasumOptions, Experiment, Method
+from fairseq_async.simulation.experiment import AdaScaleOptions, AdasumOptions, Experiment, GsSGDOptions, Method
+from fairseq_async.simulation.gs_sgd import GsSGD, SketchedBytes
 from fairseq_async.simulation.schedule import LearningRate, StepSchedule, make_optimizer, set_lr
 
 
 @dataclass(frozen=True)
 class SimulatedMethod:
-    """What a method is made of: the server's parts, and the description that a real run writes into ``run.json``."""
+    """What a method is made of: the server's parts, and the description that a real run writes into ``run.json``.
+
+    Attributes:
+        sketched: bytes of an update that is sent in two rounds; None for one that is sent at once.
+    """
 
     rule: Rule
     plan: Plan
     spec: MethodSpec
     sends_gradients: bool
+    sketched: SketchedBytes | None = None
 
 
 def build_method(
@@ -54,6 +60,8 @@ def build_method(
         return SimulatedMethod(
             ada_rule, EpochPlan(ada_rule, max_epoch=0, total_steps=experiment.steps), spec, sends_gradients=True
         )
+    if isinstance(options, GsSGDOptions):
+        return _gs_sgd(options, method, experiment, workers, parameters, inner)
     assert isinstance(options, HybridOptions)
     # as in a real run, the schedule counts the server's steps, whatever the number of gradients in one
     steps = max(1, experiment.steps * workers // (options.updates_per_step or workers))
@@ -63,6 +71,24 @@ def build_method(
     gradient_rule = methods.gradient_rule(options.gradient_rule).build(options, context)
     rule = ScheduledRule(gradient_rule, StepSchedule(inner, rate))
     return SimulatedMethod(rule, EpochPlan(rule, spec.max_epoch, spec.whole_steps), spec, sends_gradients=True)
+
+
+def _gs_sgd(
+    options: GsSGDOptions,
+    method: Method,
+    experiment: Experiment,
+    workers: int,
+    parameters: Tensor,
+    inner: torch.optim.Optimizer,
+) -> SimulatedMethod:
+    spec = MethodSpec("gs_sgd", workers, options.model_dump() | {"updates_per_step": workers}, barrier=workers)
+    sketch = CountSketch(options.rows, options.columns, experiment.seed)
+    accumulation = HybridAccumulation(inner, 1, method.optimizer.clip_norm)
+    largest = GsSGD(accumulation, workers, sketch, options.keep, options.candidates)
+    rate = LearningRate(experiment.schedule, method.optimizer.lr, experiment.steps)
+    rule = ScheduledRule(largest, StepSchedule(inner, rate))
+    plan = EpochPlan(rule, max_epoch=0, total_steps=experiment.steps)
+    return SimulatedMethod(rule, plan, spec, sends_gradients=True, sketched=largest.bytes_of(parameters.numel()))
 
 
 class AdaScaleRule(Rule):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import inf
 from statistics import median
 
@@ -55,7 +56,11 @@ class Trial:
         self.membership = Membership(cluster.workers, now=0.0, timeout=inf, arrival_timeout=inf)
         self.coordinator = build_coordinator(built.spec, built.rule, built.plan, self.parameters, self.membership)
         self.server = self.coordinator.server
+        self.sketched = built.sketched
         self.pulling = cluster.exchange.transfer(4 * model.layout.size)
+        if self.sketched is not None:  # the second round is between the last sketch and the step
+            self.pulling += cluster.exchange.transfer(self.sketched.places)
+            self.pulling += cluster.exchange.transfer(self.sketched.values)
         self.clock = Clock()
         self.workers = [LogicalWorker(w, torch.zeros_like(start)) for w in range(cluster.workers)]
         self.line_ends = 0.0  # when the server will have worked off the updates that stand in line
@@ -124,7 +129,9 @@ class Trial:
 
     def _make_compressor(self, worker: int) -> Compressor | None:
         push = self.spec.compress.push
-        return None if push is None else Compressor(push, self.spec, self.model.layout, worker)
+        if push is None:
+            return None
+        return Compressor(push, self.spec, self.model.layout, worker, self.method.error_feedback)
 
     def _die(self, worker: LogicalWorker) -> None:
         """As where the connection of a real one closes."""
@@ -155,9 +162,19 @@ class Trial:
             look_ahead=assignment.look_ahead or None,
             bytes_received=4 * self.model.layout.size,
         )
-        worker.compress()
-        pushing = self.cluster.exchange.transfer(worker.report.bytes_sent or 0)
+        pushed = self._encode(worker)
+        pushing = self.cluster.exchange.transfer(pushed)
         self.clock.schedule(ScheduledEvent(computed + pushing, EventKind.ARRIVES, worker.id, worker.incarnation))
+
+    def _encode(self, worker: LogicalWorker) -> int:
+        """The update becomes what its bytes say; returns how many of them go to the server at once."""
+        worker.compress()
+        if self.sketched is None:
+            return worker.report.bytes_sent or 0
+        received = (worker.report.bytes_received or 0) + self.sketched.places
+        sent = self.sketched.sketch + self.sketched.values
+        worker.report = replace(worker.report, bytes_sent=sent, bytes_received=received)
+        return self.sketched.sketch
 
     def _compute(self, worker: LogicalWorker, assignment: Assignment) -> tuple[int, float, float]:
         """Steps, loss and tokens of the worker's next update, which is computed here."""

@@ -26,12 +26,15 @@ class Compressor:
 
     Args:
         worker: its number.
+        feedback: whether a biased codec has its residual; without one, what is not sent is lost.
     """
 
-    def __init__(self, options: compression.CodecOptions, spec: MethodSpec, layout: Layout, worker: int) -> None:
+    def __init__(
+        self, options: compression.CodecOptions, spec: MethodSpec, layout: Layout, worker: int, feedback: bool = True
+    ) -> None:
         self.codec = compression.build(options)
         self._sizes = [segment.size for segment in layout.segments]
-        self._feedback = ErrorFeedback(self.codec, self._sizes) if self.codec.biased else None
+        self._feedback = ErrorFeedback(self.codec, self._sizes) if self.codec.biased and feedback else None
         self._worker, self._prefix = worker, f"{spec.options.get('seed', 0)}/{worker}/"
         self._sequence = 0  # of the next update
 

@@ -28,7 +28,7 @@ def test_progress_follows_the_log_and_leaves_half_a_line_for_later(tmp_path: Pat
     now = 1004.0
     progress.poll()
     assert progress.updates == {0: 1, 1: 1} and progress.version == 9 and progress.refused == 1
-    assert progress.rows()[0] == ("worker 0", 1, 25.0, 1.0, 0.0, 0.0, 2.0)
+    assert progress.rows()[0] == ("worker 0", 1, 25.0, 1.0, 0.0, 0.0, 2.0, None)
     with path.open("a") as file:
         file.write(event(1, 10, 1003.0)[20:])
     progress.poll()
@@ -49,6 +49,38 @@ def test_progress_says_who_was_held_and_how_far_was_looked_ahead(tmp_path: Path)
     assert (first.held_seconds, first.look_ahead) == (0.25, 0.0)
     assert (second.held_seconds, second.look_ahead) == (0.0, 1.5) and every.held_seconds == 0.2
     assert progress.updates_in_a_step == 2.0 and "2.0 in a step" in progress.summary()
+
+
+def test_the_view_of_a_compressed_run_has_bytes_per_second_ratio_and_residual_of_each_worker(tmp_path: Path) -> None:
+    """A thousand parameters, 4,000 bytes in fp32: worker 0 has sent 40 and 60 of them in ten seconds."""
+    now = 1000.0
+    (tmp_path / "run.json").write_text(json.dumps({"layout": [["weight", [1000], "float32"]]}))
+    progress = Progress(tmp_path, 2, clock=lambda: now)
+    sizes, norms = ((0, 40), (1, 1000), (0, 60)), (0.0, 2.5, 0.5)
+    lines = [
+        event(worker, 1, 1000.0, bytes_sent=sent, payload="00c0ffee", residual_norm=norm)
+        for (worker, sent), norm in zip(sizes, norms, strict=True)
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    now = 1010.0
+    progress.poll()
+    first, second, every = [row.compressed for row in progress.rows()]
+    assert first and first.cells(10.0) == ("0.01", "80.0", "0.5") and second and second.ratio == 4.0
+    assert every and (every.sent, every.residual) == (1100, 2.5)
+    assert "0.11 kB/s sent, 1/10.9 of fp32, residual 2.5" in progress.summary()
+    console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
+    console.print(Display(progress)._table())
+    text = console.export_text()
+    assert "fp32 / sent" in text and "80.0" in text and "residual" in text
+
+
+def test_the_view_of_another_run_has_no_such_columns(tmp_path: Path) -> None:
+    progress = Progress(tmp_path, 1, clock=lambda: 1000.0)
+    (tmp_path / "events.jsonl").write_text(event(0, 1, 1000.0, bytes_sent=4000))
+    progress.poll()
+    console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
+    console.print(Display(progress)._table())
+    assert "sent" not in console.export_text() + progress.summary()
 
 
 def test_progress_begins_again_where_a_restart_has_put_another_file_and_lives_through_bad_lines(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fairseq_async.cli import capacity
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.capacity import Costs, measure, tables
 from fairseq_async.reporting.watch import WatchedRun
@@ -77,6 +78,63 @@ def test_a_link_costs_the_worker_both_ways_and_the_server_one_at_a_time() -> Non
     linked = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, link=4 * 1000 / 0.2)
     assert linked.alone == pytest.approx(0.9 + 0.1 + 2 * 0.2) and linked.busiest == pytest.approx(0.2)
     assert linked.workers_held == pytest.approx(7.0)
+
+
+def compressed(run: Path, codec: object, sent: int) -> Path:
+    """The run as if its updates had had so many bytes."""
+    description = json.loads((run / "run.json").read_text())
+    description["method"] |= {"options": {"compress": {"push": codec}}}
+    (run / "run.json").write_text(json.dumps(description))
+    events = [json.loads(line) | {"bytes_sent": sent, "payload": "00c0ffee"} for line in (run / "events.jsonl").open()]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return run
+
+
+def test_an_update_in_fewer_bytes_takes_less_of_the_link_and_the_parameters_as_much() -> None:
+    """Up 0.05 s and down 0.2: the server's link is as busy with parameters as without a codec."""
+    linked = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, link=4 * 1000 / 0.2, push=1.0)
+    assert linked.alone == pytest.approx(0.9 + 0.1 + 0.05 + 0.2) and linked.busiest == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("codec", "size", "known"),
+    [
+        ("int8", 32 + 4 + 4 * 4 + 1000, "exact"),
+        ("e3m0:block=100", 32 + 4 + 4 * 10 + 500, "exact"),
+        # one chunk: levels in 4 bytes, 64 places of 12 bits and 64 codes of 2
+        ("topk", 32 + 12 + 4 + 96 + 16, "exact"),
+        # two bins, scale 4, counts 2 x 2; 40 places of 2 bytes and 40 signs
+        ("adacomp", 32 + 4 + 4 + 4 + 80 + 5, "assumed: each bin sends 20 of its 500 values"),
+        ("dqsgd:bits=6", 32 + 1 + 4 + 750, "assumed: 6 bits a value, as at first"),
+        ("none", 4000, "exact"),
+    ],
+)
+def test_a_codec_says_its_bytes_or_what_they_assume(tmp_path: Path, codec: str, size: int, known: str) -> None:
+    found = measure(write_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05), codec)
+    assert (found.update.size, found.update.known, found.costs.push) == (size, known, size / 1000)
+
+
+def test_a_compressed_run_has_the_bytes_that_it_sent(tmp_path: Path) -> None:
+    run = compressed(write_run(tmp_path / "run", workers=1, step=0.9, exchange=0.1, server=0.05), "adacomp", sent=80)
+    found = measure(run)
+    assert (found.update.codec, found.costs.push, found.update.known) == ("adacomp", 0.08, "mean of the run")
+    console = Console(width=160, record=True, file=(tmp_path / "out").open("w"))
+    for table in tables(found, [], [1], [1]):
+        console.print(table)
+    assert "50.0" in console.export_text() and measure(run, "none").costs.push == 4
+
+
+@pytest.mark.parametrize("codec", ["int7", "int8:keep=3", "sketch"])
+def test_a_codec_that_is_none_is_one_line(tmp_path: Path, codec: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--compress {codec}: ") as caught:
+        measure(write_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05), codec)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_codec_without_a_link_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05)
+    with pytest.raises(ConfigurationError, match="--compress int8: of use on a link alone: give --link too"):
+        capacity(run, parameters="", link="", servers="1", compress="int8")
 
 
 def test_shards_divide_the_servers_work_but_not_the_workers_link() -> None:

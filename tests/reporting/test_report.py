@@ -11,12 +11,19 @@ from fairseq_async.server.validations import VALIDATIONS, Validation, not_taken_
 from scripts.faults.sgd_server import sgd_spec
 
 
-def write_run(run_dir: Path, updates: int, tokens: float) -> Path:
+def write_run(run_dir: Path, updates: int, tokens: float, **more: object) -> Path:
     """A run of one worker and three parameters, with an update a second."""
     run_dir.mkdir()
     description = {"workers": 1, "method": sgd_spec(workers=1).to_json(), "layout": [["weight", [3], "float32"]]}
     (run_dir / "run.json").write_text(json.dumps(description))
-    fields = {"worker": 0, "staleness": 0, "weight": tokens, "status": "applied", "loss": 2.0, "bytes_sent": 12_000}
+    fields = {
+        "worker": 0,
+        "staleness": 0,
+        "weight": tokens,
+        "status": "applied",
+        "loss": 2.0,
+        "bytes_sent": 12_000,
+    } | more
     lines = [
         fields | {"time": 100.0 + n, "sequence": n, "base_version": n, "version_after": n + 1} for n in range(updates)
     ]
@@ -54,6 +61,16 @@ def test_the_page_has_validation_loss_score_and_bytes_of_runs_side_by_side(tmp_p
     assert cells["target tokens"] == ["500", "5,000,000"] and cells["time (s)"] == ["4.0", "19.0"]
     assert cells["sent by workers (MB)"] == ["0.06", "0.24"]
     assert {"validation_loss.png", "bleu.png"} <= {path.name for path in (tmp_path / "report").glob("*.png")}
+
+
+def test_a_compressed_run_has_bytes_per_second_ratio_and_residual_of_each_worker(tmp_path: Path) -> None:
+    """Three parameters, 12 bytes in fp32: 6 of them in each of five updates, in four seconds."""
+    own = {"payload": "00c0ffee", "residual_norm": 0.125, "bytes_sent": 6}
+    small, plain = load([write_run(tmp_path / "small", 5, 100.0, **own)]), load([write_run(tmp_path / "plain", 5, 1.0)])
+    names = ["sent (kB/s)", "times fewer bytes than fp32", "residual (L2 norm)"]
+    row, worker = page.row(small[0]), page.worker_row(small[0], 0)
+    assert [row[name] for name in names] == [worker[name] for name in names] == ["0.0075", "2.0", "0.125"]
+    assert not set(names) & {*page.row(plain[0]), *page.worker_row(plain[0], 0)}
 
 
 def test_the_axis_of_tokens_has_a_few_short_numbers(tmp_path: Path) -> None:

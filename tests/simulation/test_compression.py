@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server.parameter_server import Status
@@ -41,6 +42,35 @@ def test_a_worker_that_dies_begins_with_no_residual(tmp_path: Path) -> None:
     trial, log = run(tmp_path, DN | {"compress": "topk:chunk=8,keep=1"}, cluster=cluster)
     own = [report.residual_norm for _, receipt, report in log.events if receipt.worker == 1]
     assert own[0] == 0.0 and own.count(0.0) == 2 and trial.finished
+
+
+def test_without_feedback_what_is_not_sent_is_lost(tmp_path: Path) -> None:
+    """Of what the first updates have beyond the one value of eight that is sent, nothing comes with the second ones."""
+    method = DN | {"compress": "topk:chunk=8,keep=1"}
+    kept, log = run(tmp_path, method, cluster=LINK)
+    lost, lost_log = run(tmp_path, method | {"error_feedback": False}, cluster=LINK)
+    assert all(report.residual_norm is None for _, _, report in lost_log.events)
+    assert all(report.residual_norm is not None for _, _, report in log.events)
+    pairs = zip(log.events, lost_log.events, strict=True)
+    same = [report.payload == other.payload for (*_, report), (*_, other) in pairs]
+    assert same[:2] == [True, True] and not any(same[2:])
+    assert not torch.equal(kept.parameters, lost.parameters)
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ({"error_feedback": False}, '"error_feedback" is of no use here: no "compress" keeps a residual'),
+        ({"error_feedback": False, "compress": "dqsgd"}, '"error_feedback" is of no use here'),
+        ({"error_feedback": "no", "compress": "topk"}, "\"error_feedback\" is true or false (it is 'no')"),
+    ],
+)
+def test_an_experiment_without_feedback_needs_a_codec_that_has_it(
+    tmp_path: Path, method: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        experiment(tmp_path, methods={"it": DN | method})
+    assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

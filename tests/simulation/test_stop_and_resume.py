@@ -30,6 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "compressed": DN | {"compress": "topk:chunk=3,keep=1", "staleness_limit": 1},
     "rounded": {"method": "hybrid_async", "compress": "dqsgd"},
     "adasum": {"method": "adasum", "local_steps": 2},
+    "gs-SGD": {"method": "gs_sgd", "columns": 8, "keep": 3},
     "adascale": {"method": "adascale", "optimizer": {"type": "sgd", "lr": 0.1}},
 }
 EXCHANGE = {"seconds": 0.25, "server_seconds": 0.8}

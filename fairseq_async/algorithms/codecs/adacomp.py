@@ -1,5 +1,7 @@
 """AdaComp: each bin sends what is about as large as its largest value."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -7,10 +9,11 @@ from torch import Tensor
 
 from fairseq_async.algorithms.codecs import bits, blocks
 from fairseq_async.algorithms.codecs.codec import Codec, Vector, check_finite, check_parameter
-from fairseq_async.algorithms.codecs.payload import Bytes
+from fairseq_async.algorithms.codecs.payload import Bytes, header_bytes
 from fairseq_async.errors import CodecError
 
 _LARGEST = torch.finfo(torch.float32).max
+_USUAL_SHARE = 25  # one in so many values of a bin
 _SMALL = 255  # bins up to this length have places and counts of one byte
 
 
@@ -35,7 +38,16 @@ class AdaComp(Codec):
     def __init__(self, bin_size: int = 500) -> None:
         check_parameter("bin_size", bin_size, 1, (1 << 16) - 1)
         self.bin_size = bin_size
+        self._usual = max(1, bin_size // _USUAL_SHARE)
+        self.assumption = f"each bin sends {self._usual} of its {bin_size} values"
         self._index = np.dtype("u1" if bin_size <= _SMALL else "<u2")
+
+    def usual_bytes(self, sizes: Sequence[int]) -> int:
+        width = self._index.itemsize
+        bins = [blocks.count_blocks(size, self.bin_size) for size in sizes]
+        sent = [min(each * self._usual, size) for each, size in zip(bins, sizes, strict=True)]
+        own = (4 + width * (n + count) + bits.packed_bytes(count, 1) for n, count in zip(bins, sent, strict=True))
+        return header_bytes(len(sizes)) + 4 + sum(own)
 
     def _pack(self, vector: Vector) -> list[Bytes]:
         check_finite(vector.newest)

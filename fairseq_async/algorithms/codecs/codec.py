@@ -45,11 +45,13 @@ class Codec(ABC):
         biased: the mean of what is decoded is not what was encoded: what was lost has to be sent later, by an
             :class:`ErrorFeedback`.
         by_tensor: each tensor is encoded for itself; otherwise the vector is one.
+        assumption: of :meth:`usual_bytes`; empty where every payload of a vector is as long.
     """
 
     number: ClassVar[int]
     biased: ClassVar[bool] = True
     by_tensor: ClassVar[bool] = False
+    assumption: str = ""
 
     def encode(
         self, tensor: Tensor, seed: int = 0, sizes: Sequence[int] | None = None, newest: Tensor | None = None
@@ -86,6 +88,10 @@ class Codec(ABC):
         """Bytes of the longest payload of a vector of such tensors."""
         own = tuple(sizes) if self.by_tensor else (sum(sizes),)
         return header_bytes(len(own)) + self._most_body_bytes(own)
+
+    def usual_bytes(self, sizes: Sequence[int]) -> int:
+        """Bytes of a payload of a vector of such tensors, under :attr:`assumption` where they differ."""
+        return self.most_bytes(sizes)
 
     def state_dict(self) -> State:
         """What later payloads depend on; of most codecs nothing."""

@@ -1,6 +1,7 @@
 """DQ-SGD: stochastic rounding to levels of the norm, in as many bits as the norm deserves."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from fairseq_async.algorithms.codecs import bits
 from fairseq_async.algorithms.codecs.codec import Codec, Vector, check_finite, check_length, check_parameter
-from fairseq_async.algorithms.codecs.payload import Bytes
+from fairseq_async.algorithms.codecs.payload import Bytes, header_bytes
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import CodecError
 
@@ -43,6 +44,10 @@ class DQSGD(Codec):
         check_parameter("bits", bits, _FEWEST, _MOST)
         self.bits = bits
         self.t: float | None = None
+        self.assumption = f"{bits} bits a value, as at first"
+
+    def usual_bytes(self, sizes: Sequence[int]) -> int:
+        return header_bytes(len(sizes)) + 1 + 4 * len(sizes) + bits.packed_bytes(sum(sizes), self.bits)
 
     def bits_for(self, norm: float) -> int:
         """B of a vector of this norm."""

@@ -1,0 +1,97 @@
+"""gs-SGD in the simulator: the largest values of all workers' gradients, found by sketches that add up."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms import CountSketch, Rule, Update
+from fairseq_async.algorithms.codecs.payload import header_bytes
+from fairseq_async.algorithms.rule import State, fills
+
+
+@dataclass(frozen=True)
+class SketchedBytes:
+    """Bytes of one worker's update, with headers.
+
+    Attributes:
+        sketch: that goes to the server.
+        places: that come back, to be answered.
+        values: that go to the server in the second round.
+    """
+
+    sketch: int
+    places: int
+    values: int
+
+
+class GsSGD(Rule):
+    """Synchronous SGD with the k largest values of the workers' summed gradients; after the abstract of gs-SGD.
+
+    ::
+
+        e_w = residual_w + g_w                              on each worker
+        S = Σ sketch(e_w)                                   first round
+        C = the p·k places with the largest |estimates| of S
+        Σ e_w[C], exactly                                   second round
+        Δ = the k places of C with the largest |sums|
+        step with Σ e_w[Δ] / workers;  residual_w = e_w, with 0 at Δ
+
+    Momentum is that of the optimizer that steps; the abstract's own, which each worker would keep, is left out.
+    Workers count alike, whatever their weights. The residuals, which are the workers', are kept here: a simulated
+    worker that dies does not lose its own.
+
+    Args:
+        rule: takes the mean of a round as one gradient.
+        workers: of a round.
+        sketch: common to all of them.
+        keep: k.
+        candidates: p.
+    """
+
+    def __init__(self, rule: Rule, workers: int, sketch: CountSketch, keep: int, candidates: int) -> None:
+        self.rule, self.workers, self.sketch = rule, workers, sketch
+        self.keep, self.candidates = keep, candidates
+        self._carried: dict[int, Tensor] = {}
+        self._round: list[int] = []
+
+    def bytes_of(self, size: int) -> SketchedBytes:
+        """Of an update of so many values: places are u32, values fp32."""
+        asked = header_bytes(1) + 4 * min(self.keep * self.candidates, size)
+        return SketchedBytes(self.sketch.most_bytes([size]), asked, asked)
+
+    def apply(self, parameters: Tensor, update: Update) -> float:
+        carried = self._carried.setdefault(update.worker, torch.zeros_like(update.delta))
+        carried.add_(update.delta)
+        self._round.append(update.worker)
+        if len(self._round) < self.workers:
+            return 0.0
+        mean = self._mean_of_largest([self._carried[worker] for worker in self._round])
+        self._round = []
+        return self.rule.apply(parameters, replace(update, weight=1.0, delta=mean))
+
+    def _mean_of_largest(self, carried: Sequence[Tensor]) -> Tensor:
+        size = carried[0].numel()
+        sketches = [self.sketch.encode(vector) for vector in carried]
+        estimates = self.sketch.decode(reduce(self.sketch.add, sketches), size)
+        asked = estimates.abs().topk(min(self.keep * self.candidates, size)).indices
+        sums = torch.stack([vector[asked] for vector in carried]).sum(0)
+        chosen = sums.abs().topk(min(self.keep, asked.numel())).indices
+        mean = torch.zeros(size)
+        mean[asked[chosen]] = sums[chosen] / len(carried)
+        for vector in carried:
+            vector[asked[chosen]] = 0.0
+        return mean
+
+    def moves_parameters(self, ahead: int = 0) -> bool:
+        return fills(len(self._round), self.workers, ahead)
+
+    def state_dict(self) -> State:
+        return {"rule": self.rule.state_dict(), "carried": self._carried, "round": self._round}
+
+    def load_state_dict(self, state: State) -> None:
+        self.rule.load_state_dict(state["rule"])
+        self._carried = {worker: vector.clone() for worker, vector in state["carried"].items()}
+        self._round = list(state["round"])
