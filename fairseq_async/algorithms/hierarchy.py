@@ -9,9 +9,9 @@ from fairseq_async.algorithms.rule import State
 class Region:
     """What a regional server does besides its rule (HALoS; Kim et al. 2025, arXiv 2506.04531, algorithm 1).
 
-    The workers of a region move its parameters θ_r by a rule of their own. With the K-th of their updates since the last
-    merge the region sends δ, how far they have moved it, to the global server. That takes δ as a pseudo-gradient, by
-    its own rule, and answers with its parameters θ::
+    The workers of a region move its parameters θ_r by a rule of their own. With the K-th of their updates since the
+    last merge the region sends δ, how far they have moved it, to the global server. That takes δ as a pseudo-gradient,
+    by its own rule, and answers with its parameters θ::
 
         δ = θ_merged − θ_r;   θ_r ← (1 − α)·θ_r + α·θ;   θ_merged ← θ_r
 

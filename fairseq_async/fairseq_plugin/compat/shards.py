@@ -1,4 +1,4 @@
-"""fairseq's batches of a shard, from any position: its own iterator goes through one part, from the part's beginning."""
+"""fairseq's batches of a shard, from any position: its own iterator goes through one part, from its beginning."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
