@@ -190,27 +190,19 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, processes = tmp_path_factory.mktemp("shards"), Processes()
     (folder / "small").mkdir()
     common = [*LOCAL, *ADAM, "--local-steps", 5, "--dropout", 0.1, "--log-interval", 1, *NO_FILES]
-    halves = [*common, "--shards", 2]
+    halves = [*common, "--shards", 2, "--warmup-updates", 50]
     parts = [*halves, "--save-dir", folder / "parts"]
+    jobs = {
+        "without": [*common, "--max-update", 60],
+        "one": [*common, "--shards", 1, "--max-update", 60],
+        "whole": [*halves, "--max-update", 60],
+        "first": [*parts, "--max-update", 40],
+        "second": [*parts, "--max-update", 60],
+        "accumulated": [*halves, "--max-update", 10, "--update-freq", 2, "--record"],
+        "sources": [*halves, "--max-update", 30],
+    }
     try:
-        train_alone(
-            processes,
-            data,
-            folder,
-            {
-                "without": [*common, "--max-update", 60],
-                "one": [*common, "--shards", 1, "--max-update", 60],
-                "whole": [*halves, "--max-update", 60, "--lr-scheduler", "inverse_sqrt", "--warmup-updates", 50],
-                "first": [*parts, "--max-update", 40, "--warmup-updates", 50],
-                "second": [*parts, "--max-update", 60, "--warmup-updates", 50],
-                "accumulated": [*halves, "--max-update", 10, "--update-freq", 2, "--record"],
-            },
-            seconds=200,
-        )
-        sources = [two_sources(data, folder / "small"), *MODEL, *common, "--shards", 2, "--max-update", 30]
-        plain = [command("fairseq-train"), *sources, "--save-dir", folder / "sources"]
-        code, output = processes.run(plain)
-        assert code == 0, output
+        train_alone(processes, data, folder, jobs, 280, {"sources": two_sources(data, folder / "small")})
     finally:
         processes.end()
     return folder
@@ -263,6 +255,7 @@ def test_a_resumed_run_goes_on_in_each_shard_where_it_was(runs: Path) -> None:
 
 
 def test_directories_are_shards_of_their_sizes(runs: Path) -> None:
+    assert log(runs, "sources")
     sizes = json.loads((runs / "sources" / "run.json").read_text())["method"]["shards"]
     assert sizes[0] == 25 and 1 <= sizes[1] <= 3
     drawn = Counter[int]()
