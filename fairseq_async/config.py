@@ -31,8 +31,7 @@ _COMPRESS_HELP = (
 class LocalSGDOptions(Options):
     """Local SGD: what all outer rules share. A rule's own model extends this or :class:`AsyncLocalSGDOptions`.
 
-    ``total_steps``, ``seed`` and ``shards`` are no flags in fairseq, which has ``--max-update``, ``--seed`` and its own
-    way to divide the data.
+    ``total_steps`` and ``seed`` are no flags in fairseq, which has ``--max-update`` and ``--seed``.
     """
 
     method: Literal["local_sgd"] = "local_sgd"
@@ -42,7 +41,7 @@ class LocalSGDOptions(Options):
     )
     total_steps: int = Field(0, ge=0, description="mean local steps of a worker in the whole run; 0 for no end")
     shards: int = Field(
-        0, ge=0, description="parts of the training set that workers choose from by need; 0 for one a worker"
+        0, ge=0, description="parts of the training set that the server assigns by need; 0 for one a worker"
     )
     compress: Compression = Field(Compress(), description=_COMPRESS_HELP, json_schema_extra=_COMPRESS)
     max_refused: int = Field(

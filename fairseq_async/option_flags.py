@@ -12,8 +12,7 @@ from fairseq_async.config import HybridOptions, LocalSGDOptions, Options, Server
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.validation import checked
 
-# fairseq has flags of its own for the first two, and divides the data itself
-_WITHOUT_FLAG = ("method", "total_steps", "seed", "shards")
+_WITHOUT_FLAG = ("method", "total_steps", "seed")  # fairseq has flags of its own for the last two
 _OF_FAIRSEQ = {"total_steps": "--max-update"}
 _Options = TypeVar("_Options", bound=Options)
 _LAST = ("total_steps", "shards", "max_refused", "seed")  # in help and tables

@@ -16,6 +16,7 @@ from fairseq_async.algorithms.codecs import (
     TopK,
 )
 from fairseq_async.algorithms.direction_averaging import DirectionAveraging
+from fairseq_async.algorithms.hierarchy import Region
 from fairseq_async.algorithms.hybrid import HybridAccumulation
 from fairseq_async.algorithms.local_steps import local_steps, shard_probabilities
 from fairseq_async.algorithms.momentum_look_ahead import HeLoCo, MomentumLookAhead
@@ -43,6 +44,7 @@ __all__ = [
     "NesterovMomentum",
     "NormGate",
     "OuterAdam",
+    "Region",
     "Rule",
     "StalenessPolicy",
     "TopK",

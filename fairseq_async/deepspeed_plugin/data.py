@@ -4,42 +4,15 @@ from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import count
 from math import ceil, floor
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from torch.utils.data import Dataset, default_collate
 
 from fairseq_async.deepspeed_plugin.loading import BatchKey, BatchReader, Loading
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.worker.shards import ShardOrder, shard_sizes
+from fairseq_async.worker.shards import BatchCounter, DataPosition, ShardOrder, shard_sizes
 
 Collate: TypeAlias = Callable[..., object]  # from a list of samples to a batch
-
-
-class DataPosition(Protocol):
-    """Where a worker is in the data: at step ``offset + done`` of a shard.
-
-    Attributes:
-        sequence: changes with the shard.
-        shard: its number; None where the server chooses none.
-        offset: steps of the shard that were drawn before this assignment.
-        done: steps since then.
-        finished: the run is over.
-    """
-
-    @property
-    def sequence(self) -> int: ...
-
-    @property
-    def shard(self) -> int | None: ...
-
-    @property
-    def offset(self) -> int: ...
-
-    @property
-    def done(self) -> int: ...
-
-    @property
-    def finished(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -96,7 +69,7 @@ class ShardedLoader:
         batches = _ShardBatches(dataset, share, ShardOrder(share.sizes, seed), collate or default_collate)
         self._reader, self._drop_last = BatchReader(batches, loading), loading.drop_last
         self.join, self.endless = join, endless
-        self._step, self._micro_batch = (-1, -1), 0  # drawn last
+        self._counter = BatchCounter(share.micro_batches)
 
     def __len__(self) -> int:
         """Batches of one pass over the data set, of which each worker has its part: as DeepSpeed's own loader."""
@@ -109,10 +82,7 @@ class ShardedLoader:
         for _ in count() if self.endless else range(len(self)):
             if position.finished:
                 return
-            current = (position.sequence, position.done)
-            self._step, self._micro_batch = current, self._micro_batch + 1 if current == self._step else 0
-            number = (position.offset + position.done) * self.share.micro_batches + self._micro_batch
-            yield self._reader.read((position.shard or 0, number))
+            yield self._reader.read((position.shard or 0, self._counter.next(position)))
 
 
 class _ShardBatches(Dataset[tuple[BatchKey, object]]):

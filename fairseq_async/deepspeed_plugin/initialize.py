@@ -28,7 +28,6 @@ from fairseq_async.deepspeed_plugin.adasum import AdasumEngine, SingleRankGroups
 from fairseq_async.deepspeed_plugin.compat import DeepSpeedOptimizer, check_attributes, unlink_reduction_buffer
 from fairseq_async.deepspeed_plugin.data import (
     Collate,
-    DataPosition,
     DataShare,
     ShardedLoader,
     length_of,
@@ -56,6 +55,7 @@ from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.process import end_process
+from fairseq_async.worker.shards import DataPosition
 
 logger = logging.getLogger(__name__)
 

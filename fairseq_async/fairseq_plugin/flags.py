@@ -116,7 +116,9 @@ def describe_local_sgd(args: Namespace, cfg: DictConfig, workers: int) -> Method
         "synchronous": False,
     }
     options = local_sgd_options(args, cfg)
-    return local_sgd_spec(options, workers, [], server_options(args), framework, cfg.optimization.max_epoch)
+    refused.check_shards(options.shards, cfg)
+    no_shards: list[int] = []  # the trainer adds their sizes, which it knows when it has the data
+    return local_sgd_spec(options, workers, no_shards, server_options(args), framework, cfg.optimization.max_epoch)
 
 
 def _describe_optimizer(args: Namespace) -> JsonObject:

@@ -1,10 +1,13 @@
 """``--optimizer local_sgd``: fairseq's own optimizer on each worker, and an exchange with the server every H steps."""
 
 import logging
+import math
 import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from fairseq.logging import metrics
@@ -22,6 +25,7 @@ from fairseq_async.fairseq_plugin.compat.precision import finite_norm, fp32_mast
 from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.session import attach
+from fairseq_async.fairseq_plugin.shards import ShardedEpochs, sharded_batches
 from fairseq_async.server.protocol import Welcome
 from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.local_sgd import LocalSGDWorker
@@ -58,6 +62,8 @@ class LocalSGDTrainer(AsynchronousTrainer):
     ``num_updates`` is the mean number of local steps of the workers in the run so far: the learning-rate schedule and
     ``--max-update`` mean what they mean in a synchronous run. Worker 0 validates and saves the server's parameters, and
     its own inner optimizer's state, with which every worker of a resumed run begins.
+
+    With ``--shards`` the learning-rate schedule follows the shard, which may be ahead of the run or behind it.
     """
 
     _worker: LocalSGDWorker | None = None
@@ -92,6 +98,8 @@ class LocalSGDTrainer(AsynchronousTrainer):
 
         With ``--reset-optimizer``, or for ``--finetune-from-model``, it brings the parameters alone: a new run.
         """
+        if self._shards:
+            self._describe_shards()
         welcome = self.worker.join(self.session.spec)
         before = self.optimizer
         extra_state = self.load_fairseq_checkpoint(welcome.initialised, filename, reset_optimizer, *args, **kwargs)
@@ -112,6 +120,33 @@ class LocalSGDTrainer(AsynchronousTrainer):
             state["positions"] = {}
             state["plan"]["epochs"] = 0.0
         return self.session.with_file(state, self.worker.bring_parameters)
+
+    # Data
+
+    @property
+    def _shards(self) -> int:
+        return flags.local_sgd_options(self.session.arguments, self.cfg).shards
+
+    def get_train_iterator(self, epoch: int, *args: object, **kwargs: object) -> FairseqObject:
+        """fairseq's over this worker's part of the training set, or epochs of the shards that the server chooses."""
+        if not self._shards:
+            return super().get_train_iterator(epoch, *args, **kwargs)
+        if self._iterator is None:
+            self._iterator = self._sharded_epochs()
+        if self._position:
+            self._iterator.load_state_dict(self._position)
+            self._position = None
+        return self._iterator
+
+    def _sharded_epochs(self) -> ShardedEpochs:
+        make = partial(Trainer.get_train_iterator, self)  # over the whole training set
+        batches = sharded_batches(make, self.task, self.cfg, self._shards)
+        return ShardedEpochs(batches, self.worker, self.session.context.workers, self.cfg.optimization.update_freq[0])
+
+    def _describe_shards(self) -> None:
+        """The server chooses by the sizes of the shards, which all workers must find equal."""
+        self._iterator = self._sharded_epochs()
+        self.session.spec = replace(self.session.spec, shards=self._iterator.batches.sizes)
 
     # One local step, in the order of fairseq's train_step: _set_seed, clip_grad_norm, the optimizer's step,
     # set_num_updates, _reduce_and_log_stats
@@ -155,9 +190,21 @@ class LocalSGDTrainer(AsynchronousTrainer):
             self._in_step = False
             self._end_step()
         previous = int(self._num_updates)
-        applied = self._applied_updates(max(previous, int(self.worker.progress)), previous)
+        applied = self._applied_updates(max(previous, int(self.worker.run_progress)), previous)
         super().set_num_updates(int(applied))
         self._num_updates = applied
+
+    def lr_step_update(self) -> float:
+        """Steps the schedule by the progress of the shard, where there is one, whatever the run has done."""
+        worker = self._worker
+        if worker is None or worker.shard is None:
+            return super().lr_step_update()
+        counted, last = self._num_updates, (self.cfg.optimization.max_update or math.inf) - 1
+        self._num_updates = int(min(worker.progress, last))
+        try:
+            return super().lr_step_update()
+        finally:
+            self._num_updates = counted
 
     def _end_step(self) -> None:
         self.worker.epochs += self.fraction_of_epoch(self._batches)

@@ -7,6 +7,7 @@ import torch
 from omegaconf import DictConfig
 
 from fairseq_async.errors import ConfigurationError, fail
+from fairseq_async.fairseq_plugin.shards import directories_of
 
 LEGACY = ("legacy_ddp", "no_c10d")
 _WAITING_BACKENDS = {"fully_sharded", "slowmo"}
@@ -78,6 +79,38 @@ def check_asynchronous(args: Namespace, cfg: DictConfig) -> None:
     for flag, given in unsupported.items():
         if given:
             raise ConfigurationError(f"{flag}: not possible with --optimizer {name}")
+
+
+def check_shards(shards: int, cfg: DictConfig) -> None:
+    """What of fairseq does not go with shards, of which the server knows only how many steps were drawn.
+
+    Args:
+        shards: 0 for none.
+
+    Raises:
+        ConfigurationError: names the flag.
+    """
+    frequencies, directories = cfg.optimization.update_freq, len(directories_of(cfg))
+    refused = (
+        (
+            directories not in (1, shards),
+            f"--shards is {shards}: the data has {directories} directories, each of which is a shard; "
+            f"give --shards {directories}",
+        ),
+        (
+            len(set(frequencies)) > 1,
+            f"--update-freq {','.join(map(str, frequencies))}: with --shards all steps are alike; give one number",
+        ),
+        (cfg.dataset.curriculum > 0, "--curriculum: not possible with --shards"),
+        (
+            cfg.checkpoint.reset_dataloader and not cfg.checkpoint.reset_optimizer,
+            "--reset-dataloader: with --shards the server knows how far the data is used: leave it out, or begin a new "
+            "run with --reset-optimizer",
+        ),
+    )
+    for given, message in refused:
+        if shards and given:
+            raise ConfigurationError(message)
 
 
 def check_synchronous(args: Namespace, cfg: DictConfig, legacy: bool) -> None:

@@ -1,6 +1,7 @@
 """The virtual clock of a simulation: a queue of scheduled events."""
 
 import heapq
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypedDict
@@ -52,6 +53,11 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self._queue: list[ScheduledEvent] = []
+
+    @property
+    def upcoming(self) -> float:
+        """The time of the next event; infinity where there is none."""
+        return self._queue[0].time if self._queue else math.inf
 
     def schedule(self, event: ScheduledEvent) -> None:
         """Adds an event to the queue."""

@@ -116,18 +116,26 @@ class Cluster(_Strict):
     Attributes:
         workers: how many there are.
         seconds_per_step: one for all, or one for each worker.
+        regions: equal, with workers that follow each other. The server, or the one above the regions', is in the first.
+        between_regions: of an exchange with another region; as within one where it is not given.
     """
 
     workers: int = Field(ge=1)
     seconds_per_step: Seconds | list[Seconds] = 1.0
     exchange: Exchange = Exchange()
     absences: list[Absence] = []
+    regions: int = Field(1, ge=1)
+    between_regions: Exchange | None = None
 
     @model_validator(mode="after")
     def _of_one_size(self) -> "Cluster":
         given = self.seconds_per_step
         if isinstance(given, list) and len(given) != self.workers:
             raise ValueError(f"seconds_per_step has {len(given)} entries for {self.workers} workers")
+        if self.workers % self.regions:
+            raise ValueError(f"regions is {self.regions}: it does not divide the {self.workers} workers")
+        if self.between_regions is not None and self.regions == 1:
+            raise ValueError("between_regions needs regions: give their number")
         for absence in self.absences:
             if absence.worker >= self.workers:
                 raise ValueError(f"absences name worker {absence.worker}; there are {self.workers}, counted from 0")
@@ -141,6 +149,31 @@ class Cluster(_Strict):
         """Seconds per step of one worker."""
         given = self.seconds_per_step
         return given[worker] if isinstance(given, list) else given
+
+    @property
+    def far(self) -> Exchange:
+        """An exchange between regions."""
+        return self.between_regions or self.exchange
+
+    def exchange_of(self, worker: int) -> Exchange:
+        """A worker's exchange with a server in the first region."""
+        return self.exchange if worker < self.workers // self.regions else self.far
+
+    def region(self, number: int) -> "Cluster":
+        """The workers of one region, counted from 0, with a server of their own."""
+        size = self.workers // self.regions
+        first, given = size * number, self.seconds_per_step
+        absences = [
+            each.model_copy(update={"worker": each.worker - first})
+            for each in self.absences
+            if first <= each.worker < first + size
+        ]
+        return Cluster(
+            workers=size,
+            seconds_per_step=given[first : first + size] if isinstance(given, list) else given,
+            exchange=self.exchange,
+            absences=absences,
+        )
 
 
 class Speed:

@@ -12,6 +12,7 @@ from fairseq_async.compression import DQSGDOptions
 from fairseq_async.config import HybridOptions, LocalSGDOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.simulation.cluster import Cluster
+from fairseq_async.simulation.global_server import GlobalServer, global_server
 from fairseq_async.validation import checked
 
 
@@ -140,12 +141,14 @@ class Method:
 
     Attributes:
         error_feedback: whether what a codec does not send is kept; only an experiment can do without.
+        above: a server above those of the regions; None for one server of all workers.
     """
 
     name: str
     options: Options
     optimizer: OptimizerOptions
     error_feedback: bool = True
+    above: GlobalServer | None = None
 
 
 class _Head(_Strict):
@@ -240,6 +243,7 @@ def _in(path: Path, section: str, name: str) -> str:
 def _method(path: Path, name: str, given: dict[str, Any], common: dict[str, Any]) -> Method:
     where, values = _in(path, "method", name), dict(given)
     own, feedback = values.pop("optimizer", {}), values.pop("error_feedback", True)
+    above = global_server(kind=values.get("method"), given=values.pop("global", None), where=f"{where}, global")
     kind = values.get("method")
     if kind not in _METHODS:
         what = " is missing" if kind is None else f": {kind}: there is no such method"
@@ -255,7 +259,7 @@ def _method(path: Path, name: str, given: dict[str, Any], common: dict[str, Any]
     optimizer = checked(OptimizerOptions, common | own, f"{where}, optimizer")
     if kind == "adascale" and optimizer.type != "sgd":
         raise ConfigurationError(f'{where}: adascale is simulated with "optimizer": "type": sgd, not {optimizer.type}')
-    return Method(name, options, optimizer, _error_feedback(feedback, options, where))
+    return Method(name, options, optimizer, _error_feedback(feedback, options, where), above)
 
 
 def _error_feedback(given: object, options: Options, where: str) -> bool:

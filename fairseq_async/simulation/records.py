@@ -14,7 +14,7 @@ from fairseq_async.method_spec import JsonObject
 from fairseq_async.server import Receipt
 from fairseq_async.server.event_log import EventLog, checksum
 from fairseq_async.server.protocol import Report
-from fairseq_async.simulation.trial import Trial
+from fairseq_async.simulation.simulated_run import SimulatedRun
 
 
 class Records:
@@ -36,7 +36,7 @@ class Records:
         path = self.directory / "summary.json"
         return json.loads(path.read_text()) if path.exists() else None
 
-    def open(self, trial: Trial, **names: Any) -> None:
+    def open(self, trial: SimulatedRun, **names: Any) -> None:
         """Begins, or goes on where the state on disk was written; ``names`` say in ``run.json`` which trial it is."""
         state = self.directory / "state.pt"
         if state.exists():
@@ -44,8 +44,8 @@ class Records:
             self.curve = [row for row in read_lines(self.directory / "curve.jsonl") if row["steps"] <= trial.steps]
         else:
             (self.directory / "events.jsonl").unlink(missing_ok=True)  # of a trial that was killed before it was saved
-        self._events = EventLog(self.directory, trial.server.sequences, "state.pt", trial.clock.now)
-        described = {"workers": len(trial.workers), "method": trial.spec.to_json(), "simulated": names}
+        self._events = EventLog(self.directory, trial.sequences, "state.pt", trial.now)
+        described = {"workers": trial.spec.workers, "method": trial.spec.to_json(), "simulated": names}
         write_whole(self.directory / "run.json", described | {"layout": trial.model.layout.to_json()})
         self._write_curve()
 
@@ -53,10 +53,10 @@ class Records:
         assert self._events is not None
         self._events.write(time, receipt, report, extra)
 
-    def evaluate(self, trial: Trial) -> None:
+    def evaluate(self, trial: SimulatedRun) -> None:
         row = {
-            "time": trial.clock.now,
-            "updates": trial.server.version,
+            "time": trial.now,
+            "updates": trial.version,
             "steps": trial.steps,
             "tokens": trial.tokens,
             "loss": trial.evaluate(),
@@ -64,13 +64,13 @@ class Records:
         self.curve.append(row)
         self._write_curve()
 
-    def save(self, trial: Trial) -> None:
+    def save(self, trial: SimulatedRun) -> None:
         """The whole state, from which the trial can go on."""
         partial = self.directory / "state.partial"
         torch.save(trial.state_dict(), partial)
         partial.replace(self.directory / "state.pt")
 
-    def end(self, trial: Trial, names: dict[str, str], real_seconds: float) -> dict[str, Any]:
+    def end(self, trial: SimulatedRun, names: dict[str, str], real_seconds: float) -> dict[str, Any]:
         events = [event for event in read_lines(self.directory / "events.jsonl") if event["status"] == "applied"]
         staleness = [event["staleness"] for event in events]
         summary = names | self.curve[-1]
@@ -90,7 +90,7 @@ class Records:
         (self.directory / "curve.jsonl").write_text(text)
 
 
-def _remark(trial: Trial) -> str:
+def _remark(trial: SimulatedRun) -> str:
     if trial.diverged:
         return "diverged"
     return "" if trial.finished else "stopped: all wait for a worker that does not come back"

@@ -20,9 +20,9 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.simulation import problem as problems
 from fairseq_async.simulation.cluster import Cluster
 from fairseq_async.simulation.experiment import Experiment, Method, ScheduleOptions
+from fairseq_async.simulation.hierarchy import simulated_run
 from fairseq_async.simulation.records import Records, first_time, read_lines, write_whole
 from fairseq_async.simulation.schedule import LearningRate
-from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
 
@@ -148,7 +148,7 @@ class Simulator:
             return summary
         workers = pair.cluster.workers
         self.model.order = ShardOrder(shard_sizes(self.model.problem.samples, workers), self.experiment.seed)
-        trial = Trial(self.experiment, pair.method, pair.cluster, self.model, start, records.write)
+        trial = simulated_run(self.experiment, pair.method, pair.cluster, self.model, start, records.write)
         records.open(trial, name=pair.method.name, cluster=pair.cluster_name, number=self.pairs.index(pair))
         if not records.curve:
             records.evaluate(trial)
@@ -163,7 +163,8 @@ class Simulator:
                 saved = time.monotonic()
             if self._stop:
                 raise Interrupted
-        if records.curve[-1]["steps"] < trial.steps:
+        last = records.curve[-1]
+        if (last["steps"], last["updates"]) < (trial.steps, trial.version):
             records.evaluate(trial)
         names = {"method": pair.method.name, "cluster": pair.cluster_name}
         return records.end(trial, names, time.monotonic() - began)

@@ -19,7 +19,7 @@ from fairseq_async.server.membership import Membership
 from fairseq_async.server.parameter_server import SETTLED
 from fairseq_async.server.protocol import Assignment, Report
 from fairseq_async.simulation.clock import Clock, EventKind, ScheduledEvent
-from fairseq_async.simulation.cluster import Cluster, Presence, Speed
+from fairseq_async.simulation.cluster import Cluster, Exchange, Presence, Speed
 from fairseq_async.simulation.experiment import Experiment, Method
 from fairseq_async.simulation.rules import AdaScaleRule, build_method
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer
@@ -57,10 +57,7 @@ class Trial:
         self.coordinator = build_coordinator(built.spec, built.rule, built.plan, self.parameters, self.membership)
         self.server = self.coordinator.server
         self.sketched = built.sketched
-        self.pulling = cluster.exchange.transfer(4 * model.layout.size)
-        if self.sketched is not None:  # the second round is between the last sketch and the step
-            self.pulling += cluster.exchange.transfer(self.sketched.places)
-            self.pulling += cluster.exchange.transfer(self.sketched.values)
+        self.exchanges = [cluster.exchange_of(worker) for worker in range(cluster.workers)]
         self.clock = Clock()
         self.workers = [LogicalWorker(w, torch.zeros_like(start)) for w in range(cluster.workers)]
         self.line_ends = 0.0  # when the server will have worked off the updates that stand in line
@@ -77,6 +74,21 @@ class Trial:
     @property
     def finished(self) -> bool:
         return self.coordinator.finished or self.diverged
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self.clock.now
+
+    @property
+    def version(self) -> int:
+        """Of the server's parameters."""
+        return self.server.version
+
+    @property
+    def sequences(self) -> dict[int, int]:
+        """The last settled update of each worker."""
+        return self.server.sequences
 
     @property
     def diverged(self) -> bool:
@@ -145,7 +157,7 @@ class Trial:
             self._deliver(self.coordinator.wait(worker.id, self.clock.now))
             return
         worker.base_version = self.server.version
-        started = max(self.clock.now, self.answers_at) + self.pulling
+        started = max(self.clock.now, self.answers_at) + self._pulling(self.exchanges[worker.id])
         steps, loss, tokens = self._compute(worker, assignment)
         seconds = [self.seconds[worker.id].of_step(worker.steps + step) for step in range(steps)]
         computed = self.presence[worker.id].done(started, sum(seconds))
@@ -162,9 +174,16 @@ class Trial:
             look_ahead=assignment.look_ahead or None,
             bytes_received=4 * self.model.layout.size,
         )
-        pushed = self._encode(worker)
-        pushing = self.cluster.exchange.transfer(pushed)
+        pushing = self.exchanges[worker.id].transfer(self._encode(worker))
         self.clock.schedule(ScheduledEvent(computed + pushing, EventKind.ARRIVES, worker.id, worker.incarnation))
+
+    def _pulling(self, exchange: Exchange) -> float:
+        """Seconds until a worker has the parameters."""
+        seconds = exchange.transfer(4 * self.model.layout.size)
+        if self.sketched is not None:  # the second round is between the last sketch and the step
+            seconds += exchange.transfer(self.sketched.places)
+            seconds += exchange.transfer(self.sketched.values)
+        return seconds
 
     def _encode(self, worker: LogicalWorker) -> int:
         """The update becomes what its bytes say; returns how many of them go to the server at once."""

@@ -69,6 +69,12 @@ class LocalSGDWorker(AsyncWorker):
         """Mean local steps per worker that the server had when this one last heard of it."""
         return self.assignment.total_progress
 
+    @property
+    def run_progress(self) -> float:
+        """Where the whole run is, in mean local steps per worker. Where the schedule is a shard's, and so does not say,
+        the others are taken to be as fast as this worker."""
+        return self.progress if self.shard is None else self.total_progress + self.done
+
     def begin(self, welcome: Welcome) -> None:
         """Starts from the server's parameters, with the first assignment."""
         finished, assignment = self._wait_while_idle(welcome.finished, welcome.assignment)

@@ -1,6 +1,53 @@
-"""In which order the samples of a shard are drawn: the same in a real run and in a simulated one."""
+"""Which samples and batches of a shard a worker draws: the same in a real run and in a simulated one."""
+
+from typing import Protocol
 
 import torch
+
+
+class DataPosition(Protocol):
+    """Where a worker is in the data: at step ``offset + done`` of a shard.
+
+    Attributes:
+        sequence: changes with the shard.
+        shard: its number; None where the server chooses none.
+        offset: steps of the shard that were drawn before this assignment.
+        done: steps since then.
+        finished: the run is over.
+    """
+
+    @property
+    def sequence(self) -> int: ...
+
+    @property
+    def shard(self) -> int | None: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def done(self) -> int: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+
+class BatchCounter:
+    """Numbers a shard's batches as a worker draws them: each step begins with its own, whatever was drawn before.
+
+    Args:
+        micro_batches: of a local step.
+    """
+
+    def __init__(self, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
+        self._step, self._micro_batch = (-1, -1), 0  # drawn last
+
+    def next(self, position: DataPosition) -> int:
+        """The number of the next batch in the shard, passes on end."""
+        current = (position.sequence, position.done)
+        self._step, self._micro_batch = current, self._micro_batch + 1 if current == self._step else 0
+        return (position.offset + position.done) * self.micro_batches + self._micro_batch
 
 
 def shard_sizes(samples: int, shards: int) -> list[int]:

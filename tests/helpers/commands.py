@@ -95,12 +95,17 @@ def plain_command(data: Path, save_dir: Path, *flags: object) -> list[object]:
 
 
 def train_alone(
-    processes: Processes, data: Path, folder: Path, jobs: Mapping[str, Sequence[object]], seconds: float = 120
+    processes: Processes,
+    data: Path,
+    folder: Path,
+    jobs: Mapping[str, Sequence[object]],
+    seconds: float = 120,
+    of_their_own: Mapping[str, str] | None = None,
 ) -> dict[str, tuple[int, str]]:
-    """As the fixture ``alone``, in ``folder``."""
+    """As the fixture ``alone``, in ``folder``; ``of_their_own`` has the data of jobs that take other data."""
     written = []
     for name, flags in jobs.items():
-        line = [data, *MODEL, "--save-dir", folder / name, *flags]
+        line = [(of_their_own or {}).get(name, data), *MODEL, "--save-dir", folder / name, *flags]
         written.append({"name": name, "ranks": 1, "spoil": "", "flags": [str(flag) for flag in line]})
     (folder / "jobs.json").write_text(json.dumps(written))
     script = [sys.executable, HELPERS / "fairseq_ranks.py", folder / "jobs.json", 0]

@@ -52,3 +52,41 @@ def papers_gains(iterations: Sequence[Norms], scale: float) -> list[float]:
             variance, square = variance + weight * (v - variance), square + weight * (m - square)
         gains.append((variance + square) / (variance / scale + square))
     return gains
+
+
+class HALoS64:
+    """Algorithm 1 of HALoS (arXiv 2506.04531) where messages take no time: delayed Nesterov in each region and above.
+
+    Args:
+        theta: the parameters at the start.
+        local, above: rate, momentum and N of either level.
+        every: K, of a region's updates.
+        alpha: the share of the global parameters in a merge.
+    """
+
+    def __init__(
+        self,
+        theta: Tensor,
+        regions: int,
+        local: tuple[float, float, int],
+        above: tuple[float, float, int],
+        every: int,
+        alpha: float,
+    ) -> None:
+        self.every, self.alpha = every, alpha
+        self.above = DelayedNesterov64(theta, *above)
+        self.regions = [DelayedNesterov64(theta, *local) for _ in range(regions)]
+        self.merged = [theta.double() for _ in range(regions)]
+        self.arrived = [0] * regions
+
+    def arrive(self, region: int, delta: Tensor) -> None:
+        self.regions[region].arrive(delta)
+        self.arrived[region] += 1
+        if self.arrived[region] % self.every == 0:
+            self.exchange(region)
+
+    def exchange(self, region: int) -> None:
+        local = self.regions[region]
+        theta = self.above.arrive(self.merged[region] - local.theta)
+        local.theta = (1 - self.alpha) * local.theta + self.alpha * theta
+        self.merged[region] = local.theta

@@ -1,0 +1,63 @@
+"""``global`` in a method of the experiment file: a server above those of the regions."""
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fairseq_async import methods
+from fairseq_async.config import AsyncLocalSGDOptions, LocalSGDOptions
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.validation import checked
+
+_ALSO_OF_REGIONS = {"outer", "staleness_power", "staleness_limit"}
+_OF_WORKERS = ({*AsyncLocalSGDOptions.model_fields} | {"look_ahead"}) - _ALSO_OF_REGIONS
+
+
+@dataclass(frozen=True)
+class GlobalServer:
+    """A server above those of the regions, which are its workers (HALoS; Kim et al. 2025, arXiv 2506.04531).
+
+    Attributes:
+        options: its outer rule.
+        updates: K, of a region's workers, after which the region sends how far they have moved its parameters.
+        merge: α, the share of the global parameters in those with which a region goes on.
+    """
+
+    options: LocalSGDOptions
+    updates: int
+    merge: float
+
+
+class _Keys(BaseModel):
+    """The keys beside those of the outer rule."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    updates: int = Field(32, ge=1)
+    merge: float = Field(0.25, ge=0, le=1)
+
+
+def global_server(kind: object, given: object, where: str) -> GlobalServer | None:
+    """A rule that takes what comes at once: the server above waits for no region, and assigns no steps.
+
+    Args:
+        kind: the method of the regions.
+        given: the section; None where there is none.
+        where: what to name in an error.
+
+    Raises:
+        ConfigurationError: the section is not possible.
+    """
+    if given is None:
+        return None
+    if kind != "local_sgd" or not isinstance(given, dict):
+        raise ConfigurationError(f"{where}: is a mapping, with an outer rule, of method local_sgd")
+    keys = checked(_Keys, {key: given[key] for key in given if key in _Keys.model_fields}, where)
+    rule = {key: value for key, value in given.items() if key not in _Keys.model_fields}
+    for key in rule:
+        if key in _OF_WORKERS:
+            raise ConfigurationError(f'{where}: "{key}" is for workers, not for regions: leave it out')
+    options = methods.parse(LocalSGDOptions, rule, where)
+    if methods.outer_rule(options.outer).synchronous or "quorum" in type(options).model_fields:
+        raise ConfigurationError(f'{where}: "outer": {options.outer} waits, and regions do not: take another')
+    return GlobalServer(options, keys.updates, keys.merge)

@@ -1,0 +1,259 @@
+"""HALoS: servers of regions that are workers of a global server, under one virtual time."""
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field, replace
+
+from torch import Tensor
+
+from fairseq_async.algorithms import Region, Update
+from fairseq_async.algorithms.rule import State
+from fairseq_async.method_spec import JsonObject, MethodSpec, local_sgd_spec
+from fairseq_async.server import Receipt, Status, local_sgd_main
+from fairseq_async.server.coordinator import build_server
+from fairseq_async.server.protocol import Report
+from fairseq_async.simulation.cluster import Cluster
+from fairseq_async.simulation.experiment import Experiment, Method
+from fairseq_async.simulation.global_server import GlobalServer
+from fairseq_async.simulation.simulated_run import SimulatedRun
+from fairseq_async.simulation.trial import Trial, Write
+from fairseq_async.simulation.workers import SharedModel
+from fairseq_async.worker.shards import ShardOrder
+
+_OF_REGIONS = 1_000_003  # between the seeds of regions: speeds and choices of one are not those of another
+
+
+@dataclass(frozen=True, order=True)
+class Message:
+    """What is on its way between a region and the global server.
+
+    Attributes:
+        time: of its arrival, in virtual seconds.
+        number: of two that arrive at one time, the one that was sent first comes first.
+        values: a drift, or the global parameters.
+        version: of the global parameters: those that are sent, or from which the drift was computed.
+        steps: local steps in a drift; None where this is no drift.
+    """
+
+    time: float
+    number: int
+    region: int = field(compare=False)
+    values: Tensor = field(compare=False)
+    version: int = field(compare=False)
+    steps: int | None = field(compare=False)
+
+
+@dataclass(eq=False)
+class RegionalServer:
+    """One region: its workers with their server, and what it is to the global one.
+
+    Attributes:
+        number: of the region, and of this worker of the global server.
+        order: of the samples of the region, which has a part of the shards.
+        first: the number of its first worker among all.
+        version: of the global parameters that it has merged last.
+        sent: updates to the global server.
+        reported: local steps that were in them.
+    """
+
+    number: int
+    trial: Trial
+    level: Region
+    order: ShardOrder
+    first: int
+    version: int = 0
+    sent: int = 0
+    reported: int = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether it is to send: what is left, when its workers are through."""
+        left = self.trial.finished and self.level.count > 0 and not self.level.waiting
+        return self.level.due or left
+
+    def state_dict(self) -> State:
+        own = {"version": self.version, "sent": self.sent, "reported": self.reported}
+        return own | {"trial": self.trial.state_dict(), "level": self.level.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        self.trial.load_state_dict(state["trial"])
+        self.level.load_state_dict(state["level"])
+        self.version, self.sent, self.reported = state["version"], state["sent"], state["reported"]
+
+
+class Hierarchy:
+    """Runs one method on one cluster of several regions.
+
+    Each region is a :class:`Trial` of its own, on its part of the shards, with its part of the steps. Its parameters
+    and the global ones meet as :class:`~fairseq_async.algorithms.Region` says; a message takes the time of an exchange
+    between regions, and nobody waits for it. The run is over when the last drift has arrived.
+
+    Args:
+        above: the global server. The others are as of :class:`Trial`; ``method`` is that of the regions.
+
+    Attributes:
+        parameters: the global server's.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        method: Method,
+        above: GlobalServer,
+        cluster: Cluster,
+        model: SharedModel,
+        start: Tensor,
+        write: Write,
+    ) -> None:
+        self.model, self.write, self.cluster = model, write, cluster
+        self.parameters = start.clone()
+        spec = local_sgd_spec(above.options, cluster.regions, [], None, {})
+        rule, _ = local_sgd_main.build(spec, model.layout, self.parameters)
+        self.server = build_server(spec, rule, self.parameters)
+        self.seconds = cluster.far.transfer(4 * model.layout.size)
+        self.now, self._messages, self._number = 0.0, list[Message](), 0
+        self.regions = [*self._make_regions(experiment, method, above, start)]
+        self.spec = self._description(spec, above)
+
+    def _make_regions(
+        self, experiment: Experiment, method: Method, above: GlobalServer, start: Tensor
+    ) -> Iterator[RegionalServer]:
+        whole, size = self.model.order, self.cluster.workers // self.cluster.regions
+        for number in range(self.cluster.regions):
+            seed = experiment.seed + _OF_REGIONS * number
+            own = replace(experiment, head=experiment.head.model_copy(update={"seed": seed}))
+            self.model.order = order = OrderOfRegion(whole, size * number, size)
+            trial = Trial(own, method, self.cluster.region(number), self.model, start, self._writer(number))
+            level = Region(trial.parameters, above.updates, above.merge)
+            yield RegionalServer(number, trial, level, order, size * number)
+        self.model.order = whole
+
+    def _description(self, spec: MethodSpec, above: GlobalServer) -> MethodSpec:
+        """That of a region's server, for all workers, with the global one's options."""
+        options: JsonObject = spec.options | {"updates": above.updates, "merge": above.merge}
+        framework: JsonObject = {"regions": self.cluster.regions, "global": options}
+        shards = list(self.model.order.sizes)
+        return replace(self.regions[0].trial.spec, workers=self.cluster.workers, shards=shards, framework=framework)
+
+    @property
+    def steps(self) -> int:
+        return sum(region.trial.steps for region in self.regions)
+
+    @property
+    def tokens(self) -> float:
+        return sum(region.trial.tokens for region in self.regions)
+
+    @property
+    def version(self) -> int:
+        return self.server.version
+
+    @property
+    def sequences(self) -> dict[int, int]:
+        return {
+            region.first + worker: sequence
+            for region in self.regions
+            for worker, sequence in region.trial.sequences.items()
+        }
+
+    @property
+    def finished(self) -> bool:
+        drifts = any(message.steps is not None for message in self._messages)
+        return self.diverged or (not drifts and all(region.trial.finished for region in self.regions))
+
+    @property
+    def diverged(self) -> bool:
+        return any(region.trial.diverged for region in self.regions)
+
+    def advance(self) -> bool:
+        """The next thing that happens, in a region or between two; messages come first, in the order of their time."""
+        going = [region for region in self.regions if not region.trial.finished]
+        earliest = min(going, key=lambda region: region.trial.clock.upcoming, default=None)
+        upcoming = math.inf if earliest is None else earliest.trial.clock.upcoming
+        if self.finished or (upcoming == math.inf and not self._messages):
+            return False
+        if self._messages and self._messages[0].time <= upcoming:
+            self._arrive(heapq.heappop(self._messages))
+        elif earliest is not None:
+            self.now, self.model.order = upcoming, earliest.order
+            earliest.trial.advance()
+            self._send_if_due(earliest)
+        return True
+
+    def evaluate(self) -> float:
+        self.model.flat.copy_(self.parameters)
+        return self.model.evaluate()
+
+    # Between regions
+
+    def _writer(self, number: int) -> Write:
+        def write(time: float, receipt: Receipt, report: Report, extra: JsonObject) -> None:
+            region = self.regions[number]
+            if receipt.status is Status.APPLIED:
+                region.level.note_update()
+            shard = None if report.shard is None else region.first + report.shard
+            own = replace(receipt, worker=region.first + receipt.worker)
+            self.write(time, own, replace(report, shard=shard), extra)
+
+        return write
+
+    def _send_if_due(self, region: RegionalServer) -> None:
+        if region.due:
+            steps, region.reported = region.trial.steps - region.reported, region.trial.steps
+            drift = region.level.send(region.trial.parameters)
+            self._send(region.number, drift, region.version, steps)
+
+    def _send(self, region: int, values: Tensor, version: int, steps: int | None = None) -> None:
+        message = Message(self.now + self.seconds, self._number, region, values, version, steps)
+        self._number += 1
+        heapq.heappush(self._messages, message)
+
+    def _arrive(self, message: Message) -> None:
+        self.now, region = message.time, self.regions[message.region]
+        if message.steps is not None:
+            drift = Update(message.region, region.sent, message.version, float(message.steps), message.values)
+            self.server.push(drift)
+            region.sent += 1
+            self._send(message.region, self.parameters.clone(), self.version)
+        else:
+            region.level.merge(region.trial.parameters, message.values)
+            region.version = message.version
+
+    # Stop and go on
+
+    def state_dict(self) -> State:
+        return {
+            "server": self.server.state_dict(),
+            "regions": [region.state_dict() for region in self.regions],
+            "messages": [astuple(message) for message in self._messages],
+            "number": self._number,
+            "now": self.now,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self.server.load_state_dict(state["server"])
+        for region, own in zip(self.regions, state["regions"], strict=True):
+            region.load_state_dict(own)
+        self._messages = [Message(*each) for each in state["messages"]]
+        self._number, self.now = state["number"], state["now"]
+
+
+class OrderOfRegion(ShardOrder):
+    """The order of some of the shards, which are numbered anew."""
+
+    def __init__(self, whole: ShardOrder, first: int, shards: int) -> None:
+        super().__init__(whole.sizes[first : first + shards], whole.seed)
+        self._whole, self._first = whole, first
+
+    def indices(self, shard: int, first: int, count: int) -> list[int]:
+        """As of the whole."""
+        return self._whole.indices(self._first + shard, first, count)
+
+
+def simulated_run(
+    experiment: Experiment, method: Method, cluster: Cluster, model: SharedModel, start: Tensor, write: Write
+) -> SimulatedRun:
+    """A method on a cluster; arguments as of :class:`Trial`. A cluster of one region has no server above that."""
+    if method.above is None or cluster.regions == 1:
+        return Trial(experiment, method, cluster, model, start, write)
+    return Hierarchy(experiment, method, method.above, cluster, model, start, write)

@@ -1,0 +1,158 @@
+"""Servers of regions under a global one (HALoS): in simulated runs of a second."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.server import Receipt
+from fairseq_async.server.protocol import Report
+from fairseq_async.simulation.gaussians import Gaussians
+from fairseq_async.simulation.hierarchy import Hierarchy, OrderOfRegion, simulated_run
+from fairseq_async.simulation.simulated_run import SimulatedRun
+from fairseq_async.simulation.trial import Trial
+from fairseq_async.simulation.workers import SharedModel
+from fairseq_async.worker.shards import ShardOrder, shard_sizes
+from scripts.faults.digest import digest
+from tests.helpers.gaussian_trials import Log, experiment
+from tests.helpers.references import HALoS64
+
+LOCAL = {"method": "local_sgd", "outer": "delayed_nesterov", "outer_lr": 0.8, "delay": 4, "local_steps": 2}
+GLOBAL = {"outer": "delayed_nesterov", "outer_lr": 0.3, "outer_momentum": 0.5, "delay": 2, "updates": 3}
+HALOS = LOCAL | {"global": GLOBAL}
+FAR = {"seconds": 5.0}
+TWO_REGIONS = {"workers": 4, "seconds_per_step": [1.0, 1.3, 1.0, 2.0], "regions": 2, "between_regions": FAR}
+
+
+def simulated(tmp_path: Path, method: dict[str, Any], cluster: dict[str, Any], log: Log) -> SimulatedRun:
+    given = experiment(tmp_path, method, cluster=cluster)
+    (machines,) = given.clusters.values()
+    torch.manual_seed(given.seed)
+    problem = Gaussians(given.seed, torch.device("cpu"), samples=64, hidden=2)
+    order = ShardOrder(shard_sizes(problem.samples, machines.workers), given.seed)
+    model = SharedModel(problem, given.head.batch_size, order, given.seed)
+    return simulated_run(given, given.methods[0], machines, model, model.flat.clone(), log)
+
+
+def finish(run: SimulatedRun) -> Tensor:
+    while run.advance():
+        pass
+    assert run.finished
+    return run.parameters
+
+
+def test_one_region_is_the_single_server_to_the_bit(tmp_path: Path) -> None:
+    """There is no line between regions, and so no server above that of the region."""
+    cluster, logs = {"workers": 3, "seconds_per_step": [1.0, 1.3, 4.0]}, (Log(), Log())
+    ends = [finish(simulated(tmp_path, method, cluster, log)) for method, log in zip((LOCAL, HALOS), logs, strict=True)]
+    assert torch.equal(*ends) and logs[0].lines() == logs[1].lines() and len(logs[0].events) > 6
+
+
+def test_regions_that_merge_nothing_are_single_servers_to_the_bit(tmp_path: Path) -> None:
+    method = LOCAL | {"global": GLOBAL | {"merge": 0.0}}
+    run = simulated(tmp_path, method, TWO_REGIONS, Log())
+    assert isinstance(run, Hierarchy)
+    finish(run)
+    given = experiment(tmp_path, LOCAL, cluster=TWO_REGIONS)
+    first = run.regions[0]
+    model = simulated(tmp_path, LOCAL, TWO_REGIONS, Log()).model
+    model.order = OrderOfRegion(model.order, 0, 2)
+    (cluster,) = given.clusters.values()
+    alone = Trial(given, given.methods[0], cluster.region(0), model, model.flat.clone(), Log())
+    assert torch.equal(finish(alone), first.trial.parameters)
+    assert not torch.equal(run.parameters, alone.parameters)
+
+
+class Deltas(Log):
+    """Also keeps what was applied, by region, in its order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applied: list[tuple[int, Tensor]] = []
+
+    def __call__(self, time: float, receipt: Receipt, report: Report, extra: Any) -> None:
+        super().__call__(time, receipt, report, extra)
+        region = self.run.regions[receipt.worker // 2]
+        self.applied.append((receipt.worker // 2, region.trial.workers[receipt.worker % 2].delta.clone()))
+
+    run: Hierarchy
+
+
+def test_a_simulated_run_is_the_papers_algorithm_in_float64(tmp_path: Path) -> None:
+    """Where messages take no time: K-th updates, merges, and what is left at the end."""
+    log = Deltas()
+    run = simulated(tmp_path, HALOS, TWO_REGIONS | {"between_regions": {}}, log)
+    assert isinstance(run, Hierarchy)
+    log.run = run
+    paper = HALoS64(run.parameters.clone(), 2, (0.8, 0.9, 4), (0.3, 0.5, 2), every=3, alpha=0.25)
+    finish(run)
+    for region, delta in log.applied:
+        paper.arrive(region, delta)
+    assert [count % 3 for count in paper.arrived] == [0, 0], "else a region has sent what was left"
+    assert torch.allclose(run.parameters.double(), paper.above.theta, rtol=1e-4, atol=1e-5)
+    assert (run.version, run.steps) == (4, 24)
+
+
+def test_messages_take_their_time_and_nobody_waits_for_them(tmp_path: Path) -> None:
+    """One worker in each region, two local steps of 1 s: the second update, at 4 s, is sent on, and arrives at 9 s. The
+    third, at 6 s, comes meanwhile, and is in no drift."""
+    cluster = {"workers": 2, "seconds_per_step": 1.0, "regions": 2, "between_regions": FAR}
+    log = Log()
+    run = simulated(tmp_path, LOCAL | {"global": GLOBAL | {"updates": 2}}, cluster, log)
+    versions, before = [], 0
+    while run.advance():
+        if run.version > before:
+            versions.append(run.now)
+            before = run.version
+    assert versions == [9.0, 9.0] and run.finished
+    assert sorted(time for time, _, _ in log.events) == [2.0, 2.0, 4.0, 4.0, 6.0, 6.0]
+    assert {(receipt.worker, report.shard) for _, receipt, report in log.events} == {(0, 0), (1, 1)}
+
+
+def test_workers_in_another_region_than_a_single_server_are_far_from_it(tmp_path: Path) -> None:
+    """They take parameters at 5 s, take two steps, and what they send is there at 12 s."""
+    cluster = {"workers": 2, "seconds_per_step": 1.0, "regions": 2, "between_regions": FAR}
+    log = Log()
+    finish(simulated(tmp_path, LOCAL, cluster, log))
+    firsts = {receipt.worker: time for time, receipt, _ in reversed(log.events)}
+    assert firsts == {0: 2.0, 1: 12.0}
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(tmp_path: Path, every: int) -> None:
+    logs = Log(), Log()
+    straight, stopped = (simulated(tmp_path, HALOS, TWO_REGIONS, log) for log in logs)
+    happened = 0
+    while straight.advance():
+        assert stopped.advance()
+        happened += 1
+        if happened % every == 0:
+            file = io.BytesIO()
+            torch.save(stopped.state_dict(), file)
+            file.seek(0)
+            stopped = simulated(tmp_path, HALOS, TWO_REGIONS, logs[1])
+            stopped.load_state_dict(torch.load(file, weights_only=True))
+    assert not stopped.advance() and logs[0].lines() == logs[1].lines() and len(logs[0].events) == 12
+    assert digest(stopped.state_dict()) == digest(straight.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("method", "cluster", "message"),
+    [
+        (HALOS, {"workers": 4, "regions": 3}, "regions is 3: it does not divide the 4 workers"),
+        (HALOS, {"workers": 4, "between_regions": FAR}, "between_regions needs regions: give their number"),
+        (LOCAL | {"global": {"grace_period": 1.0}}, {"workers": 4}, '"grace_period" is for workers, not for regions'),
+        (LOCAL | {"global": {"outer": "diloco"}}, {"workers": 4}, '"outer": diloco waits, and regions do not'),
+        (LOCAL | {"global": {"merge": 2}}, {"workers": 4}, "less than or equal to 1"),
+        ({"method": "hybrid_async", "global": GLOBAL}, {"workers": 4}, "is a mapping, with an outer rule"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(
+    tmp_path: Path, method: dict[str, Any], cluster: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        experiment(tmp_path, method, cluster=cluster)
