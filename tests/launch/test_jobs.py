@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,15 +27,15 @@ QUIET = {"PYTHONPATH": f"{HELPERS / 'without_fairseq'}:{ROOT}"}
 WORKER = [command("fairseq-async"), "worker", "--"]
 
 
-def slurm(rank: int, size: int, node: str = "localhost", per_node: str = "1(x2)") -> dict[str, str]:
-    """What srun tells a task."""
+def slurm(rank: int) -> dict[str, str]:
+    """What srun tells one of two tasks on two nodes."""
     return {
         "SLURM_JOB_ID": "7",
         "SLURM_PROCID": str(rank),
-        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_LOCALID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": per_node,
-        "SLURMD_NODENAME": node,
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURMD_NODENAME": socket.gethostname(),
     }
 
 
@@ -72,13 +73,14 @@ def test_the_tasks_of_srun_find_each_other_also_when_the_first_is_killed_and_sta
     It listens at every address, since there are several nodes, and says so.
     """
     line = script(tmp_path, slowly=True)
-    second, first = (processes.start(line, **QUIET, **slurm(rank, 2)) for rank in (1, 0))
+    second, first = (processes.start(line, **QUIET, **slurm(rank)) for rank in (1, 0))
     told = tmp_path / "run" / ".server.json"
     wait_until(lambda: (tmp_path / "run" / "events.jsonl").exists() and len(events(tmp_path / "run")) > 4, 90)
-    assert told.stat().st_mode & 0o777 == 0o600 and json.loads(told.read_text())["address"].startswith("localhost:")
+    assert told.stat().st_mode & 0o777 == 0o600
+    assert json.loads(told.read_text())["address"].startswith(f"{socket.gethostname()}:")
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    first = processes.start(line, **QUIET, **slurm(0, 2), SLURM_RESTART_COUNT="1")
+    first = processes.start(line, **QUIET, **slurm(0), SLURM_RESTART_COUNT="1")
     said = outputs([first, second])
     assert "the run goes on from version-" in said, said
     assert "nothing on its way there is encrypted; give tls= DIR" in said and "an SSH tunnel" in said
