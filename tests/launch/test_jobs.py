@@ -137,13 +137,13 @@ def test_slurm_itself_on_two_nodes_with_a_job_of_two_kinds_and_one_that_is_reque
         line = shlex.join(["srun", "--nodes=2", "--ntasks=3", *map(str, script(tmp_path, slowly=True))])
         (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{line}\n")
         log = tmp_path / "job.log"
-        batch = ["sbatch", "--parsable", "--wait", "--requeue", "--open-mode=append", "-N2", "-n3", "-o", log]
-        job = processes.start([*batch, tmp_path / "job.sh"], **QUIET, **variables)
+        batch = ["sbatch", "--parsable", "--requeue", "--open-mode=append", "-N2", "-n3", "-o", log]
+        code, said = processes.run([*batch, tmp_path / "job.sh"], **QUIET, **variables)
         path = tmp_path / "run" / "events.jsonl"
         wait_until(lambda: path.exists() and len(path.read_text().splitlines()) > 4, 90)
-        number = json.loads((tmp_path / "run" / ".server.json").read_text())["job"].split()[1]
-        assert processes.run(["scontrol", "requeue", number], **variables)[0] == 0
-        assert job.wait(150) == 0, log.read_text()
+        assert processes.run(["scontrol", "requeue", said.strip()], **variables)[0] == 0
+        state = ["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", said.strip()]
+        wait_until(lambda: processes.run(state, **variables)[1].strip() in ("COMPLETED", "FAILED"), 150)
     assert "the run goes on from version-" in log.read_text()
     assert "is gone: it ends at update" in (tmp_path / "run" / "logs" / "server.log").read_text()
     audit(tmp_path / "run")
