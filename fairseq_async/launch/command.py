@@ -36,6 +36,7 @@ class WorkerCommand:
         server: the module that is the server of the others.
         given: the whole command, as it was given.
         run_dir: the run's directory.
+        tls: directory of the certificates, where the command names one.
         on_cpu: GPUs are not to be used.
         resumes: a run in the same directory that was interrupted is to go on.
 
@@ -61,6 +62,7 @@ class WorkerCommand:
         self.synchronous = given.optimizer in SYNCHRONOUS
         self.server = SERVERS.get(given.optimizer, "")
         self.run_dir = Path(given.run_dir or given.save_dir)
+        self.tls: str | None = given.tls
         self.on_cpu = given.cpu
         self.resumes = not any(flag.partition("=")[0] in _BEGINS_ANEW for flag in self.arguments)
         self._optimizer = given.optimizer
@@ -86,7 +88,7 @@ class WorkerCommand:
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(add_help=False, allow_abbrev=False)
-    for flag in ("--optimizer", "--server", "--run-dir", "--user-dir", "--distributed-world-size"):
+    for flag in ("--optimizer", "--server", "--run-dir", "--tls", "--user-dir", "--distributed-world-size"):
         parser.add_argument(flag)
     parser.add_argument("--save-dir", default="checkpoints")  # fairseq's default
     parser.add_argument("--cpu", action="store_true")

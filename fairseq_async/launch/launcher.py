@@ -80,7 +80,7 @@ class Launcher:
         try:
             with self.display:
                 if self.command.server:
-                    self._start_server(ServerRequest(self.command.server, str(self.run_dir)))
+                    self._start_server(ServerRequest(self.command.server, str(self.run_dir), self.command.tls))
                 for worker in self.processes.workers:
                     self._start(worker)
                 self._watch()
@@ -111,6 +111,8 @@ class Launcher:
 
     def _start_server(self, wanted: ServerRequest) -> None:
         self.run_dir = Path(wanted.run_dir)
+        if wanted.tls is not None:  # the workers' command says so, which its other workers read, too
+            self.tls = Path(wanted.tls).resolve()
         self._leftovers = Leftovers(self.run_dir)
         log = self.run_dir / "logs" / "server.log"
         self.server = ServerProcess(

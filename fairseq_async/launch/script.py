@@ -23,7 +23,7 @@ class ScriptCommand:
         ConfigurationError: there is no such program or script.
     """
 
-    on_cpu, server = False, ""
+    on_cpu, server, tls = False, "", None  # its script says where it wants certificates
 
     def __init__(self, arguments: list[str], directory: Path, resumes: bool) -> None:
         self.program, self.arguments = find_program(arguments[0]), arguments[1:]

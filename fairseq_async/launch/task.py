@@ -25,7 +25,7 @@ class Scheduler:
         size: how many there are; of several names the first that is set.
         local_rank: among the tasks of this machine.
         local_size: how many this machine has; what is not a number equal to ``size`` means several machines.
-        job: what names the job, which stays the same when it is started again.
+        job: what names the job, which stays the same when it is started again; where nothing does, all are one.
         machine: where other machines reach this one, if the program says so.
     """
 
@@ -52,7 +52,7 @@ SCHEDULERS = (
         ("WORLD_SIZE",),
         "LOCAL_RANK",
         ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"),  # deepspeed's; torchrun's
-        ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
+        ("TORCHELASTIC_RUN_ID",),  # its MASTER_PORT is another after each restart
         "MASTER_ADDR",  # of the machine of rank 0, which alone needs it
     ),
     Scheduler(
@@ -118,7 +118,7 @@ class Task:
                 f"{rank}={values[0]}, {size}={values[1]}, {local}={values[2]}: no rank of {scheduler.name}"
             )
         alone = environment.get(_first(environment, scheduler.local_size)) == values[1]
-        job = " ".join([scheduler.name, *(environment.get(name, "") for name in scheduler.job)])
+        job = " ".join([scheduler.name, *(environment[name] for name in scheduler.job if name in environment)])
         host = LOOPBACK if alone else _host(environment.get(scheduler.machine, ""))
         return cls(scheduler, int(values[0]), int(values[1]), int(values[2]), job, host)
 

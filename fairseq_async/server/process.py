@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fairseq_async.environment import TOKEN
+from fairseq_async.environment import MEETING, TOKEN
 from fairseq_async.errors import ConfigurationError, RefusedError, option
 from fairseq_async.exchange.addresses import LOOPBACK, is_loopback
 from fairseq_async.exchange.authentication import new_token, write_token
@@ -44,6 +44,8 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--notices", type=int, help="descriptor of a pipe for lines that the user is to see")
     parser.add_argument("--tls", type=Path, help="directory of certificates")
     options = parser.parse_args(arguments)
+    if MEETING in os.environ:  # a scheduler that stops a job signals every process: the last snapshot is still to come
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tell = tell_log if options.notices is None else Notices(options.notices)
     service = Service(os.environ[TOKEN], options.workers, options.run_dir, build, tell=tell)
     service.resumes = options.resume

@@ -140,7 +140,7 @@ class WorkerContext:
         if MEETING in os.environ and not self.joins:
             return self._meet(module, options, token, run_dir, resumes)
         if RENDEZVOUS in os.environ and token:
-            return self._ask_launcher(module, given, run_dir), token, None
+            return self._ask_launcher(module, options, run_dir), token, None
         address = os.environ.get(SERVER) or given
         if address and token and not (token_file and self.has_store):
             return address, token, None
@@ -162,13 +162,15 @@ class WorkerContext:
         address, path = self.ask("server", f"worker 0 did not start a server within {_RENDEZVOUS.seconds} s")
         return address, token or read_token(Path(path)), None
 
-    def _ask_launcher(self, module: str, given: str | None, run_dir: Path) -> str:
+    def _ask_launcher(self, module: str, options: ServerOptions, run_dir: Path) -> str:
         """The address of the server that the launcher starts, when worker 0 has said which."""
-        if given:
-            raise ConfigurationError(f"{option('server')} {given}: the launcher starts the server; leave it out")
-        rendezvous = Rendezvous(Path(os.environ[RENDEZVOUS]))
+        if options.server:
+            raise ConfigurationError(
+                f"{option('server')} {options.server}: the launcher starts the server; leave it out"
+            )
+        rendezvous, tls = Rendezvous(Path(os.environ[RENDEZVOUS])), _certificates(options)
         if self.worker == 0:
-            rendezvous.request(ServerRequest(module, str(run_dir.resolve())))
+            rendezvous.request(ServerRequest(module, str(run_dir.resolve()), str(tls) if tls else None))
         return rendezvous.wait()
 
     def _meet(

@@ -21,10 +21,12 @@ class ServerRequest:
     Attributes:
         module: the server's program.
         run_dir: the run's directory, as an absolute path.
+        tls: directory of its certificates, where the script names one; likewise.
     """
 
     module: str
     run_dir: str
+    tls: str | None = None
 
 
 class Rendezvous:

@@ -174,6 +174,14 @@ def test_who_speaks_plain_text_is_refused(
     assert server.service.refusals.counts["no introduction"] == 1
 
 
+def test_who_only_asks_whether_somebody_listens_is_not_counted(server: ThreadServer, ours: Path) -> None:
+    """As ``fairseq-async join`` does before it imports anything."""
+    for _ in range(3):
+        socket.create_connection(address_of(server)).close()
+    assert join(server, 0, tls=ours).worker == 0
+    assert sum(server.service.refusals.counts.values()) == 0
+
+
 def test_a_server_without_tls_is_refused(tmp_path: Path, ours: Path) -> None:
     server = ThreadServer(1, tmp_path, HOST)
     with pytest.raises(RefusedError, match=rf"{server.address} does not speak TLS 1.3 \(.*\): start it with --tls too"):

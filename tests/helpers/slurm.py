@@ -81,7 +81,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=2
+SchedulerParameters=bf_interval=2,sched_interval=2
 ReturnToService=2
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,15 +27,15 @@ QUIET = {"PYTHONPATH": f"{HELPERS / 'without_fairseq'}:{ROOT}"}
 WORKER = [command("fairseq-async"), "worker", "--"]
 
 
-def slurm(rank: int, size: int, node: str = "localhost", per_node: str = "1(x2)") -> dict[str, str]:
-    """What srun tells a task."""
+def slurm(rank: int) -> dict[str, str]:
+    """What srun tells one of two tasks on two nodes."""
     return {
         "SLURM_JOB_ID": "7",
         "SLURM_PROCID": str(rank),
-        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_LOCALID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": per_node,
-        "SLURMD_NODENAME": node,
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURMD_NODENAME": socket.gethostname(),
     }
 
 
@@ -72,13 +73,14 @@ def test_the_tasks_of_srun_find_each_other_also_when_the_first_is_killed_and_sta
     It listens at every address, since there are several nodes, and says so.
     """
     line = script(tmp_path, slowly=True)
-    second, first = (processes.start(line, **QUIET, **slurm(rank, 2)) for rank in (1, 0))
+    second, first = (processes.start(line, **QUIET, **slurm(rank)) for rank in (1, 0))
     told = tmp_path / "run" / ".server.json"
     wait_until(lambda: (tmp_path / "run" / "events.jsonl").exists() and len(events(tmp_path / "run")) > 4, 90)
-    assert told.stat().st_mode & 0o777 == 0o600 and json.loads(told.read_text())["address"].startswith("localhost:")
+    assert told.stat().st_mode & 0o777 == 0o600
+    assert json.loads(told.read_text())["address"].startswith(f"{socket.gethostname()}:")
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    first = processes.start(line, **QUIET, **slurm(0, 2), SLURM_RESTART_COUNT="1")
+    first = processes.start(line, **QUIET, **slurm(0), SLURM_RESTART_COUNT="1")
     said = outputs([first, second])
     assert "the run goes on from version-" in said, said
     assert "nothing on its way there is encrypted; give tls= DIR" in said and "an SSH tunnel" in said
@@ -135,13 +137,14 @@ def test_slurm_itself_on_two_nodes_with_a_job_of_two_kinds_and_one_that_is_reque
         line = shlex.join(["srun", "--nodes=2", "--ntasks=3", *map(str, script(tmp_path, slowly=True))])
         (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{line}\n")
         log = tmp_path / "job.log"
-        batch = ["sbatch", "--parsable", "--wait", "--requeue", "--open-mode=append", "-N2", "-n3", "-o", log]
-        job = processes.start([*batch, tmp_path / "job.sh"], **QUIET, **variables)
+        batch = ["sbatch", "--parsable", "--requeue", "--open-mode=append", "-N2", "-n3", "-o", log]
+        code, said = processes.run([*batch, tmp_path / "job.sh"], **QUIET, **variables)
         path = tmp_path / "run" / "events.jsonl"
         wait_until(lambda: path.exists() and len(path.read_text().splitlines()) > 4, 90)
-        number = json.loads((tmp_path / "run" / ".server.json").read_text())["job"].split()[1]
-        assert processes.run(["scontrol", "requeue", number], **variables)[0] == 0
-        assert job.wait(150) == 0, log.read_text()
+        assert processes.run(["scontrol", "requeue", said.strip()], **variables)[0] == 0
+        state = ["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", said.strip()]
+        wait_until(lambda: processes.run(state, **variables)[1].strip() in ("COMPLETED", "FAILED"), 150)
     assert "the run goes on from version-" in log.read_text()
+    assert "is gone: it ends at update" in (tmp_path / "run" / "logs" / "server.log").read_text()
     audit(tmp_path / "run")
     check_run(tmp_path, workers=3, steps=600)

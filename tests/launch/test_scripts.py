@@ -83,6 +83,8 @@ def test_all_workers_of_a_script_get_the_address_that_the_launcher_answers(
         found = WorkerContext(worker, 2)._find_server("a.server", ServerOptions(), tmp_path / "run", resumes=False)
         assert found == ("127.0.0.1:7", "secret", None)
     assert rendezvous.requested() == ServerRequest("a.server", str(tmp_path / "run"))
+    WorkerContext(0, 2)._find_server("a.server", ServerOptions(tls="/certificates"), tmp_path, resumes=False)
+    assert rendezvous.requested() == ServerRequest("a.server", str(tmp_path), "/certificates")
     with pytest.raises(ConfigurationError, match="127.0.0.1:9: the launcher starts the server; leave it out"):
         WorkerContext(0, 2)._find_server("a.server", ServerOptions(server="127.0.0.1:9"), tmp_path, resumes=False)
 

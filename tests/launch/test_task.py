@@ -63,7 +63,8 @@ def test_a_name_that_nobody_can_look_up_is_not_told() -> None:
 
 
 def test_torchrun_and_mpirun_within_srun_say_more_than_srun() -> None:
-    assert Task.find(SLURM | TORCHRUN).job == "torchrun  localhost 29400"
+    assert Task.find(SLURM | TORCHRUN).job == "torchrun"
+    assert Task.find(TORCHRUN | {"TORCHELASTIC_RUN_ID": "mine"}).job == "torchrun mine"
     assert Task.find(SLURM | MPI).size == 4
     assert Task.find(SLURM | {"PMI_RANK": "3", "PMI_SIZE": "5"}).job == "srun 77", "srun with --mpi=pmi2"
 

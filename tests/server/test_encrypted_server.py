@@ -63,14 +63,18 @@ def test_certificates_that_cannot_be_used_leave_nothing_behind(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_launched_script_is_encrypted_without_a_word_of_its_own(
-    processes: Processes, certificates: Path, tmp_path: Path
+@pytest.mark.parametrize("by", ["launch", "script"])
+def test_a_launched_script_is_encrypted_whoever_names_the_certificates(
+    processes: Processes, certificates: Path, tmp_path: Path, by: str
 ) -> None:
     """Its workers reach the server, which listens at every address, on this machine."""
     write_token(tmp_path / "token", new_token())
-    script = script_of_the_readme().replace("total_steps=200", f"total_steps=200, run_dir={str(tmp_path / 'run')!r}")
+    own = f", tls={str(certificates)!r}" if by == "script" else ""
+    arguments = f"total_steps=200, run_dir={str(tmp_path / 'run')!r}{own}"
+    script = script_of_the_readme().replace("total_steps=200", arguments)
     (tmp_path / "train.py").write_text(script.replace('"model.pt"', repr(str(tmp_path / "model.pt"))))
-    ours = ["--workers", 2, "--host", "0.0.0.0", "--token-file", tmp_path / "token", "--tls", certificates]
+    ours = ["--workers", 2, "--host", "0.0.0.0", "--token-file", tmp_path / "token"]
+    ours += ["--tls", certificates] if by == "launch" else []
     line = [command("fairseq-async"), "launch", *ours, "--", "python", tmp_path / "train.py"]
     code, said = processes.run(line, PYTHONPATH=f"{HELPERS / 'without_fairseq'}:{ROOT}")
     assert code == 0 and f"--tls {certificates} -- python" in said and "warning" not in said, said
