@@ -129,7 +129,7 @@ def test_a_restart_goes_on_with_the_servers_momentum_and_the_inner_optimizer(run
 
 def test_a_restart_goes_on_with_what_an_island_had_not_sent(run: Run, tmp_path: Path) -> None:
     """Two ranks, whose first encodes for both."""
-    compress = {"push": {"codec": "topk", "chunk": 64, "keep": 8}}
+    compress = {"push": {"codec": "topk", "chunk": 64, "keep": 8}, "pull": "int8"}
     section = SHORT | {"total_steps": 20, "compress": compress, "island_size": 2, "grace_period": 60}
     code, output = run(2, tmp_path / "whole", section, "--save-at", 10)
     assert code == 0, output
