@@ -357,8 +357,7 @@ class Service:
         return update
 
     def _pull(self, peer: Peer, pull: protocol.Pull) -> None:
-        """Gives parameters to a worker that does not read the published copy: on its connection where they are
-        compressed, or where it is on another machine.
+        """Gives parameters to a worker that does not read the published copy: in its slot, or behind the answer.
 
         Not with the answer to an update: until that is heard, the slot must keep the update for a second attempt.
         """
