@@ -1,10 +1,11 @@
-"""Which codec a run sends its updates with: its name and parameters, as flags and keys give them.
+"""Which codecs a run sends its updates and parameters with: names and parameters, as flags and keys give them.
 
 As :mod:`fairseq_async.config`, this imports torch only when a codec is built.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -64,6 +65,7 @@ class DQSGDOptions(_Parameters):
 CodecOptions = BF16Options | Int8Options | E3M0Options | TopKOptions | AdaCompOptions | DQSGDOptions
 _CODECS: TypeAdapter[CodecOptions] = TypeAdapter(Annotated[CodecOptions, Field(discriminator="codec")])
 NAMES = tuple(str(model.model_fields["codec"].default) for model in CodecOptions.__args__)
+PullOptions = BF16Options | Int8Options
 _SKETCH = (
     "sketch finds its largest values in a second round between all workers of a step, which only gs_sgd of the "
     "simulator has; choose another codec"
@@ -75,28 +77,44 @@ class Compress(BaseModel):
 
     Attributes:
         push: the updates of the workers.
+        pull: the parameters from which their work starts.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     push: CodecOptions | None = None
+    pull: PullOptions | None = None
 
 
 def parse(given: object) -> Compress:
-    """What a flag or a key says: ``topk``, ``topk:keep=32,bits=4``, or a mapping with these as its ``push``.
+    """What a flag or a key says: ``topk``, ``topk:keep=32,bits=4``, ``pull=bf16``, ``e3m0,pull=int8``, or a mapping
+    with ``push`` and ``pull``.
 
     Raises:
         ValueError: there is no such codec, or a parameter is unknown or out of its range.
     """
     if isinstance(given, Compress):
         return given
-    push = given
-    if isinstance(given, Mapping):
-        unknown = sorted(set(given) - {"push"})
-        if unknown:
-            raise ValueError(f"{unknown[0]!r} is not compressed; only 'push' is, the updates of the workers")
-        push = given.get("push")
-    return Compress(push=_codec(push))
+    ways = _ways(given) if isinstance(given, str) else given
+    if ways is None:
+        return Compress()
+    if not isinstance(ways, Mapping):
+        raise ValueError(f"give the name of a codec ({', '.join(NAMES)}), or a mapping with 'push' and 'pull'")
+    if unknown := sorted(set(ways) - {"push", "pull"}):
+        raise ValueError(
+            f"{unknown[0]!r} is not compressed; 'push' is, the updates of the workers, and 'pull', their parameters"
+        )
+    return Compress(push=_codec(ways.get("push")), pull=_pull_codec(ways.get("pull")))
+
+
+def _ways(text: str) -> dict[str, str]:
+    """``codec,pull=codec`` as a mapping; a codec without a name before it is that of updates."""
+    first, *named = re.split(r"(?:^|,)\s*(push|pull)=", text)
+    pairs = [("push", first)] * bool(first or not named) + list(zip(named[::2], named[1::2], strict=True))
+    ways = dict(pairs)
+    if len(ways) < len(pairs):
+        raise ValueError("'push' or 'pull' is given twice")
+    return ways
 
 
 Compression = Annotated[Compress, BeforeValidator(parse)]
@@ -120,6 +138,13 @@ def _codec(given: object) -> CodecOptions | None:
     if isinstance(options, TopKOptions) and options.keep > options.chunk:
         raise ValueError(f"topk: keep is {options.keep}: a chunk has only {options.chunk} values")
     return options
+
+
+def _pull_codec(given: object) -> PullOptions | None:
+    options = _codec(given)
+    if options is None or isinstance(options, PullOptions):
+        return options
+    raise ValueError(f"pull is {options.codec}: whoever starts from parameters needs all of them; give bf16 or int8")
 
 
 def _from_text(text: str) -> dict[str, str] | None:

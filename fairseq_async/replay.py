@@ -16,6 +16,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, Parameters, Receipt
+from fairseq_async.server import compressed_starts as starts
 from fairseq_async.server.coordinator import Settled, build_coordinator
 from fairseq_async.server.event_log import EVENTS, START, checksum
 from fairseq_async.server.events import Event, LineReader
@@ -155,6 +156,7 @@ class Replay:
         self.coordinator = build_coordinator(held, rule, plan, self.parameters, membership)
         self.server = self.coordinator.server
         self.server.load_state_dict(recording.start["server"])
+        self._starts = starts.compressed_starts(spec)
         self._ahead = {w: [event for event in recording.events if event.worker == w] for w in run.workers}
         self._kept: dict[int, Parameters] = {}  # by worker: what it goes on from once its update in hand is settled
         self._begin()
@@ -182,6 +184,8 @@ class Replay:
     def _begin(self) -> None:
         """Whoever computed from this version takes it now, or when its update in hand is settled."""
         version = self.server.version
+        if self._starts is not None:
+            self._starts.follow(self.server)
         for worker, ahead in self._ahead.items():
             kept = self._kept.get(worker)
             if ahead and ahead[0].base_version == version:
@@ -195,6 +199,11 @@ class Replay:
 
     def _start(self, event: Event) -> Tensor:
         """The present parameters, or ahead of them, as the worker of this update took them."""
+        if self._starts is not None and event.start_payload is not None:
+            payload = self._starts.payload(self.server, event.look_ahead or 0.0)
+            if (here := starts.checksum(payload)) != event.start_payload or payload is None:
+                raise _first(event, f"the checksum of what it started from was {event.start_payload}, is {here}")
+            return self._starts.decode(payload)
         if not event.look_ahead:
             return self.server.dispatch()
         ahead = torch.empty_like(self.parameters)

@@ -1,10 +1,11 @@
 """Two workers of one run, an honest and a hostile one: the honest one's run must be what it is alone, to the bit.
 
 The hostile one knows the token and sends valid sessions, changed in one message after the other by the protocol's
-schema, and wrong introductions. Its updates are zeros or NaN. First over sockets, to a server's process; then straight
-into the service, which is several times as fast.
+schema, and wrong introductions. Its updates are zeros or NaN; with ``--compress``, payloads of zeros and spoilt ones.
+First over sockets, to a server's process; then straight into the service, which is several times as fast.
 
 python scripts/fuzz_sessions.py --messages 100000 --direct 10000000
+python scripts/fuzz_sessions.py --messages 20000 --direct 100000 --compress topk:chunk=8,keep=2,pull=int8
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from fairseq_async.compression import parse  # noqa: E402
+from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
+from fairseq_async.method_spec import MethodSpec  # noqa: E402
 from fairseq_async.reporting.audit import audit  # noqa: E402
 from fairseq_async.server.process import ServerProcess  # noqa: E402
 from fairseq_async.server.protocol import Push, Report  # noqa: E402
@@ -41,7 +45,6 @@ from scripts.faults.hostile import Attack, HostileWorker  # noqa: E402
 from scripts.faults.sgd_server import build  # noqa: E402
 
 SERVER = "scripts.faults.sgd_server"
-SPEC = adder_spec(snapshot_seconds=2.0)
 _PAUSE = 0.02  # seconds between two updates of the honest worker
 _LOOK_EVERY = 5.0  # seconds between two looks at the server's memory
 _SHOWN = 40
@@ -57,14 +60,15 @@ class Honest:
     """
 
     client: Client
+    spec: MethodSpec
     seconds: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._parameters = torch.zeros(LAYOUT.size)
-        self.client.join(LAYOUT, SPEC)
+        self.client.join(LAYOUT, self.spec)
         self.client.slot.zero_()
         self.client.initialise(None)
-        self._version = self.client.pull(self._parameters.copy_)
+        self._version = self.client.pull(self._parameters.copy_, starts=True)
 
     def step(self) -> None:
         sequence = len(self.seconds)
@@ -73,7 +77,7 @@ class Honest:
         began = time.perf_counter()
         self.client.push(lambda slot: slot.copy_(update), Push(sequence, self._version, 1.0, report))
         self.seconds.append(time.perf_counter() - began)
-        self._version = self.client.pull(self._parameters.copy_)
+        self._version = self.client.pull(self._parameters.copy_, starts=True)
 
     def state(self, directory: Path) -> str:
         """The digest of all that is its own, and of the parameters."""
@@ -85,13 +89,18 @@ class Honest:
         return digest([server["parameters"], server["rule"], own])
 
 
-def go(run_dir: Path, messages: int, seed: int) -> tuple[Honest, str, Attack, list[int]]:
+def spec_of(compress: str) -> MethodSpec:
+    """The method of both workers."""
+    return adder_spec(snapshot_seconds=2.0, compress=parse(compress).model_dump())
+
+
+def go(run_dir: Path, messages: int, seed: int, compress: str = "none") -> tuple[Honest, str, Attack, list[int]]:
     """The honest worker beside the hostile one, until that has sent its messages; and the server's memory meanwhile."""
     sizes: list[int] = []
-    look_at = 0.0
+    look_at, spec = 0.0, spec_of(compress)
     with served(run_dir) as server:
-        honest = Honest(Client(server.address, server.token, 0, 30.0))
-        hostile = HostileWorker(server.address, server.token, SPEC, LAYOUT, random.Random(seed))
+        honest = Honest(Client(server.address, server.token, 0, 30.0), spec)
+        hostile = HostileWorker(server.address, server.token, spec, LAYOUT, random.Random(seed))
         attack = Attack(hostile, messages)
         try:
             while attack.poll():
@@ -105,10 +114,10 @@ def go(run_dir: Path, messages: int, seed: int) -> tuple[Honest, str, Attack, li
         return honest, honest.state(run_dir), attack, sizes
 
 
-def alone(run_dir: Path, updates: int) -> str:
+def alone(run_dir: Path, updates: int, compress: str = "none") -> str:
     """The state of the honest worker's run without the other one."""
     with served(run_dir) as server:
-        honest = Honest(Client(server.address, server.token, 0, 30.0))
+        honest = Honest(Client(server.address, server.token, 0, 30.0), spec_of(compress))
         for _ in range(updates):
             honest.step()
         return honest.state(run_dir)
@@ -140,11 +149,12 @@ class DirectResult(NamedTuple):
     longest: float
 
 
-def direct(directory: Path, messages: int, seed: int) -> DirectResult:
+def direct(directory: Path, messages: int, seed: int, compress: str) -> DirectResult:
     """The same without sockets, in this process."""
     torch.set_num_threads(1)
     sys.stderr = open(directory / f"refusals-{seed}.log", "w")  # noqa: SIM115  # until this process ends
-    attack = DirectAttack(directory / f"both-{seed}", build, SPEC, LAYOUT, seed)
+    spec = spec_of(compress)
+    attack = DirectAttack(directory / f"both-{seed}", build, spec, LAYOUT, seed)
     size = 0
     while attack.sent < messages:
         for _ in range(10):
@@ -152,7 +162,7 @@ def direct(directory: Path, messages: int, seed: int) -> DirectResult:
         attack.step()
         size = size or (_resident(os.getpid()) if attack.sent >= _WARM_UP * messages else 0)
     growth = _resident(os.getpid()) - size
-    alone = DirectAttack(directory / f"alone-{seed}", build, SPEC, LAYOUT, seed)
+    alone = DirectAttack(directory / f"alone-{seed}", build, spec, LAYOUT, seed)
     for _ in attack.seconds:
         alone.step()
     same = digest(attack.state()) == digest(alone.state())
@@ -168,24 +178,29 @@ def main(
     without: Annotated[int, typer.Option("--direct", min=0, help="Without sockets.")] = 1_000_000,
     processes: Annotated[int, typer.Option(min=1, help="For those without sockets.")] = 2,
     seed: Annotated[int | None, typer.Option(help="Of the hostile worker; another each time by default.")] = None,
+    compress: Annotated[str, typer.Option(help="The run's codecs, as those of --compress in a run.")] = "none",
     json_file: Annotated[Path | None, typer.Option("--json", help="For what is printed.")] = None,
 ) -> None:
     """Print what the server answered, how long the honest worker's pushes took, and how much the server grew."""
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     report = Bench(f"{messages:,} messages of a hostile worker over sockets and {without:,} without, seed {seed}")
-    over_sockets(report, messages, seed)
+    try:
+        spec_of(compress)
+    except ValueError as error:
+        fail(ConfigurationError(f"--compress: {error}"))
+    over_sockets(report, messages, seed, compress)
     if without:
-        without_sockets(report, without, processes, seed)
+        without_sockets(report, without, processes, seed, compress)
     report.end(json_file)
 
 
-def over_sockets(report: Bench, messages: int, seed: int) -> None:
+def over_sockets(report: Bench, messages: int, seed: int, compress: str) -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "both"
-        honest, state, attack, sizes = go(run_dir, messages, seed)
+        honest, state, attack, sizes = go(run_dir, messages, seed, compress)
         seconds = time.monotonic() - began
-        same = state == alone(Path(directory) / "alone", len(honest.seconds))
+        same = state == alone(Path(directory) / "alone", len(honest.seconds), compress)
         log = (run_dir / "server.log").stat().st_size
         found = audit(run_dir)
     common = attack.outcomes.most_common(_SHOWN)
@@ -207,11 +222,11 @@ def over_sockets(report: Bench, messages: int, seed: int) -> None:
     report.bound("longest push of the honest worker, seconds", max(honest.seconds), 0.5)
 
 
-def without_sockets(report: Bench, messages: int, processes: int, seed: int) -> None:
+def without_sockets(report: Bench, messages: int, processes: int, seed: int, compress: str) -> None:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory, ProcessPoolExecutor(processes, mp_context=context) as pool:
         each = math.ceil(messages / processes)
-        runs = [pool.submit(direct, Path(directory), each, seed + number) for number in range(processes)]
+        runs = [pool.submit(direct, Path(directory), each, seed + number, compress) for number in range(processes)]
         found = [run.result() for run in runs]
     report.table("without sockets, each process", [result._asdict() for result in found])
     report.bound("messages without sockets", sum(result.sent for result in found), messages, at_least=True)

@@ -236,7 +236,7 @@ class HybridTrainer(AsynchronousTrainer):
         """One step of fairseq's, with what the server is to record of it."""
         if self._server_state is not None:  # others went on while this worker validated and saved
             self._server_state = None
-            self.worker.pull()
+            self.worker.start()
         real = real_batches(samples)
         self.optimizer.report = Report(self._iterator.state_dict(), self.fraction_of_epoch(real))
         self._started = time.perf_counter()

@@ -60,7 +60,7 @@ class RecordedClient:
         assignment = _assignment(first)
         return Welcome(True, memory="", publishes=False, slots=0, sequence=first.sequence, assignment=assignment)
 
-    def pull(self, copy: Callable[[Tensor], object], starts: bool = False) -> int:
+    def pull(self, copy: Callable[[Tensor], object], look_ahead: float = 0.0, starts: bool = False) -> int:
         """Copies the parameters by way of the slot, where they stay, as from a server that publishes nothing.
 
         While an update lies in the slot it does nothing: the replay says later what the worker starts from.

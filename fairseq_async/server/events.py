@@ -57,6 +57,7 @@ class Event:
     bytes_received: int | None = None
     residual_norm: float | None = None
     payload: str | None = None
+    start_payload: str | None = None
     checksum: str | None = None
     control_events: Annotated[
         tuple[ControlEvent, ...], Field(validation_alias=AliasChoices("control_events", "told"))

@@ -101,7 +101,8 @@ class Pull:
 
     Attributes:
         look_ahead: versions ahead along the server's last step.
-        starts: local steps start from them: the server's rule may look ahead.
+        starts: work starts from them: the server's rule may look ahead, and they may be compressed. Otherwise they are
+            the server's own, in fp32.
     """
 
     look_ahead: Annotated[float, Field(ge=0, le=1024)] = 0.0
@@ -234,9 +235,14 @@ class PushReply:
 
 @message
 class PullReply:
-    """The parameters of this version are in the worker's slot."""
+    """The parameters of this version are in the worker's slot, or behind this answer.
+
+    Attributes:
+        compressed: a payload of the run's codec is behind it.
+    """
 
     version: int
+    compressed: bool = False
     kind: Literal["pull_reply"] = "pull_reply"
 
 

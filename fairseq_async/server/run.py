@@ -11,6 +11,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
 from fairseq_async.exchange import SharedMemory, linux
 from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.compressed_starts import compressed_starts
 from fairseq_async.server.coordinator import Coordinator, Instruction, Settled, build_coordinator
 from fairseq_async.server.event_log import EventLog, Recorder
 from fairseq_async.server.first_batches import FirstBatches
@@ -19,7 +20,7 @@ from fairseq_async.server.membership import Membership
 from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.payloads import Payloads
 from fairseq_async.server.plan import Plan
-from fairseq_async.server.protocol import Pull, PushReply, Welcome, WorkReply
+from fairseq_async.server.protocol import Pull, PullReply, PushReply, Welcome, WorkReply
 from fairseq_async.server.state_files import restored_path
 
 Build = Callable[[MethodSpec, Layout, Tensor], tuple[Rule, Plan]]
@@ -37,7 +38,8 @@ class Run:
 
     def __init__(self, run_dir: Path, spec: MethodSpec, layout: Layout, slots: int, tell: Tell = tell_log) -> None:
         self.run_dir, self.spec, self.layout, self._tell = run_dir, spec, layout, tell
-        self.memory = SharedMemory.create(layout.size, slots, spec.publishes)
+        self._starts = compressed_starts(spec)
+        self.memory = SharedMemory.create(layout.size, slots, spec.publishes and self._starts is None)
         self.payloads = Payloads(spec, layout)
         self._coordinator: Coordinator | None = None
         self._published = -1
@@ -83,6 +85,8 @@ class Run:
         if state is not None:
             self._check_state(state)
             coordinator.load_state_dict(state)
+            if self._starts is not None and "starts" in state:
+                self._starts.load_state_dict(state["starts"])
         server = coordinator.server
         self._recorder = Recorder(self.run_dir, server, state is not None) if self.spec.server.record else None
         self._events = EventLog(self.run_dir, server.sequences, source, time, self._tell)
@@ -92,21 +96,30 @@ class Run:
         self.publish()
 
     def publish(self) -> None:
-        """Shows the parameters to workers, if they have changed and workers read them by themselves."""
+        """Shows the parameters to workers, if they have changed: where workers read them by themselves, or encoded."""
         server, before = self.coordinator.server, self._published
         self._published = server.version
         if server.version == before:
             return
-        if self.spec.publishes:
+        if self._starts is not None:
+            self._starts.follow(server)
+        elif self.memory.publishes:
             self.memory.publish(server.parameters, server.version)
         if before == 0:
             linux.trim()
 
-    def hand_out(self, worker: int, pull: Pull) -> tuple[int, Tensor]:
-        """Writes the parameters, or what lies ahead of them, into a worker's slot; returns their version, and it."""
+    def hand_out(self, worker: int, pull: Pull) -> tuple[PullReply, Tensor]:
+        """The answer to a worker that asks for parameters, and these: a payload, or the worker's slot, into which they
+        are written."""
         server, slot = self.coordinator.server, self.memory.slot(worker)
+        if self._starts is not None and pull.starts:
+            payload = self._starts.payload(server, pull.look_ahead)
+            if payload is not None:
+                if server.staleness.compensation:
+                    server.note_pull(worker, self._starts.decode(payload))
+                return PullReply(server.version, compressed=True), payload
         server.give(worker, slot, pull.look_ahead, pull.starts)
-        return server.version, slot
+        return PullReply(server.version), slot
 
     def log(self, settled: list[Settled], time: float) -> None:
         """Writes the events of updates that were settled together; ``time`` in seconds since 1970."""
@@ -119,14 +132,14 @@ class Run:
         """The answer to a worker that has joined; ``slots`` is how many workers there is room for."""
         state_path = str(restored_path(self.run_dir))
         if not self.begun:
-            return Welcome(False, self.memory.path, self.spec.publishes, slots, state_path)
+            return Welcome(False, self.memory.path, self.memory.publishes, slots, state_path)
         coordinator, server = self.coordinator, self.coordinator.server
         instruction = coordinator.instruct(worker, None, now)
         return Welcome(
             initialised=True,
             state_path=state_path,
             memory=self.memory.path,
-            publishes=self.spec.publishes,
+            publishes=self.memory.publishes,
             slots=slots,
             version=server.version,
             sequence=1 + server.sequences.get(worker, -1),
@@ -158,6 +171,8 @@ class Run:
         """All that another server needs to go on, with workers that have been told the method."""
         own: State = {"method": self.spec.name, "inner_optimizer": inner_optimizer(self.spec)}
         own["layout"] = self.layout.to_json()  # which an export names the tensors by
+        if self._starts is not None:
+            own["starts"] = self._starts.state_dict()
         return own | self.coordinator.state_dict()
 
     def snapshot(self) -> State:

@@ -357,12 +357,12 @@ class Service:
         return update
 
     def _pull(self, peer: Peer, pull: protocol.Pull) -> None:
-        """Gives the current parameters, or what lies ahead of them, to a worker that does not read the published copy.
+        """Gives parameters to a worker that does not read the published copy: in its slot, or behind the answer.
 
         Not with the answer to an update: until that is heard, the slot must keep the update for a second attempt.
         """
-        version, slot = self.described.hand_out(peer.id, pull)
-        self._answer(peer, protocol.PullReply(version), slot if peer.remote else None)
+        reply, parameters = self.described.hand_out(peer.id, pull)
+        self._answer(peer, reply, parameters if peer.remote or reply.compressed else None)
 
     def _follow(self, run: Run, peer: Peer, event: protocol.ScheduleEvent) -> Answer:
         if peer.worker != 0:

@@ -24,6 +24,7 @@ class Report:
         bytes_received: of the parameters that were taken since the update before.
         residual_norm: L2 norm of what the updates before this one had that was not sent, where it is kept.
         payload: checksum of a compressed update, which the server notes.
+        start_payload: checksum of the compressed parameters that this work started from; None where they came in fp32.
         first_batch: with a worker's first update, a digest of its first batch, where that is known.
     """
 
@@ -47,6 +48,7 @@ class Report:
     bytes_received: Count | None = None
     residual_norm: Seconds | None = None
     payload: Annotated[str, Field(max_length=8)] | None = None
+    start_payload: Annotated[str, Field(max_length=8)] | None = None
     first_batch: Annotated[str, Field(max_length=32)] | None = None
 
 

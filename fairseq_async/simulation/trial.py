@@ -13,6 +13,7 @@ from fairseq_async.algorithms import Update
 from fairseq_async.algorithms.rule import State
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server import Receipt
+from fairseq_async.server.compressed_starts import checksum, compressed_starts
 from fairseq_async.server.coordinator import Instruction, Outcome, build_coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
@@ -56,7 +57,7 @@ class Trial:
         self.membership = Membership(cluster.workers, now=0.0, timeout=inf, arrival_timeout=inf)
         self.coordinator = build_coordinator(built.spec, built.rule, built.plan, self.parameters, self.membership)
         self.server = self.coordinator.server
-        self.sketched = built.sketched
+        self.sketched, self.starts = built.sketched, compressed_starts(self.spec)
         self.exchanges = [cluster.exchange_of(worker) for worker in range(cluster.workers)]
         self.clock = Clock()
         self.workers = [LogicalWorker(w, torch.zeros_like(start)) for w in range(cluster.workers)]
@@ -157,8 +158,10 @@ class Trial:
             self._deliver(self.coordinator.wait(worker.id, self.clock.now))
             return
         worker.base_version = self.server.version
-        started = max(self.clock.now, self.answers_at) + self._pulling(self.exchanges[worker.id])
-        steps, loss, tokens = self._compute(worker, assignment)
+        payload = None if self.starts is None else self.starts.payload(self.server, assignment.look_ahead)
+        pulled = 4 * self.model.layout.size if payload is None else payload.numel()
+        started = max(self.clock.now, self.answers_at) + self._pulling(self.exchanges[worker.id], pulled)
+        steps, loss, tokens = self._compute(worker, assignment, self._start(assignment, payload))
         seconds = [self.seconds[worker.id].of_step(worker.steps + step) for step in range(steps)]
         computed = self.presence[worker.id].done(started, sum(seconds))
         worker.steps += steps
@@ -172,18 +175,11 @@ class Trial:
             shard=worker.id if self.sends_gradients else assignment.shard,
             tokens=tokens,
             look_ahead=assignment.look_ahead or None,
-            bytes_received=4 * self.model.layout.size,
+            bytes_received=pulled,
+            start_payload=checksum(payload),
         )
         pushing = self.exchanges[worker.id].transfer(self._encode(worker))
         self.clock.schedule(ScheduledEvent(computed + pushing, EventKind.ARRIVES, worker.id, worker.incarnation))
-
-    def _pulling(self, exchange: Exchange) -> float:
-        """Seconds until a worker has the parameters."""
-        seconds = exchange.transfer(4 * self.model.layout.size)
-        if self.sketched is not None:  # the second round is between the last sketch and the step
-            seconds += exchange.transfer(self.sketched.places)
-            seconds += exchange.transfer(self.sketched.values)
-        return seconds
 
     def _encode(self, worker: LogicalWorker) -> int:
         """The update becomes what its bytes say; returns how many of them go to the server at once."""
@@ -195,27 +191,43 @@ class Trial:
         worker.report = replace(worker.report, bytes_sent=sent, bytes_received=received)
         return self.sketched.sketch
 
-    def _compute(self, worker: LogicalWorker, assignment: Assignment) -> tuple[int, float, float]:
+    def _pulling(self, exchange: Exchange, size: int) -> float:
+        """Seconds for parameters of so many bytes to come."""
+        seconds = exchange.transfer(size)
+        if self.sketched is not None:  # the second round is between the last sketch and the step
+            seconds += exchange.transfer(self.sketched.places)
+            seconds += exchange.transfer(self.sketched.values)
+        return seconds
+
+    def _start(self, assignment: Assignment, payload: Tensor | None) -> Tensor:
+        """What a worker starts from; to be copied, or used at once."""
+        if self.starts is not None and payload is not None:
+            return self.starts.decode(payload)
+        if not assignment.look_ahead:
+            return self.server.dispatch()
+        ahead = torch.empty_like(self.parameters)
+        self.server.write_ahead(ahead, assignment.look_ahead)
+        return ahead
+
+    def _compute(self, worker: LogicalWorker, assignment: Assignment, start: Tensor) -> tuple[int, float, float]:
         """Steps, loss and tokens of the worker's next update, which is computed here."""
+        self.server.note_pull(worker.id, start)
         if self.sends_gradients:
-            self.server.note_pull(worker.id, self.parameters)
-            with self._looking_ahead(assignment.look_ahead):
+            with self._computing_at(start):
                 loss = self.model.gradient(worker, worker.id, worker.sequence)
             return 1, loss, worker.weight
         clip_norm = self.method.optimizer.clip_norm
-        start = self.server.dispatch()
-        self.server.note_pull(worker.id, start)
         losses, tokens = self.model.local_steps(worker, start, assignment, self.rate, clip_norm)
         return assignment.local_steps, sum(losses) / assignment.local_steps, tokens
 
     @contextmanager
-    def _looking_ahead(self, versions: float) -> Iterator[None]:
-        """Within this the model, which computes where the server's parameters are, is so many versions ahead."""
-        if not versions:
+    def _computing_at(self, start: Tensor) -> Iterator[None]:
+        """Within this the model, which computes where the server's parameters are, has these."""
+        if start is self.parameters:
             yield
             return
         now = self.parameters.clone()
-        self.server.write_ahead(self.parameters, versions)
+        self.parameters.copy_(start)
         yield
         self.parameters.copy_(now)
 
@@ -238,6 +250,8 @@ class Trial:
         """All that was applied is written before anyone takes parameters."""
         for _, error in outcome.uncounted:
             raise error
+        if self.starts is not None:
+            self.starts.follow(self.server)
         deadline = self.coordinator.deadline
         if deadline is not None and deadline != self.grace_ends:
             self.grace_ends = deadline
@@ -279,11 +293,14 @@ class Trial:
             "held": dict(sorted(self.coordinator.held_since.items())),
             "clock": self.clock.state_dict(),
             "workers": [worker.state_dict() for worker in self.workers],
+            "starts": None if self.starts is None else self.starts.state_dict(),
         }
 
     def load_state_dict(self, state: State) -> None:
         """Goes on where :meth:`state_dict` was taken, to the bit."""
         self.coordinator.load_state_dict(state["coordinator"])
+        if self.starts is not None:
+            self.starts.load_state_dict(state["starts"])
         self.membership.load_state_dict(state["membership"])
         if isinstance(self.coordinator.plan, LocalStepPlan):
             self.coordinator.plan.awaited.clear()  # the workers are all here, at what they were at

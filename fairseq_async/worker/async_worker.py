@@ -107,7 +107,7 @@ class AsyncWorker:
             self.client.compressor.load_state_dict(state, self.sequence)
 
     def pull(self) -> None:
-        """Takes the server's current parameters."""
+        """Takes the server's current parameters, in fp32."""
         self.version, self.look_ahead = self.client.pull(self.replica.write), 0.0
 
     def take_first_batch(self) -> str | None:

@@ -25,6 +25,7 @@ from fairseq_async.server.protocol import Push, PushReply, Request, Welcome
 from fairseq_async.server.state_files import placed
 from fairseq_async.worker.compressor import Compressor
 from fairseq_async.worker.connection import CONNECT_SECONDS, Connection
+from fairseq_async.worker.receiver import ParameterReceiver
 
 logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
@@ -77,6 +78,7 @@ class Client:
         self._schedule_events = 0
         self._received = 0  # bytes of parameters, since the last push
         self.compressor: Compressor | None = None
+        self._receiver: ParameterReceiver
         self._may_reject = False
         self._restored_version: int | None = None  # of a server that was started again, until this worker has pulled
         self._lock = (
@@ -95,6 +97,7 @@ class Client:
         self._joined_with = layout, spec
         codec = spec.compress.push
         self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
+        self._receiver = ParameterReceiver(spec, layout)
         self._may_reject = spec.server.max_update_norm_ratio is not None or spec.staleness_limit is not None
         with self._lock:
             try:
@@ -105,7 +108,8 @@ class Client:
     def use(self, memory: SharedMemory) -> None:
         """Keeps the slot of a remote server in memory that other processes of this machine can open."""
         self.memory = memory
-        self._slot = self._channel.room = memory.slot(0)
+        self._slot = memory.slot(0)
+        self._receiver.open(self._channel, self._sent)
 
     def initialise(self, state: str | None) -> Welcome:
         """Worker 0 brings a new server the parameters in its slot, or all of a state in a file; a server on another
@@ -123,7 +127,8 @@ class Client:
         """
         with self._lock:
             self.prepare(write)
-            push = replace(push, report=replace(push.report, bytes_received=self._received))
+            start = self._receiver.payload
+            push = replace(push, report=replace(push.report, bytes_received=self._received, start_payload=start))
             answer = self._push(push) if self.compressor is None else self._push_compressed(push, self.compressor)
             self._received = 0
             self._in_slot = push.sequence if answer.status is Status.ACCEPTED else -1
@@ -177,7 +182,8 @@ class Client:
 
         Args:
             look_ahead: versions ahead of it along the server's last step; only the server can compute these parameters.
-            starts: local steps start from them; where the server's rule looks ahead, they are ahead of its own.
+            starts: work starts from them: they may be ahead of the server's own where its rule looks ahead, and
+                compressed. Otherwise they are the server's own, in fp32.
         """
         while (memory := self.memory) is not None and memory.publishes and not look_ahead:
             try:
@@ -191,10 +197,11 @@ class Client:
                 with self._lock:
                     if memory is self.memory:
                         self._reconnect(error)
-        version, self._restored_version = self._ask(protocol.Pull(look_ahead, starts), protocol.PullReply).version, None
-        self._received += 4 * self.slot.numel()
+        with self._lock:
+            reply, self._restored_version = self._ask(protocol.Pull(look_ahead, starts), protocol.PullReply), None
+            self._received += self._receiver.take(self._channel, reply, self.slot)
         copy(self.slot)
-        return version
+        return reply.version
 
     def schedule_event(
         self, event: Literal["begin_epoch", "end_epoch"], epoch: int, loss: float | None = None
@@ -279,7 +286,6 @@ class Client:
         if self.remote:
             if before is None:
                 self._slot = torch.zeros(layout.size)
-            self._channel.room = self._slot
         else:
             if self.memory is not None:
                 self.memory.close()
@@ -289,6 +295,7 @@ class Client:
             if before is not None and before.data_ptr() != self._slot.data_ptr():
                 self._slot.copy_(before)  # of a server that is no more: an update, or where local steps started
             self._in_slot = -1
+        self._receiver.open(self._channel, self._sent)
         return welcome
 
     def _reconnect(self, error: ExchangeError) -> Welcome:

@@ -109,8 +109,8 @@ class HybridWorker(AsyncWorker):
         self.sequence += 1
         self.finished = answer.finished
         self._note(answer.assignment)
-        if answer.version != self.version:
-            self._start(answer.assignment.look_ahead)
+        if answer.version != self.version or self.finished:  # what it has may be rounded
+            self.start(answer.assignment.look_ahead)
         self.last = {
             "staleness": float(answer.staleness),
             "push_seconds": self.waited + pushed - started,
@@ -122,12 +122,13 @@ class HybridWorker(AsyncWorker):
     def _note(self, assignment: Assignment) -> None:
         self.learning_rate, self._steps = assignment.learning_rate or 0.0, assignment.total_progress
 
-    def _start(self, look_ahead: float) -> None:
-        """Takes the server's parameters, or parameters so many versions ahead of them."""
-        if look_ahead:
-            self.version, self.look_ahead = self.client.pull(self.replica.write, look_ahead), look_ahead
-        else:
-            self.pull()
+    def start(self, look_ahead: float = 0.0) -> None:
+        """Takes the server's parameters, or parameters so many versions ahead of them; at the end of the run, its own
+        last ones."""
+        if self.finished:
+            return self.pull()
+        self.version = self.client.pull(self.replica.write, look_ahead, starts=True)
+        self.look_ahead = look_ahead
 
     def _scale_into(self, factor: float, slot: Tensor) -> None:
         for parameter, room in zip(self._parameters, self.replica.layout.views(slot), strict=True):

@@ -16,6 +16,7 @@ from fairseq_async.server import Layout, protocol
 from fairseq_async.server.peers import Peer
 from fairseq_async.server.run import Build
 from fairseq_async.server.service import Service
+from fairseq_async.worker.compressor import Compressor
 from scripts.faults.hostile import HostileWorker
 
 TOKEN = "a token of sixteen or more"
@@ -27,7 +28,8 @@ class FakeChannel:
     def __init__(self) -> None:
         self.said: list[bytes] = []
         self.room: Tensor | None = None
-        self.largest = 0
+        self.largest = self.tensor_bytes = 0
+        self.any_length = False
         self.closed = self.with_tensor = False
         self.unsent = 0
 
@@ -42,6 +44,16 @@ class FakeChannel:
 
     def end(self) -> None:
         self.closed = True
+
+    def receive(self, tensor: bytes) -> None:
+        """Puts what comes behind a message into its room; raises a ProtocolError as a channel does."""
+        self.with_tensor, self.tensor_bytes = bool(tensor), len(tensor)
+        if not tensor or self.room is None:
+            return
+        room = self.room.view(torch.uint8)
+        if len(tensor) > room.numel() or not (self.any_length or len(tensor) == room.numel()):
+            raise ProtocolError("a tensor was announced that is not of the model's size")
+        room[: len(tensor)] = torch.frombuffer(bytearray(tensor), dtype=torch.uint8)
 
 
 @dataclass
@@ -67,11 +79,9 @@ class Member:
 
     def send(self, body: bytes, tensor: bytes = b"") -> bytes:
         """What the server says to it."""
-        self.channel.with_tensor = bool(tensor)
-        if tensor and self.channel.room is not None:
-            self.channel.room.copy_(torch.frombuffer(bytearray(tensor), dtype=torch.float32))
         self.channel.said.clear()
         try:
+            self.channel.receive(tensor)
             self.service.receive(self.peer, body)
         except ProtocolError:
             self.channel.closed = True
@@ -106,6 +116,8 @@ class DirectAttack:
         self.honest.send(protocol.encode(protocol.Initialise(False)))
         self._hostile = HostileWorker("", TOKEN, self.spec, self.layout, random.Random(self.seed))
         self._version = 0
+        push = self.spec.compress.push
+        self._compressor = None if push is None else Compressor(push, self.spec, self.layout, worker=0)
 
     def session(self, messages: int) -> None:
         """The hostile one comes in, and sends so many messages, or fewer if it is put out before."""
@@ -125,10 +137,16 @@ class DirectAttack:
         sequence = len(self.seconds)
         update = torch.randn(self.layout.size, generator=torch.Generator().manual_seed(sequence))
         report = protocol.Report(epochs=0.25, loss=1.0, position={"batch": sequence})
-        self.service.described.memory.slot(0).copy_(update)
+        push, payload = protocol.Push(sequence, self._version, 1.0, report), b""
+        if self._compressor is None:
+            self.service.described.memory.slot(0).copy_(update)
+        else:
+            push, encoded = self._compressor.encode(push, update)
+            payload = b"" if encoded is None else encoded.numpy().tobytes()
+            self._compressor.settle(taken=True)
         began = time.perf_counter()
         self.service.tick()
-        said = self.honest.send(protocol.encode(protocol.Push(sequence, self._version, 1.0, report)))
+        said = self.honest.send(protocol.encode(push), payload)
         self.seconds.append(time.perf_counter() - began)
         answer = protocol.parse_answer(said, protocol.PushReply)
         assert answer.status == "applied"

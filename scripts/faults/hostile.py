@@ -17,6 +17,7 @@ from fairseq_async.exchange.authentication import challenge, proof
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, protocol
 from scripts.faults.grammar import Grammar, to_json
+from scripts.faults.tensors import HostileTensors
 
 _HEADER = struct.Struct("!IQ")  # bytes of the body, bytes of the tensor behind it
 _AT_ONCE = 64  # messages, before it reads the answers
@@ -32,8 +33,8 @@ _KINDS += ["introduce"]
 
 @dataclass
 class HostileWorker:
-    """One worker, that sends thousands of messages a second. Its updates are zeros, or NaN: what it does not change by
-    them it must not be able to change at all.
+    """One worker, that sends thousands of messages a second. Its updates are zeros, or NaN, or payloads that none are:
+    what it does not change by them it must not be able to change at all.
 
     Attributes:
         joins: it was not announced, and takes a free number in place of ``worker``.
@@ -59,8 +60,7 @@ class HostileWorker:
 
     def __post_init__(self) -> None:
         self._grammar = Grammar(self.rng)
-        self._zeros = bytes(4 * self.layout.size)
-        self._nan = struct.pack("<f", float("nan")) * self.layout.size
+        self._tensors = HostileTensors(self.spec, self.layout, self.rng)
         self._sequence = self._version = self._batch = 0
         self._given = {"spec": self.spec.to_json(), "layout": self.layout.to_json(), "remote": True}
 
@@ -169,7 +169,7 @@ class HostileWorker:
         body = self._grammar.wrong(message) if self.rng.random() < 0.7 else to_json(message)
         if kind != "push" or self.rng.random() >= self.with_tensor:
             return body, b""
-        return body, self._nan if self.only_nan or self.rng.random() < 0.2 else self._zeros
+        return body, self._tensors.bad() if self.only_nan or self.rng.random() < 0.2 else self._tensors.zeros
 
     def _plausible(self, kind: str) -> dict[str, Any]:
         """What makes a valid message of this moment."""
@@ -183,7 +183,7 @@ class HostileWorker:
     def _lie(self, body: bytes) -> bytes:
         """A frame that is not as long as it says."""
         length = self.rng.choice((0, 1, len(body) - 1, len(body) + 1, 1 << 18, 1 << 24, 1 << 31, (1 << 32) - 1))
-        return _HEADER.pack(length, self.rng.choice((0, 0, 1, len(self._zeros), 1 << 40, (1 << 64) - 1))) + body
+        return _HEADER.pack(length, self.rng.choice((0, 0, 1, len(self._tensors.zeros), 1 << 40, (1 << 64) - 1))) + body
 
     def learn(self, said: bytes) -> None:
         """The version, and the number of its next update."""

@@ -129,7 +129,7 @@ def test_a_restart_goes_on_with_the_servers_momentum_and_the_inner_optimizer(run
 
 def test_a_restart_goes_on_with_what_an_island_had_not_sent(run: Run, tmp_path: Path) -> None:
     """Two ranks, whose first encodes for both."""
-    compress = {"push": {"codec": "topk", "chunk": 64, "keep": 8}}
+    compress = {"push": {"codec": "topk", "chunk": 64, "keep": 8}, "pull": "int8"}
     section = SHORT | {"total_steps": 20, "compress": compress, "island_size": 2, "grace_period": 60}
     code, output = run(2, tmp_path / "whole", section, "--save-at", 10)
     assert code == 0, output
@@ -144,16 +144,17 @@ def test_a_restart_goes_on_with_what_an_island_had_not_sent(run: Run, tmp_path: 
 
 
 def test_hybrid_async_steps_in_the_server(run: Run, tmp_path: Path) -> None:
-    """And follows DeepSpeed's schedule there, whose rate the engines show."""
+    """And follows DeepSpeed's schedule there, whose rate the engines show. Workers start from rounded parameters."""
     inner = {
         "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 4}},
     }
-    method = {"method": "hybrid_async", "total_steps": 32, "updates_per_step": 2}
+    method = {"method": "hybrid_async", "total_steps": 32, "updates_per_step": 2, "compress": {"pull": "bf16"}}
     config = ROOT / "deepspeed_config" / "hybrid_async.json"
     code, output = run(2, tmp_path, method, "--deepspeed_config", config, **inner)
     assert code == 0, output
     assert len(events(tmp_path)) == 64 and events(tmp_path)[-1]["version_after"] == 32
+    assert all(event["start_payload"] for event in events(tmp_path))
     seen = summary(tmp_path)
     assert sum(seen["losses"][-8:]) < sum(seen["losses"][:8])
     assert max(seen["rates"]) == pytest.approx(0.02)

@@ -128,7 +128,8 @@ def test_a_resumed_run_goes_on_with_momentum_and_data(alone: Alone, tmp_path: Pa
     "method", [[*LOCAL, "--local-steps", 5], ["--optimizer", "hybrid_async"]], ids=["local", "hybrid"]
 )
 def test_a_resumed_run_goes_on_with_what_it_had_not_sent(alone: Alone, tmp_path: Path, method: list[object]) -> None:
-    flags = ["--user-dir", PACKAGE, *method, "--dropout", 0, "--max-epoch", 0, "--compress", "topk:chunk=256,keep=16"]
+    codecs = "topk:chunk=256,keep=16,pull=int8"
+    flags = ["--user-dir", PACKAGE, *method, "--dropout", 0, "--max-epoch", 0, "--compress", codecs]
     parts = [*flags, "--save-dir", tmp_path / "parts"]
     ended = alone(
         whole=[*flags, "--max-update", 20],

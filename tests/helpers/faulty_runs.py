@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation, Rule
+from fairseq_async.compression import parse
 from fairseq_async.config import DelayedNesterovOptions
 from fairseq_async.method_spec import MethodSpec, ServerSettings, local_sgd_spec
 from fairseq_async.server import Layout
@@ -20,6 +21,9 @@ from scripts.faults.sgd_server import Constant, updates_per_step
 HYBRID = adder_spec(updates_per_step=3)
 _OPTIONS = DelayedNesterovOptions(local_steps=5, dynamic_local_steps=True, delay=2, c=0.0, total_steps=0, seed=1)
 LOCAL = replace(local_sgd_spec(_OPTIONS, 2, [], None, {}), server=ServerSettings(snapshot_seconds=1e6), publishes=True)
+_CODECS = parse("topk:chunk=8,keep=2,pull=int8:block=16")
+HYBRID_COMPRESSED = replace(HYBRID, options=HYBRID.options | {"compress": _CODECS.model_dump()})
+LOCAL_COMPRESSED = replace(LOCAL, options=LOCAL.options | {"compress": _CODECS.model_dump()})
 
 
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
@@ -31,19 +35,25 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, P
 
 
 class Worker:
-    """Pushes noise that is its own and its update's, always the same."""
+    """Pushes noise that is its own and its update's, always the same.
+
+    Attributes:
+        total: the sum of its updates, in float64.
+    """
 
     def __init__(self, client: Client, spec: MethodSpec) -> None:
         self.client, self.local = client, spec.method == "local_sgd"
         self.parameters = torch.empty(LAYOUT.size)
         self.sequence = self.version = 0
+        self.total = torch.zeros(LAYOUT.size, dtype=torch.float64)
         if not client.join(LAYOUT, spec).initialised:
             client.slot.copy_(torch.linspace(-1, 1, LAYOUT.size))
             client.initialise(None)
         self.pull()
 
     def pull(self) -> None:
-        self.version = self.client.pull(self.parameters.copy_)
+        """What the next update depends on, as it is given to those that go on from it."""
+        self.version = self.client.pull(self.parameters.copy_, starts=True)
 
     def push(self) -> PushReply:
         noise = torch.Generator().manual_seed(1000 * self.client.worker + self.sequence)
@@ -54,7 +64,13 @@ class Worker:
         push = Push(self.sequence, self.version, weight, report, wait=self.local)
         answer = self.client.push(lambda slot: slot.copy_(delta), push)
         self.sequence += 1
+        self.total += delta
         return answer
+
+    def residual(self) -> Tensor:
+        """What its updates had that was not sent; zeros where everything is."""
+        compressor = self.client.compressor
+        return torch.zeros(LAYOUT.size) if compressor is None else compressor.state_dict()["feedback"]["residual"]
 
 
 def train(workers: Sequence[Worker], rounds: int) -> None:

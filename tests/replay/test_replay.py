@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairseq_async import cli
+from fairseq_async import cli, compression
 from fairseq_async.algorithms import Rule, Update
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin.replayed import FairseqRun
@@ -245,8 +245,8 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(hybrid: Path, tmp_path: 
 @pytest.mark.parametrize(
     "method",
     [
-        ["hybrid_async", "--compress", "adacomp"],
-        ["local_sgd", "--local-steps", 2, "--compress", "dqsgd:bits=6"],
+        ["hybrid_async", "--compress", "adacomp,pull=bf16"],
+        ["local_sgd", "--local-steps", 2, "--compress", "dqsgd:bits=6,pull=int8"],
     ],
     ids=["adacomp", "dqsgd"],
 )
@@ -257,9 +257,16 @@ def test_a_compressed_run_is_repeated_payload_by_payload(
     recorded = events(run_dir)
     assert replay(run_dir).compared == recorded[-1]["version_after"] > 2
     assert len({event["payload"] for event in recorded}) == len(recorded)
-    assert all(0 < event["bytes_sent"] < event["bytes_received"] / 3 for event in recorded)
+    recording = Recording.read(run_dir)
+    size, pull = recording.layout.size, recording.spec.compress.pull
+    assert pull is not None and all(0 < event["bytes_sent"] < 4 * size / 3 for event in recorded)
+    assert not any(event["bytes_received"] % compression.build(pull).most_bytes([size]) for event in recorded)
+    # what is given of a version, or ahead of it, is the same for all workers
+    given_at = {(event["base_version"], event.get("look_ahead"), event["start_payload"]) for event in recorded}
+    assert len({key[:2] for key in given_at}) == len(given_at) and len({key[2] for key in given_at}) > 2
     lines = (run_dir / "events.jsonl").read_text()
-    changed = "0" * 8 if recorded[1]["payload"] != "0" * 8 else "1" * 8
-    (run_dir / "events.jsonl").write_text(lines.replace(recorded[1]["payload"], changed))
-    with pytest.raises(DifferenceError, match="the checksum of its payload was"):
-        replay(run_dir)
+    for key, said in (("payload", "of its payload"), ("start_payload", "of what it started from")):
+        changed = "0" * 8 if recorded[1][key] != "0" * 8 else "1" * 8
+        (run_dir / "events.jsonl").write_text(lines.replace(recorded[1][key], changed))
+        with pytest.raises(DifferenceError, match=f"the checksum {said} was"):
+            replay(run_dir)

@@ -26,6 +26,23 @@ def test_a_link_takes_as_long_as_the_payload_needs(tmp_path: Path, method: dict[
     assert small.evaluate() == pytest.approx(plain.evaluate(), rel=0.2)
 
 
+@pytest.mark.parametrize("method", [DN, METHODS["hybrid"]], ids=["local_sgd", "hybrid"])
+@pytest.mark.parametrize(("codec", "bits"), [("bf16", 16), ("int8", 8)])
+def test_parameters_that_workers_start_from_cost_the_bytes_of_their_payload(
+    tmp_path: Path, method: dict[str, Any], codec: str, bits: int
+) -> None:
+    plain, log = run(tmp_path, method, cluster=LINK)
+    small, small_log = run(tmp_path, method | {"compress": {"pull": codec}}, cluster=LINK)
+    size = plain.model.layout.size
+    (first, _, report), (small_first, _, small_report) = log.events[0], small_log.events[0]
+    scales = 0 if codec == "bf16" else 4 + 4 * -(-size // 256)
+    assert small_report.bytes_received == 32 + scales + bits // 8 * size and small_report.bytes_sent == 4 * size
+    assert first - small_first == pytest.approx(0.001 * (4 * size - small_report.bytes_received))
+    assert small_report.start_payload is not None and report.start_payload is None
+    # the rounding is felt, and the run is much the same
+    assert small.evaluate() != plain.evaluate() and small.evaluate() == pytest.approx(plain.evaluate(), rel=0.1)
+
+
 def test_updates_that_are_dropped_go_back_into_the_residual(tmp_path: Path) -> None:
     method = {"method": "local_sgd", "outer": "sgd", "outer_lr": 0.3, "local_steps": 2, "staleness_limit": 0}
     cluster = {"workers": 3, "seconds_per_step": [1.0, 1.5, 4.0]}
@@ -81,7 +98,10 @@ def test_an_experiment_without_feedback_needs_a_codec_that_has_it(
         ("int8:block=0", "int8: block: Input should be greater than or equal to 1"),
         ("int8:keep=3", "int8: keep: Extra inputs are not permitted"),
         ("topk:chunk=8,keep=9", "topk: keep is 9: a chunk has only 8 values"),
-        ({"pull": "bf16"}, "'pull' is not compressed"),
+        ({"both": "bf16"}, "'both' is not compressed; 'push' is"),
+        ({"pull": "e3m0"}, "pull is e3m0: whoever starts from parameters needs all of them; give bf16 or int8"),
+        ("pull=topk:keep=3", "pull is topk"),
+        ("int8,pull=bf16,push=e3m0", "'push' or 'pull' is given twice"),
         ({"push": 3}, "give the name of a codec"),
     ],
 )

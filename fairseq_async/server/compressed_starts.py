@@ -1,0 +1,104 @@
+"""The parameters from which workers start, in few bytes: encoded once for each version, for all of them."""
+
+import torch
+from torch import Tensor
+
+from fairseq_async import compression
+from fairseq_async.algorithms.codecs.payload import checksum_of
+from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import CodecError
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.parameter_server import ParameterServer
+
+
+class CompressedStarts:
+    """Encodes what work starts from at each version of the parameters, θ_v or what a rule's ``dispatch`` makes of it.
+
+    A payload has whole parameters, not what has changed of them, and every worker that starts from a version is given
+    the same one: no error adds up, nothing depends on what a worker has had before, and an answer that was lost is
+    asked for again. With bf16 these are the rounded parameters. What int8 loses of one version is added to the next::
+
+        c_v = θ_v + (c_(v−1) − Q(c_(v−1)));  Q(c_v) is given
+
+    so that the mean of what is given over versions comes to that of the parameters, and a change too small for a level
+    of int8 shows after some versions. One vector for all workers, c_v, is kept for it. What is given is never further
+    from θ_v than two roundings.
+
+    Parameters with NaN or Inf have no payload: they are given in fp32.
+
+    Attributes:
+        version: of the parameters that were encoded last.
+    """
+
+    def __init__(self, options: compression.PullOptions) -> None:
+        self._codec = compression.build(options)
+        self._keeps_loss = isinstance(options, compression.Int8Options)
+        self._carried: Tensor | None = None  # c_v: the payload is a function of it, and a checkpoint has it alone
+        self._payload: Tensor | None = None
+        self._size = 0
+        self.version = -1
+
+    def follow(self, server: ParameterServer) -> None:
+        """Encodes the server's present version, unless that has happened."""
+        if server.version == self.version:
+            return
+        start = server.dispatch()
+        self.version, self._size = server.version, start.numel()
+        if self._keeps_loss:
+            start = self._carry(start)
+        self._payload = self._encoded(start)
+
+    def payload(self, server: ParameterServer, look_ahead: float = 0.0) -> Tensor | None:
+        """The payload (uint8) of the server's present version, or of so many versions ahead of it; None where it has
+        NaN or Inf.
+
+        What lies ahead is encoded with the same loss carried, and leaves it: it is one worker's alone.
+        """
+        self.follow(server)
+        if not look_ahead:
+            return self._payload
+        ahead = torch.empty_like(server.parameters)
+        server.write_ahead(ahead, look_ahead)
+        if self._carried is not None:
+            ahead.sub_(server.parameters).add_(self._carried)
+        return self._encoded(ahead)
+
+    def decode(self, payload: Tensor) -> Tensor:
+        """What a worker makes of a payload: flat, fp32."""
+        return self._codec.decode(payload.numpy().data, self._size)
+
+    def state_dict(self) -> State:
+        """What the payloads of later versions depend on."""
+        return {"version": self.version, "carried": self._carried}
+
+    def load_state_dict(self, state: State) -> None:
+        """Goes on from :meth:`state_dict`."""
+        if self._keeps_loss and state["carried"] is not None:
+            self.version, self._carried = state["version"], state["carried"].clone()
+            self._size = self._carried.numel()
+            self._payload = self._encoded(self._carried)
+
+    def _carry(self, start: Tensor) -> Tensor:
+        """c_v; without a loss to carry, ``start``."""
+        if self._carried is None or self._payload is None:
+            self._carried = start.clone()
+        else:
+            self._carried.sub_(self.decode(self._payload)).add_(start)
+        return self._carried
+
+    def _encoded(self, start: Tensor) -> Tensor | None:
+        try:
+            return torch.frombuffer(bytearray(self._codec.encode(start)), dtype=torch.uint8)
+        except CodecError:
+            return None
+
+
+def compressed_starts(spec: MethodSpec) -> CompressedStarts | None:
+    """Those of a run; None where workers are given fp32."""
+    pull = spec.compress.pull
+    return None if pull is None else CompressedStarts(pull)
+
+
+def checksum(payload: Tensor | None) -> str | None:
+    """The checksum by which a log names a payload."""
+    return None if payload is None else f"{checksum_of(payload.numpy().data):08x}"
