@@ -14,6 +14,7 @@ from fairseq_async.launch.processes import Processes, RunFailedError, Worker, in
 
 _LINE_EVERY = 10.0  # seconds between two lines of progress
 _DYING = 10.0  # seconds for the other ranks to end by themselves after one died
+_STARTING = "starting"
 
 
 class GroupLauncher:
@@ -39,7 +40,8 @@ class GroupLauncher:
             for worker in self.processes.workers:
                 self.processes.start(worker, None, self._ranks(worker))
             self._watch()
-            _say(f"finished: {self._progress()}")
+            progress = self._progress()
+            _say("finished" if progress == _STARTING else f"finished: {progress}")
         finally:
             self.processes.end()
 
@@ -87,4 +89,4 @@ def _progress(log: Path) -> str:
             return ", ".join(f"{name} {values[name]}" for name in known)
         if found:
             return record
-    return "starting"
+    return _STARTING

@@ -114,7 +114,8 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
-        where = f"port {port} ({option('port')})" if host == LOOPBACK else f"address {host}:{port} ({option('server')})"
+        named = f"{option('server')}, or --host of launch"
+        where = f"port {port} ({option('port')})" if host == LOOPBACK else f"address {host}:{port} ({named})"
         raise ConfigurationError(f"{where} cannot be used: {error}") from error
 
 

@@ -27,7 +27,7 @@ def made(tmp_path: Path) -> Made:
     return make
 
 
-PAIR = "train.de-en.de.bin", "dict.de.txt", "dict.en.txt"
+PAIR = "train.de-en.de.bin", "dict.de.txt", "dict.en.txt", "valid.de-en.de.bin"
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,9 @@ PAIR = "train.de-en.de.bin", "dict.de.txt", "dict.en.txt"
         (PAIR, ["--train-subset", "train1"], "no training set there (train1.*)"),
         ((), ["--task", "language_modeling"], "no dictionary there (dict.txt)"),
         (("dict.txt",), ["--task", "language_modeling"], "no training set there (train.*)"),
+        (PAIR[:3], [], "no validation set there (valid.*); make it with fairseq-preprocess"),
+        (PAIR, ["--valid-subset", "valid,valid2"], "no validation set there (valid2.*)"),
+        (("dict.txt", "train.bin"), ["--task", "language_modeling"], "no validation set there (valid.*)"),
     ],
 )
 def test_data_that_is_not_there_names_the_file_and_how_it_is_made(
@@ -56,7 +59,8 @@ def test_data_that_is_not_there_names_the_file_and_how_it_is_made(
     [
         (PAIR, []),
         (PAIR, ["-s", "de", "-t", "en", "--inner-optimizer", "nag"]),
-        (("dict.txt", "train.bin"), ["--task", "language_modeling"]),
+        (("dict.txt", "train.bin", "valid.bin"), ["--task", "language_modeling"]),
+        (PAIR[:3], ["--disable-validation"]),
         ((), ["--task", "masked_lm"]),  # its files may have other names
     ],
 )

@@ -3,7 +3,9 @@
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from fairseq import checkpoint_utils
 from omegaconf import OmegaConf
@@ -14,12 +16,27 @@ from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, StateDict
 _RANKS = "data_parallel_world_size"  # a key of a checkpoint's extra state
 
 
-def trust_namespace() -> None:
-    """Lets torch load ``argparse.Namespace``, which is plain data.
+def trust_plain_data() -> None:
+    """Lets torch load what plain fairseq's checkpoints hold besides tensors: ``argparse.Namespace``, and with
+    ``--eval-bleu`` arrays of NumPy. Both are data.
 
-    Since 2.6 torch loads only types that it trusts, and fairseq's own checkpoints hold this one more.
+    Since 2.6 torch loads only types that it trusts.
     """
-    torch.serialization.add_safe_globals([Namespace])
+    array, number = (value.__reduce__()[0] for value in (np.zeros(1), np.float64(0)))
+    kinds = {type(np.dtype(name)) for name in ("int64", "float64", "float32")}
+    torch.serialization.add_safe_globals([Namespace, np.ndarray, np.dtype, array, number, *kinds])
+
+
+def plain_values(value: object) -> Any:
+    """The same without NumPy's types, in which ``--eval-bleu`` counts: plain fairseq could not load the file."""
+    match value:
+        case np.ndarray() | np.generic():
+            return value.tolist()
+        case dict():
+            return {key: plain_values(each) for key, each in value.items()}
+        case list() | tuple():
+            return type(value)(map(plain_values, value))
+    return value
 
 
 def plain_config(cfg: FairseqConfig) -> StateDict:
