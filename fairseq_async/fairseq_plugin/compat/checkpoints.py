@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,9 @@ def trust_plain_data() -> None:
 
     Since 2.6 torch loads only types that it trusts.
     """
-    array, number = (value.__reduce__()[0] for value in (np.zeros(1), np.float64(0)))
+    makers: list[Any] = [value.__reduce__()[0] for value in (np.zeros(1), np.float64(0))]
     kinds = {type(np.dtype(name)) for name in ("int64", "float64", "float32")}
-    torch.serialization.add_safe_globals([Namespace, np.ndarray, np.dtype, array, number, *kinds])
+    torch.serialization.add_safe_globals([Namespace, np.ndarray, np.dtype, *makers, *kinds])
 
 
 def plain_values(value: object) -> Any:
@@ -51,11 +52,24 @@ def plain_config(cfg: FairseqConfig) -> StateDict:
 
 @contextmanager
 def checkpoint_errors(filename: str) -> Iterator[None]:
-    """Makes fairseq's assertions an error of one line: so it says that a checkpoint is of another optimizer."""
+    """Makes an error of one line of fairseq's assertions, by which it says that a checkpoint is of another optimizer,
+    and of a file that torch cannot read."""
     try:
         yield
     except AssertionError as error:
         raise ConfigurationError(f"{filename}: {error}") from error
+    except Exception as error:  # torch raises whatever the broken bytes lead it to
+        if not _is_raised_by_loading(error):
+            raise
+        raise ConfigurationError(
+            f"{filename} is no checkpoint that can be read: it is cut, or another program's; give another "
+            "--restore-file or --finetune-from-model, or remove it"
+        ) from error
+
+
+def _is_raised_by_loading(error: Exception) -> bool:
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") == torch.serialization.__name__ for frame in frames)
 
 
 def load_on_every_rank(cfg: FairseqConfig) -> None:
