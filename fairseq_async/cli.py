@@ -5,6 +5,7 @@ matplotlib take seconds to import.
 """
 
 import logging
+import shlex
 import sys
 import warnings
 from collections.abc import Callable
@@ -145,12 +146,14 @@ def simulate(
     from fairseq_async.simulation.simulate import Interrupted, Simulator, table
 
     directory = out or Path("runs/simulate") / experiment.stem
-    simulator = Simulator(given, directory, resume)
     try:
-        rows = simulator.run()
+        rows = Simulator(given, directory, resume).run()
     except Interrupted:
-        print(f"stopped and saved; go on with: fairseq-async simulate {experiment} --out {directory} --resume")
+        line = ["fairseq-async", "simulate", str(experiment), "--out", str(directory), "--resume"]
+        print(f"stopped and saved; go on with: {shlex.join(line)}")
         raise typer.Exit(130) from None
+    except OSError as error:  # a full disk; --resume goes on when there is room
+        raise ConfigurationError(f"--out {directory} cannot be written to: {error.strerror}") from error
     Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
     report([directory], None)
 
@@ -180,12 +183,13 @@ def capacity(
 
     from fairseq_async.reporting.capacity import measure, tables
 
-    sizes = [round(size) for size in _positive("--parameters", parameters)]
+    sizes = [round(size) for size in _positive("--parameters", parameters, least=1)]
     if compress and not link:
         raise ConfigurationError(f"--compress {compress}: of use on a link alone: give --link too")
-    counts = [round(count) for count in _positive("--servers", servers)]
+    counts = [round(count) for count in _positive("--servers", servers or "1", least=1)]
+    links = _positive("--link", link)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    for table in tables(measure(run_dir, compress), sizes, _positive("--link", link), counts):
+    for table in tables(measure(run_dir, compress), sizes, links, counts):
         console.print(table)
 
 
@@ -273,13 +277,14 @@ def _find(path: Path, otherwise: Callable[[OSError], str]) -> None:
         raise ConfigurationError(otherwise(error)) from error
 
 
-def _positive(flag: str, text: str) -> list[float]:
+def _positive(flag: str, text: str, least: float = 0.0) -> list[float]:
     try:
         numbers = [float(part) for part in text.split(",")] if text else []
     except ValueError:
         numbers = [0.0]
-    if not all(0 < number < float("inf") for number in numbers) or (flag == "--servers" and min(numbers) < 1):
-        raise ConfigurationError(f"{flag} {text}: numbers above 0 with commas between them")
+    if not all(0 < number < float("inf") and number >= least for number in numbers):
+        range_ = f"of at least {least:g}" if least else "above 0"
+        raise ConfigurationError(f"{flag} {text}: numbers {range_} with commas between them")
     return numbers
 
 

@@ -115,18 +115,25 @@ def read(source: Path) -> Source:
 def _latest_tag(directory: Path) -> str:
     """The name of DeepSpeed's last checkpoint in a directory."""
     path = directory / "latest"
-    return path.read_text().strip() if path.is_file() else ""
+    return path.read_text(errors="replace").strip() if path.is_file() else ""
 
 
 def _read_file(path: Path) -> Source:
     content = _load(path)
-    if isinstance(content, dict) and "model" in content and "cfg" in content:
+    if _is_fairseqs(content):
         rest = {key: value for key, value in content.items() if key not in ("model", "last_optimizer_state")}
         rest["extra_state"] = {k: v for k, v in (rest.get("extra_state") or {}).items() if k != "async_server"}
         return Source(dict(content["model"]), path.parent, rest)
     if isinstance(content, dict) and "server" in content:
         return _with_server_parameters(content, path)
     raise ConfigurationError(f"{path}: neither fairseq's checkpoint nor a server's state")
+
+
+def _is_fairseqs(content: object) -> bool:
+    if not (isinstance(content, dict) and "cfg" in content and isinstance(content.get("extra_state", {}), dict | None)):
+        return False
+    model = content.get("model")
+    return isinstance(model, dict) and all(isinstance(each, Tensor) for each in model.values())
 
 
 def _read_snapshot(paths: list[Path], run_dir: Path) -> Source:

@@ -1,6 +1,5 @@
 """A recorded run, repeated in one process: each update is computed again, and each state compared."""
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, Parameters, Receipt
 from fairseq_async.server import compressed_starts as starts
 from fairseq_async.server.coordinator import Settled, build_coordinator
+from fairseq_async.server.description import RunDescription
 from fairseq_async.server.event_log import EVENTS, START, checksum
 from fairseq_async.server.events import Event, LineReader
 from fairseq_async.server.membership import Membership
@@ -80,13 +80,10 @@ class Recording:
         """
         if not run_dir.is_dir() or not any(run_dir.iterdir()):
             raise ConfigurationError(f"{run_dir}: no run there; give the --run-dir (or --save-dir) of one")
-        try:
-            description = json.loads((run_dir / "run.json").read_text())
-            spec, layout = MethodSpec.from_json(description["method"]), Layout.from_json(description["layout"])
-            reader = LineReader(run_dir / EVENTS, Event.from_json)
-            events = list(reader)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigurationError(f"{run_dir}: the run there cannot be read: {error}") from error
+        description = RunDescription.read(run_dir)
+        spec, layout = description.spec, description.layout
+        reader = LineReader(run_dir / EVENTS, Event.from_json)
+        events = list(reader)
         if not any(event.checksum for event in events):
             raise ConfigurationError(f"{run_dir}: no checksums in events.jsonl; a run is recorded with --record")
         try:
@@ -94,6 +91,8 @@ class Recording:
         except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
             why = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:100]}"
             raise ConfigurationError(f"{run_dir / START}, the run's first state, cannot be read: {why}") from error
+        if not (isinstance(start, dict) and {"resumed", "server", "threads"} <= start.keys()):
+            raise ConfigurationError(f"{run_dir / START}: not the first state of a run")
         if start["resumed"]:
             raise ConfigurationError(f"{run_dir}: the run went on from a checkpoint; a replay begins at the beginning")
         computed = [event for event in events if event.status in SETTLED]

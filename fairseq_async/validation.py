@@ -24,6 +24,13 @@ _Model = TypeVar("_Model", bound=BaseModel)
 Spell = Callable[[str], str]
 
 
+def first_mistake(error: ValidationError) -> str:
+    """What is wrong first, in one line, with the key."""
+    first = error.errors()[0]
+    key = ".".join(map(str, first["loc"]))
+    return f"{key}: {first['msg']}" if key else first["msg"]
+
+
 def checked(model: type[_Model], values: Mapping[str, object], where: str, spell: Spell = '"{}"'.format) -> _Model:
     """The values as a model.
 

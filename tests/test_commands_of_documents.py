@@ -13,42 +13,13 @@ from fairseq_async import cli
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.programs import is_fairseq
 from tests.helpers.commands import HELPERS, MODEL, PACKAGE, ROOT, Processes
-from tests.helpers.documents import ALL
+from tests.helpers.documents import commands
 
-STAND_INS = {"$(which fairseq-train)": "fairseq-train", "$(fairseq-async user-dir)": str(PACKAGE), "HOST:": "10.0.0.1:"}
 OURS = ("fairseq-async", "fairseq-train", "torchrun")
 THE_READERS_OWN_SCRIPT = "train.py"
 OF_THE_READERS_OWN_RULE = ("--outer", "sign", "--sign-lr", "0.01")  # tests/config has a test of such a rule
 SCRIPTS = ("python", "bash", "deepspeed")
 GROUP = typer.main.get_command(cli.app)
-
-
-def lines(text: str) -> list[str]:
-    """Of the blocks of code: those between fences without a language, and those that are indented."""
-    fenced = [code for name, code in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE) if not name]
-    indented = re.findall(r"^    (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
-    return [line.strip() for block in [*fenced, "\n".join(indented)] for line in block.replace("\\\n", " ").split("\n")]
-
-
-def words(line: str) -> list[str]:
-    """A command without its comment and variables, with stand-ins for what a reader fills in."""
-    for name, stand_in in STAND_INS.items():
-        line = line.replace(name, stand_in)
-    found = shlex.split(line, comments=True)
-    while found and re.fullmatch(r"[A-Z_]+=.*", found[0]):
-        del found[0]
-    return found
-
-
-def commands(*programs: str) -> list[tuple[str, list[str]]]:
-    """Document and words of each command of these programs."""
-    found = []
-    for name in ALL:
-        for line in lines((ROOT / name).read_text(encoding="utf-8")):
-            first = line.split(" ")[0]
-            if "──" not in line and (first in programs or re.match(rf"[A-Z_]+=\S+ ({'|'.join(programs)}) ", line)):
-                found.append((name, words(line)))
-    return found
 
 
 def completed(job: list[str]) -> list[str]:

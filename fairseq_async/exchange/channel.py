@@ -217,4 +217,4 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _closed(error: OSError) -> ExchangeError:
-    return ExchangeError(f"the peer closed the connection ({error.strerror})")
+    return ExchangeError(f"the peer closed the connection ({error.strerror or error})")

@@ -8,7 +8,7 @@ import atexit
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.adascale import AdaScaleOptimizer, AdaScaleTrainer
 from fairseq_async.fairseq_plugin.adasum import AdasumOptimizer, AdasumTrainer
-from fairseq_async.fairseq_plugin.compat.checkpoints import trust_namespace
+from fairseq_async.fairseq_plugin.compat.checkpoints import trust_plain_data
 from fairseq_async.fairseq_plugin.compat.shutdown import end_prefetching
 from fairseq_async.fairseq_plugin.hybrid import HybridAsync, HybridTrainer
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDFlags, LocalSGDTrainer
@@ -29,7 +29,7 @@ register_method(
 register_method("adasum", AdasumOptimizer, SynchronousMethod(AdasumTrainer, AdasumTrainer.check))
 register_method("adascale", AdaScaleOptimizer, SynchronousMethod(AdaScaleTrainer, AdaScaleTrainer.check))
 
-trust_namespace()
+trust_plain_data()
 atexit.register(end_prefetching)
 
 __all__ = ["AdaScaleOptimizer", "AdasumOptimizer", "HybridAsync", "LocalSGDFlags"]

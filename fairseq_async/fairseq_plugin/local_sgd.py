@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
 from fairseq_async.fairseq_plugin.compat.batches import real_batches
+from fairseq_async.fairseq_plugin.compat.checkpoints import plain_values
 from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings
 from fairseq_async.fairseq_plugin.compat.precision import finite_norm, fp32_masters
 from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
@@ -260,7 +261,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         # Past our own method, which would set the progress again: a checkpoint is to have a plain number.
         Trainer.set_num_updates(self, int(self._num_updates))
         checkpoint: StateDict = super().state_dict()
-        checkpoint["cfg"] = self.session.given
+        checkpoint |= {"cfg": self.session.given, "extra_state": plain_values(checkpoint["extra_state"])}
         checkpoint["extra_state"]["async_server"] = state
         compressor = self.worker.compressor_state()
         if compressor is not None:

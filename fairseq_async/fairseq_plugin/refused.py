@@ -68,6 +68,10 @@ def check_asynchronous(args: Namespace, cfg: DictConfig) -> None:
     for flag, given in waiting.items():
         if given:
             raise ConfigurationError(f"{flag}: would make workers wait for each other; {name} does without it")
+    if min(cfg.optimization.update_freq) < 1:
+        raise ConfigurationError(
+            f"--update-freq {min(cfg.optimization.update_freq)}: a step needs a batch; give 1 or more"
+        )
     unsupported = {
         "--amp": common.amp,
         "--model-parallel-size": common.model_parallel_size > 1,

@@ -17,6 +17,7 @@ from fairseq_async.fairseq_plugin.compat.checkpoints import (
     checkpoint_errors,
     load_on_every_rank,
     plain_config,
+    plain_values,
     rescale_position,
     write_ranks,
 )
@@ -123,7 +124,7 @@ class SynchronousTrainer(Trainer):
     def state_dict(self) -> StateDict:
         """fairseq's, in types that torch loads without trust."""
         checkpoint: StateDict = super().state_dict()
-        checkpoint["cfg"] = self._given
+        checkpoint |= {"cfg": self._given, "extra_state": plain_values(checkpoint["extra_state"])}
         write_ranks(checkpoint["extra_state"], self.data_parallel_world_size)
         return checkpoint
 

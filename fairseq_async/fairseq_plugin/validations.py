@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.server.validations import Validation
 
@@ -19,10 +20,13 @@ def note_validation(
     tracking_best: bool,
 ) -> StateDict:
     """fairseq's ``get_valid_stats``, which it calls once for each validation set; the first is noted."""
+    wanted = cfg.checkpoint.best_checkpoint_metric
+    if tracking_best and wanted not in stats:  # fairseq would say no more than the name, in a traceback
+        raise ConfigurationError(f"--best-checkpoint-metric {wanted}: a validation has {', '.join(stats)}")
     found = get_valid_stats(cfg, trainer, stats, tracking_best)
     session = getattr(trainer, "session", None)  # a synchronous run has none
     if session is not None and tracking_best:
-        names = (cfg.checkpoint.best_checkpoint_metric, *_SCORES)
+        names = (wanted, *_SCORES)
         metric = next((name for name in names if name != "loss" and name in found), None)
         score = None if metric is None else float(found[metric])
         loss = float(found["loss"]) if "loss" in found else None

@@ -56,6 +56,8 @@ class WorkerCommand:
                 f"--optimizer {given.optimizer or '(missing)'}: launch runs --optimizer "
                 f"{' or '.join((*SERVERS, *SYNCHRONOUS))}; name yours with --inner-optimizer"
             )
+        if not given.save_dir:
+            raise ConfigurationError("--save-dir is empty: give a directory, or leave the flag out")
         if given.server and not starts_server:
             raise ConfigurationError("--server: launch starts its own server; leave the flag out")
         check_command(given.optimizer, self.arguments, workers)

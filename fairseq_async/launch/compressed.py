@@ -1,11 +1,11 @@
 """What compressed updates have come to, from the events of a run."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairseq_async.server import Layout
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.server.description import RunDescription
 from fairseq_async.server.events import Event
 
 
@@ -46,6 +46,6 @@ class Compressed:
 def read_parameters(run_dir: Path) -> int | None:
     """The number of a run's parameters by its ``run.json``; None where that does not say it."""
     try:
-        return Layout.from_json(json.loads((run_dir / "run.json").read_text())["layout"]).size
-    except (OSError, ValueError, KeyError):
+        return RunDescription.read(run_dir).layout.size
+    except ConfigurationError:
         return None

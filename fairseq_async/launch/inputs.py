@@ -11,6 +11,8 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.option_flags import INNER_OPTIMIZER, OneLineParser, check_inner_optimizer
 
 _PREPROCESS = "make it with fairseq-preprocess, and give its --destdir"
+_TEXT_TASKS = ("translation", "language_modeling")
+_WITHOUT_VALID_SUBSETS = ("--disable-validation", "--combine-valid-subsets", "--combine-val")
 
 
 def check_inputs(method: str, arguments: Sequence[str]) -> None:
@@ -31,8 +33,10 @@ def check_inputs(method: str, arguments: Sequence[str]) -> None:
     if given.user_dir is not None and not os.path.exists(given.user_dir):
         raise ConfigurationError(f"--user-dir {given.user_dir}: no such directory")
     if arguments and not arguments[0].startswith("-"):
-        for path in arguments[0].split(os.pathsep):
-            _check_data(Path(path), given)
+        paths = [Path(path) for path in arguments[0].split(os.pathsep)]
+        for path in paths:
+            _check_data(path, given)
+        _check_validation(paths[0], given)  # fairseq looks for no other set in the other directories
 
 
 def _parser() -> OneLineParser:
@@ -42,6 +46,9 @@ def _parser() -> OneLineParser:
     parser.add_argument("-s", "--source-lang")
     parser.add_argument("-t", "--target-lang")
     parser.add_argument("--train-subset", default="train")
+    parser.add_argument("--valid-subset", default="valid")
+    for flag in _WITHOUT_VALID_SUBSETS:
+        parser.add_argument(flag, dest="without_valid_subsets", action="store_true")
     parser.add_argument(INNER_OPTIMIZER.flag, default=INNER_OPTIMIZER.default)
     return parser
 
@@ -67,6 +74,17 @@ def _check_data(path: Path, given: Namespace) -> None:
         return
     if not any(path.glob(f"{subset}.*")):
         raise ConfigurationError(f"{path}: no training set there ({subset}.*); {_PREPROCESS}")
+
+
+def _check_validation(path: Path, given: Namespace) -> None:
+    if given.task not in _TEXT_TASKS or given.without_valid_subsets:
+        return
+    for subset in given.valid_subset.split(","):
+        if not any(path.glob(f"{subset}.*")):
+            raise ConfigurationError(
+                f"{path}: no validation set there ({subset}.*); {_PREPROCESS}, name another with --valid-subset, or "
+                "give --disable-validation"
+            )
 
 
 def _languages(path: Path, given: Namespace) -> list[str]:

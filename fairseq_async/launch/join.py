@@ -35,7 +35,13 @@ def join(address: str, arguments: list[str], token_file: Path, tls: Path | None)
 def _line(arguments: list[str]) -> list[str]:
     """fairseq-train with what it needs to find us; any other program as it is: its script calls us."""
     if is_fairseq(arguments):
-        return WorkerCommand(arguments).line(None)
+        command = WorkerCommand(arguments)
+        if command.synchronous:
+            raise ConfigurationError(
+                "join: the ranks of a synchronous method are one group from their start, without a server that one "
+                "could join; start all of them with fairseq-async launch"
+            )
+        return command.line(None)
     return [find_program(arguments[0]), *arguments[1:]]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fairseq_async.environment import RENDEZVOUS, SLOWDOWN, TLS, TOKEN, WORKER, WORKERS
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.addresses import ANY, LOOPBACK
 from fairseq_async.exchange.authentication import new_token, read_token
 from fairseq_async.exchange.tls import worker_context
@@ -16,7 +17,7 @@ from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import Display
 from fairseq_async.launch.last_words import last_words, same_mistake, traceback
 from fairseq_async.launch.leftovers import Leftovers
-from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt
+from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.script import ScriptCommand
 from fairseq_async.server.process import ServerProcess, manner
@@ -25,7 +26,6 @@ from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 
 _FINISHING = 60.0  # seconds for worker 0 to end after the server; it may still write its checkpoint
 _LEAVING = 5.0  # seconds for the other workers; what does not end by then hangs
-_USER_ERROR = 2  # exit code of a worker that cannot run as it was asked to: starting it again would not help
 
 
 class Launcher:
@@ -102,6 +102,8 @@ class Launcher:
     def _interrupted(self) -> str:
         """Up to where the run is kept, and how it goes on."""
         self.display.progress.poll()
+        if not any(self.display.progress.updates.values()):
+            self._leftovers.remove(logs=False)
         if not self.display.progress.version:
             return "interrupted before the first update: there is nothing to go on from"
         line = ["fairseq-async", *sys.argv[1:]]
@@ -114,12 +116,20 @@ class Launcher:
         if wanted.tls is not None:  # the workers' command says so, which its other workers read, too
             self.tls = Path(wanted.tls).resolve()
         self._leftovers = Leftovers(self.run_dir)
-        log = self.run_dir / "logs" / "server.log"
-        self.server = ServerProcess(
-            wanted.module,
+        try:
+            self.server = self._new_server(wanted.module)
+        except ConfigurationError:
+            self._leftovers.remove_directories()
+            raise
+        token_file = self.token_file or self.server.token_file
+        self.display.say(invitation(self.server.address, token_file.resolve(), self.command.given, self.tls))
+
+    def _new_server(self, module: str) -> ServerProcess:
+        return ServerProcess(
+            module,
             len(self.processes.workers),
             self.run_dir,
-            log,
+            self.run_dir / "logs" / "server.log",
             self.port,
             self.host,
             self.token,
@@ -127,8 +137,6 @@ class Launcher:
             resumes=self.command.resumes,
             tls=self.tls,
         )
-        token_file = self.token_file or self.server.token_file
-        self.display.say(invitation(self.server.address, token_file.resolve(), self.command.given, self.tls))
 
     def _meet(self, rendezvous: Rendezvous) -> None:
         """Starts a script's server, once worker 0 has said which it is and where the run's files go."""
@@ -193,7 +201,7 @@ class Launcher:
         said = last_words(worker.log, worker.log_start) if code > 0 else ""
         hopeless = code > 0 and self.display.progress.updates[worker.id] == worker.updates_at_start
         repeats = same_mistake(worker.last_words, said)
-        if code == _USER_ERROR or hopeless or repeats or worker.restarts >= self.max_restarts:
+        if code == USER_ERROR or hopeless or repeats or worker.restarts >= self.max_restarts:
             raise self._failure(worker)
         worker.restarts, worker.last_words = worker.restarts + 1, said
         how = f"{manner(code)}: {said}" if said else manner(code)
@@ -207,11 +215,13 @@ class Launcher:
             for line in traceback(worker.log):  # the log is removed with the script's first directory
                 self.display.say(line)
             return RunFailedError(error)
-        if worker.process.returncode != _USER_ERROR or any(self.display.progress.updates.values()):
-            return RunFailedError(f"{error} (log: {worker.log})")
-        self._end()
-        self._leftovers.remove()
-        return RunFailedError(error)
+        says_all = worker.process.returncode == USER_ERROR
+        if any(self.display.progress.updates.values()):
+            says_all = False
+        else:
+            self._end()
+            self._leftovers.remove(logs=says_all)
+        return RunFailedError(error if says_all else f"{error} (log: {worker.log})")
 
     def _after_server(self, code: int) -> None:
         """The server ends first in a finished run too: workers have said goodbye by then."""
@@ -223,5 +233,5 @@ class Launcher:
         for worker in self.processes.workers:
             if worker.process.poll() is None:
                 self.display.say(f"worker {worker.id} did not end with the run, and is killed")
-            if worker.process.poll() != 0 and (worker.id == 0 or worker.process.returncode == _USER_ERROR):
+            if worker.process.poll() != 0 and (worker.id == 0 or worker.process.returncode == USER_ERROR):
                 raise RunFailedError(f"{self.processes.epitaph(worker)} (log: {worker.log})")

@@ -1,26 +1,46 @@
 """What a launch that never became a run has made on the disk."""
 
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+
+from fairseq_async.server.event_log import EVENTS
+from fairseq_async.server.snapshots import DIRECTORY
 
 
 class Leftovers:
-    """The logs and directories that are not there yet when a launch begins.
+    """The files and directories that are not there yet when a launch begins.
 
     Args:
         run_dir: where the run's files will go.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._logs = run_dir / "logs"
-        self._before = set(self._logs.glob("*"))
-        self._missing = [path for path in (self._logs, run_dir, *run_dir.parents) if not path.exists()]
+        self._run_dir, self._logs, self._snapshots = run_dir, run_dir / "logs", run_dir / DIRECTORY
+        self._before = {path for path in (*self._files_of_run(), *self._logs.glob("*")) if path.exists()}
+        made = (self._logs, self._snapshots, run_dir, *run_dir.parents)
+        self._missing = [path for path in made if not path.exists()]
 
-    def remove(self) -> None:
-        """Removes the logs that have come since, and the directories that are empty then."""
-        for path in set(self._logs.glob("*")) - self._before:
-            path.unlink(missing_ok=True)
+    def remove(self, logs: bool) -> None:
+        """Removes what has come since: a start in the same directory would take it for a run that was interrupted.
+
+        Args:
+            logs: remove these, too: an error that is shown says all that they have.
+        """
+        self._unlink(self._files_of_run())
+        if logs:
+            self._unlink(self._logs.glob("*"))
+        self.remove_directories()
+
+    def remove_directories(self) -> None:
+        """Removes those that have come since and are empty; what is in them may be another run's."""
         for directory in self._missing:
-            try:
+            with suppress(OSError):
                 directory.rmdir()
-            except OSError:  # something else is in it
-                return
+
+    def _files_of_run(self) -> list[Path]:
+        return [self._run_dir / "run.json", self._run_dir / EVENTS, *self._snapshots.glob("*")]
+
+    def _unlink(self, paths: Iterable[Path]) -> None:
+        for path in set(paths) - self._before:
+            path.unlink(missing_ok=True)

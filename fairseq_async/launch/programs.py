@@ -21,7 +21,7 @@ def find_program(program: str) -> str:
     found = shutil.which(program) or shutil.which(program, path=os.path.dirname(sys.executable))
     if found is None:
         remedy = f"give python {program}" if program.endswith(".py") else "is it installed in this environment?"
-        raise ConfigurationError(f"{program}: no such program; {remedy}")
+        raise ConfigurationError(f"{program or '(empty)'}: no such program; {remedy}")
     return found
 
 
@@ -39,6 +39,8 @@ def is_fairseq(arguments: Sequence[str]) -> bool:
             f"{_HYDRA}: the methods are flags of fairseq-train, and hydra has none; give the same options to "
             "fairseq-train"
         )
+    if name.startswith("fairseq-") and name != "fairseq-train":
+        raise ConfigurationError(f"{name}: only a training has workers; give fairseq-train, or start {name} by itself")
     return name == "fairseq-train" or _optimizer(arguments) in METHODS
 
 

@@ -203,13 +203,14 @@ class Progress:
     def _waited_for(self) -> str:
         """What the server has written into its log last."""
         for line in self._log:
-            self._said = line
+            self._said = line or self._said
         return self._said
 
 
 def _text(line: bytes) -> str:
-    """A line of the server's log without its time."""
-    return line.decode(errors="replace").rpartition(SEPARATOR)[2].strip()
+    """A line of the server's log without its time; empty for one that a library has written."""
+    _, found, text = line.decode(errors="replace").rpartition(SEPARATOR)
+    return text.strip() if found else ""
 
 
 def _sent(compressed: Compressed | None, seconds: float) -> str:

@@ -1,11 +1,9 @@
 """How long a run is to be, as ``run.json`` describes it, and how far it is."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairseq_async.errors import ConfigurationError
-from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.description import RunDescription
 
 
 @dataclass
@@ -41,14 +39,12 @@ class RunLength:
         Raises:
             ConfigurationError: there is no run in the directory, or none that can be read.
         """
-        try:
-            description = json.loads((run_dir / "run.json").read_text())
-            spec = MethodSpec.from_json(description["method"])
-            local = spec.method == "local_sgd"
-            steps = spec.options.get("total_steps", 0) if local else spec.last_version or spec.whole_steps
-            return cls(int(description["workers"] or 1), int(str(steps)), spec.max_epoch, local, spec.closes_early)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigurationError(f"{run_dir}: no run there yet ({error})") from error
+        description = RunDescription.read(run_dir)
+        spec = description.spec
+        local = spec.method == "local_sgd"
+        steps = spec.options.get("total_steps", 0) if local else spec.last_version or spec.whole_steps
+        workers = description.workers or 1
+        return cls(workers, steps if isinstance(steps, int) else 0, spec.max_epoch, local, spec.closes_early)
 
     def steps_of(self, work: Work) -> int:
         """Whole steps, as ``num_updates`` counts them."""

@@ -2,18 +2,22 @@
 
 import json
 import signal
+import socket
 import time
 from pathlib import Path
 
 from rich.console import Console
 
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.addresses import LOOPBACK
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.launch.command import WorkerCommand
-from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt
+from fairseq_async.launch.leftovers import Leftovers
+from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt
 
 _LINE_EVERY = 10.0  # seconds between two lines of progress
 _DYING = 10.0  # seconds for the other ranks to end by themselves after one died
+_STARTING = "starting"
 
 
 class GroupLauncher:
@@ -25,6 +29,7 @@ class GroupLauncher:
 
     def __init__(self, command: WorkerCommand, workers: int, port: int) -> None:
         self.processes, self.port = Processes(command, workers), port
+        self._leftovers = Leftovers(command.run_dir)
 
     def run(self) -> None:
         """Returns when the run is finished.
@@ -34,12 +39,13 @@ class GroupLauncher:
             KeyboardInterrupt: it was interrupted; likewise.
         """
         signal.signal(signal.SIGTERM, interrupt)
-        self.port = self.port or free_port()
+        self.port = _checked(self.port) if self.port else free_port()
         try:
             for worker in self.processes.workers:
                 self.processes.start(worker, None, self._ranks(worker))
             self._watch()
-            _say(f"finished: {self._progress()}")
+            progress = self._progress()
+            _say("finished" if progress == _STARTING else f"finished: {progress}")
         finally:
             self.processes.end()
 
@@ -64,13 +70,31 @@ class GroupLauncher:
                 self.processes.wait(_DYING)
                 killed = [worker for worker in failed if worker.process.returncode < 0]
                 worker = (killed or failed)[0]
-                raise RunFailedError(f"{self.processes.epitaph(worker)} (log: {worker.log})")
+                raise self._failure(worker)
             if time.monotonic() >= line_at:
                 line_at += _LINE_EVERY
                 _say(self._progress())
 
+    def _failure(self, worker: Worker) -> RunFailedError:
+        """The error of the run; where it says all, nothing is left of a run that never began."""
+        error = self.processes.epitaph(worker)
+        if worker.process.returncode != USER_ERROR or self._progress() != _STARTING:
+            return RunFailedError(f"{error} (log: {worker.log})")
+        self.processes.end()
+        self._leftovers.remove(logs=True)
+        return RunFailedError(error)
+
     def _progress(self) -> str:
         return _progress(self.processes.workers[0].log)
+
+
+def _checked(port: int) -> int:
+    """The port. Raises a ConfigurationError where another program has it: torch would say so in thirty lines."""
+    try:
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError as error:
+        raise ConfigurationError(f"port {port} (--port) cannot be used: {error}; leave it out") from error
+    return port
 
 
 def _say(text: str) -> None:
@@ -87,4 +111,4 @@ def _progress(log: Path) -> str:
             return ", ".join(f"{name} {values[name]}" for name in known)
         if found:
             return record
-    return "starting"
+    return _STARTING

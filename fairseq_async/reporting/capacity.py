@@ -1,6 +1,5 @@
 """``fairseq-async capacity``: how many workers one server can serve, from the times that a run has measured."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,15 +11,15 @@ from rich import box
 from rich.table import Table
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.reporting.runs import has_barrier
 from fairseq_async.reporting.update_bytes import UpdateBytes, of_codec, of_run
-from fairseq_async.server import Layout
+from fairseq_async.server.description import RunDescription
 from fairseq_async.server.event_log import EVENTS
 from fairseq_async.server.events import Event, read_events
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 10_000)  # rows of the table of speed-ups
 _WARM_UP = 2  # a worker's first updates do not count: they touch memory for the first time
 _FEWEST = 5  # exchanges to measure by
+_LEAST = 1e-9  # seconds: clocks are coarse
 _GIGABIT = 1e9 / 8  # bytes
 
 
@@ -107,16 +106,13 @@ def measure(run_dir: Path, compress: str = "") -> Measured:
     Raises:
         ConfigurationError: there is no such run, or too little of it.
     """
-    try:
-        description = json.loads((run_dir / "run.json").read_text())
-        if not (run_dir / EVENTS).is_file():
-            raise FileNotFoundError(f"there is no {EVENTS}")
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{run_dir}: no run that can be read there: {error}") from error
-    if has_barrier(description["method"]):
+    description = RunDescription.read(run_dir)
+    if not (run_dir / EVENTS).is_file():
+        raise ConfigurationError(f"{run_dir}: no run that can be read there: there is no {EVENTS}")
+    if description.has_barrier:
         raise ConfigurationError(f"{run_dir}: a run with a barrier says nothing of what an exchange costs by itself")
     events = read_events(run_dir / EVENTS)
-    if "simulated" in description or any(event.server_seconds is None for event in events):
+    if description.simulated is not None or any(event.server_seconds is None for event in events):
         raise ConfigurationError(f"{run_dir}: no measured times of the server in events.jsonl")
     own = [list(of) for _, of in groupby(sorted(events, key=lambda e: e.worker), lambda e: e.worker)]
     cycles = [cycle for each in own for cycle in _cycles(each)]
@@ -125,10 +121,11 @@ def measure(run_dir: Path, compress: str = "") -> Measured:
     exchange, gap = median(each.exchange for each in cycles), median(each.gap - each.held for each in cycles)
     # the mean, since all of the server's time counts, but without the slowest tenth: other programs interrupt it
     server = fmean(sorted(cycle.server for cycle in cycles)[: math.ceil(0.9 * len(cycles))])
-    layout = Layout.from_json(description["layout"])
-    update = of_codec(compress, layout) if compress else of_run(description["method"], events, layout)
-    costs = Costs(max(gap - exchange, 1e-9), exchange, server, layout.size, push=update.size / layout.size)
-    rate = sum(1 / median(cycle.gap for cycle in _cycles(each)) for each in own if _cycles(each))
+    layout = description.layout
+    update = of_codec(compress, layout) if compress else of_run(description.method, events, layout)
+    size = update.size / layout.size
+    costs = Costs(max(gap - exchange, _LEAST), exchange, max(server, _LEAST), layout.size, push=size)
+    rate = sum(1 / max(_LEAST, median(cycle.gap for cycle in _cycles(each))) for each in own if _cycles(each))
     return Measured(costs, len(own), rate, update)
 
 

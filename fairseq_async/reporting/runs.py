@@ -1,6 +1,5 @@
 """Runs and simulated trials, read from their directories into one form."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from pydantic import TypeAdapter
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.compressed import Compressed, read_parameters
-from fairseq_async.method_spec import JsonObject
+from fairseq_async.server.description import RunDescription, SimulatedTrial
 from fairseq_async.server.event_log import EVENTS
 from fairseq_async.server.events import Event, LineReader, read_events
 from fairseq_async.server.parameter_server import Status
@@ -199,32 +198,27 @@ def load(paths: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def has_barrier(method: JsonObject) -> bool:
-    """Whether a run whose ``run.json`` has this ``method`` has rounds of a fixed size."""
-    return bool(method["barrier"]) and not method.get("closes_early", False)
-
-
 def _read(directory: Path, given: Path) -> Run | None:
     """One run; None while it has no event."""
+    description = RunDescription.read(directory)
     try:
-        description = json.loads((directory / "run.json").read_text())
         events = read_events(directory / EVENTS)
         curve = list(LineReader(directory / "curve.jsonl", _EVALUATION.validate_json))
         validations = not_taken_back(list(LineReader(directory / VALIDATIONS, parse_validation)))
         if not events:
             return None
-        trial = description.get("simulated", {})
-        first = 0.0 if trial else min(event.time - (event.computing_seconds or 0.0) for event in events)
+        trial = description.simulated or SimulatedTrial()
+        first = 0.0 if description.simulated else min(event.time - (event.computing_seconds or 0.0) for event in events)
         return Run(
-            name=trial.get("name") or given.resolve().name,
-            group=trial.get("cluster", ""),
-            number=trial.get("number", 0),
-            started_workers=int(description["workers"] or 0),
-            barrier=has_barrier(description["method"]),
+            name=trial.name or given.resolve().name,
+            group=trial.cluster,
+            number=trial.number,
+            started_workers=description.workers or 0,
+            barrier=description.has_barrier,
             events=[replace(event, time=event.time - first) for event in events],
             curve=curve,
             validations=[replace(each, time=each.time - first) for each in validations],
             parameters=read_parameters(directory),
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigurationError(f"{directory}: the run there cannot be read: {error!r}") from error

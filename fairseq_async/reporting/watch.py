@@ -1,13 +1,12 @@
 """``fairseq-async watch``: the live view of a run, from its files alone."""
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.display import Display
 from fairseq_async.launch.progress import Progress
+from fairseq_async.server.description import RunDescription
 from fairseq_async.server.events import Event
 
 _PAUSE = 0.5  # seconds between two looks at the files
@@ -30,10 +29,7 @@ class WatchedRun(Progress):
     def __init__(self, run_dir: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         self._newest, self._seen_at = 0.0, monotonic()
-        try:
-            workers = int(json.loads((run_dir / "run.json").read_text())["workers"] or 0)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigurationError(f"{run_dir}: no run there yet ({error})") from error
+        workers = RunDescription.read(run_dir).workers or 0
         super().__init__(run_dir, workers, self._now, began=0.0)
 
     def _now(self) -> float:

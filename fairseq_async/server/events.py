@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, BinaryIO, Generic, TypeVar
 
 from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
 
@@ -13,6 +13,7 @@ from fairseq_async.method_spec import JsonObject
 from fairseq_async.server.coordinator import ControlEvent
 from fairseq_async.server.event_log import PADDING
 from fairseq_async.server.parameter_server import Status
+from fairseq_async.validation import first_mistake
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class LineReader(Generic[_Line]):
     def __iter__(self) -> Iterator[_Line]:
         """
         Raises:
-            ConfigurationError: a line cannot be parsed; names the file, the line and the key.
+            ConfigurationError: the file cannot be read, or a line not parsed; names the file, the line and the key.
         """
         for line in self._new_lines():
             try:
@@ -135,7 +136,7 @@ class LineReader(Generic[_Line]):
         if not self.path.exists():
             return
         self.cut = False
-        with self.path.open("rb") as file:
+        with self._opened() as file:
             self._begin_again_if_replaced(os.fstat(file.fileno()))
             file.seek(self._offset)
             for line in file:
@@ -145,6 +146,12 @@ class LineReader(Generic[_Line]):
                 self._offset += len(line)
                 self.number += 1
                 yield line
+
+    def _opened(self) -> BinaryIO:
+        try:
+            return self.path.open("rb")
+        except OSError as error:
+            raise ConfigurationError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def _begin_again_if_replaced(self, file: os.stat_result) -> None:
         if self.number and (file.st_ino != self._file or file.st_size < self._offset):
@@ -156,10 +163,8 @@ class LineReader(Generic[_Line]):
         try:
             return self._parse(line.lstrip(PADDING))
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
-            what = f"{key}: {first['msg']}" if key else first["msg"]
-            raise ConfigurationError(f"{self.path}, line {self.number}: not a line of fairseq-async: {what}") from error
+            what = f"{self.path}, line {self.number}: not a line of fairseq-async: {first_mistake(error)}"
+            raise ConfigurationError(what) from error
 
 
 def read_events(path: Path) -> list[Event]:

@@ -87,13 +87,18 @@ def _keep(service: Service) -> None:
     """Writes a last snapshot of a run that is interrupted, for which the next run in its directory waits."""
     if service.begun is None:
         return
-    version, ending = service.begun.coordinator.server.version, service.run_dir / _ENDING
+    server, ending = service.begun.coordinator.server, service.run_dir / _ENDING
+    if not (server.version or server.sequences):
+        service.snapshots.wait()
+        service.snapshots.clear()  # the next run would begin with these parameters, whatever its seed
+        tell_log("whoever has started the server is gone before the first update: nothing is kept")
+        return
     ending.touch()
     try:
-        service.snapshots.take_last(service.begun.snapshot(), version)
+        service.snapshots.take_last(service.begun.snapshot(), server.version)
     finally:
         ending.unlink(missing_ok=True)
-    tell_log(f"whoever has started the server is gone: it ends at update {version:,}")
+    tell_log(f"whoever has started the server is gone: it ends at update {server.version:,}")
 
 
 def _claim(run_dir: Path) -> int:
@@ -116,7 +121,8 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
-        where = f"port {port} ({option('port')})" if host == LOOPBACK else f"address {host}:{port} ({option('server')})"
+        named = f"{option('server')}, or --host of launch"
+        where = f"port {port} ({option('port')})" if host == LOOPBACK else f"address {host}:{port} ({named})"
         raise ConfigurationError(f"{where} cannot be used: {error}") from error
 
 

@@ -20,6 +20,9 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerOptions(_Strict):
     """The optimizer: of each worker under local SGD, of the server where gradients are sent.
 
@@ -30,7 +33,7 @@ class OptimizerOptions(_Strict):
     type: Literal["sgd", "adam", "adamw"] = "adamw"
     lr: float = Field(1e-3, gt=0)
     momentum: float = Field(0.0, ge=0, lt=1)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float = Field(0.0, ge=0)
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fairseq_async.errors import ConfigurationError
+
 
 class Gaussians:
     """Classification of points by a network with one hidden layer. Takes seconds on a CPU.
@@ -16,6 +18,9 @@ class Gaussians:
     Args:
         dimensions: of a point.
         noise: standard deviation of each Gaussian; the means have 1.
+
+    Raises:
+        ConfigurationError: a size is not a whole number of at least 1.
     """
 
     def __init__(
@@ -29,6 +34,7 @@ class Gaussians:
         noise: float = 0.7,
         hidden: int = 64,
     ) -> None:
+        _check_sizes(samples=samples, classes=classes, components=components, dimensions=dimensions, hidden=hidden)
         generator = torch.Generator().manual_seed(seed)
         self.samples = samples
         means = torch.randn(classes * components, dimensions, generator=generator)
@@ -51,3 +57,11 @@ class Gaussians:
     def evaluate(self) -> float:
         """The mean cross entropy on a fifth of all points, which are not trained on."""
         return float(cross_entropy(self.model(self.points[self.samples :]), self.labels[self.samples :]))
+
+
+def _check_sizes(**sizes: object) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ConfigurationError(
+                f'"problem" (gaussians): "{name}" must be a whole number of at least 1 (it is {size!r})'
+            )

@@ -77,7 +77,7 @@ def _function(kind: str, directory: Path) -> Callable[..., object]:
     sys.path += [str(path) for path in (directory, Path.cwd()) if str(path) not in sys.path]
     try:
         return cast(Callable[..., object], getattr(importlib.import_module(module), attribute))
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         where = "; start the simulation in a checkout of the project" if module.startswith("recipes.") else ""
         raise ConfigurationError(f'"problem": "type": {kind} cannot be imported: {error}{where}') from error
 

@@ -4,10 +4,12 @@ import json
 import math
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich import box
@@ -27,6 +29,7 @@ from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
 
 Summary = dict[str, Any]  # of one trial: what ``summary.json`` holds
+_Content = TypeVar("_Content")
 _RECORD = "experiment.json"
 _SAVE_EVERY = 120.0  # seconds of work that may be lost when the machine goes down
 
@@ -68,11 +71,9 @@ class Simulator:
         self.console = Console(stderr=True)
         self._check_out(resume)
         self.pairs = [Pair(m, name, c) for name, c in experiment.clusters.items() for m in experiment.methods]
-        device = experiment.head.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._check_names()
         directory = experiment.path.resolve().parent
-        problem = problems.build(experiment.head.problem, directory, experiment.seed, torch.device(device))
+        problem = problems.build(experiment.head.problem, directory, experiment.seed, _device(experiment.head.device))
         smallest = max(cluster.workers for cluster in experiment.clusters.values())
         if problem.samples < smallest:
             raise ConfigurationError(f"the problem has {problem.samples} samples for {smallest} workers")
@@ -110,8 +111,20 @@ class Simulator:
         record = self.out / _RECORD
         if record.exists() and not resume:
             raise ConfigurationError(f"--out {self.out} holds a simulation: go on with it by --resume, or change --out")
-        if record.exists() and json.loads(record.read_text()) != json.loads(json.dumps(self.experiment.raw)):
+        if record.exists() and _read(record, _json) != json.loads(json.dumps(self.experiment.raw)):
             raise ConfigurationError(f"--out {self.out} holds a simulation of another experiment: change --out")
+
+    def _check_names(self) -> None:
+        """Trials whose files would be in one directory would be taken for each other."""
+        taken: dict[Path, str] = {}
+        for pair in self.pairs:
+            directory = pair.directory(self.out)
+            if directory in taken:
+                raise ConfigurationError(
+                    f"{self.experiment.path}: the files of {taken[directory]} and of {pair.name} would both be in "
+                    f"{directory}: rename one of them"
+                )
+            taken[directory] = pair.name
 
     def _claim_out(self) -> None:
         try:
@@ -128,7 +141,7 @@ class Simulator:
         """The parameters with which every trial begins: from ``start.pt`` if it exists, else made and saved there."""
         path, wanted = self.out / "start.pt", self.experiment.pretraining
         if path.exists():
-            start: Tensor = torch.load(path, map_location=self.model.flat.device, weights_only=True)
+            start: Tensor = _read(path, partial(torch.load, map_location=self.model.flat.device, weights_only=True))
             return start
         if wanted is not None:
             task = self.progress.add_task("pretraining", total=None)
@@ -211,4 +224,34 @@ def _loss(loss: float | None) -> list[str]:
 
 def _file_name(name: str) -> str:
     """A directory name for the name of a method or cluster; the current directory for an empty one."""
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name.replace("+", "and")) or "."
+    if not name:
+        return "."
+    plain = "".join(c if c.isalnum() or c in "-_." else "_" for c in name.replace("+", "and"))
+    return plain if plain.strip(".") else f"_{plain}"
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the second where torch has no CUDA
+        why = str(error).partition("\n")[0]
+        raise ConfigurationError(f'"device": {name} cannot be used: {why}') from error
+    return device
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def _read(path: Path, load: Callable[[Path], _Content]) -> _Content:
+    """What a simulation before has left in a file.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    try:
+        return load(path)
+    except Exception as error:  # torch raises whatever the broken bytes lead it to
+        why = str(error).partition("\n")[0]
+        raise ConfigurationError(f"{path} cannot be read: {why}; remove it, or give another --out") from error

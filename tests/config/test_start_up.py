@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fairseq_async import cli
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.join import _line
 from tests.helpers.commands import ROOT
 
 SCRIPT = """
@@ -55,3 +58,35 @@ def test_help_a_wrong_flag_and_a_missing_file_need_no_torch(
     ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment)
     assert said in ended.stdout + ended.stderr
     assert f"code {code} imported []" in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["launch", "--workers", "2", *JOB, "local_sgd", "--save-dir", ""], "--save-dir is empty"),
+        (["launch", "--workers", "2", "--", "fairseq-generate", "x"], "fairseq-generate: only a training has workers"),
+        (["launch", "--workers", "2", "--", ""], "(empty): no such program"),
+        (["capacity", ".", "--servers", "0"], "--servers 0: numbers of at least 1 with commas"),
+        (["capacity", ".", "--parameters", "0.3"], "--parameters 0.3: numbers of at least 1 with commas"),
+        (["capacity", ".", "--link", "0"], "--link 0: numbers above 0 with commas"),
+    ],
+)
+def test_a_mistake_in_a_command_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    said: str,
+) -> None:
+    (tmp_path / "run.json").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fairseq-async", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith(f"fairseq-async: error: {said}") and error.count("\n") == 1
+
+
+def test_a_rank_of_a_synchronous_method_cannot_be_joined() -> None:
+    with pytest.raises(ConfigurationError, match="^join: the ranks of a synchronous method are one group"):
+        _line(["fairseq-train", "data", "--optimizer", "adasum"])

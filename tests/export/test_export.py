@@ -138,6 +138,11 @@ def short(folder: Path) -> Path:
     return folder / "file.pt"
 
 
+def without_a_model(folder: Path) -> Path:
+    torch.save({"model": [1], "cfg": {}, "extra_state": 3}, folder / "file.pt")
+    return folder / "file.pt"
+
+
 def code(folder: Path) -> Path:
     """What only a pickle that runs code could load."""
     torch.save(Path, folder / "file.pt")
@@ -149,6 +154,7 @@ WRONG: dict[str, tuple[Callable[[Path], Path], list[str], str]] = {
     "an empty directory": (lambda folder: folder, [], "there are no server's parameters in it"),
     "no checkpoint": (broken, [], "file.pt: cannot be read"),
     "another file": (another, [], "neither fairseq's checkpoint nor a server's state"),
+    "a checkpoint of something else": (without_a_model, [], "neither fairseq's checkpoint nor"),
     "an old state": (unnamed, [], "without the names of the tensors"),
     "a state that is cut": (short, [], "not a server's state"),
     "a pickle": (code, [], "cannot be read: Weights only load failed"),

@@ -1,5 +1,7 @@
 """Wrong inputs of ``fairseq-train`` are one line of the launcher's, before a process is started."""
 
+import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +10,10 @@ import pytest
 
 from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.inputs import check_inputs
 from fairseq_async.launch.launcher import Launcher
+from fairseq_async.launch.synchronous import GroupLauncher
 
 Made = Callable[..., Path]
 
@@ -27,7 +31,7 @@ def made(tmp_path: Path) -> Made:
     return make
 
 
-PAIR = "train.de-en.de.bin", "dict.de.txt", "dict.en.txt"
+PAIR = "train.de-en.de.bin", "dict.de.txt", "dict.en.txt", "valid.de-en.de.bin"
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,9 @@ PAIR = "train.de-en.de.bin", "dict.de.txt", "dict.en.txt"
         (PAIR, ["--train-subset", "train1"], "no training set there (train1.*)"),
         ((), ["--task", "language_modeling"], "no dictionary there (dict.txt)"),
         (("dict.txt",), ["--task", "language_modeling"], "no training set there (train.*)"),
+        (PAIR[:3], [], "no validation set there (valid.*); make it with fairseq-preprocess"),
+        (PAIR, ["--valid-subset", "valid,valid2"], "no validation set there (valid2.*)"),
+        (("dict.txt", "train.bin"), ["--task", "language_modeling"], "no validation set there (valid.*)"),
     ],
 )
 def test_data_that_is_not_there_names_the_file_and_how_it_is_made(
@@ -56,7 +63,8 @@ def test_data_that_is_not_there_names_the_file_and_how_it_is_made(
     [
         (PAIR, []),
         (PAIR, ["-s", "de", "-t", "en", "--inner-optimizer", "nag"]),
-        (("dict.txt", "train.bin"), ["--task", "language_modeling"]),
+        (("dict.txt", "train.bin", "valid.bin"), ["--task", "language_modeling"]),
+        (PAIR[:3], ["--disable-validation"]),
         ((), ["--task", "masked_lm"]),  # its files may have other names
     ],
 )
@@ -93,3 +101,15 @@ def test_the_launcher_says_it_before_it_starts_or_writes_anything(
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.startswith("fairseq-async: error: nowhere: no such directory of data; make it")
     assert said.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_port_of_ranks_that_is_taken_is_one_line_before_they_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handlers are those of the tests
+    command = WorkerCommand(["fairseq-train", "data", "--optimizer", "adasum", "--save-dir", str(tmp_path / "run")])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"^port {port} \(--port\) cannot be used: "):
+            GroupLauncher(command, 2, port).run()
+    assert not (tmp_path / "run").exists()

@@ -132,3 +132,14 @@ def test_a_process_that_was_forked_from_the_starter_does_not_keep_the_server_fro
     finally:
         os.close(held)
         process.stop()
+
+
+def test_a_run_that_is_interrupted_before_its_first_update_keeps_nothing(tmp_path: Path) -> None:
+    """The next one would begin with its parameters, whatever its seed."""
+    interrupted_after(tmp_path / "run", 0, save_at=0)
+    assert snapshot_versions(tmp_path / "run") == []
+    process, client = begin(tmp_path / "run", 9.0)
+    try:
+        assert pull(client) == (0, 9.0)
+    finally:
+        process.stop()

@@ -177,6 +177,7 @@ def test_a_users_mistake_is_one_line_and_ends_everything(
         (["--updates-per-step", "0"], "--updates-per-step: Input should be greater than or equal to 1 (it is 0)"),
         (["--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded: would make workers wait"),
         (["--distributed-world-size", "2"], "--distributed-world-size is 2"),
+        (["--update-freq", "0"], "--update-freq 0: a step needs a batch"),
     ],
 )
 def test_a_users_mistake_is_one_line(refused: Callable[..., str], flags: list[str], message: str) -> None:
@@ -201,8 +202,9 @@ def test_a_worker_with_another_model_is_named_with_the_first_difference(
 def test_a_port_in_use_is_said(launch: Launch, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, output = launch(1, tmp_path, launcher=["--port", port])
+        code, output = launch(1, tmp_path / "run", launcher=["--port", port])
     assert code == 2 and f"port {port} (--port) cannot be used" in output and "Traceback" not in output
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

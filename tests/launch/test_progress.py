@@ -54,7 +54,7 @@ def test_progress_says_who_was_held_and_how_far_was_looked_ahead(tmp_path: Path)
 def test_the_view_of_a_compressed_run_has_bytes_per_second_ratio_and_residual_of_each_worker(tmp_path: Path) -> None:
     """A thousand parameters, 4,000 bytes in fp32: worker 0 has sent 40 and 60 of them in ten seconds."""
     now = 1000.0
-    (tmp_path / "run.json").write_text(json.dumps({"layout": [["weight", [1000], "float32"]]}))
+    (tmp_path / "run.json").write_text(json.dumps({"method": {}, "layout": [["weight", [1000], "float32"]]}))
     progress = Progress(tmp_path, 2, clock=lambda: now)
     sizes, norms = ((0, 40), (1, 1000), (0, 60)), (0.0, 2.5, 0.5)
     lines = [
@@ -107,6 +107,7 @@ def test_before_the_first_update_it_says_what_the_server_has_said_last(tmp_path:
     assert progress.status == "starting: the processes start"
     with log.open("a") as file:
         file.write("2026-01-01 10:00:01 | worker 0 has joined, 1 of 2 are there\n")
+        file.write("INFO:a_library:imported\n")
     assert progress.status == "starting: worker 0 has joined, 1 of 2 are there"
     (tmp_path / "events.jsonl").write_text(event(0, 1, 1000.0))
     progress.poll()

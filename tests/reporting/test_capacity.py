@@ -199,5 +199,5 @@ def test_a_run_is_watched_by_its_own_clock(tmp_path: Path) -> None:
 
 
 def test_an_empty_directory_is_not_watched(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="no run there yet"):
+    with pytest.raises(ConfigurationError, match="no run that can be read there"):
         WatchedRun(tmp_path)

@@ -45,6 +45,11 @@ from tests.helpers.simulations import DN, experiment
             "absences of worker 0 overlap at 3",
         ),
         ({"target": {}}, 'target: give "loss", or "of"'),
+        ({"optimizer": {"betas": [0.9, 1.5]}}, 'optimizer: "betas.1": Input should be less than 1 (it is 1.5)'),
+        ({"device": "gpu3"}, '"device": gpu3 cannot be used'),
+        ({"problem": {"type": "gaussians", "classes": 0}}, '"classes" must be a whole number of at least 1 (it is 0)'),
+        ({"problem": {"type": ":f"}}, '"problem": "type": :f cannot be imported'),
+        ({"methods": {"a/b": DN, "a b": DN}}, "the files of a/b and of a b would both be in"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line_that_names_it(tmp_path: Path, change: dict[str, Any], message: str) -> None:

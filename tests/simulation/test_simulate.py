@@ -108,3 +108,22 @@ def test_a_report_shows_what_closed_steps_and_look_ahead_do(tmp_path: Path) -> N
 def test_a_directory_without_a_run_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no run and no simulation there"):
         load([tmp_path])
+
+
+@pytest.mark.parametrize("name", ["experiment.json", "start.pt"])
+def test_a_file_of_a_simulation_before_that_cannot_be_read_is_one_line(
+    both: Experiment, tmp_path: Path, name: str
+) -> None:
+    Simulator(both, tmp_path / "out", resume=False).run()
+    (tmp_path / "out" / name).write_bytes(b"{")
+    with pytest.raises(
+        ConfigurationError, match=f"{name} cannot be read: .*; remove it, or give another --out"
+    ) as error:
+        Simulator(both, tmp_path / "out", resume=True).run()
+    assert "\n" not in str(error.value)
+
+
+def test_the_files_of_a_trial_stay_in_the_directory_of_the_simulation(tmp_path: Path) -> None:
+    given = experiment(tmp_path, methods={"..": METHODS["synchronous"]})
+    Simulator(given, tmp_path / "out", resume=False).run()
+    assert (tmp_path / "out" / "_.." / "run.json").exists() and not (tmp_path / "run.json").exists()

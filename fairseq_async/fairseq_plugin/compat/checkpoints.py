@@ -3,7 +3,10 @@
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
+from typing import Any
 
+import numpy as np
 import torch
 from fairseq import checkpoint_utils
 from omegaconf import OmegaConf
@@ -14,12 +17,27 @@ from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, StateDict
 _RANKS = "data_parallel_world_size"  # a key of a checkpoint's extra state
 
 
-def trust_namespace() -> None:
-    """Lets torch load ``argparse.Namespace``, which is plain data.
+def trust_plain_data() -> None:
+    """Lets torch load what plain fairseq's checkpoints hold besides tensors: ``argparse.Namespace``, and with
+    ``--eval-bleu`` arrays of NumPy. Both are data.
 
-    Since 2.6 torch loads only types that it trusts, and fairseq's own checkpoints hold this one more.
+    Since 2.6 torch loads only types that it trusts.
     """
-    torch.serialization.add_safe_globals([Namespace])
+    makers: list[Any] = [value.__reduce__()[0] for value in (np.zeros(1), np.float64(0))]
+    kinds = {type(np.dtype(name)) for name in ("int64", "float64", "float32")}
+    torch.serialization.add_safe_globals([Namespace, np.ndarray, np.dtype, *makers, *kinds])
+
+
+def plain_values(value: object) -> Any:
+    """The same without NumPy's types, in which ``--eval-bleu`` counts: plain fairseq could not load the file."""
+    match value:
+        case np.ndarray() | np.generic():
+            return value.tolist()
+        case dict():
+            return {key: plain_values(each) for key, each in value.items()}
+        case list() | tuple():
+            return type(value)(map(plain_values, value))
+    return value
 
 
 def plain_config(cfg: FairseqConfig) -> StateDict:
@@ -34,11 +52,24 @@ def plain_config(cfg: FairseqConfig) -> StateDict:
 
 @contextmanager
 def checkpoint_errors(filename: str) -> Iterator[None]:
-    """Makes fairseq's assertions an error of one line: so it says that a checkpoint is of another optimizer."""
+    """Makes an error of one line of fairseq's assertions, by which it says that a checkpoint is of another optimizer,
+    and of a file that torch cannot read."""
     try:
         yield
     except AssertionError as error:
         raise ConfigurationError(f"{filename}: {error}") from error
+    except Exception as error:  # torch raises whatever the broken bytes lead it to
+        if not _is_raised_by_loading(error):
+            raise
+        raise ConfigurationError(
+            f"{filename} is no checkpoint that can be read: it is cut, or another program's; give another "
+            "--restore-file or --finetune-from-model, or remove it"
+        ) from error
+
+
+def _is_raised_by_loading(error: Exception) -> bool:
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") == torch.serialization.__name__ for frame in frames)
 
 
 def load_on_every_rank(cfg: FairseqConfig) -> None:

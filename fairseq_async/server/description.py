@@ -1,0 +1,75 @@
+"""``run.json``: what a run is, for those who read its files."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field, JsonValue, PrivateAttr, ValidationError
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.method_spec import JsonObject, MethodSpec
+from fairseq_async.server.layout import Layout
+from fairseq_async.validation import first_mistake
+
+
+class SimulatedTrial(BaseModel):
+    """Which trial of a simulation it is: its method, its cluster where there are several, its place among all."""
+
+    name: str = ""
+    cluster: str = ""
+    number: int = 0
+
+
+class RunDescription(BaseModel):
+    """A run as it was begun. Its file may be cut, or another program's: nothing in it is taken for granted.
+
+    Attributes:
+        workers: how many it was started with; None where the file does not say it.
+        method: the JSON of a :class:`~fairseq_async.method_spec.MethodSpec`, of this version or an older one.
+        tensors: the JSON of a :class:`~fairseq_async.server.layout.Layout`.
+        simulated: None for a real run.
+    """
+
+    workers: Annotated[int, Field(ge=0)] | None = None
+    method: JsonObject
+    tensors: JsonValue = Field(None, alias="layout")
+    simulated: SimulatedTrial | None = None
+    _run_dir: Path = PrivateAttr()
+
+    @classmethod
+    def read(cls, run_dir: Path) -> "RunDescription":
+        """
+        Raises:
+            ConfigurationError: there is no run in the directory, or none that can be read.
+        """
+        try:
+            found = cls.model_validate_json((run_dir / "run.json").read_bytes())
+        except (OSError, ValidationError) as error:
+            raise _unreadable(run_dir, error) from error
+        found._run_dir = run_dir
+        return found
+
+    @property
+    def spec(self) -> MethodSpec:
+        """The method. Raises a ConfigurationError where it is none."""
+        try:
+            return MethodSpec.from_json(self.method)
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+            raise _unreadable(self._run_dir, error) from error
+
+    @property
+    def layout(self) -> Layout:
+        """The model's tensors. Raises a ConfigurationError where they are none."""
+        try:
+            return Layout.from_json(self.tensors)
+        except (ValueError, TypeError) as error:
+            raise _unreadable(self._run_dir, error) from error
+
+    @property
+    def has_barrier(self) -> bool:
+        """Whether rounds have a fixed size, so that workers wait for each other."""
+        return bool(self.method.get("barrier")) and not self.method.get("closes_early", False)
+
+
+def _unreadable(run_dir: Path, error: Exception) -> ConfigurationError:
+    why = first_mistake(error) if isinstance(error, ValidationError) else error
+    return ConfigurationError(f"{run_dir}: no run that can be read there (run.json): {why}")
