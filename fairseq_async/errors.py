@@ -60,10 +60,9 @@ def as_argument(name: str) -> str:
 
 def as_flag(name: str) -> str:
     """An option as a flag of a command."""
-    return _FLAGS.get(name) or "--" + name.replace("_", "-")
+    return "--" + name.replace("_", "-")
 
 
-_FLAGS = {"run_dir": "--save-dir or --run-dir"}  # fairseq has a flag for the same purpose
 _spell: list[Callable[[str], str]] = [as_flag]
 
 

@@ -27,9 +27,9 @@ from scripts.faults.sgd_server import sgd_spec
 from tests.helpers.documents import ALL, ROOT, commands, lines
 from tests.helpers.server_client import SGD_SERVER, join, push
 
-QUICK = ("audit", "report", "watch", "capacity", "export", "simulate")
+QUICK = ("audit", "report", "watch", "capacity", "export", "simulate", "certificates")
 RUNS = ("RUN_DIR", "RUN", "RUN_OR_EXPERIMENT")  # as the documents name them
-MADE = ("OUT", "model.safetensors", "runs")  # by a command, and removed before the next
+MADE = ("OUT", "model.safetensors", "runs", "tls")  # by a command, and removed before the next
 UPDATES = 12
 
 
@@ -79,6 +79,7 @@ def interrupted(seconds: float) -> None:
 def test_every_quick_command_of_ours_does_what_its_page_says(
     readers_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("cryptography")  # for certificates
     monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=interrupted, monotonic=lambda: 0.0))
     found = [words for _, words in commands("fairseq-async") if words[1] in QUICK]
     assert {words[1] for words in found} == set(QUICK)

@@ -9,6 +9,7 @@ import pytest
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.programs import is_fairseq
 from fairseq_async.server.validations import VALIDATIONS
+from tests.helpers.checkpoints import load_without_trust
 from tests.helpers.commands import ROOT, Processes, command
 from tests.helpers.run_files import events
 
@@ -52,6 +53,7 @@ def test_an_lstm_stops_when_its_bleu_no_longer_rises_and_keeps_the_last_epochs(
     }
     assert "finished: update " in output and "of 50" in output and ", bleu 0." in output
     assert {event["worker"] for event in events(tmp_path)} == {0, 1}
+    load_without_trust(tmp_path / "checkpoint_best.pt")
 
 
 def test_a_language_model_learns(processes: Processes, data: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from fairseq.logging import metrics
 
 from fairseq_async.fairseq_plugin.compat.checkpoints import plain_values
+from tests.helpers.checkpoints import load_without_trust
 
 COUNTS = np.array([79, 60, 42, 28])
 
@@ -19,13 +20,7 @@ def test_what_eval_bleu_has_counted_is_in_types_that_torch_loads_without_trust()
     file = io.BytesIO()
     torch.save(plain_values({"metrics": metrics.state_dict()}), file)
     file.seek(0)
-    with torch.serialization.safe_globals([]):
-        trusted = torch.serialization.get_safe_globals()
-        torch.serialization.clear_safe_globals()
-        try:
-            loaded = torch.load(file, weights_only=True)
-        finally:
-            torch.serialization.add_safe_globals(trusted)
+    loaded = load_without_trust(file)
     metrics.load_state_dict(loaded["metrics"])
     with metrics.aggregate("of this test"):
         metrics.log_scalar("counts", COUNTS)
