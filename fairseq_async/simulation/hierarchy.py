@@ -217,6 +217,7 @@ class Hierarchy:
             self._send(message.region, self.parameters.clone(), self.version)
         else:
             region.level.merge(region.trial.parameters, message.values)
+            region.trial.server.version += 1  # what is kept for each version, as a payload, is of other parameters now
             region.version = message.version
 
     # Stop and go on

@@ -122,6 +122,19 @@ def test_workers_in_another_region_than_a_single_server_are_far_from_it(tmp_path
     assert firsts == {0: 2.0, 1: 12.0}
 
 
+def test_after_a_merge_workers_start_from_what_was_merged_also_where_that_is_compressed(tmp_path: Path) -> None:
+    """A server encodes its parameters once for each version."""
+    cluster = TWO_REGIONS | {"between_regions": {"seconds": 0.4}}
+    run = simulated(tmp_path, HALOS | {"compress": "pull=bf16"}, cluster, Log())
+    assert isinstance(run, Hierarchy)
+    while run.advance():
+        for trial in (region.trial for region in run.regions):
+            payload = trial.starts.payload(trial.server) if trial.starts else None
+            assert trial.starts is not None and payload is not None
+            assert torch.equal(trial.starts.decode(payload), trial.parameters.bfloat16().float())
+    assert run.version == 4
+
+
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(tmp_path: Path, every: int) -> None:
     logs = Log(), Log()
