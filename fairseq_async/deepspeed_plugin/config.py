@@ -35,7 +35,7 @@ def read(args: Any, config: str | dict[str, Any] | None) -> tuple[dict[str, Any]
     except ValueError as error:
         raise ConfigurationError(f"--deepspeed_config {given}: not JSON ({error})") from error
     if not isinstance(read, dict):
-        raise ConfigurationError(f"--deepspeed_config {given}: it must hold an object, as in {{\"key\": value}}")
+        raise ConfigurationError(f'--deepspeed_config {given}: it must hold an object, as in {{"key": value}}')
     return read, str(given)
 
 
@@ -93,6 +93,10 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
                 f'{name}: "zero_optimization": "{key}" to {device} is not supported with method {options.method}; '
                 "leave it out"
             )
+    for key in (*_HALF_PRECISION, "torch_autocast"):
+        enabled = _object(config, key, name).get("enabled", False)
+        if not isinstance(enabled, bool):
+            raise ConfigurationError(f'{name}: "{key}": "enabled" is {enabled!r}: give true or false')
     for key in ("pipeline", "compression_training", "hybrid_engine"):
         if _object(config, key, name).get("enabled", key == "pipeline" and key in config):
             raise ConfigurationError(f'{name}: "{key}" is not supported with "{SECTION}"; leave it out')
@@ -102,6 +106,7 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
         raise ConfigurationError(f'{name}: "overlap" is not supported with "island_size" above 1')
 
 
+_HALF_PRECISION = ("fp16", "bf16", "bfloat16", "amp")  # bfloat16 is DeepSpeed's older name of bf16
 _STAGES = {"local_sgd": (0, 1, 2, 3), "hybrid_async": (0,), "adasum": (0, 1, 2), "adascale": (0, 1, 2)}
 _REASON = ", whose optimizer steps in the server"
 
@@ -109,8 +114,8 @@ _REASON = ", whose optimizer steps in the server"
 def _check_hybrid(config: dict[str, Any], section: Section, name: str) -> None:
     """Hybrid asynchronous SGD steps in the server, in fp32, on whole gradients."""
     reason = f"is not supported with method hybrid_async{_REASON}; local_sgd has it"
-    for key in ("fp16", "bf16"):
-        if _object(config, key, name).get("enabled", False) is True:
+    for key in _HALF_PRECISION:
+        if _object(config, key, name).get("enabled", False):
             raise ConfigurationError(f'{name}: "{key}" {reason}')
     autocast = _object(config, "torch_autocast", name)
     if autocast.get("enabled", False) is True and autocast.get("dtype") not in ("bfloat16", "torch.bfloat16"):

@@ -56,6 +56,7 @@ from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.process import end_process
 from fairseq_async.worker.shards import DataPosition
 
+_LONGEST = 300  # characters of a reason: some show a whole tensor
 _MISTAKES = (ValueError, TypeError, KeyError, AttributeError, AssertionError, NotImplementedError, DeepSpeedConfigError)
 _LOCAL_SGD_SERVER = "fairseq_async.server.local_sgd_main"
 _initialize_deepspeed = deepspeed.initialize  # its own, also where the name in deepspeed is given to this module's
@@ -152,7 +153,7 @@ class _Arguments:
                 args=args, model=self.model, collate_fn=self.collate_fn, config=config, **self.others | more
             )
         except _MISTAKES as error:  # DeepSpeed finds mistakes by whatever goes wrong with them
-            said = " ".join(str(error).split()) or "no reason given"
+            said = " ".join(str(error).split())[:_LONGEST] or "no reason given"
             raise ConfigurationError(f"{self.name}: DeepSpeed refuses this: {said} ({type(error).__name__})") from error
         return engine, optimizer, schedule
 

@@ -187,8 +187,8 @@ class Launcher:
         """The workers have ended without an update: nothing was left to do, or nothing was done. The server knows."""
         if self.server is None:
             raise RunFailedError(
-                f"{self.command.given[-1]}: the script ended without joining a run; call initialize of "
-                "fairseq_async.deepspeed_plugin in it, as the README shows"
+                f"{self.command.name}: the script ended without joining a run; use initialize or attach of "
+                "fairseq_async.deepspeed_plugin, or fairseq_async.torch, in it, as the README shows"
             )
         self.server.join(_FINISHING)
         if self.server.poll() != 0:

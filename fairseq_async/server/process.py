@@ -30,6 +30,7 @@ _BACKLOG = 128  # workers that may come before the server has imported what it n
 _ENDING = ".ending"  # a file in the directory of a run whose server writes its last snapshot
 _ENDING_SECONDS = 120.0  # for which the next run waits for that
 _QUIET_SECONDS = 2.0  # for which a worker that has left waits for the others' end before it says so
+_LEAVING_SECONDS = 20.0  # for which a server may take to end on a busy machine
 _PORT_SECONDS = 10.0  # for which a dead server's port may still be held: by a snapshot that was just begun
 
 
@@ -189,6 +190,7 @@ class ServerProcess:
         self._command += ["--ends-with-workers"] if ends_with_workers else []
         self._command += ["--resume"] * resumes + ([] if tls is None else ["--tls", str(tls.resolve())])
         self._environment = os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers)}
+        self._workers = workers
         self._code: int | None = None
         self._stopping = threading.Event()
         self._starting = threading.Lock()
@@ -220,7 +222,7 @@ class ServerProcess:
 
     def outlast_workers(self) -> None:
         """In the process of a worker that has left: waits for the server's end, which comes with the last worker's."""
-        self.join(_QUIET_SECONDS)
+        self.join(_QUIET_SECONDS if self._workers > 1 else _LEAVING_SECONDS)  # alone, it only waits for the server
         if self.poll() is None:
             say("worker 0 has ended; its server stays for the other workers (Ctrl-C ends it)")
             self.join()
