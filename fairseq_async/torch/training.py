@@ -229,6 +229,11 @@ class AsyncTraining(ABC):
         if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             raise ConfigurationError("optimizer.step(closure) is not supported: compute the gradients before the step")
 
+    def _take_loss(self) -> float | Tensor | None:
+        """The loss of this step, without the graph behind it."""
+        loss, self.loss = self.loss, None
+        return loss.detach() if isinstance(loss, Tensor) else loss
+
     def _leave_out_after_end(self) -> None:
         """A step after the end of the run changes nothing; the first one is told of."""
         drop_gradients(self._named)

@@ -1,6 +1,7 @@
 """``HybridAsync`` round an ordinary optimizer, against plain synchronous training by the mean gradient."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,27 @@ def test_a_gradient_with_nan_is_refused_and_a_step_after_the_end_changes_nothing
     ((at_the_end, later),) = workers(1, gradient_main.build).run(train)
     assert torch.equal(at_the_end, later) and later.isfinite().all()
     assert capsys.readouterr().err.count("the run has finished") == 1
+
+
+def test_a_loop_may_step_its_scheduler_more_often_than_the_run_has_steps(workers: Start) -> None:
+    def train(worker: int) -> float:
+        model = model_of()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = OneCycleLR(optimizer, 0.1, total_steps=STEPS, cycle_momentum=False)
+        with HybridAsync(model, optimizer, scheduler=scheduler, updates_per_step=2, total_steps=STEPS) as training:
+            for step in range(2 * STEPS):  # alone, it takes two steps for each one of the server
+                optimizer.zero_grad()
+                training.loss = loss_of(model, 0, step)
+                training.loss.backward()
+                optimizer.step()
+                scheduler.step()
+            assert training.finished
+        return training.learning_rate
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that a loss with its graph is made a number
+        (rate,) = workers(1, gradient_main.build).run(train)
+    assert 0 < rate < 1e-3
 
 
 def test_a_saved_state_goes_on_as_if_nothing_had_happened(workers: Start, tmp_path: Path) -> None:
