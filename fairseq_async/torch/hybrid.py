@@ -72,8 +72,7 @@ class HybridAsync(AsyncTraining):
 
     @property
     def async_worker(self) -> HybridWorker:
-        assert self._hybrid is not None, "the with block makes it"
-        return self._hybrid
+        return self._inside(self._hybrid)
 
     @property
     def progress(self) -> float:

@@ -53,8 +53,7 @@ class AsyncLocalSGD(AsyncTraining):
 
     @property
     def async_worker(self) -> LocalSGDWorker:
-        assert self._local is not None, "the with block makes it"
-        return self._local
+        return self._inside(self._local)
 
     @property
     def progress(self) -> float:
