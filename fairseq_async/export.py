@@ -192,7 +192,7 @@ def _beside(directory: Path) -> Tensors:
 
 
 def _of_zero_3(ranks: list[State]) -> Tensors:
-    """What is whole in ZeRO 3, and the frozen parameters, of which each rank has a part; those that are trained are not.
+    """What ZeRO 3 keeps whole, and the frozen parameters, of which each rank has a part; not those that are trained.
 
     Two names of one trained parameter get one tensor without its values.
     """
