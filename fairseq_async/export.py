@@ -3,10 +3,11 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +21,7 @@ from fairseq_async.server.snapshots import DIRECTORY
 
 _SERVER_STATE = "async_server.pt"  # in a checkpoint's directory, of DeepSpeed or of the Trainer of transformers
 _DEEPSPEED_MODEL = "mp_rank_00_model_states.pt"
+_ZERO_3_MODEL = "zero_pp_rank_*_mp_rank_00_model_states.pt"
 _FAIRSEQ_LAST = "checkpoint_last.pt"
 _OF_A_MODEL = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration and tokenizer
 _OF_TRAINING = ("trainer_state.json", "run.json", "zero_to_fp32.py", "model.safetensors.index.json")
@@ -101,7 +103,9 @@ def read(source: Path) -> Source:
         return _read_snapshot(snapshots[::-1], source)
     for directory in (source, source / _latest_tag(source)):
         if (directory / _SERVER_STATE).is_file():
-            return _with_server_parameters(_load(directory / _SERVER_STATE), directory / _SERVER_STATE)
+            found = _with_server_parameters(_load(directory / _SERVER_STATE), directory / _SERVER_STATE)
+            # the Trainer of transformers writes the configuration beside DeepSpeed's directory of the tag
+            return replace(found, directory=source) if (source / "config.json").is_file() else found
     if (source / _FAIRSEQ_LAST).is_file():
         return _read_file(source / _FAIRSEQ_LAST)
     if not source.exists():
@@ -181,7 +185,25 @@ def _beside(directory: Path) -> Tensors:
             raise ConfigurationError(f"{directory / 'model.safetensors'}: cannot be read: {error}") from error
     if (directory / _DEEPSPEED_MODEL).is_file():
         return dict(_load(directory / _DEEPSPEED_MODEL)["module"])
+    ranks = [path for path in directory.glob(_ZERO_3_MODEL) if path.name.split("_")[3].isdigit()]
+    if ranks:
+        return _of_zero_3([_load(path) for path in sorted(ranks, key=lambda path: int(path.name.split("_")[3]))])
     return {}
+
+
+def _of_zero_3(ranks: list[State]) -> Tensors:
+    """What ZeRO 3 keeps whole, and the frozen parameters, of which each rank has a part; not those that are trained.
+
+    Two names of one trained parameter get one tensor without its values.
+    """
+    first = ranks[0]
+    whole = {name: first["module"][name] for name in first["buffer_names"]}
+    for name, shape in (first["frozen_param_shapes"] or {}).items():
+        parts = torch.cat([rank["frozen_param_fragments"][name] for rank in ranks])
+        whole[name] = parts[: shape.numel()].view(shape)  # the last part is padded
+    for name, other in (first["shared_params"] or {}).items():
+        whole[name] = whole.setdefault(other, torch.empty(1))
+    return whole
 
 
 def _completed(trained: Tensors, whole: Tensors) -> Tensors:
@@ -205,6 +227,8 @@ def _tied(tensor: Tensor, trained: Tensors, whole: Tensors) -> Tensor:
 
 
 def _load(path: Path) -> Any:
+    if not is_zipfile(path):
+        raise ConfigurationError(f"{path}: not a file that torch.save has written")
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises whatever the broken bytes lead it to

@@ -3,13 +3,13 @@
 import inspect
 import math
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-from torch.nn import Parameter
 
+from fairseq_async.deepspeed_plugin import rehearsal
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server.torch_optimizer import OPTIMIZERS
 
@@ -17,11 +17,12 @@ from fairseq_async.server.torch_optimizer import OPTIMIZERS
 _KEYS_OF_DEEPSPEED = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "bias_correction"}
 # DeepSpeed takes its own names in either case, and those of torch.optim as they are
 _KINDS = {"adam": "Adam", "adamw": "AdamW", "SGD": "SGD"}
+_OF_OTHER_STEPS = ("LBFGS", "SparseAdam")  # of torch's
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def check_values(config: dict[str, Any], name: str) -> None:
-    """No value is left to fill in, and clipping is a number.
+    """No value is left to fill in, and what is to be a number is one.
 
     Raises:
         ConfigurationError: names the key.
@@ -34,6 +35,9 @@ def check_values(config: dict[str, Any], name: str) -> None:
     clip = config.get("gradient_clipping", 0.0)
     if not _is_number(clip) or clip < 0:
         raise ConfigurationError(f'{name}: "gradient_clipping" is {clip!r}: give a number, 0 for no clipping')
+    every = config.get("steps_per_print")
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int | float) or not every > 0):
+        raise ConfigurationError(f'{name}: "steps_per_print" is {every!r}: give a number of steps, null for no lines')
 
 
 def check_optimizer(config: dict[str, Any], name: str, given: bool, in_the_server: bool) -> None:
@@ -59,17 +63,17 @@ def check_optimizer(config: dict[str, Any], name: str, given: bool, in_the_serve
     known = _KINDS.get(kind) or _KINDS.get(kind.lower())
     if known is None and (in_the_server or not _is_optimizer(kind)):
         has = "the server has Adam, AdamW and SGD" if in_the_server else "neither DeepSpeed nor torch has it"
+        if kind in _OF_OTHER_STEPS and not in_the_server:
+            has = "its steps need more than dense gradients"
         raise ConfigurationError(f'{name}: "optimizer": "type" is {kind!r}: {has}')
     for key, value in params.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigurationError(f'{name}: "optimizer": "params": "{key}" is {value}: give a finite number')
     if known is not None:
         kept = {key: value for key, value in params.items() if key not in _KEYS_OF_DEEPSPEED or known == "SGD"}
-        try:
-            cast(Any, OPTIMIZERS[known])([Parameter(torch.zeros(1))], **kept)  # torch checks the values
-        except (TypeError, ValueError) as error:
-            said = str(error).replace(f"{known}.__init__() got an unexpected keyword argument", "there is no")
-            raise ConfigurationError(f'{name}: "optimizer": "params": {said}') from error
+        fault = rehearsal.fault_of_optimizer(OPTIMIZERS[known], kept)
+        if fault:
+            raise ConfigurationError(f'{name}: "optimizer": "params": {fault}')
 
 
 def check_scheduler(config: dict[str, Any], name: str, given: bool) -> None:
@@ -91,10 +95,11 @@ def check_scheduler(config: dict[str, Any], name: str, given: bool) -> None:
         raise ConfigurationError(f'{name}: "scheduler": "type" is {kind!r}: there are {known}, and those of torch')
     if not isinstance(params, dict):
         raise ConfigurationError(f'{name}: "scheduler": "params" is {params!r}: give an object')
-    try:
-        inspect.signature(scheduler).bind(None, **params)
-    except TypeError as error:
-        raise ConfigurationError(f'{name}: "scheduler": "params": {error}') from error
+    if scheduler is torch.optim.lr_scheduler.ReduceLROnPlateau:
+        raise ConfigurationError(f'{name}: "scheduler": "type" is {kind!r}: it follows a loss; use another of {known}')
+    fault = rehearsal.fault_of_schedule(scheduler, params)
+    if fault:
+        raise ConfigurationError(f'{name}: "scheduler": "params": {fault}')
 
 
 def worker_batch(config: dict[str, Any], workers: int, island_size: int, name: str) -> dict[str, Any]:
@@ -139,4 +144,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_optimizer(kind: str) -> bool:
-    return kind.lower() in DEEPSPEED_OPTIMIZERS or inspect.isclass(getattr(torch.optim, kind, None))
+    if kind.lower() in DEEPSPEED_OPTIMIZERS:
+        return True
+    known = getattr(torch.optim, kind, None)
+    return inspect.isclass(known) and kind not in ("Optimizer", *_OF_OTHER_STEPS)

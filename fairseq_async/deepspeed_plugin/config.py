@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,34 @@ def read(args: Any, config: str | dict[str, Any] | None) -> tuple[dict[str, Any]
     """The configuration that ``deepspeed.initialize`` would find, and what to call it in an error.
 
     Raises:
-        ConfigurationError: there is none, or it is not JSON.
+        ConfigurationError: there is none, or it is no JSON object.
     """
     given = config if config is not None else getattr(args, "deepspeed_config", None)
     if given is None:
         raise ConfigurationError("no DeepSpeed configuration: give --deepspeed_config FILE or config=")
     if isinstance(given, dict):
         return dict(given), str(getattr(args, "deepspeed_config", None) or "config")
+    if not isinstance(given, str | PathLike):
+        raise ConfigurationError(f"config= is {given!r}: give the name of a DeepSpeed JSON, or a dictionary")
     try:
-        return json.loads(Path(given).read_text(encoding="utf-8")), str(given)
+        read = json.loads(Path(given).read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
     except OSError as error:
         raise ConfigurationError(f"--deepspeed_config {given}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigurationError(f"--deepspeed_config {given}: not JSON ({error})") from error
+    if not isinstance(read, dict):
+        raise ConfigurationError(f'--deepspeed_config {given}: it must hold an object, as in {{"key": value}}')
+    return read, str(given)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the JSON. Python would take the last of two values, and DeepSpeed refuses them."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f'"{key}" is there twice: leave one of them out')
+        found[key] = value
+    return found
 
 
 def split(config: dict[str, Any], name: str) -> tuple[dict[str, Any], Section, MethodOptions]:
@@ -46,7 +62,7 @@ def split(config: dict[str, Any], name: str) -> tuple[dict[str, Any], Section, M
     where = f'{name}, "{SECTION}"'
     common = {key: given.pop(key) for key in list(given) if key in Section.model_fields}
     method = given.get("method", "local_sgd")
-    if method not in methods.METHODS:
+    if not isinstance(method, str) or method not in methods.METHODS:
         raise ConfigurationError(f'{where}: "method": {method!r} is none of {", ".join(sorted(methods.METHODS))}')
     section = checked(Section, common, where)
     try:
@@ -67,7 +83,7 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
     if zero.get("stage", 0) not in stages:
         known = " and ".join(filter(None, [", ".join(map(str, stages[:-1])), str(stages[-1])]))
         raise ConfigurationError(
-            f'{name}: "zero_optimization": "stage" {zero["stage"]} is not supported with method {options.method}'
+            f'{name}: "zero_optimization": "stage" {zero["stage"]!r} is not supported with method {options.method}'
             f"{_REASON if len(stages) == 1 else ''}; {known} {'is' if len(stages) == 1 else 'are'}"
         )
     for key in ("offload_optimizer", "offload_param"):
@@ -77,6 +93,10 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
                 f'{name}: "zero_optimization": "{key}" to {device} is not supported with method {options.method}; '
                 "leave it out"
             )
+    for key in (*_HALF_PRECISION, "torch_autocast"):
+        enabled = _object(config, key, name).get("enabled", False)
+        if not isinstance(enabled, bool):
+            raise ConfigurationError(f'{name}: "{key}": "enabled" is {enabled!r}: give true or false')
     for key in ("pipeline", "compression_training", "hybrid_engine"):
         if _object(config, key, name).get("enabled", key == "pipeline" and key in config):
             raise ConfigurationError(f'{name}: "{key}" is not supported with "{SECTION}"; leave it out')
@@ -86,6 +106,7 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
         raise ConfigurationError(f'{name}: "overlap" is not supported with "island_size" above 1')
 
 
+_HALF_PRECISION = ("fp16", "bf16", "bfloat16", "amp")  # bfloat16 is DeepSpeed's older name of bf16
 _STAGES = {"local_sgd": (0, 1, 2, 3), "hybrid_async": (0,), "adasum": (0, 1, 2), "adascale": (0, 1, 2)}
 _REASON = ", whose optimizer steps in the server"
 
@@ -93,8 +114,8 @@ _REASON = ", whose optimizer steps in the server"
 def _check_hybrid(config: dict[str, Any], section: Section, name: str) -> None:
     """Hybrid asynchronous SGD steps in the server, in fp32, on whole gradients."""
     reason = f"is not supported with method hybrid_async{_REASON}; local_sgd has it"
-    for key in ("fp16", "bf16"):
-        if _object(config, key, name).get("enabled", False) is True:
+    for key in _HALF_PRECISION:
+        if _object(config, key, name).get("enabled", False):
             raise ConfigurationError(f'{name}: "{key}" {reason}')
     autocast = _object(config, "torch_autocast", name)
     if autocast.get("enabled", False) is True and autocast.get("dtype") not in ("bfloat16", "torch.bfloat16"):

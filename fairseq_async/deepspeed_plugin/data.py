@@ -102,8 +102,12 @@ def length_of(dataset: object) -> int:
     """The number of samples in a data set, which must be known to divide it into shards.
 
     Raises:
-        ConfigurationError: it has no length, or none above 0.
+        ConfigurationError: it has no length, or none above 0, or no samples by number.
     """
+    if isinstance(dataset, Sized) and not hasattr(dataset, "__getitem__"):
+        raise ConfigurationError(
+            f"training_data is a {type(dataset).__name__}, without samples by number: give a data set"
+        )
     if not isinstance(dataset, Sized) or len(dataset) == 0:
         raise ConfigurationError("training_data must be a data set with a length above 0, to be divided into shards")
     return len(dataset)

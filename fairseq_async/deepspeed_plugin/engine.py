@@ -82,9 +82,9 @@ class AsyncEngine(DeepSpeedEngine):
         return self.async_worker
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
-        """Computes as DeepSpeed does; the first call joins the run."""
+        """Computes as DeepSpeed does; the first call joins the run, be it a validation, which all workers may share."""
         self.join_run()
-        if not self._step_ended:
+        if not self._step_ended and self.training and torch.is_grad_enabled():
             self.async_worker.first_batch = digest_of((inputs, kwargs))
             self._step_ended = time.perf_counter()
         return super().forward(*inputs, **kwargs)
@@ -236,9 +236,10 @@ class LocalEngine(AsyncEngine):
         """
         before = self.global_steps
         super().step(*args, **kwargs)
-        if self.global_steps > before and not self.finished:
-            self._end_step()
-        self._step_ended = time.perf_counter()
+        if self.global_steps > before:  # not after each of several micro-batches
+            if not self.finished:
+                self._end_step()
+            self._step_ended = time.perf_counter()
 
     def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
         """The optimizer's step, where the gradient is finite and the run is not over."""

@@ -1,7 +1,6 @@
 """``initialize``: what ``deepspeed.initialize`` does, and joining an asynchronous run or a synchronous group."""
 
 import atexit
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +56,7 @@ from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.process import end_process
 from fairseq_async.worker.shards import DataPosition
 
-logger = logging.getLogger(__name__)
-
+_LONGEST = 300  # characters of a reason: some show a whole tensor
 _MISTAKES = (ValueError, TypeError, KeyError, AttributeError, AssertionError, NotImplementedError, DeepSpeedConfigError)
 _LOCAL_SGD_SERVER = "fairseq_async.server.local_sgd_main"
 _initialize_deepspeed = deepspeed.initialize  # its own, also where the name in deepspeed is given to this module's
@@ -155,8 +153,7 @@ class _Arguments:
                 args=args, model=self.model, collate_fn=self.collate_fn, config=config, **self.others | more
             )
         except _MISTAKES as error:  # DeepSpeed finds mistakes by whatever goes wrong with them
-            logger.debug("deepspeed.initialize has failed", exc_info=True)
-            said = " ".join(str(error).split()) or "no reason given"
+            said = " ".join(str(error).split())[:_LONGEST] or "no reason given"
             raise ConfigurationError(f"{self.name}: DeepSpeed refuses this: {said} ({type(error).__name__})") from error
         return engine, optimizer, schedule
 
@@ -243,7 +240,7 @@ def _initialize_asynchronous(
     except BaseException:
         client.leave(finished=False)
         if server is not None:
-            server.stop()
+            server.discard()  # nobody has brought it parameters yet
         raise
 
 

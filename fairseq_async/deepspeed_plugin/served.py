@@ -35,6 +35,8 @@ def leave_to_server(engine: DeepSpeedEngine, config: dict[str, Any], total_steps
         ConfigurationError: the server has nothing that would step equally.
     """
     optimizer, section = engine.optimizer, config.get("scheduler")
+    if not trainable(engine):
+        raise ConfigurationError("the model has no parameter that is trained")
     rates = None if engine.lr_scheduler is None else tabulate(engine.lr_scheduler, optimizer, total_steps)
     clip_norm = float(engine.gradient_clipping())
     inner = describe(optimizer, trainable(engine), equal_of_torch(optimizer), rates, clip_norm).to_json()

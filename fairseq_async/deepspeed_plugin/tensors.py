@@ -22,12 +22,30 @@ from fairseq_async.deepspeed_plugin.compat import (
 )
 from fairseq_async.deepspeed_plugin.zero3 import PartitionedReplica
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.server.torch_optimizer import check_of_model
 from fairseq_async.worker.replica import MasterReplica, Replica, TensorReplica
 
 
 def trainable(engine: DeepSpeedEngine) -> list[tuple[str, Parameter]]:
     """The parameters that are trained, and exchanged, in the order of the layout."""
     return [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+
+
+def _stepped(engine: DeepSpeedEngine) -> list[tuple[str, Parameter]]:
+    """Those of :func:`trainable` that the optimizer has: it keeps no master of another.
+
+    Raises:
+        ConfigurationError: there are none, or it has parameters of another model.
+    """
+    named = trainable(engine)
+    groups = low_precision_groups(engine.optimizer) or [group["params"] for group in engine.optimizer.param_groups]
+    given = {id(parameter) for group in groups for parameter in group}
+    if not low_precision_groups(engine.optimizer):
+        check_of_model(engine.optimizer, named)
+    found = [(name, parameter) for name, parameter in named if id(parameter) in given]
+    if not found:
+        raise ConfigurationError("the optimizer has no parameter of the model that is trained")
+    return found
 
 
 def step_gradients(engine: DeepSpeedEngine) -> list[Tensor]:
@@ -85,7 +103,7 @@ def replica_of(engine: DeepSpeedEngine, rank: int) -> Replica:
     Raises:
         ConfigurationError: the optimizer keeps its masters in a way that is not known.
     """
-    named = trainable(engine)
+    named = _stepped(engine)
     if engine.zero_optimization_partition_weights():
         return PartitionedReplica(named, rank)
     if all(has_master_in_partition(parameter) for _, parameter in named):

@@ -34,6 +34,7 @@ class WorkerCommand:
     Attributes:
         synchronous: the workers are the ranks of one data-parallel group, and there is no server.
         server: the module that is the server of the others.
+        name: of the program, for errors.
         given: the whole command, as it was given.
         run_dir: the run's directory.
         tls: directory of the certificates, where the command names one.
@@ -48,6 +49,7 @@ class WorkerCommand:
     rendezvous = None  # its server is known
 
     def __init__(self, arguments: list[str], workers: int | None = None, starts_server: bool = False) -> None:
+        self.name = arguments[0]
         self.program, self.given = find_program(arguments[0]), arguments
         self.arguments = arguments[1:]
         given = _parser().parse_known_args(self.arguments)[0]

@@ -16,10 +16,10 @@ from fairseq_async.exchange.tls import worker_context
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import Display
 from fairseq_async.launch.last_words import last_words, same_mistake, traceback
-from fairseq_async.launch.leftovers import Leftovers
 from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.script import ScriptCommand
+from fairseq_async.server.leftovers import Leftovers
 from fairseq_async.server.process import ServerProcess, manner
 from fairseq_async.worker.invitation import invitation
 from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
@@ -187,8 +187,8 @@ class Launcher:
         """The workers have ended without an update: nothing was left to do, or nothing was done. The server knows."""
         if self.server is None:
             raise RunFailedError(
-                f"{self.command.given[-1]}: the script ended without joining a run; call initialize of "
-                "fairseq_async.deepspeed_plugin in it, as the README shows"
+                f"{self.command.name}: the script ended without joining a run; use initialize or attach of "
+                "fairseq_async.deepspeed_plugin, or fairseq_async.torch, in it, as the README shows"
             )
         self.server.join(_FINISHING)
         if self.server.poll() != 0:

@@ -17,6 +17,7 @@ class ScriptCommand:
         resumes: a run that was interrupted in the same directory is to go on.
 
     Attributes:
+        name: of the script, for errors.
         rendezvous: where worker 0 asks for the server.
 
     Raises:
@@ -30,6 +31,7 @@ class ScriptCommand:
         self.given, self.run_dir, self.resumes = arguments, directory, resumes
         self.rendezvous = Rendezvous(directory)
         script = next((each for each in self.arguments if not each.startswith("-")), "")
+        self.name = script or arguments[0]
         if Path(self.program).name.startswith("python") and script.endswith(".py") and not os.path.exists(script):
             raise ConfigurationError(f"{script}: no such script; the path is relative to {os.getcwd()}")
 

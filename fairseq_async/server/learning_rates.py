@@ -1,6 +1,7 @@
 """Learning rates by the steps of an optimizer in the server; a script's own schedule as a table of them."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -97,6 +98,10 @@ def tabulate(scheduler: Any, optimizer: Optimizer, steps: int) -> Rates:
             raise ConfigurationError(
                 f"{name} cannot take step {step} of {option('total_steps')} {steps} ({type(error).__name__}: {said})"
             ) from error
+        if not all(map(math.isfinite, rates[-1])):
+            raise ConfigurationError(
+                f"{name} gives the learning rates {rates[-1]} after {step} steps: make them finite"
+            )
     return rates
 
 

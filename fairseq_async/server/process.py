@@ -20,6 +20,7 @@ from fairseq_async.exchange.authentication import new_token, write_token
 from fairseq_async.exchange.linux import environment
 from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.event_loop import EventLoop
+from fairseq_async.server.leftovers import Leftovers
 from fairseq_async.server.notices import Notices, tell_log
 from fairseq_async.server.run import Build
 from fairseq_async.server.service import Service
@@ -29,6 +30,7 @@ _BACKLOG = 128  # workers that may come before the server has imported what it n
 _ENDING = ".ending"  # a file in the directory of a run whose server writes its last snapshot
 _ENDING_SECONDS = 120.0  # for which the next run waits for that
 _QUIET_SECONDS = 2.0  # for which a worker that has left waits for the others' end before it says so
+_LEAVING_SECONDS = 20.0  # for which a server may take to end on a busy machine
 _PORT_SECONDS = 10.0  # for which a dead server's port may still be held: by a snapshot that was just begun
 
 
@@ -176,27 +178,33 @@ class ServerProcess:
     ) -> None:
         if tls is not None:
             server_context(tls)
+        self._leftovers = Leftovers(run_dir)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             log.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(f"{run_dir} ({option('run_dir')}) cannot be made: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # a name may have a character that none can have
+            raise ConfigurationError(f"{run_dir} ({option('run_dir')}) cannot be made: {_said(error)}") from error
         self.token, self.log, self.restarts = token or new_token(), log, restarts
         self.token_file = run_dir / ".token"
         self._command = [sys.executable, "-m", module, "--workers", str(workers), "--run-dir", str(run_dir)]
         self._command += ["--ends-with-workers"] if ends_with_workers else []
         self._command += ["--resume"] * resumes + ([] if tls is None else ["--tls", str(tls.resolve())])
         self._environment = os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers)}
+        self._workers = workers
         self._code: int | None = None
         self._stopping = threading.Event()
         self._starting = threading.Lock()
-        self._claimed = _claim(run_dir)  # first: a server that ends here may still have the port
         try:
-            with _listen(host, port) as listener:
-                self.address = f"{host}:{listener.getsockname()[1]}"
-                self._start(listener)
-        except BaseException:
-            os.close(self._claimed)
+            self._claimed = _claim(run_dir)  # first: a server that ends here may still have the port
+            try:
+                with _listen(host, port) as listener:
+                    self.address = f"{host}:{listener.getsockname()[1]}"
+                    self._start(listener)
+            except BaseException:
+                os.close(self._claimed)
+                raise
+        except ConfigurationError:
+            self._leftovers.remove_directories()
             raise
         write_token(self.token_file, self.token)
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
@@ -214,7 +222,7 @@ class ServerProcess:
 
     def outlast_workers(self) -> None:
         """In the process of a worker that has left: waits for the server's end, which comes with the last worker's."""
-        self.join(_QUIET_SECONDS)
+        self.join(_QUIET_SECONDS if self._workers > 1 else _LEAVING_SECONDS)  # alone, it only waits for the server
         if self.poll() is None:
             say("worker 0 has ended; its server stays for the other workers (Ctrl-C ends it)")
             self.join()
@@ -256,6 +264,11 @@ class ServerProcess:
         if self._claimed >= 0:
             os.close(self._claimed)
             self._claimed = -1
+
+    def discard(self) -> None:
+        """Kills a server whose run has not begun, and removes what its start has made on the disk."""
+        self.stop()
+        self._leftovers.remove(logs=True)
 
     def _start(self, listener: socket.socket, *arguments: str, report: Sequence[int] = ()) -> None:
         reader, writer = os.pipe()
@@ -335,6 +348,10 @@ def _pass_on(notices: int) -> None:
 def say(what: str) -> None:
     """Prints a line on the terminal of whoever runs this process."""
     print(f"fairseq-async: {what}", file=sys.stderr, flush=True)
+
+
+def _said(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _threads(workers: int) -> dict[str, str]:

@@ -26,6 +26,10 @@ from fairseq_async.server.state_files import restored_path
 Build = Callable[[MethodSpec, Layout, Tensor], tuple[Rule, Plan]]
 """Makes rule and plan from a method, the layout and the flat parameters, which the rule changes in place."""
 
+_REMEDIES = {
+    "learning_rates": ": give all the same schedule and number of steps (to the Trainer of transformers max_steps)"
+}
+
 
 class Run:
     """What the workers of a server have in common. The first worker describes it; worker 0 brings the parameters.
@@ -68,7 +72,7 @@ class Run:
         if difference := layout.difference(self.layout):
             raise RefusedError(f"{name} has another model than the others: {difference}")
         if option := self.spec.difference(spec):
-            raise RefusedError(f"{name} was started with another {option} than the others")
+            raise RefusedError(f"{name} was started with another {option} than the others{_REMEDIES.get(option, '')}")
 
     def begin(
         self, build: Build, parameters: Tensor, state: State | None, source: str, membership: Membership, time: float

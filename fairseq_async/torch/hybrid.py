@@ -63,7 +63,7 @@ class HybridAsync(AsyncTraining):
             raise ConfigurationError(f"HybridAsync: clip_norm is {clip_norm!r}: it must be a number of at least 0")
         if not (scheduler is None or isinstance(scheduler, LRScheduler)):
             raise ConfigurationError(f"scheduler is {scheduler!r}: it must be one of torch.optim.lr_scheduler")
-        self._has_scheduler = scheduler is not None
+        self._scheduler = scheduler
         rates = [] if scheduler is None else tabulate(scheduler, optimizer, self.options.total_steps)
         self._inner = describe(optimizer, self._named, rates=rates, clip_norm=float(clip_norm))
         self._rates = self._present_rates()
@@ -72,8 +72,7 @@ class HybridAsync(AsyncTraining):
 
     @property
     def async_worker(self) -> HybridWorker:
-        assert self._hybrid is not None, "the with block makes it"
-        return self._hybrid
+        return self._inside(self._hybrid)
 
     @property
     def progress(self) -> float:
@@ -120,9 +119,8 @@ class HybridAsync(AsyncTraining):
 
     def _push(self, norm: float) -> None:
         """The receipt of a gradient with NaN or Inf is waited for: it says how many in a row were refused."""
-        loss = None if self.loss is None else float(self.loss)
-        self.async_worker.step(1.0, loss, wait=not norm < inf, norm=norm)
-        self.loss = None
+        loss = self._take_loss()
+        self.async_worker.step(1.0, None if loss is None else float(loss), wait=not norm < inf, norm=norm)
 
     def _present_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -132,7 +130,9 @@ class HybridAsync(AsyncTraining):
         Raises:
             ConfigurationError: somebody else than a scheduler that the server knows sets the learning rates.
         """
-        if self._has_scheduler:
+        if self._scheduler is not None:
+            # a fast worker steps it more often than the run has steps, where OneCycleLR, for one, fails
+            self._scheduler.last_epoch = min(self._scheduler.last_epoch, self.options.total_steps - 1)
             return
         if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):  # every scheduler of torch leaves this mark
             raise ConfigurationError("the optimizer has a scheduler, but it steps in the server: give it as scheduler=")

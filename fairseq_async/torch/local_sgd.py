@@ -53,8 +53,7 @@ class AsyncLocalSGD(AsyncTraining):
 
     @property
     def async_worker(self) -> LocalSGDWorker:
-        assert self._local is not None, "the with block makes it"
-        return self._local
+        return self._inside(self._local)
 
     @property
     def progress(self) -> float:
@@ -105,6 +104,5 @@ class AsyncLocalSGD(AsyncTraining):
     @errors_in_one_line()
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._counts:
-            self.async_worker.step(self._sleep_if_slowed_down(), self.loss)
-            self.loss = None
+            self.async_worker.step(self._sleep_if_slowed_down(), self._take_loss())
         self._step_ended = time.perf_counter()

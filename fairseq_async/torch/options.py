@@ -29,7 +29,7 @@ def parse_options(base: type[_Options], given: Mapping[str, object], where: str)
                 f"{where}: {name} is of no use here: your own loader divides and shuffles the data"
             )
     of_server = {name: value for name, value in given.items() if name in ServerOptions.model_fields}
-    of_method = {name: value for name, value in given.items() if name not in of_server and name != "method"}
+    of_method = {name: value for name, value in given.items() if name not in of_server}
     server = checked(ServerOptions, of_server, where, str)
     try:
         return server, methods.parse(base, of_method, where, str)

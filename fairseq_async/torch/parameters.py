@@ -17,6 +17,14 @@ def exchanged_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[s
     Raises:
         ConfigurationError: the optimizer has others, or they are not fp32, or the model synchronises its gradients.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"model is a {type(model).__name__}: give a torch.nn.Module, and then its optimizer")
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer")
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # accelerate's wrapper says that it is an Optimizer
+        raise ConfigurationError(
+            f"optimizer is a {type(optimizer).__name__}, which wraps another: give that one, optimizer.optimizer"
+        )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConfigurationError(
             "the model is in DistributedDataParallel, whose workers wait for each other: unwrap it"

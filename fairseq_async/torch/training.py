@@ -30,6 +30,7 @@ from fairseq_async.worker.server_state import fetch_state, state_file
 
 _ONE_RUN = ("RANK", WORKER)  # set by launchers, which tell a process of one server
 _Self = TypeVar("_Self", bound="AsyncTraining")
+_Made = TypeVar("_Made")
 
 
 class AsyncTraining(ABC):
@@ -214,13 +215,20 @@ class AsyncTraining(ABC):
         """
         if self._client is not None:
             raise ConfigurationError("load_state_dict comes before the with block: the run has begun")
+        if state and not (isinstance(state, dict) and {"server", "method"} <= set(state)):
+            raise ConfigurationError("load_state_dict: this is no server's state: give what state_dict() has returned")
         self._restored = state or None
 
     @property
     def _connected(self) -> Client:
-        if self._client is None:
+        return self._inside(self._client)
+
+    @errors_in_one_line()
+    def _inside(self, made: _Made | None) -> _Made:
+        """What the block has made."""
+        if made is None:
             raise ConfigurationError(f"{type(self).__name__} is used outside of its with block")
-        return self._client
+        return made
 
     # Steps
 
@@ -228,6 +236,11 @@ class AsyncTraining(ABC):
         """``args`` of a hook begin with the optimizer itself."""
         if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             raise ConfigurationError("optimizer.step(closure) is not supported: compute the gradients before the step")
+
+    def _take_loss(self) -> float | Tensor | None:
+        """The loss of this step, without the graph behind it."""
+        loss, self.loss = self.loss, None
+        return loss.detach() if isinstance(loss, Tensor) else loss
 
     def _leave_out_after_end(self) -> None:
         """A step after the end of the run changes nothing; the first one is told of."""

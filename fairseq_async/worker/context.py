@@ -94,6 +94,11 @@ class WorkerContext:
             raise ConfigurationError(
                 "srun started several tasks, and none knows of the others: srun fairseq-async worker -- COMMAND"
             )
+        if island_size > 1:
+            raise ConfigurationError(
+                f"{option('island_size')} is {island_size}: no launcher has started this process; start the ranks of "
+                "islands with torchrun or deepspeed"
+            )
         return cls()
 
     def connect(

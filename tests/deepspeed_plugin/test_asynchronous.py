@@ -239,6 +239,14 @@ def test_a_file_that_is_missing_or_no_json_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ConfigurationError, match="not JSON"):
         configuration.read(None, str(tmp_path / "bad.json"))
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(ConfigurationError, match="it must hold an object"):
+        configuration.read(None, str(tmp_path / "list.json"))
+    (tmp_path / "twice.json").write_text('{"zero_optimization": {"stage": 1, "stage": 2}}')
+    with pytest.raises(ConfigurationError, match='"stage" is there twice'):
+        configuration.read(None, str(tmp_path / "twice.json"))
+    with pytest.raises(ConfigurationError, match="config= is 5: give the name"):
+        configuration.read(None, 5)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match='there is no section "async_training"'):
         configuration.split({}, "file.json")
 

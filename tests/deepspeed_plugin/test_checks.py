@@ -71,10 +71,18 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
         ({"optimizer": {"type": "AdamW", "params": {"lr": "0.1"}}}, '"optimizer": "params": '),
         ({"optimizer": {"type": "AdamW", "params": {"lr": math.inf}}}, '"optimizer": "params": "lr" is inf'),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, '"optimizer": "params": "lr" is "auto"'),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "0.1"}}}, "\"lr\" is '0.1': give a number"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.9]}}}, '"betas" is [0.9]: give two numbers'),
         ({"scheduler": {"type": "WarmUp"}}, '"scheduler": "type" is \'WarmUp\': there are LRRangeTest, OneCycle'),
         ({"scheduler": "WarmupLR"}, "\"scheduler\" is 'WarmupLR': give an object"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}}, "unexpected keyword argument 'warmup'"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "missing a required argument: 'total_num_steps'"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "0.1"}}},
+            '"params": "warmup_max_lr" is \'0.1\': give a number',
+        ),
+        ({"scheduler": {"type": "ReduceLROnPlateau"}}, "it follows a loss"),
+        ({"steps_per_print": "often"}, "\"steps_per_print\" is 'often': give a number of steps"),
         ({"gradient_clipping": "auto"}, '"gradient_clipping" is "auto"'),
         ({"gradient_clipping": -1}, '"gradient_clipping" is -1: give a number'),
         ({"gradient_clipping": math.inf}, '"gradient_clipping" is inf'),
@@ -84,10 +92,13 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
         ({"gradient_accumulation_steps": 1.5}, '"gradient_accumulation_steps" is 1.5'),
         ({"train_batch_size": 6}, '"train_batch_size" is 6, the samples of all ranks in a step, and not 4'),
         ({"fp16": {"enabled": True}}, '"fp16" is not supported with method hybrid_async'),
+        ({"bfloat16": {"enabled": True}}, '"bfloat16" is not supported with method hybrid_async'),
+        ({"bf16": {"enabled": "true"}}, '"bf16": "enabled" is \'true\': give true or false'),
         ({"fp16": True}, '"fp16" is True: it must be an object'),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, '"torch_autocast" in float16'),
         ({"zero_optimization": {"stage": 1}}, '"stage" 1 is not supported with method hybrid_async'),
-        ({"zero_optimization": {"stage": "three"}}, '"stage" three is not supported'),
+        ({"zero_optimization": {"stage": "0"}}, "\"stage\" '0' is not supported"),
+        ({"async_training": {"method": ["hybrid_async"]}}, "\"method\": ['hybrid_async'] is none of adascale"),
         ({"zero_optimization": 3}, '"zero_optimization" is 3: it must be an object'),
     ],
 )
@@ -115,6 +126,14 @@ def test_what_is_wrong_for_the_server_may_be_right_for_a_worker() -> None:
         check(complete("local_sgd", optimizer={"type": optimizer, "params": {"lr": 0.1}}))
     with pytest.raises(ConfigurationError, match="'Addam': neither DeepSpeed nor torch has it"):
         check(complete("local_sgd", optimizer={"type": "Addam"}))
+    with pytest.raises(ConfigurationError, match="'LBFGS': its steps need more than dense gradients"):
+        check(complete("local_sgd", optimizer={"type": "LBFGS"}))
+
+
+def test_schedules_of_torch_and_rates_of_each_group_are_accepted() -> None:
+    check(complete(scheduler={"type": "CosineAnnealingLR", "params": {"T_max": 10}}))
+    two_groups = {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}
+    check(complete(scheduler=two_groups))
 
 
 @pytest.mark.parametrize("method", ["adasum", "adascale"])

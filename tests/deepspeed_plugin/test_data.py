@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from fairseq_async.deepspeed_plugin.batches import digest_of
-from fairseq_async.deepspeed_plugin.data import DataShare, ShardedLoader
+from fairseq_async.deepspeed_plugin.data import DataShare, ShardedLoader, length_of
 from fairseq_async.deepspeed_plugin.loading import Loading, loading_of
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.worker.shards import ShardOrder
@@ -132,3 +133,8 @@ def test_how_the_data_is_read_is_what_deepspeeds_keys_say() -> None:
 def test_what_the_loader_cannot_do_is_refused(sampling: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         loading_of({"data_efficiency": {"data_sampling": sampling}}, "ds.json")
+
+
+def test_a_loader_in_the_place_of_a_data_set_is_one_line() -> None:
+    with pytest.raises(ConfigurationError, match="training_data is a DataLoader, without samples by number"):
+        length_of(DataLoader([1, 2]))  # type: ignore[arg-type]

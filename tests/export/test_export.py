@@ -84,6 +84,19 @@ def test_a_deepspeed_checkpoint_gives_the_servers_parameters_and_worker_0s_buffe
     assert equal(load_file(tmp_path / "out.safetensors"), expected)
 
 
+def test_a_checkpoint_of_zero_3_gives_buffers_frozen_and_tied_parameters_too(tmp_path: Path) -> None:
+    """As DeepSpeed writes it on two ranks, each with its part of what is frozen; the last part is padded."""
+    torch.save(state(), tmp_path / "async_server.pt")
+    for rank, part in enumerate(([1.0, 2.0], [3.0, 0.0])):
+        content: dict[str, Any] = {"module": {"mean": torch.tensor([5.0]), "head.weight": torch.empty(0)}}
+        content |= {"buffer_names": ["mean"], "shared_params": {"tied": "head.weight"}}
+        content |= {"frozen_param_shapes": {"stem": torch.Size([3])}, "frozen_param_fragments": {"stem": Tensor(part)}}
+        torch.save(content, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    export(tmp_path, tmp_path / "out.safetensors")
+    expected = {"tied": TRAINED["head.weight"], "mean": Tensor([5.0]), "stem": Tensor([1.0, 2.0, 3.0])}
+    assert equal(load_file(tmp_path / "out.safetensors"), TRAINED | expected)
+
+
 def test_an_hf_directory_has_configuration_and_tokenizer_beside_the_parameters(tmp_path: Path) -> None:
     """As the Trainer of transformers leaves them in a checkpoint, or from another directory."""
     checkpoint = tmp_path / "checkpoint-3"
@@ -99,6 +112,10 @@ def test_an_hf_directory_has_configuration_and_tokenizer_beside_the_parameters(t
         "model.safetensors",
     }
     assert equal(load_file(tmp_path / "model" / "model.safetensors"), TRAINED)
+    tagged = deepspeed_checkpoint(tmp_path / "checkpoint-4")  # of a Trainer with DeepSpeed
+    (tagged / "config.json").write_text("{}")
+    assert export(tagged, tmp_path / "tagged") is Format.HF
+    assert (tmp_path / "tagged" / "config.json").exists()
     run = run_with_snapshots(tmp_path / "run")
     with pytest.raises(ConfigurationError, match="there is no config.json.*give --config"):
         export(run, tmp_path / "other")
@@ -128,6 +145,11 @@ def another(folder: Path) -> Path:
     return folder / "file.pt"
 
 
+def modelless(folder: Path) -> Path:
+    torch.save({"model": 3, "cfg": {}}, folder / "file.pt")
+    return folder / "file.pt"
+
+
 def unnamed(folder: Path) -> Path:
     torch.save({"server": {"parameters": VALUES}}, folder / "file.pt")
     return folder / "file.pt"
@@ -152,7 +174,8 @@ def code(folder: Path) -> Path:
 WRONG: dict[str, tuple[Callable[[Path], Path], list[str], str]] = {
     "nothing there": (lambda folder: folder / "none", [], "none: No such file"),
     "an empty directory": (lambda folder: folder, [], "there are no server's parameters in it"),
-    "no checkpoint": (broken, [], "file.pt: cannot be read"),
+    "no checkpoint": (broken, [], "file.pt: not a file that torch.save has written"),
+    "a model that is none": (modelless, [], "neither fairseq's checkpoint nor a server's state"),
     "another file": (another, [], "neither fairseq's checkpoint nor a server's state"),
     "a checkpoint of something else": (without_a_model, [], "neither fairseq's checkpoint nor"),
     "an old state": (unnamed, [], "without the names of the tensors"),

@@ -357,3 +357,13 @@ def test_a_server_that_a_worker_has_started_ends_when_all_workers_have_left(tmp_
         assert server.poll() == 0
     finally:
         server.stop()
+
+
+def test_a_server_that_is_discarded_or_cannot_start_leaves_no_directory(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "first"
+    ServerProcess(SGD_SERVER, 1, run_dir, run_dir / "logs" / "server.log").discard()
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigurationError, match="cannot be used"):
+        ServerProcess(SGD_SERVER, 1, run_dir, run_dir / "logs" / "server.log", port=taken.getsockname()[1])
+    with pytest.raises(ConfigurationError, match="cannot be made: embedded null"):
+        ServerProcess(SGD_SERVER, 1, tmp_path / "a\0b", tmp_path / "server.log")
+    assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,7 @@
 """``HybridAsync`` round an ordinary optimizer, against plain synchronous training by the mean gradient."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,26 @@ def test_a_gradient_with_nan_is_refused_and_a_step_after_the_end_changes_nothing
     assert capsys.readouterr().err.count("the run has finished") == 1
 
 
+def test_a_loop_may_step_its_scheduler_more_often_than_the_run_has_steps(workers: Start) -> None:
+    def train(worker: int) -> int:
+        model = model_of()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = OneCycleLR(optimizer, 0.1, total_steps=STEPS, cycle_momentum=False)
+        with HybridAsync(model, optimizer, scheduler=scheduler, updates_per_step=2, total_steps=STEPS) as training:
+            for step in range(2 * STEPS):  # alone, it takes two steps for each one of the server
+                optimizer.zero_grad()
+                training.loss = loss_of(model, 0, step)
+                training.loss.backward()
+                optimizer.step()
+                scheduler.step()
+            assert training.finished
+        return int(scheduler.last_epoch)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that a loss with its graph is made a number
+        assert workers(1, gradient_main.build).run(train) == [STEPS]
+
+
 def test_a_saved_state_goes_on_as_if_nothing_had_happened(workers: Start, tmp_path: Path) -> None:
     """Also the moments, and the position of the schedule, which are in the server."""
 
@@ -231,6 +252,7 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Optimizer], dict[str, Any], str]] =
         "clip_norm is -1.0: it must be a number of at least 0",
     ),
     "shards": (OPTIMIZERS["Adam"], {"seed": 3}, "seed is of no use"),
+    "another method": (OPTIMIZERS["Adam"], {"method": "local_sgd"}, "method: Input should be 'hybrid_async'"),
     "a parameter of another model": (
         lambda model: Adam([*model.parameters(), nn.Parameter(torch.ones(1))]),
         {},
@@ -254,6 +276,11 @@ SCHEDULES_REFUSED: dict[str, tuple[Callable[[Optimizer], Any], dict[str, Any], s
     "without an end": (SCHEDULERS["cosine"], {}, "total_steps="),
     "a plateau": (torch.optim.lr_scheduler.ReduceLROnPlateau, {"total_steps": 3}, "follows a loss"),
     "betas that change": (lambda o: OneCycleLR(o, 0.1, total_steps=9), {"total_steps": 3}, "cycle_momentum=False"),
+    "a rate without end": (
+        lambda o: LambdaLR(o, lambda step: float("inf") if step == 2 else 1.0),
+        {"total_steps": 3},
+        "gives the learning rates [inf] after 2 steps",
+    ),
     "too many rates": (SCHEDULERS["lambda"], {"total_steps": 1_000_000}, "more than 400000"),
 }
 
@@ -269,6 +296,19 @@ def test_a_scheduler_that_cannot_be_followed_is_one_line(
         HybridAsync(model, optimizer, scheduler=scheduler, **options)
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+def test_what_is_outside_of_the_block_or_no_state_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    training = HybridAsync(model := model_of(), Adam(model.parameters()))
+    for use, said in [
+        (training.pull, "HybridAsync is used outside of its with block"),
+        (lambda: training.finished, "HybridAsync is used outside of its with block"),
+        (lambda: training.load_state_dict({"model": {}, "async": {}}), "give what state_dict() has returned"),
+    ]:
+        with pytest.raises(SystemExit):
+            use()
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
 
 
 def test_a_learning_rate_that_would_be_ignored_is_one_line(capsys: pytest.CaptureFixture[str], workers: Start) -> None:

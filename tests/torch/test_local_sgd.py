@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -204,6 +204,21 @@ def test_a_model_in_half_precision_is_refused(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         AsyncLocalSGD(model, SGD(model.parameters(), lr=LR))
     assert "theta is bfloat16: keep parameters in float32" in capsys.readouterr().err
+
+
+def test_what_is_no_model_or_no_optimizer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Point()
+    optimizer = SGD(model.parameters(), lr=LR)
+    wrapped = cast(Any, type("AcceleratedOptimizer", (SGD,), {"__init__": lambda self: None}))()
+    for given, said in [
+        ((optimizer, model), "model is a SGD: give a torch.nn.Module, and then its optimizer"),
+        ((model, model.parameters()), "optimizer is a generator: give a torch.optim.Optimizer"),
+        ((model, wrapped), "optimizer is a AcceleratedOptimizer, which wraps another: give that one"),
+    ]:
+        with pytest.raises(SystemExit):
+            AsyncLocalSGD(*cast(Any, given))
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
 
 
 def test_a_closure_is_refused(workers: Start, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,3 +50,10 @@ def test_the_number_of_ranks_of_this_machine_is_what_deepspeed_says(monkeypatch:
     assert (found.global_rank, found.workers, found.several_machines, found.has_store) == (1, 4, False, True)
     monkeypatch.setenv("LOCAL_SIZE", "2")
     assert WorkerContext.find(island_size=2).several_machines
+
+
+def test_an_island_without_a_launcher_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("FAIRSEQ_ASYNC_", "RANK"))]:
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigurationError, match="island.size.* is 2: no launcher has started this process"):
+        WorkerContext.find(island_size=2)
