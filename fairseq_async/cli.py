@@ -174,7 +174,7 @@ def capacity(
     link: Annotated[str, typer.Option(help="Workers on other machines: Gbit/s, as 1,10,100.")] = "",
     servers: Annotated[str, typer.Option(help="Shards of the parameters, a server each.")] = "1,2,4,8",
     compress: Annotated[
-        str, typer.Option(metavar="NAME", help="Codec of the updates on the link; else as the run has sent them.")
+        str, typer.Option(metavar="NAME", help="Codecs on the link, as topk,pull=bf16; else as the run has sent.")
     ] = "",
 ) -> None:
     """Say how many workers one server holds before it is the bottleneck, and what sharding would give."""

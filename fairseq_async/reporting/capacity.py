@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.reporting.update_bytes import UpdateBytes, of_codec, of_run
+from fairseq_async.reporting.exchange_bytes import ExchangeBytes, of_codecs, of_run
 from fairseq_async.server.description import RunDescription
 from fairseq_async.server.event_log import EVENTS
 from fairseq_async.server.events import Event, read_events
@@ -37,7 +37,8 @@ class Costs:
         server: of ``exchange``, what the server cannot spend on another worker at the same time.
         parameters: number of parameters, of 4 bytes each.
         link: bytes per second in each direction; infinite on one machine.
-        push: bytes a parameter that an update has; the parameters come back in 4 each.
+        push: bytes of an update, for each parameter.
+        pull: bytes of the parameters that come back, for each.
         servers: shards of the parameters, each on a server with a link of its own.
     """
 
@@ -47,6 +48,7 @@ class Costs:
     parameters: int
     link: float = math.inf
     push: float = 4.0
+    pull: float = 4.0
     servers: int = 1
 
     @property
@@ -84,7 +86,7 @@ class Costs:
 
     @property
     def _pulling(self) -> float:
-        return 4 * self.parameters / self.link
+        return self.pull * self.parameters / self.link
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,14 @@ class Measured:
     costs: Costs
     workers: int
     updates_per_second: float
-    update: UpdateBytes
+    exchange: ExchangeBytes
 
 
 def measure(run_dir: Path, compress: str = "") -> Measured:
     """Measures the costs of a run without a barrier, best of one or two workers, which do not wait for each other.
 
     Args:
-        compress: a codec for the bytes of an update; empty for those of the run.
+        compress: codecs for the bytes of an exchange; empty for those of the run.
 
     Raises:
         ConfigurationError: there is no such run, or too little of it.
@@ -122,11 +124,11 @@ def measure(run_dir: Path, compress: str = "") -> Measured:
     # the mean, since all of the server's time counts, but without the slowest tenth: other programs interrupt it
     server = fmean(sorted(cycle.server for cycle in cycles)[: math.ceil(0.9 * len(cycles))])
     layout = description.layout
-    update = of_codec(compress, layout) if compress else of_run(description.method, events, layout)
-    size = update.size / layout.size
-    costs = Costs(max(gap - exchange, _LEAST), exchange, max(server, _LEAST), layout.size, push=size)
+    sent = of_codecs(compress, layout) if compress else of_run(description.method, events, layout)
+    push, pull = sent.push.size / layout.size, sent.pull.size / layout.size
+    costs = Costs(max(gap - exchange, _LEAST), exchange, max(server, _LEAST), layout.size, push=push, pull=pull)
     rate = sum(1 / max(_LEAST, median(cycle.gap for cycle in _cycles(each))) for each in own if _cycles(each))
-    return Measured(costs, len(own), rate, update)
+    return Measured(costs, len(own), rate, sent)
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,8 @@ def tables(measured: Measured, sizes: Sequence[int], links: Sequence[float], ser
     """
     costs = measured.costs
     yield _measured(measured)
-    if costs.push != 4:
-        yield _update(measured)
+    if measured.exchange.compressed:
+        yield _sent(measured.exchange, costs.parameters)
     yield _held(costs, sizes or [costs.parameters], links, servers)
     yield _speedup(costs, links, servers)
 
@@ -181,12 +183,13 @@ def _measured(measured: Measured) -> Table:
     return table
 
 
-def _update(measured: Measured) -> Table:
-    title = "Bytes of an update (of encoding, the times have what the run has)"
-    update, table = measured.update, Table(title=title, title_justify="left", box=box.SIMPLE)
-    for column in ("codec", "bytes", "fp32 / bytes", "known by"):
-        table.add_column(column, justify="left" if column == "known by" else "right")
-    table.add_row(update.codec, f"{update.size:,.0f}", f"{4 / measured.costs.push:.1f}", update.known)
+def _sent(exchange: ExchangeBytes, parameters: int) -> Table:
+    title = "Bytes of an exchange (of encoding, the times have what the run has)"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for column in ("", "codec", "bytes", "fp32 / bytes", "known by"):
+        table.add_column(column, justify="left" if column in ("", "known by") else "right")
+    for name, each in (("update", exchange.push), ("parameters", exchange.pull)):
+        table.add_row(name, each.codec, f"{each.size:,.0f}", f"{4 * parameters / each.size:.1f}", each.known)
     return table
 
 

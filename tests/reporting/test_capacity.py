@@ -1,6 +1,7 @@
 """How many workers a server holds, and the live view of a run, from files alone."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,20 +81,22 @@ def test_a_link_costs_the_worker_both_ways_and_the_server_one_at_a_time() -> Non
     assert linked.workers_held == pytest.approx(7.0)
 
 
-def compressed(run: Path, codec: object, sent: int) -> Path:
+def compressed(run: Path, compress: object, sent: int) -> Path:
     """The run as if its updates had had so many bytes."""
     description = json.loads((run / "run.json").read_text())
-    description["method"] |= {"options": {"compress": {"push": codec}}}
+    description["method"] |= {"options": {"compress": compress}}
     (run / "run.json").write_text(json.dumps(description))
     events = [json.loads(line) | {"bytes_sent": sent, "payload": "00c0ffee"} for line in (run / "events.jsonl").open()]
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return run
 
 
-def test_an_update_in_fewer_bytes_takes_less_of_the_link_and_the_parameters_as_much() -> None:
-    """Up 0.05 s and down 0.2: the server's link is as busy with parameters as without a codec."""
+def test_the_link_is_as_busy_as_the_longer_way_takes() -> None:
+    """Up 0.05 s and down 0.2, or 0.1 with half the bytes of a parameter."""
     linked = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, link=4 * 1000 / 0.2, push=1.0)
     assert linked.alone == pytest.approx(0.9 + 0.1 + 0.05 + 0.2) and linked.busiest == pytest.approx(0.2)
+    both = replace(linked, pull=2.0)
+    assert both.alone == pytest.approx(0.9 + 0.1 + 0.05 + 0.1) and both.busiest == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -111,17 +114,21 @@ def test_an_update_in_fewer_bytes_takes_less_of_the_link_and_the_parameters_as_m
 )
 def test_a_codec_says_its_bytes_or_what_they_assume(tmp_path: Path, codec: str, size: int, known: str) -> None:
     found = measure(write_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05), codec)
-    assert (found.update.size, found.update.known, found.costs.push) == (size, known, size / 1000)
+    assert (found.exchange.push.size, found.exchange.push.known) == (size, known)
+    assert (found.costs.push, found.costs.pull) == (size / 1000, 4.0)
 
 
 def test_a_compressed_run_has_the_bytes_that_it_sent(tmp_path: Path) -> None:
-    run = compressed(write_run(tmp_path / "run", workers=1, step=0.9, exchange=0.1, server=0.05), "adacomp", sent=80)
-    found = measure(run)
-    assert (found.update.codec, found.costs.push, found.update.known) == ("adacomp", 0.08, "mean of the run")
+    run = write_run(tmp_path / "run", workers=1, step=0.9, exchange=0.1, server=0.05)
+    found = measure(compressed(run, {"push": "adacomp", "pull": "bf16"}, sent=80))
+    push = found.exchange.push
+    assert (push.codec, push.known, found.costs.push, found.costs.pull) == ("adacomp", "mean of the run", 0.08, 2.032)
     console = Console(width=160, record=True, file=(tmp_path / "out").open("w"))
     for table in tables(found, [], [1], [1]):
         console.print(table)
     assert "50.0" in console.export_text() and measure(run, "none").costs.push == 4
+    with pytest.raises(ConfigurationError, match="run.json: \"compress\": there is no codec 'int7'"):
+        measure(compressed(run, "int7", sent=80))
 
 
 @pytest.mark.parametrize("codec", ["int7", "int8:keep=3", "sketch"])
