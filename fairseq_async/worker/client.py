@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -52,7 +53,6 @@ class Client:
     Attributes:
         worker: this worker's id.
         workers: how many were announced.
-        compressor: of its updates; None where they are sent in fp32, and before :meth:`join`.
     """
 
     def __init__(
@@ -77,7 +77,9 @@ class Client:
         self._in_slot = -1  # sequence number of an update that was answered early: it may still be in the slot
         self._schedule_events = 0
         self._received = 0  # bytes of parameters, since the last push
-        self.compressor: Compressor | None = None
+        self._compressor: Compressor | None = None
+        self._settling: Future[None] | None = None
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="residual")  # no thread before it is used
         self._receiver: ParameterReceiver
         self._may_reject = False
         self._restored_version: int | None = None  # of a server that was started again, until this worker has pulled
@@ -96,7 +98,7 @@ class Client:
         """Introduces the worker; waits until the server has parameters, unless this is worker 0, who brings them."""
         self._joined_with = layout, spec
         codec = spec.compress.push
-        self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
+        self._compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
         self._receiver = ParameterReceiver(spec, layout)
         self._may_reject = spec.server.max_update_norm_ratio is not None or spec.staleness_limit is not None
         with self._lock:
@@ -129,10 +131,20 @@ class Client:
             self.prepare(write)
             start = self._receiver.payload
             push = replace(push, report=replace(push.report, bytes_received=self._received, start_payload=start))
-            answer = self._push(push) if self.compressor is None else self._push_compressed(push, self.compressor)
+            compressor = self.compressor
+            answer = self._push(push) if compressor is None else self._push_compressed(push, compressor)
             self._received = 0
             self._in_slot = push.sequence if answer.status is Status.ACCEPTED else -1
         return answer
+
+    @property
+    def compressor(self) -> Compressor | None:
+        """Of its updates, once the last answer is in its residual; None where they are sent in fp32, and before
+        :meth:`join`."""
+        settling, self._settling = self._settling, None
+        if settling is not None:
+            settling.result()
+        return self._compressor
 
     def _push(self, push: Push) -> PushReply:
         report = replace(push.report, bytes_sent=4 * self.slot.numel())
@@ -144,7 +156,7 @@ class Client:
         if compressor.keeps_residual and self._may_reject:
             push = replace(push, wait=True)  # an early answer would not say what becomes of it
         answer = self._ask(push, PushReply, lambda: payload)
-        compressor.settle(answer.taken)
+        self._settling = self._beside.submit(compressor.settle, answer.taken)  # while the next batch is computed
         return answer
 
     def prepare(self, write: Callable[[Tensor], object]) -> float:
