@@ -357,3 +357,10 @@ def test_a_server_that_a_worker_has_started_ends_when_all_workers_have_left(tmp_
         assert server.poll() == 0
     finally:
         server.stop()
+
+
+def test_a_directory_that_cannot_be_written_to_is_clear(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a file system that is mounted for reading."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigurationError, match=rf"{tmp_path} \(--run-dir\) cannot be written to"):
+        ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log")
