@@ -184,6 +184,8 @@ class ServerProcess:
             log.parent.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:  # a name may have a character that none can have
             raise ConfigurationError(f"{run_dir} ({option('run_dir')}) cannot be made: {_said(error)}") from error
+        if not os.access(run_dir, os.W_OK):
+            raise ConfigurationError(f"{run_dir} ({option('run_dir')}) cannot be written to")
         self.token, self.log, self.restarts = token or new_token(), log, restarts
         self.token_file = run_dir / ".token"
         self._command = [sys.executable, "-m", module, "--workers", str(workers), "--run-dir", str(run_dir)]

@@ -4,7 +4,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -44,6 +44,8 @@ def write_state(path: Path, state: State) -> None:
         with open(path, "xb", opener=private) as file:
             torch.save(state, file)
     except (OSError, RuntimeError) as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # half of a state, which would keep the last room of a full disk
         raise RefusedError(f"the server's state cannot be written to {path}: {error}") from error
 
 

@@ -161,7 +161,7 @@ class _Head(_Strict):
     methods: dict[str, dict[str, Any]] = Field(min_length=1)
     steps: int = Field(ge=1)
     batch_size: int = Field(8, ge=1)
-    seed: int = Field(1, ge=0)
+    seed: int = Field(1, ge=0, lt=1 << 63)
     evaluate_every: Annotated[float, Field(gt=0)] | None = None
     optimizer: dict[str, Any] = {}
     schedule: dict[str, Any] = {}

@@ -77,6 +77,9 @@ class Simulator:
         smallest = max(cluster.workers for cluster in experiment.clusters.values())
         if problem.samples < smallest:
             raise ConfigurationError(f"the problem has {problem.samples} samples for {smallest} workers")
+        if experiment.head.batch_size > problem.samples:
+            size = experiment.head.batch_size
+            raise ConfigurationError(f'"batch_size" is {size}: the problem has {problem.samples} samples')
         order = ShardOrder([problem.samples], experiment.seed)
         self.model = SharedModel(problem, experiment.head.batch_size, order, experiment.seed)
         self._stop = False

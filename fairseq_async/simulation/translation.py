@@ -98,3 +98,5 @@ def _configuration(arguments: list[str]) -> DictConfig:
         return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, arguments))
     except SystemExit as error:
         raise ConfigurationError('"problem": "flags": fairseq-train does not take them') from error
+    except RuntimeError as error:  # fairseq says nothing where it does not know the model
+        raise ConfigurationError('"problem": "flags": --arch is missing') from error

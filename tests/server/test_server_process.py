@@ -367,3 +367,10 @@ def test_a_server_that_is_discarded_or_cannot_start_leaves_no_directory(tmp_path
     with pytest.raises(ConfigurationError, match="cannot be made: embedded null"):
         ServerProcess(SGD_SERVER, 1, tmp_path / "a\0b", tmp_path / "server.log")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_to_is_clear(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a file system that is mounted for reading."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigurationError, match=rf"{tmp_path} \(--run-dir\) cannot be written to"):
+        ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log")

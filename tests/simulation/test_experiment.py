@@ -46,6 +46,8 @@ from tests.helpers.simulations import DN, experiment
         ),
         ({"target": {}}, 'target: give "loss", or "of"'),
         ({"optimizer": {"betas": [0.9, 1.5]}}, 'optimizer: "betas.1": Input should be less than 1 (it is 1.5)'),
+        ({"seed": 1 << 70}, '"seed": Input should be less than'),
+        ({"batch_size": 257}, '"batch_size" is 257: the problem has 256 samples'),
         ({"device": "gpu3"}, '"device": gpu3 cannot be used'),
         ({"problem": {"type": "gaussians", "classes": 0}}, '"classes" must be a whole number of at least 1 (it is 0)'),
         ({"problem": {"type": ":f"}}, '"problem": "type": :f cannot be imported'),

@@ -59,7 +59,8 @@ def test_translation_data_that_is_missing_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_flags_that_fairseq_does_not_take_are_one_line(data: Path, tmp_path: Path) -> None:
-    problem = {"type": "fairseq_translation", "data": str(data), "flags": "--arch transfarmer"}
-    with pytest.raises(ConfigurationError, match='"problem": "flags"'):
+@pytest.mark.parametrize("flags", ["--arch transfarmer", ""], ids=["unknown", "missing"])
+def test_flags_that_fairseq_does_not_take_are_one_line(data: Path, tmp_path: Path, flags: str) -> None:
+    problem = {"type": "fairseq_translation", "data": str(data), "flags": flags}
+    with pytest.raises(ConfigurationError, match='"problem": "flags": .*--arch'):
         Simulator(experiment(tmp_path, problem=problem), tmp_path / "out", resume=False)
