@@ -21,6 +21,7 @@ from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.script import ScriptCommand
 from fairseq_async.server.leftovers import Leftovers
 from fairseq_async.server.process import ServerProcess, manner
+from fairseq_async.server.snapshots import DIRECTORY
 from fairseq_async.worker.invitation import invitation
 from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 
@@ -106,6 +107,10 @@ class Launcher:
             self._leftovers.remove(logs=False)
         if not self.display.progress.version:
             return "interrupted before the first update: there is nothing to go on from"
+        if not any((self.run_dir / DIRECTORY).glob("version-*.pt")):
+            return (
+                "no snapshot is left: the run was finished, or none could be written; there is what its workers saved"
+            )
         line = ["fairseq-async", *sys.argv[1:]]
         if self.command.rendezvous is not None and not self.command.resumes:
             line.insert(2, "--resume")

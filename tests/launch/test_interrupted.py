@@ -2,11 +2,15 @@
 
 import os
 import signal
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from fairseq_async.launch.launcher import Launcher
 from fairseq_async.reporting.audit import audit
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.worker.client import Client
@@ -143,3 +147,14 @@ def test_a_run_that_is_interrupted_before_its_first_update_keeps_nothing(tmp_pat
         assert pull(client) == (0, 9.0)
     finally:
         process.stop()
+
+
+def test_an_interrupt_after_the_runs_end_promises_no_snapshot(tmp_path: Path) -> None:
+    progress = SimpleNamespace(poll=lambda: None, updates=Counter({0: 3}), version=3)
+    launcher = cast(Any, Launcher.__new__(Launcher))
+    launcher.display, launcher.run_dir = SimpleNamespace(progress=progress), tmp_path
+    launcher.command = SimpleNamespace(rendezvous=None, resumes=False)
+    assert launcher._interrupted().startswith("no snapshot is left: the run was finished")
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "version-000000000003.pt").touch()
+    assert launcher._interrupted().startswith("all is kept up to update 3; go on with")
