@@ -75,12 +75,14 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
 def _finish(service: Service) -> None:
     """A finished run goes on from worker 0's checkpoint, if at all; without that worker its last state stays here."""
     service.snapshots.wait()
-    if service.begun is not None:  # workers may also have left before it began
-        tell_log(f"the run is finished at update {service.begun.coordinator.server.version:,}")
-    if service.begun is None or service.membership.has_left(0):
+    run = service.begun  # None where all workers have left before
+    version = 0 if run is None else run.coordinator.server.version
+    if run is not None:
+        tell_log(f"the run is finished at update {version:,}")
+    if run is None or version == 0 or service.membership.has_left(0):
         meeting_path(service.run_dir).unlink(missing_ok=True)
         return service.snapshots.clear()
-    service.snapshots.take_last(service.begun.snapshot(), service.begun.coordinator.server.version)
+    service.snapshots.take_last(run.snapshot(), version)
     where = f"{service.snapshots.directory}; fairseq-async export {service.run_dir} OUT writes them for use"
     service.tell(f"worker 0 was not there at the end: the last parameters are kept in {where}")
 
