@@ -57,7 +57,7 @@ def shared_memory() -> set[str]:
 def test_a_killed_worker_is_started_again_and_the_run_goes_on(
     processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
 ) -> None:
-    launcher = processes.start(launch_command(data, 2, tmp_path, "--max-update", 1000, "--disable-validation"))
+    launcher = processes.start(launch_command(data, 2, tmp_path, "--max-update", 500, "--disable-validation"))
     wait_until(lambda: count(tmp_path, 1) > 5, 90)
     os.kill(worker_of(tmp_path, 1), signal.SIGKILL)
     before = count(tmp_path, 0)
@@ -68,7 +68,7 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(
     updates = events(tmp_path)
     sequences = [event["sequence"] for event in updates if event["worker"] == 1]
     assert sequences == list(range(len(sequences))), "it goes on where its predecessor was"
-    assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 1000
+    assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 500
     nothing_is_left(tmp_path, shared_memory)
 
 
