@@ -160,9 +160,13 @@ class AsyncEngine(DeepSpeedEngine):
         self.async_worker.client.leave(finished=for_all)
         self.async_worker.finished = True
 
+    @errors_in_one_line()
     def pull(self) -> None:
-        """Takes the server's current parameters into the model, for validation."""
-        raise NotImplementedError
+        """Takes the server's current parameters into the model, for validation.
+
+        With local SGD, local steps that are done are sent first; the rest of the round is given up.
+        """
+        self.async_worker.catch_up()
 
     @errors_in_one_line()
     def _join(self, server_state: Path | None) -> None:
@@ -259,19 +263,6 @@ class LocalEngine(AsyncEngine):
             self._log()
         self._set_learning_rates()
 
-    @errors_in_one_line()
-    def pull(self) -> None:
-        """Takes the server's current parameters into the model, for validation.
-
-        Local steps that are done are sent first; the rest of the round is given up.
-        """
-        self.async_worker.settle()
-        if self.finished:
-            return
-        if self.async_worker.done:
-            self.async_worker.exchange()
-        self.async_worker.pull()  # what an exchange gives may be ahead of the parameters
-
 
 class HybridEngine(AsyncEngine):
     """The engine of hybrid asynchronous SGD: pushes gradients to the server, whose optimizer steps.
@@ -310,12 +301,6 @@ class HybridEngine(AsyncEngine):
     def _set_learning_rates(self) -> None:
         """As the server sets those of its optimizer."""
         self._schedule.follow(whole_steps(self.async_worker.progress))
-
-    @errors_in_one_line()
-    def pull(self) -> None:
-        """Takes the server's current parameters into the model, for validation."""
-        if not self.finished:
-            self.async_worker.pull()
 
 
 def checkpoint_directory(directory: str, worker: int) -> str:

@@ -84,11 +84,6 @@ class HybridAsync(AsyncTraining):
         """The first group's rate of the server's next step."""
         return self.async_worker.learning_rate
 
-    @errors_in_one_line()
-    def pull(self) -> None:
-        """Takes the server's current parameters into the model."""
-        self.async_worker.pull()
-
     def describe(self, workers: int) -> MethodSpec:
         framework, steps = self._inner.to_json(), self.options.total_steps
         return hybrid_spec(self.options, workers, self._server_options, framework, steps)

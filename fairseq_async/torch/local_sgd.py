@@ -60,20 +60,6 @@ class AsyncLocalSGD(AsyncTraining):
         """Mean local steps of a worker in the run so far, as the server had them at this worker's last exchange."""
         return self.async_worker.total_progress
 
-    @errors_in_one_line()
-    def pull(self) -> None:
-        """Takes the server's current parameters into the model.
-
-        Local steps that are done are sent first; the rest of the round is given up.
-        """
-        self.async_worker.settle()
-        if self.finished:
-            return
-        if self.async_worker.done:
-            self.async_worker.exchange()
-        else:
-            self.async_worker.pull()
-
     def describe(self, workers: int) -> MethodSpec:
         return local_sgd_spec(self.options, workers, [], self._server_options, {})
 

@@ -89,9 +89,13 @@ class AsyncTraining(ABC):
     def progress(self) -> float:
         """How far the whole run is, in the steps that ``total_steps`` counts."""
 
-    @abstractmethod
+    @errors_in_one_line()
     def pull(self) -> None:
-        """Takes the server's current parameters into the model."""
+        """Takes the server's current parameters into the model.
+
+        With local SGD, local steps that are done are sent first; the rest of the round is given up.
+        """
+        self.async_worker.catch_up()
 
     @abstractmethod
     def describe(self, workers: int) -> MethodSpec:

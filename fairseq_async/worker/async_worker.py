@@ -110,6 +110,16 @@ class AsyncWorker:
         """Takes the server's current parameters, in fp32."""
         self.version, self.look_ahead = self.client.pull(self.replica.write), 0.0
 
+    def catch_up(self) -> None:
+        """Takes the server's current parameters where the work that is done may be in them: sends that first."""
+        self.settle()
+        if not self.finished:
+            self.send_done()
+            self.pull()  # what an answer has brought may be ahead of the parameters, or compressed
+
+    def send_done(self) -> None:
+        """Sends what is done and was not sent; here nothing, since a gradient goes when it is there."""
+
     def take_first_batch(self) -> str | None:
         """The digest of the first batch, once."""
         digest, self.first_batch = self.first_batch, None

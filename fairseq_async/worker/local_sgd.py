@@ -122,6 +122,11 @@ class LocalSGDWorker(AsyncWorker):
         self._waited = self.clock() - started
         self._note(answer)
 
+    def send_done(self) -> None:
+        """Ends the round early, with the local steps that are done; the rest is given up."""
+        if self.done:
+            self.exchange()
+
     def message(self, position: JsonObject | None) -> Push:
         """The message that goes with the pseudo-gradient."""
         return Push(self.sequence, self.version, float(self.done), self._report(position))

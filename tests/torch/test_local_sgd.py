@@ -160,6 +160,29 @@ def test_worker_0_evaluates_the_servers_parameters_and_goes_on_with_its_own(work
     assert list((tmp_path / "own").iterdir()) == []
 
 
+@pytest.mark.parametrize("options", [{"outer": "mla"}, {"outer": "sgd", "compress": "pull=int8"}])
+def test_what_is_pulled_in_a_round_is_the_servers_also_where_work_starts_elsewhere(
+    workers: Start, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Ahead of the parameters, or from compressed ones."""
+
+    def train(worker: int) -> tuple[Tensor, Tensor]:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        with AsyncLocalSGD(model, optimizer, local_steps=2, run_dir=str(tmp_path / "own"), **options) as training:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(TARGETS[0]).backward()
+                optimizer.step()
+            training.pull()
+            pulled = model.theta.detach().clone()
+            with training.server_parameters():
+                return pulled, model.theta.detach().clone()
+
+    ((pulled, servers),) = workers(1, local_sgd_main.build).run(train)
+    assert pulled.any() and torch.equal(pulled, servers)
+
+
 def test_a_state_brings_the_outer_momentum_back(workers: Start, tmp_path: Path) -> None:
     def train(rounds: int, state: dict[str, Any] | None) -> tuple[Tensor, dict[str, Any]]:
         model = Point()
