@@ -43,6 +43,6 @@ if __name__ == "__main__":
     with _without_classification():
         from fairseq_async.fairseq_plugin.server import build  # after the empty modules are in place
 
-    from fairseq_async.server.process import serve  # after them, too: it imports torch
+    from fairseq_async.server.program import serve  # after them, too: it imports torch
 
     serve(build)

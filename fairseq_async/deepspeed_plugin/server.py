@@ -11,7 +11,7 @@ from fairseq_async.errors import ConfigurationError, as_key, spell_options
 from fairseq_async.method_spec import JsonObject, MethodSpec
 from fairseq_async.server import Layout, gradient_main
 from fairseq_async.server.plan import EpochPlan
-from fairseq_async.server.process import serve
+from fairseq_async.server.program import serve
 from fairseq_async.server.scheduled_rule import Schedule, ScheduledRule
 from fairseq_async.server.torch_optimizer import OptimizerSpec
 

@@ -11,7 +11,7 @@ from fairseq_async.method_spec import MethodSpec, hybrid_options
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.learning_rates import RateTable
 from fairseq_async.server.plan import EpochPlan
-from fairseq_async.server.process import serve
+from fairseq_async.server.program import serve
 from fairseq_async.server.scheduled_rule import Schedule, ScheduledRule
 from fairseq_async.server.torch_optimizer import OptimizerSpec, build_optimizer
 

@@ -9,7 +9,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import MethodSpec, local_sgd_options
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.local_step_plan import LocalStepPlan
-from fairseq_async.server.process import serve
+from fairseq_async.server.program import serve
 
 
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, LocalStepPlan]:

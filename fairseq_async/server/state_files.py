@@ -28,6 +28,11 @@ def meeting_path(run_dir: Path) -> Path:
     return run_dir / ".server.json"
 
 
+def ending_path(run_dir: Path) -> Path:
+    """There while a server that was interrupted writes its last snapshot."""
+    return run_dir / ".ending"
+
+
 def private(path: str, flags: int) -> int:
     """An opener of files that nobody else may read."""
     return os.open(path, flags, 0o600)

@@ -1,7 +1,6 @@
 """The loader of a worker's batches, and the digest of its first one."""
 
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,17 +11,7 @@ from fairseq_async.deepspeed_plugin.data import DataShare, ShardedLoader, length
 from fairseq_async.deepspeed_plugin.loading import Loading, loading_of
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.worker.shards import ShardOrder
-
-
-@dataclass
-class Position:
-    """A worker at the beginning of shard 0."""
-
-    sequence: int = 0
-    shard: int | None = 0
-    offset: int = 0
-    done: int = 0
-    finished: bool = False
+from tests.helpers.positions import Position
 
 
 class Numbers:

@@ -7,7 +7,6 @@ import signal
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -26,6 +25,7 @@ from fairseq_async.replay import Recording, Replay
 from tests.helpers.checkpoints import load, relative_differences
 from tests.helpers.commands import MODEL, PACKAGE, Processes, command, train_alone
 from tests.helpers.launched import count, find, worker_of
+from tests.helpers.positions import Position
 from tests.helpers.run_files import events
 from tests.helpers.waiting import wait_until
 
@@ -75,17 +75,6 @@ def test_a_pass_over_all_shards_has_every_batch_once_and_the_next_pass_is_in_ano
     for each in passes:
         assert sorted(sample for batch in each for sample in batch) == list(range(10))
     assert passes[0] != passes[1]
-
-
-@dataclass
-class Position:
-    """A worker at the beginning of shard 0."""
-
-    sequence: int = 0
-    shard: int | None = 0
-    offset: int = 0
-    done: int = 0
-    finished: bool = False
 
 
 def epochs(position: Position) -> ShardedEpochs:

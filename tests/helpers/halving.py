@@ -11,7 +11,7 @@ from fairseq_async.algorithms import HybridAccumulation, Update
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout
 from fairseq_async.server.plan import EpochPlan
-from fairseq_async.server.process import serve
+from fairseq_async.server.program import serve
 from scripts.faults.sgd_server import sgd_spec, updates_per_step
 
 LAYOUT = Layout.of([("w", torch.zeros(3))])

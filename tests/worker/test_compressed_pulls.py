@@ -8,15 +8,15 @@ import torch
 from torch.nn import Parameter
 
 from fairseq_async.algorithms import BF16, Int8
-from fairseq_async.errors import ExchangeError
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.events import read_events
-from fairseq_async.server.protocol import PullReply, Push, Report
+from fairseq_async.server.protocol import Push, Report
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.replica import TensorReplica
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.hybrid_job import HybridJob
 from tests.helpers.local_sgd_workers import LAYOUT, Worker, local_sgd
+from tests.helpers.lost_answers import lose_next_answer
 from tests.helpers.run_files import snapshot_versions
 from tests.helpers.server_client import StartServer, StartThreadServer, join_patiently, kill
 from tests.helpers.waiting import wait_until
@@ -89,19 +89,6 @@ def test_small_steps_of_local_sgd_add_up_though_no_start_shows_them(tmp_path: Pa
             worker.step(0.0)
         assert worker.sequence == 7
         assert exact(given) == pytest.approx([each + 6 * 2**-13 for each in before], abs=1e-6)
-
-
-def lose_next_answer(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection breaks when the server has answered."""
-    channel = worker.client._channel
-    receive = channel.answer
-
-    def lost(expected: type[PullReply]) -> PullReply:
-        receive(expected)
-        channel.close()
-        raise ExchangeError("cut")
-
-    monkeypatch.setattr(channel, "answer", lost)
 
 
 @pytest.mark.parametrize("host", HOSTS)

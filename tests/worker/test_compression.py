@@ -17,6 +17,7 @@ from fairseq_async.worker.compressor import Compressor
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.hybrid_job import HybridJob
 from tests.helpers.local_sgd_workers import LAYOUT, Worker, local_sgd
+from tests.helpers.lost_answers import lose_next_answer
 from tests.helpers.run_files import snapshot_versions
 from tests.helpers.server_client import StartServer, StartThreadServer, join_patiently, kill
 from tests.helpers.server_client import push as push_constant
@@ -101,19 +102,6 @@ def test_an_update_that_is_too_stale_goes_back_into_the_residual(tmp_path: Path)
         assert residual(other) == [0.0, -2.0, -1.0]
         assert send(other, 1, [0.0, 0.0, 0.5], base=1).taken
         assert parameters(other) == [1.0, 2.0, 0.0] and residual(other) == [0.0, 0.0, -1.5]
-
-
-def lose_next_answer(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection breaks when the server has answered."""
-    channel = worker.client._channel
-    receive = channel.answer
-
-    def lost(expected: type[PushReply]) -> PushReply:
-        receive(expected)
-        channel.close()
-        raise ExchangeError("cut")
-
-    monkeypatch.setattr(channel, "answer", lost)
 
 
 @pytest.mark.parametrize("stale", [False, True])

@@ -1,0 +1,89 @@
+"""The program of a server: from its command line to the end of its run, and what it leaves then."""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fairseq_async.environment import MEETING, TOKEN
+from fairseq_async.errors import RefusedError
+from fairseq_async.exchange.tls import server_context
+from fairseq_async.server.event_loop import EventLoop
+from fairseq_async.server.notices import Notices, tell_log
+from fairseq_async.server.run import Build
+from fairseq_async.server.service import Service
+from fairseq_async.server.state_files import ending_path, meeting_path
+
+
+def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
+    """Runs a server: answers until the run is finished or whoever started it is gone."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--listener", type=int, required=True, help="descriptor of a socket that listens")
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--recover", type=int, help="go on from the last snapshot; descriptor for its name or an error")
+    parser.add_argument("--ends-with-workers", action="store_true", help="end when all workers have left")
+    parser.add_argument("--resume", action="store_true", help="go on from a snapshot of a run that was interrupted")
+    parser.add_argument("--notices", type=int, help="descriptor of a pipe for lines that the user is to see")
+    parser.add_argument("--tls", type=Path, help="directory of certificates")
+    options = parser.parse_args(arguments)
+    if MEETING in os.environ:  # a scheduler that stops a job signals every process: the last snapshot is still to come
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tell = tell_log if options.notices is None else Notices(options.notices)
+    service = Service(os.environ[TOKEN], options.workers, options.run_dir, build, tell=tell)
+    service.resumes = options.resume
+    if options.recover is None:
+        if not options.resume:
+            service.snapshots.clear()  # of a run before
+    else:
+        with open(options.recover, "w") as report:  # not stdout, where an imported library may write too
+            try:
+                snapshot = service.recover()
+                report.write(snapshot)
+                tell_log(f"the server goes on from {snapshot}, after the death of the one before")
+            except RefusedError as error:
+                report.write(f"error: {error}")
+                raise SystemExit(2) from None
+    listener = socket.socket(fileno=options.listener)
+    encryption = None if options.tls is None else server_context(options.tls)
+    tell_log("the server listens at {}:{} for {} workers".format(*listener.getsockname()[:2], options.workers))
+    if EventLoop(listener, service, sys.stdin, options.ends_with_workers, encryption).run():
+        _finish(service)
+    else:
+        _keep(service)
+
+
+def _finish(service: Service) -> None:
+    """A finished run goes on from worker 0's checkpoint, if at all; without that worker its last state stays here."""
+    service.snapshots.wait()
+    run = service.begun  # None where all workers have left before
+    version = 0 if run is None else run.coordinator.server.version
+    if run is not None:
+        tell_log(f"the run is finished at update {version:,}")
+    if run is None or version == 0 or service.membership.has_left(0):
+        meeting_path(service.run_dir).unlink(missing_ok=True)
+        return service.snapshots.clear()
+    service.snapshots.take_last(run.snapshot(), version)
+    where = f"{service.snapshots.directory}; fairseq-async export {service.run_dir} OUT writes them for use"
+    service.tell(f"worker 0 was not there at the end: the last parameters are kept in {where}")
+
+
+def _keep(service: Service) -> None:
+    """Writes a last snapshot of a run that is interrupted, for which the next run in its directory waits."""
+    if service.begun is None:
+        return
+    server, ending = service.begun.coordinator.server, ending_path(service.run_dir)
+    if not (server.version or server.sequences):
+        service.snapshots.wait()
+        service.snapshots.clear()  # the next run would begin with these parameters, whatever its seed
+        tell_log("whoever has started the server is gone before the first update: nothing is kept")
+        return
+    ending.touch()
+    try:
+        service.snapshots.take_last(service.begun.snapshot(), server.version)
+    finally:
+        ending.unlink(missing_ok=True)
+    tell_log(f"whoever has started the server is gone: it ends at update {server.version:,}")
