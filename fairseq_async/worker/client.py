@@ -6,7 +6,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -53,6 +52,7 @@ class Client:
     Attributes:
         worker: this worker's id.
         workers: how many were announced.
+        compressor: of its updates; None where they are sent in fp32, and before :meth:`join`.
     """
 
     def __init__(
@@ -77,9 +77,7 @@ class Client:
         self._in_slot = -1  # sequence number of an update that was answered early: it may still be in the slot
         self._schedule_events = 0
         self._received = 0  # bytes of parameters, since the last push
-        self._compressor: Compressor | None = None
-        self._settling: Future[None] | None = None
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="residual")  # no thread before it is used
+        self.compressor: Compressor | None = None
         self._receiver: ParameterReceiver
         self._may_reject = False
         self._restored_version: int | None = None  # of a server that was started again, until this worker has pulled
@@ -98,7 +96,7 @@ class Client:
         """Introduces the worker; waits until the server has parameters, unless this is worker 0, who brings them."""
         self._joined_with = layout, spec
         codec = spec.compress.push
-        self._compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
+        self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
         self._receiver = ParameterReceiver(spec, layout)
         self._may_reject = spec.server.max_update_norm_ratio is not None or spec.staleness_limit is not None
         with self._lock:
@@ -137,15 +135,6 @@ class Client:
             self._in_slot = push.sequence if answer.status is Status.ACCEPTED else -1
         return answer
 
-    @property
-    def compressor(self) -> Compressor | None:
-        """Of its updates, once the last answer is in its residual; None where they are sent in fp32, and before
-        :meth:`join`."""
-        settling, self._settling = self._settling, None
-        if settling is not None:
-            settling.result()
-        return self._compressor
-
     def _push(self, push: Push) -> PushReply:
         report = replace(push.report, bytes_sent=4 * self.slot.numel())
         return self._ask(replace(push, report=report), PushReply, lambda: self._sent)
@@ -156,7 +145,7 @@ class Client:
         if compressor.keeps_residual and self._may_reject:
             push = replace(push, wait=True)  # an early answer would not say what becomes of it
         answer = self._ask(push, PushReply, lambda: payload)
-        self._settling = self._beside.submit(compressor.settle, answer.taken)  # while the next batch is computed
+        compressor.settle_meanwhile(answer.taken)  # while the next batch is computed
         return answer
 
     def prepare(self, write: Callable[[Tensor], object]) -> float:

@@ -1,6 +1,7 @@
 """A worker's updates on their way into few bytes, and what was lost of them."""
 
 import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -37,6 +38,8 @@ class Compressor:
         self._feedback = ErrorFeedback(self.codec, self._sizes) if self.codec.biased and feedback else None
         self._worker, self._prefix = worker, f"{spec.options.get('seed', 0)}/{worker}/"
         self._sequence = 0  # of the next update
+        self._settling: Future[None] | None = None
+        self._second_thread = ThreadPoolExecutor(1, thread_name_prefix="residual")  # there is none before it is used
 
     @property
     def keeps_residual(self) -> bool:
@@ -45,6 +48,7 @@ class Compressor:
 
     def encode(self, push: Push, update: Tensor) -> tuple[Push, Tensor | None]:
         """The message, and the payload that goes with it; none for an update with NaN or Inf, which will be refused."""
+        self._wait()
         self._sequence = push.sequence
         report = replace(push.report, residual_norm=self._residual_norm())
         try:
@@ -60,8 +64,20 @@ class Compressor:
         if self._feedback is not None:
             (self._feedback.acknowledge if taken else self._feedback.refuse)()
 
+    def settle_meanwhile(self, taken: bool) -> None:
+        """As :meth:`settle`, in a second thread, for which the next call of any other method waits."""
+        self._wait()
+        self._settling = self._second_thread.submit(self.settle, taken)
+
+    def _wait(self) -> None:
+        """Until the last answer is in the residual."""
+        settling, self._settling = self._settling, None
+        if settling is not None:
+            settling.result()
+
     def state_dict(self) -> State:
         """For the worker's checkpoint, between two updates."""
+        self._wait()
         feedback = None if self._feedback is None else self._feedback.state_dict()
         own = {"worker": self._worker, "sequence": self._sequence}
         return own | {"feedback": feedback, "codec": self.codec.state_dict()}
@@ -72,6 +88,7 @@ class Compressor:
         It does not where the state is another worker's, or of another time than the server's, whose next update of this
         worker has this ``sequence`` number: what the residual holds may be in the parameters already.
         """
+        self._wait()
         if (state["worker"], state["sequence"]) != (self._worker, sequence):
             return False
         self._sequence = sequence
