@@ -63,7 +63,11 @@ def export(source: Path, out: Path, format: Format | None = None, config: Path |
     Raises:
         ConfigurationError: there is nothing of that kind in ``source``, or ``out`` cannot be written.
     """
-    if out.exists():
+    try:
+        taken = out.exists()
+    except OSError as error:  # such as a name that is too long
+        raise ConfigurationError(f"{out} cannot be written: {error}") from error
+    if taken:
         raise ConfigurationError(f"{out} exists already: give another OUT")
     found = read(source)
     chosen = format or _default_format(out, found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,6 +122,8 @@ def train_asynchronous(run: Training) -> None:
     """Server and workers on this machine; `fairseq-async launch` shows their progress and keeps their logs."""
     launch = [console_script("fairseq-async"), "launch", "--workers", str(run.workers), "--"]
     code = subprocess.run(launch + run.command(), env=environment()).returncode
+    if code == 128 + signal.SIGINT:  # or another polite signal
+        raise SystemExit(code)  # the launcher has said what is kept and how to go on
     if code:
         raise RecipeError(f"training failed with exit code {code}: see {run.log.parent}")
 

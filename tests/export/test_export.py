@@ -202,6 +202,8 @@ def test_what_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
         export(run, tmp_path / "out.pt")
     with pytest.raises(ConfigurationError, match="cannot be written"):
         export(run, tmp_path / "missing" / "out.pt")
+    with pytest.raises(ConfigurationError, match="cannot be written: .*too long"):
+        export(run, tmp_path / f"{'n' * 256}.pt")
     assert (tmp_path / "out.pt").read_text() == "precious"
 
 
