@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 _FIRST_PAUSE, _PAUSE, _LONGEST_PAUSE = 0.1, 0.5, 5.0  # seconds between two attempts to connect
+_ENDING = 2.0  # seconds for which the second thread is waited for
 _SIGNS_OF_LIFE = 4  # in the time after which the server gives a worker up
 
 
@@ -87,8 +88,10 @@ class Client:
         self._channel = self._connect(worker)
         self.worker, self.workers = self._channel.worker, self._channel.workers
         self._server = self._channel.server  # the process with which this worker has joined
+        self._second_thread: threading.Thread | None = None
         if on_loss is not None:
-            threading.Thread(target=self._stay_alive, args=(on_loss,), daemon=True).start()
+            self._second_thread = threading.Thread(target=self._stay_alive, args=(on_loss,), daemon=True)
+            self._second_thread.start()
 
     # Requests
 
@@ -264,12 +267,20 @@ class Client:
                 pass  # it had ended before us
             finally:
                 self._channel.close()
+        self._end_second_thread()
 
     def close(self) -> None:
         """Ends the connection without a word: to the server this worker has died, and may come back."""
         self._left.set()
         with self._lock:
             self._channel.close()
+        self._end_second_thread()
+
+    def _end_second_thread(self) -> None:
+        """Hazard: its end may free the slot. If Python ends meanwhile, the thread is unwound through torch, which
+        aborts the process: a worker that has done its work would seem to have failed."""
+        if self._second_thread not in (None, threading.current_thread()):
+            self._second_thread.join(_ENDING)
 
     # The connection
 
