@@ -137,7 +137,9 @@ def test_a_worker_that_computes_comes_back_to_a_new_server_by_itself(start_serve
     assert first.slot.tolist() == [7.0] * LAYOUT.size and not lost
     threads = threading.active_count()
     first.leave(finished=False)
-    assert threading.active_count() == threads - 1, "it holds the slot, a tensor, which no thread may free as Python ends"
+    assert threading.active_count() == threads - 1, (
+        "it holds the slot, a tensor, which no thread may free as Python ends"
+    )
 
 
 def test_a_worker_whose_connection_breaks_takes_its_own_place_again(start_thread_server: StartThreadServer) -> None:

@@ -33,7 +33,12 @@ SECONDS = st.floats(0, 1e9)
 COUNT = st.integers(0, 1 << 40)
 OBJECT: st.SearchStrategy[JsonObject] = st.dictionaries(
     TEXT,
-    st.none() | st.booleans() | st.integers(-9, 9) | FINITE | TEXT | st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=2),
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 9)
+    | FINITE
+    | TEXT
+    | st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=2),
     max_size=3,
 )
 
