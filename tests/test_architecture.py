@@ -18,6 +18,7 @@ LAYERS = [
     {
         "compression",
         "config",
+        "global_server",
         "methods",
         "method_spec",
         "option_flags",

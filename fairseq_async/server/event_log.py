@@ -179,3 +179,16 @@ def _described(event: ControlEvent) -> JsonObject:
 def checksum(flat: Tensor) -> str:
     """CRC-32 of the bytes of a flat contiguous tensor: equal for equal bits. About 0.4 s for a gigabyte."""
     return f"{zlib.crc32(flat.detach().cpu().numpy().data):08x}"
+
+
+def record_merge(run_dir: Path, version: int, above: Tensor) -> None:
+    """Keeps the global server's parameters that have made this version, for a replay; 4 bytes a parameter."""
+    path = merge_path(run_dir, version)
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "wb", opener=private) as file:
+        torch.save(above, file)
+
+
+def merge_path(run_dir: Path, version: int) -> Path:
+    """Where :func:`record_merge` keeps them."""
+    return run_dir / "merges" / f"version-{version:012d}.pt"

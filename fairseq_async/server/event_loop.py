@@ -53,6 +53,8 @@ class EventLoop:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(lifeline, selectors.EVENT_READ)
+        if service.bell is not None:
+            self._selector.register(service.bell, selectors.EVENT_READ)  # there is nothing to do but to tick
         self._finished_at: float | None = None
 
     def run(self) -> bool:
@@ -177,6 +179,8 @@ class EventLoop:
 
     def _over(self) -> bool:
         now = self.service.clock()
+        if self.service.busy:
+            return False
         if not self.service.finished:
             return self.ends_with_workers and not self.service.membership.awaited(now)
         self._finished_at = self._finished_at or now

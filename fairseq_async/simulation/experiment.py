@@ -12,7 +12,7 @@ from fairseq_async.compression import DQSGDOptions
 from fairseq_async.config import HybridOptions, LocalSGDOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.simulation.cluster import Cluster
-from fairseq_async.simulation.global_server import GlobalServer, global_server
+from fairseq_async.global_server import GlobalServer, global_server
 from fairseq_async.validation import checked
 
 

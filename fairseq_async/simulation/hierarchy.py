@@ -15,7 +15,7 @@ from fairseq_async.server.coordinator import build_server
 from fairseq_async.server.protocol import Report
 from fairseq_async.simulation.cluster import Cluster
 from fairseq_async.simulation.experiment import Experiment, Method
-from fairseq_async.simulation.global_server import GlobalServer
+from fairseq_async.global_server import GlobalServer
 from fairseq_async.simulation.simulated_run import SimulatedRun
 from fairseq_async.simulation.trial import Trial, Write
 from fairseq_async.simulation.workers import SharedModel
