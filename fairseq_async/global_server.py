@@ -63,6 +63,14 @@ def global_server(kind: object, given: object, where: str) -> GlobalServer | Non
     return GlobalServer(options, keys.updates, keys.merge)
 
 
+SERVER, REGIONS_SERVER = "fairseq_async.server.local_sgd_main", "fairseq_async.worker.regional_main"
+
+
+def local_sgd_server(upstream: str | None) -> str:
+    """The module that is the server of a run of local SGD, which may be a worker of another server."""
+    return SERVER if upstream is None else REGIONS_SERVER
+
+
 @dataclass(frozen=True)
 class Upstream:
     """What ``upstream`` says: which server is above this run's own, and what this run is to it.

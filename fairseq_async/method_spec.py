@@ -15,6 +15,7 @@ from fairseq_async.validation import checked
 JsonObject = dict[str, JsonValue]
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _OF_REGIONS = "of_regions"
+MOST_LOCAL_STEPS = 1 << 20  # of a region in one message; after a long absence the rest comes with later ones
 
 
 @with_config(_STRICT)
@@ -206,7 +207,7 @@ def global_spec(spec: MethodSpec, upstream: Upstream, regions: int) -> MethodSpe
     It ends with the local steps that all regions together are to take.
     """
     own, above = local_sgd_options(spec), upstream.above
-    counted = {"local_steps": above.updates * own.local_steps, "total_steps": own.total_steps * spec.workers}
+    counted = {"local_steps": MOST_LOCAL_STEPS, "total_steps": own.total_steps * spec.workers}
     framework: JsonObject = {_OF_REGIONS: True, "updates": above.updates, "merge": above.merge}
     described = local_sgd_spec(above.options.model_copy(update=counted), regions, [], None, framework)
     # a region that dies comes back; a server whose regions are all away for a moment is not to end

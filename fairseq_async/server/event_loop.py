@@ -65,7 +65,9 @@ class EventLoop:
                 selected = self._selector.select(timeout=wait)
                 read_at = self._excuse_silence(read_at, wait)
                 if any(key.fileobj is self.lifeline for key, _ in selected):
-                    return False
+                    if not self.service.busy:
+                        return False
+                    self._selector.unregister(self.lifeline)  # the run is finished: what is left is done first
                 if any(key.fileobj is self.listener for key, _ in selected):
                     self._accept()
                 self._serve_all([(key.data, events) for key, events in selected if key.data is not None])

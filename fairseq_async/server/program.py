@@ -17,7 +17,6 @@ from fairseq_async.server.run import Build
 from fairseq_async.server.service import Service
 from fairseq_async.server.state_files import ending_path, meeting_path
 
-
 MakeService = Callable[[argparse.Namespace, Build, Tell], Service]
 
 

@@ -13,10 +13,9 @@ from fairseq_async.global_server import Upstream as Given
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import protocol
 from fairseq_async.server.coordinator import Outcome
-from fairseq_async.server.event_log import record_merge
+from fairseq_async.server.event_log import merge_path, record_vector
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.notices import Tell
-from fairseq_async.server.peers import Peer
 from fairseq_async.server.protocol import Answer
 from fairseq_async.server.run import Build, Run
 from fairseq_async.server.service import Service
@@ -151,7 +150,7 @@ class RegionalService(Service):
         if run.coordinator.server.version > version:
             run.publish()
             if run.spec.server.record:
-                record_merge(self.run_dir, run.coordinator.server.version, above.values)
+                record_vector(merge_path(self.run_dir, run.coordinator.server.version), above.values)
         if upstream.finished and not run.coordinator.finished:
             self.journal("above", "the global run is over: this region's ends")
             self._deliver(run, run.coordinator.end(self.clock()))

@@ -10,14 +10,15 @@ from fairseq_async.algorithms import Rule, Update
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
 from fairseq_async.exchange import SharedMemory, linux
-from fairseq_async.method_spec import MethodSpec, local_sgd_options
+from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.compressed_starts import compressed_starts
 from fairseq_async.server.coordinator import Coordinator, Instruction, Settled, build_coordinator
-from fairseq_async.server.event_log import EventLog, Recorder
+from fairseq_async.server.event_log import EventLog, Recorder, record_vector, update_path
 from fairseq_async.server.first_batches import FirstBatches
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.notices import Tell, tell_log
+from fairseq_async.server.parameter_server import SETTLED
 from fairseq_async.server.payloads import Payloads
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Pull, PullReply, Push, PushReply, StateSaved, Welcome, WorkReply
@@ -109,7 +110,7 @@ class Run:
         given = self.spec.upstream
         if given is None:
             return None
-        upstream = Upstream(given.above, coordinator, local_sgd_options(self.spec).local_steps)
+        upstream = Upstream(given.above, coordinator)
         if "upstream" in state:  # not in a checkpoint of a run that was no region
             upstream.load_state_dict(state["upstream"])
         return upstream
@@ -151,6 +152,9 @@ class Run:
         """Writes the events of updates that were settled together; ``time`` in seconds since 1970."""
         for each in settled:
             recorded = {} if self._recorder is None else self._recorder.of(each)
+            if self._recorder is not None and self.spec.of_regions and each.receipt.status in SETTLED:
+                path = update_path(self.run_dir, each.receipt.worker, each.receipt.sequence)
+                record_vector(path, self.memory.slot(each.receipt.worker))  # until it is answered it stays there
             self._first_batches.note(each.receipt.worker, each.report.first_batch)
             self._events.write(time, each.receipt, each.report, each.recorded | recorded)
 

@@ -8,10 +8,9 @@ from torch import Tensor
 from fairseq_async.algorithms import Region
 from fairseq_async.algorithms.rule import State
 from fairseq_async.global_server import GlobalServer
+from fairseq_async.method_spec import MOST_LOCAL_STEPS
 from fairseq_async.server.coordinator import Coordinator, Settled
 from fairseq_async.server.parameter_server import SETTLED, Status
-
-_IN_A_MESSAGE = 16  # times the local steps of K updates: what the plan above believes of one message
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,6 @@ class Upstream:
 
     Args:
         coordinator: of the region's own server.
-        local_steps: H of its workers.
 
     Attributes:
         joined: the global server has this region.
@@ -105,12 +103,11 @@ class Upstream:
         drift: what is on its way; it goes again, with the same number, where it was not settled.
     """
 
-    def __init__(self, above: GlobalServer, coordinator: Coordinator, local_steps: int) -> None:
+    def __init__(self, above: GlobalServer, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
         self.level = Region(coordinator.server.parameters, above.updates, above.merge)
         self.joined = self.finished = False
         self.drift: Drift | None = None
-        self._most = _IN_A_MESSAGE * above.updates * local_steps
         self._sequence = self._version = self._unreported = 0
         self._sent_at = 0.0
 
@@ -132,7 +129,7 @@ class Upstream:
         left = self.coordinator.finished and self.level.count > 0
         if not self.joined or self.finished or self.drift is not None or not (self.level.due or left):
             return None
-        steps = min(self._unreported, self._most)
+        steps = min(self._unreported, MOST_LOCAL_STEPS)
         self._unreported -= steps
         seconds, self._sent_at = (now - self._sent_at) / max(1, steps), now
         values = self.level.send(self.coordinator.server.parameters)
