@@ -1,6 +1,5 @@
 """Regions under a global server, all servers in threads of this process, with workers whose updates a test chooses."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,13 +71,6 @@ class RegionWorker:
 
 def parameter_server(server: ThreadServer) -> ParameterServer:
     return server.service.described.coordinator.server
-
-
-def wait_until(happens: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 @contextmanager

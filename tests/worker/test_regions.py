@@ -27,8 +27,8 @@ from tests.helpers.regions import (
     parameter_server,
     region_server,
     region_spec,
-    wait_until,
 )
+from tests.helpers.waiting import wait_until
 
 RULE = "outer=delayed_nesterov,outer_lr=0.3,outer_momentum=0.5,delay=2"
 
