@@ -10,11 +10,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from fairseq_async.errors import AsyncError, ConfigurationError, as_key, spell_options
+
+if TYPE_CHECKING:
+    from fairseq_async.replay import Recording, Run
 
 _MAX_RESTARTS = 3
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -80,6 +83,26 @@ def join(
 
     _find(token_file, lambda error: f"--token-file {token_file}: cannot be read: {error}")
     begin(address, worker_command, token_file, tls)
+
+
+@app.command()
+def serve(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", show_default=False)],
+    regions: Annotated[int, typer.Option(min=1, help="Number of regions, which are its workers.")],
+    run_dir: Annotated[Path, typer.Option(metavar="DIR", help="For events.jsonl, run.json, logs and snapshots.")],
+    token_file: Annotated[
+        Path, typer.Option(metavar="FILE", help="The run's secret, the same in all regions; only you may read it.")
+    ],
+    tls: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Encrypt every connection, with the certificates in DIR.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last snapshot in --run-dir.")] = False,
+) -> None:
+    """Be the global server of several regions, whose own servers are its workers (HALoS): each has --upstream."""
+    _find(token_file, lambda error: f"--token-file {token_file}: cannot be read: {error}")
+    from fairseq_async.launch.serve import serve as begin  # start-up time
+
+    begin(address, regions, run_dir, token_file, tls, resume)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -227,12 +250,7 @@ def replay(
         print("events.jsonl ends in the middle of a line: the replay goes to the last whole one")
     warnings.simplefilter("ignore")  # what fairseq has to say was said by the run
     logging.disable(logging.WARNING)
-    try:
-        from fairseq_async.fairseq_plugin.replayed import FairseqRun
-    except ModuleNotFoundError as error:  # fairseq is an extra
-        raise ConfigurationError(f'a replay needs fairseq ({error}): pip install ".[fairseq]"') from error
-
-    repeated = Replay(recording, FairseqRun(recording.run_dir, recording.spec, recording.events))
+    repeated = Replay(recording, _recorded(recording))
     last = recording.events[-1].version_after
     with Progress() as progress:
         task = progress.add_task("replaying", total=min(last, until or last))
@@ -267,6 +285,19 @@ def export(
 
     written = write(source, out, Format(form) if form else None, config)
     print(f"{out}: the server's parameters, as {written.value}")
+
+
+def _recorded(recording: "Recording") -> "Run":
+    """What computes a recorded run's updates again."""
+    if recording.spec.of_regions:
+        from fairseq_async.recorded_regions import RecordedRegions  # start-up time
+
+        return RecordedRegions(recording)
+    try:
+        from fairseq_async.fairseq_plugin.replayed import FairseqRun  # start-up time
+    except ModuleNotFoundError as error:  # fairseq is an extra
+        raise ConfigurationError(f'a replay needs fairseq ({error}): pip install ".[fairseq]"') from error
+    return FairseqRun(recording.run_dir, recording.spec, recording.events)
 
 
 def _find(path: Path, otherwise: Callable[[OSError], str]) -> None:

@@ -49,6 +49,19 @@ class LocalSGDOptions(Options):
         3, ge=1, description="end a worker when this many of its updates, or local gradients, in a row had NaN or Inf"
     )
     seed: int = Field(1, ge=0, description="seed of the order of the data and of the choice of shards")
+    upstream: str | None = Field(
+        None,
+        description="the global server of which this run's server is a worker (HALoS), and its rule: "
+        "HOST:PORT,region=1,updates=32,merge=0.25,outer=delayed_nesterov,outer_lr=0.15",
+        json_schema_extra={"metavar": "HOST:PORT,..."},
+    )
+
+    @field_validator("upstream")
+    @classmethod
+    def _begins_with_address(cls, upstream: str | None) -> str | None:
+        if upstream is not None:
+            split_address(upstream.partition(",")[0])
+        return upstream
 
     def for_workers(self, workers: int) -> "LocalSGDOptions":
         """The options with the defaults that depend on the number of workers filled in.

@@ -2,17 +2,20 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, with_config
 
 from fairseq_async import compression, methods
 from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
+from fairseq_async.global_server import Upstream, parse_upstream
 from fairseq_async.validation import checked
 
 JsonObject = dict[str, JsonValue]
 _STRICT = ConfigDict(extra="forbid", strict=True)
+_OF_REGIONS = "of_regions"
+MOST_LOCAL_STEPS = 1 << 20  # of a region in one message; after a long absence the rest comes with later ones
 
 
 @with_config(_STRICT)
@@ -92,6 +95,17 @@ class MethodSpec:
         return self.barrier > 0 and not self.closes_early and not self.quorum
 
     @property
+    def upstream(self) -> Upstream | None:
+        """The server of which this run's is a worker, and what it is to it."""
+        given = self.options.get("upstream")
+        return None if given is None else parse_upstream(str(given))
+
+    @property
+    def of_regions(self) -> bool:
+        """Whether the workers of this run are the servers of others."""
+        return bool(self.framework.get(_OF_REGIONS))
+
+    @property
     def compress(self) -> compression.Compress:
         """How tensors are compressed on their way."""
         return compression.parse(self.options.get("compress"))
@@ -164,6 +178,8 @@ def local_sgd_spec(
     max_epoch: int = 0,
 ) -> MethodSpec:
     """The description of a run by local SGD; see :func:`hybrid_spec`."""
+    if options.upstream is not None:
+        parse_upstream(options.upstream)  # a mistake is to show before anything starts
     filled = options.for_workers(workers).model_dump(exclude={"shards", "max_refused"})
     quorum, grace = filled.get("quorum", 0), filled.get("grace_period")
     waits = methods.outer_rule(options.outer).synchronous or quorum > 0 or grace is not None
@@ -183,6 +199,19 @@ def local_sgd_spec(
         shards=list(shards),
         **{name: filled[name] for name in _STALENESS.values() if name in filled},
     )
+
+
+def global_spec(spec: MethodSpec, upstream: Upstream, regions: int) -> MethodSpec:
+    """The description of the global server's run, of which the run of ``spec`` is one region; equal in all regions.
+
+    It ends with the local steps that all regions together are to take.
+    """
+    own, above = local_sgd_options(spec), upstream.above
+    counted = {"local_steps": MOST_LOCAL_STEPS, "total_steps": own.total_steps * spec.workers}
+    framework: JsonObject = {_OF_REGIONS: True, "updates": above.updates, "merge": above.merge}
+    described = local_sgd_spec(above.options.model_copy(update=counted), regions, [], None, framework)
+    # a region that dies comes back; a server whose regions are all away for a moment is not to end
+    return replace(described, server=spec.server, waits_for_dead=True)
 
 
 def hybrid_options(spec: MethodSpec) -> HybridOptions:

@@ -10,12 +10,13 @@ from pydantic.fields import FieldInfo
 from fairseq_async import methods
 from fairseq_async.config import HybridOptions, LocalSGDOptions, Options, ServerOptions
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.global_server import parse_upstream
 from fairseq_async.validation import checked
 
 _WITHOUT_FLAG = ("method", "total_steps", "seed")  # fairseq has flags of its own for the last two
 _OF_FAIRSEQ = {"total_steps": "--max-update"}
 _Options = TypeVar("_Options", bound=Options)
-_LAST = ("total_steps", "shards", "max_refused", "seed")  # in help and tables
+_LAST = ("total_steps", "shards", "max_refused", "seed", "upstream")  # in help and tables
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ def check_command(method: str, arguments: Sequence[str], workers: int | None) ->
     if method in methods.SYNCHRONOUS:
         return
     server_options_of(method, args)
+    if isinstance(options, LocalSGDOptions) and options.upstream is not None:
+        parse_upstream(options.upstream)
     if workers is not None and isinstance(options, LocalSGDOptions | HybridOptions):
         options.for_workers(workers)
 

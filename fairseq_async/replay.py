@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Rule, Update
+from fairseq_async.algorithms import Region, Rule, Update
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.method_spec import MethodSpec
@@ -18,7 +18,7 @@ from fairseq_async.server import Layout, Parameters, Receipt
 from fairseq_async.server import compressed_starts as starts
 from fairseq_async.server.coordinator import Settled, build_coordinator
 from fairseq_async.server.description import RunDescription
-from fairseq_async.server.event_log import EVENTS, START, checksum
+from fairseq_async.server.event_log import EVENTS, START, checksum, merge_path, read_vector
 from fairseq_async.server.events import Event, LineReader
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.parameter_server import OPEN, SETTLED
@@ -155,6 +155,7 @@ class Replay:
         self.coordinator = build_coordinator(held, rule, plan, self.parameters, membership)
         self.server = self.coordinator.server
         self.server.load_state_dict(recording.start["server"])
+        self._level = Region(self.parameters, merge=spec.upstream.above.merge) if spec.upstream else None
         self._starts = starts.compressed_starts(spec)
         self._ahead = {w: [event for event in recording.events if event.worker == w] for w in run.workers}
         self._kept: dict[int, Parameters] = {}  # by worker: what it goes on from once its update in hand is settled
@@ -169,6 +170,7 @@ class Replay:
         for group in self.recording.rounds():
             if until is not None and self.server.version >= until:
                 return
+            self._repeat_merges(group)
             computed = [self._computed(event) for event in group]
             with _threads(self.recording.start["threads"]):
                 self._repeat_control_events(group[0])
@@ -234,6 +236,15 @@ class Replay:
         if self.server.held:
             settled += self.coordinator.close_round(now=0.0).settled
         return settled
+
+    def _repeat_merges(self, group: list[Event]) -> None:
+        """The parameters of a global server that were taken in since the round before; workers started from these."""
+        for version in [version for event in group for version in event.merged]:
+            if self._level is None:
+                raise _first(group[0], "it comes after a merge, and the run has no global server")
+            path = merge_path(self.recording.run_dir, version)
+            self.coordinator.merge(self._level, read_vector(path, self.recording.layout.size))
+            self._begin()
 
     def _repeat_control_events(self, event: Event) -> None:
         """What rule and schedule were told since the round before."""

@@ -18,6 +18,7 @@ LAYERS = [
     {
         "compression",
         "config",
+        "global_server",
         "methods",
         "method_spec",
         "option_flags",
@@ -33,7 +34,7 @@ LAYERS = [
     {"worker"},
     {"fairseq_plugin", "deepspeed_plugin", "torch", "launch"},
     {"fairseq_server"},
-    {"simulation", "replay", "reporting", "export"},
+    {"simulation", "replay", "recorded_regions", "reporting", "export"},
     {"cli"},
 ]
 FRONT_ENDS = LAYERS[7] | LAYERS[8] | LAYERS[9] | LAYERS[10]

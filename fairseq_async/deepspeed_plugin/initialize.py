@@ -45,6 +45,7 @@ from fairseq_async.deepspeed_plugin.synchronous_engine import (
 from fairseq_async.deepspeed_plugin.tensors import replica_of, trainable
 from fairseq_async.deepspeed_plugin.world import check_not_started, entered_world, start_world
 from fairseq_async.errors import AsyncError, ConfigurationError, as_key, fail, spell_options
+from fairseq_async.global_server import local_sgd_server
 from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.methods import MethodOptions
 from fairseq_async.server.process import ServerProcess
@@ -58,7 +59,6 @@ from fairseq_async.worker.shards import DataPosition
 
 _LONGEST = 300  # characters of a reason: some show a whole tensor
 _MISTAKES = (ValueError, TypeError, KeyError, AttributeError, AssertionError, NotImplementedError, DeepSpeedConfigError)
-_LOCAL_SGD_SERVER = "fairseq_async.server.local_sgd_main"
 _initialize_deepspeed = deepspeed.initialize  # its own, also where the name in deepspeed is given to this module's
 _HYBRID_SERVER = "fairseq_async.deepspeed_plugin.server"  # with torch's optimizers and DeepSpeed's schedules
 
@@ -224,7 +224,6 @@ def _initialize_asynchronous(
     arguments: _Arguments, options: AsyncOptions, section: Section, config: Config
 ) -> Initialized:
     """An engine that is a worker, or one rank of it; a server is started if this process is to start one."""
-    is_local = isinstance(options, LocalSGDOptions)
     data, shards = arguments.training_data, options.shards if isinstance(options, LocalSGDOptions) else 0
     context = entered_world()
     if context is None:
@@ -234,7 +233,8 @@ def _initialize_asynchronous(
         sizes = sizes_of_shards(data, shards, context.workers, arguments.name)
         _describe(options, section, context, sizes, {})
         checks.worker_batch(config, context.workers, context.island_size, arguments.name)
-    context, client, server = _connect(context, section, _LOCAL_SGD_SERVER if is_local else _HYBRID_SERVER)
+    module = local_sgd_server(options.upstream) if isinstance(options, LocalSGDOptions) else _HYBRID_SERVER
+    context, client, server = _connect(context, section, module)
     try:
         return _make_worker_engine(arguments, options, section, config, context, client, server)
     except BaseException:

@@ -14,17 +14,15 @@ from fairseq_async.fairseq_plugin.hybrid import HybridAsync, HybridTrainer
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDFlags, LocalSGDTrainer
 from fairseq_async.fairseq_plugin.registry import AsynchronousMethod, SynchronousMethod, register_method
 
-_HYBRID_SERVER, _LOCAL_SGD_SERVER = "fairseq_async.fairseq_server", "fairseq_async.server.local_sgd_main"
-
 register_method(
     "hybrid_async",
     HybridAsync,
-    AsynchronousMethod(HybridTrainer, flags.describe_hybrid, _HYBRID_SERVER),
+    AsynchronousMethod(HybridTrainer, flags.describe_hybrid, flags.hybrid_server),
 )
 register_method(
     "local_sgd",
     LocalSGDFlags,
-    AsynchronousMethod(LocalSGDTrainer, flags.describe_local_sgd, _LOCAL_SGD_SERVER),
+    AsynchronousMethod(LocalSGDTrainer, flags.describe_local_sgd, flags.local_sgd_server),
 )
 register_method("adasum", AdasumOptimizer, SynchronousMethod(AdasumTrainer, AdasumTrainer.check))
 register_method("adascale", AdaScaleOptimizer, SynchronousMethod(AdaScaleTrainer, AdaScaleTrainer.check))

@@ -10,7 +10,7 @@ from fairseq.optim import OPTIMIZER_DATACLASS_REGISTRY, OPTIMIZER_REGISTRY
 from fairseq.optim.lr_scheduler import LR_SCHEDULER_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
-from fairseq_async import option_flags
+from fairseq_async import global_server, option_flags
 from fairseq_async.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, ServerOptions
 from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.fairseq_plugin import refused
@@ -80,6 +80,16 @@ def adascale_options(args: Namespace) -> AdaScaleOptions:
 def server_options(args: Namespace) -> ServerOptions:
     """The options of the run's server."""
     return option_flags.server_options_of(args.optimizer, args)
+
+
+def hybrid_server(args: Namespace) -> str:
+    """The module that is the server of ``--optimizer hybrid_async``."""
+    return "fairseq_async.fairseq_server"
+
+
+def local_sgd_server(args: Namespace) -> str:
+    """The module that is the server of ``--optimizer local_sgd``."""
+    return global_server.local_sgd_server(args.local_sgd_upstream)
 
 
 def _of_fairseq(cfg: DictConfig) -> dict[str, object]:

@@ -17,12 +17,12 @@ class AsynchronousMethod:
     Attributes:
         trainer: makes a worker's trainer, from its session and what fairseq's own trainer takes.
         describe: what all workers must agree on, from the flags, the configuration and the number of workers.
-        server: the module that is the server's program.
+        server: the module that is the server's program, from the flags.
     """
 
     trainer: Callable[..., FairseqObject]
     describe: Callable[[Namespace, FairseqConfig, int], MethodSpec]
-    server: str
+    server: Callable[[Namespace], str]
 
 
 @dataclass(frozen=True)

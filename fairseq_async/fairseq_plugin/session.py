@@ -134,7 +134,7 @@ class WorkerSession:
             method.describe(self.arguments, cfg, context.workers)  # mistakes show before a server is started
         options = flags.server_options(self.arguments)
         self.context, self.client, self._server = context.connect(
-            method.server, options, self.run_dir, end_process, resumes=_resumes(cfg)
+            method.server(self.arguments), options, self.run_dir, end_process, resumes=_resumes(cfg)
         )
         self.spec: MethodSpec = method.describe(self.arguments, cfg, self.context.workers)
         self._adjust(cfg)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.global_server import SERVER, local_sgd_server
 from fairseq_async.launch.inputs import check_inputs
 from fairseq_async.launch.programs import find_program
 from fairseq_async.methods import SYNCHRONOUS
@@ -11,7 +12,7 @@ from fairseq_async.option_flags import OneLineParser, check_command
 # the module that is the server of each --optimizer
 SERVERS = {
     "hybrid_async": "fairseq_async.fairseq_server",
-    "local_sgd": "fairseq_async.server.local_sgd_main",
+    "local_sgd": SERVER,
 }
 # flags that choose where a run begins
 _BEGINS_ANEW = ("--restore-file", "--finetune-from-model") + tuple(
@@ -65,6 +66,8 @@ class WorkerCommand:
         check_command(given.optimizer, self.arguments, workers)
         self.synchronous = given.optimizer in SYNCHRONOUS
         self.server = SERVERS.get(given.optimizer, "")
+        if self.server == SERVER:
+            self.server = local_sgd_server(given.upstream)
         self.run_dir = Path(given.run_dir or given.save_dir)
         self.tls: str | None = given.tls
         self.on_cpu = given.cpu
@@ -92,8 +95,9 @@ class WorkerCommand:
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(add_help=False, allow_abbrev=False)
-    for flag in ("--optimizer", "--server", "--run-dir", "--tls", "--user-dir", "--distributed-world-size"):
+    for flag in ("--optimizer", "--server", "--upstream", "--run-dir", "--tls", "--user-dir"):
         parser.add_argument(flag)
+    parser.add_argument("--distributed-world-size")
     parser.add_argument("--save-dir", default="checkpoints")  # fairseq's default
     parser.add_argument("--cpu", action="store_true")
     return parser

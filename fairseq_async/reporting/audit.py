@@ -117,8 +117,10 @@ def audit(run_dir: Path) -> Audit:
 
 
 def _check_version(event: Event, found: Audit, where: str) -> None:
-    """Checks that only an applied update makes a version, and that the update started from a version that existed."""
+    """Checks that only an applied update, or a merge with a global server's parameters, makes a version, and that the
+    update started from a version that existed."""
     before, found.version = found.version, event.version_after
+    before += sum(version > before for version in event.merged)
     missing = max(0, found.version - before - (event.status is Status.APPLIED))
     found.unread_versions += missing
     if found.version < before or found.unread_versions > found.unreadable:

@@ -124,7 +124,7 @@ class BackgroundReader:
             push = parse_request(body)
             if not isinstance(push, Push) or push.wait:
                 return None
-            update = self.service.checked_update(peer, push)
+            update = run.checked_update(peer.id, push)
             answer = run.reply(run.coordinator.accept(update, self._version, self.service.clock()))
         except Exception:  # whatever it is, the main thread will meet it too, and say so
             return None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from fairseq_async.algorithms import NormGate, Rule, StalenessPolicy, Update
+from fairseq_async.algorithms import NormGate, Region, Rule, StalenessPolicy, Update
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError
 from fairseq_async.method_spec import JsonObject, MethodSpec
@@ -37,17 +37,20 @@ class Settled:
 
     Attributes:
         held_seconds: for which it waited for others; 0 where it did not.
+        merged: the versions that the parameters of a server above have made since the update before.
     """
 
     receipt: Receipt
     report: Report
     control_events: tuple[ControlEvent, ...] = ()
     held_seconds: float = 0.0
+    merged: tuple[int, ...] = ()
 
     @property
     def recorded(self) -> JsonObject:
         """What of it is in the log beside receipt and report."""
-        return {"held_seconds": self.held_seconds} if self.held_seconds else {}
+        own: JsonObject = {"held_seconds": self.held_seconds} if self.held_seconds else {}
+        return own | {"merged": list(self.merged)} if self.merged else own
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class Coordinator:
         self.held_since: dict[int, float] = {}
         self._answered: dict[int, tuple[str, float]] = {}  # number and answer of each worker's last schedule event
         self._control_events: list[ControlEvent] = []
+        self._merged: list[int] = []
         self._awaited = 0
         self._silent: set[int] = set()  # whose work was given up
         self._limit: int | None = None
@@ -254,6 +258,12 @@ class Coordinator:
         self.finished = True
         return Outcome(instructions=self._reject_waiting(now)) + self._wake(now)
 
+    def merge(self, level: Region, above: Tensor) -> None:
+        """Takes in what a server above has answered, which makes a version: workers start from other parameters."""
+        level.merge(self.server.parameters, above)
+        self.server.version += 1
+        self._merged.append(self.server.version)
+
     def limit_round(self, updates: int) -> None:
         """No step waits for more updates than these."""
         if updates != self._limit:
@@ -297,7 +307,10 @@ class Coordinator:
                     uncounted.append((receipt.worker, error))
                 self.look_ahead.note(receipt.worker, receipt.base_version, receipt.staleness)
             held_seconds = now - self.held_since.pop(receipt.worker, now)
-            settled.append(Settled(receipt, report, tuple(self._control_events), held_seconds))
+            merged: tuple[int, ...] = ()
+            if receipt.status in SETTLED:  # the lines of others are no part of a replay
+                merged, self._merged = tuple(self._merged), []
+            settled.append(Settled(receipt, report, tuple(self._control_events), held_seconds, merged))
             self._control_events = []
             waiting += [receipt] * waits
         self.finished = self.finished or self.server.finished or self.plan.finished
@@ -344,6 +357,7 @@ class Coordinator:
             "positions": self.positions,
             "plan": self.plan.state_dict(),
             "look_ahead": self.look_ahead.state_dict(),
+            "merged": self._merged,
         }
 
     def snapshot(self) -> State:
@@ -358,6 +372,7 @@ class Coordinator:
         if "look_ahead" in state:  # not in a state of the first edition
             self.look_ahead.load_state_dict(state["look_ahead"])
         self._answered = dict(state.get("answered", {}))
+        self._merged = list(state.get("merged", []))
         self.finished = self.server.finished or self.plan.finished
 
 

@@ -7,10 +7,12 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from torch import Tensor
 
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server.coordinator import ControlEvent, Settled
 from fairseq_async.server.notices import Tell, tell_log
@@ -179,3 +181,36 @@ def _described(event: ControlEvent) -> JsonObject:
 def checksum(flat: Tensor) -> str:
     """CRC-32 of the bytes of a flat contiguous tensor: equal for equal bits. About 0.4 s for a gigabyte."""
     return f"{zlib.crc32(flat.detach().cpu().numpy().data):08x}"
+
+
+def merge_path(run_dir: Path, version: int) -> Path:
+    """Where a recorded region keeps the global server's parameters that have made this version."""
+    return run_dir / "merges" / f"version-{version:012d}.pt"
+
+
+def update_path(run_dir: Path, worker: int, sequence: int) -> Path:
+    """Where a recorded global server keeps an update of a region."""
+    return run_dir / "updates" / f"region-{worker}-{sequence:012d}.pt"
+
+
+def record_vector(path: Path, vector: Tensor) -> None:
+    """Keeps what a replay cannot compute; 4 bytes a value."""
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "wb", opener=private) as file:
+        torch.save(vector.clone(), file)  # a view would bring all of its memory along
+
+
+def read_vector(path: Path, size: int) -> Tensor:
+    """What :func:`record_vector` has kept.
+
+    Raises:
+        ConfigurationError: it is not there, or something else.
+    """
+    try:
+        vector = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
+        why = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:100]}"
+        raise ConfigurationError(f"{path}, which a replay needs, cannot be read: {why}") from error
+    if not isinstance(vector, Tensor) or vector.shape != (size,) or vector.dtype != torch.float32:
+        raise ConfigurationError(f"{path}: not {size} values in fp32")
+    return vector

@@ -53,6 +53,8 @@ class EventLoop:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(lifeline, selectors.EVENT_READ)
+        if service.bell is not None:
+            self._selector.register(service.bell, selectors.EVENT_READ)  # there is nothing to do but to tick
         self._finished_at: float | None = None
 
     def run(self) -> bool:
@@ -63,7 +65,9 @@ class EventLoop:
                 selected = self._selector.select(timeout=wait)
                 read_at = self._excuse_silence(read_at, wait)
                 if any(key.fileobj is self.lifeline for key, _ in selected):
-                    return False
+                    if not self.service.busy:
+                        return False
+                    self._selector.unregister(self.lifeline)  # the run is finished: what is left is done first
                 if any(key.fileobj is self.listener for key, _ in selected):
                     self._accept()
                 self._serve_all([(key.data, events) for key, events in selected if key.data is not None])
@@ -177,6 +181,8 @@ class EventLoop:
 
     def _over(self) -> bool:
         now = self.service.clock()
+        if self.service.busy:
+            return False
         if not self.service.finished:
             return self.ends_with_workers and not self.service.membership.awaited(now)
         self._finished_at = self._finished_at or now

@@ -60,6 +60,7 @@ class Event:
     payload: str | None = None
     start_payload: str | None = None
     checksum: str | None = None
+    merged: tuple[int, ...] = ()
     control_events: Annotated[
         tuple[ControlEvent, ...], Field(validation_alias=AliasChoices("control_events", "told"))
     ] = ()

@@ -5,21 +5,32 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fairseq_async.environment import MEETING, TOKEN
 from fairseq_async.errors import RefusedError
 from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.event_loop import EventLoop
-from fairseq_async.server.notices import Notices, tell_log
+from fairseq_async.server.notices import Notices, Tell, tell_log
 from fairseq_async.server.run import Build
 from fairseq_async.server.service import Service
 from fairseq_async.server.state_files import ending_path, meeting_path
 
+MakeService = Callable[[argparse.Namespace, Build, Tell], Service]
 
-def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
-    """Runs a server: answers until the run is finished or whoever started it is gone."""
+
+def usual_service(options: argparse.Namespace, build: Build, tell: Tell) -> Service:
+    """The service of a server that is nobody's worker."""
+    return Service(os.environ[TOKEN], options.workers, options.run_dir, build, tell=tell)
+
+
+def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeService = usual_service) -> None:
+    """Runs a server: answers until the run is finished or whoever started it is gone.
+
+    Args:
+        make: its service, from the command line.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--listener", type=int, required=True, help="descriptor of a socket that listens")
     parser.add_argument("--workers", type=int, required=True)
@@ -33,7 +44,7 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
     if MEETING in os.environ:  # a scheduler that stops a job signals every process: the last snapshot is still to come
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tell = tell_log if options.notices is None else Notices(options.notices)
-    service = Service(os.environ[TOKEN], options.workers, options.run_dir, build, tell=tell)
+    service = make(options, build, tell)
     service.resumes = options.resume
     if options.recover is None:
         if not options.resume:
@@ -57,18 +68,21 @@ def serve(build: Build, arguments: Sequence[str] | None = None) -> None:
 
 
 def _finish(service: Service) -> None:
-    """A finished run goes on from worker 0's checkpoint, if at all; without that worker its last state stays here."""
+    """A finished run goes on from worker 0's checkpoint, if at all; without that worker its last state stays here, and
+    so does that of a run of regions, which save nothing of it."""
     service.snapshots.wait()
     run = service.begun  # None where all workers have left before
     version = 0 if run is None else run.coordinator.server.version
     if run is not None:
         tell_log(f"the run is finished at update {version:,}")
-    if run is None or version == 0 or service.membership.has_left(0):
+    kept = run is not None and run.spec.of_regions
+    if run is None or version == 0 or (service.membership.has_left(0) and not kept):
         meeting_path(service.run_dir).unlink(missing_ok=True)
         return service.snapshots.clear()
     service.snapshots.take_last(run.snapshot(), version)
     where = f"{service.snapshots.directory}; fairseq-async export {service.run_dir} OUT writes them for use"
-    service.tell(f"worker 0 was not there at the end: the last parameters are kept in {where}")
+    why = "" if kept else "worker 0 was not there at the end: "
+    service.tell(f"{why}the last parameters are kept in {where}")
 
 
 def _keep(service: Service) -> None:

@@ -6,22 +6,24 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fairseq_async.algorithms import Rule
+from fairseq_async.algorithms import Rule, Update
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
 from fairseq_async.exchange import SharedMemory, linux
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.compressed_starts import compressed_starts
 from fairseq_async.server.coordinator import Coordinator, Instruction, Settled, build_coordinator
-from fairseq_async.server.event_log import EventLog, Recorder
+from fairseq_async.server.event_log import EventLog, Recorder, record_vector, update_path
 from fairseq_async.server.first_batches import FirstBatches
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.notices import Tell, tell_log
+from fairseq_async.server.parameter_server import SETTLED
 from fairseq_async.server.payloads import Payloads
 from fairseq_async.server.plan import Plan
-from fairseq_async.server.protocol import Pull, PullReply, PushReply, Welcome, WorkReply
-from fairseq_async.server.state_files import restored_path
+from fairseq_async.server.protocol import Pull, PullReply, Push, PushReply, StateSaved, Welcome, WorkReply
+from fairseq_async.server.state_files import restored_path, saved_path, write_state
+from fairseq_async.server.upstream import Upstream
 
 Build = Callable[[MethodSpec, Layout, Tensor], tuple[Rule, Plan]]
 """Makes rule and plan from a method, the layout and the flat parameters, which the rule changes in place."""
@@ -38,6 +40,9 @@ class Run:
         run_dir: where ``events.jsonl`` and ``run.json`` go.
         slots: how many workers there can be at one time.
         tell: what to do with a line for whoever runs it.
+
+    Attributes:
+        upstream: what it is to a global server, of which its own is a worker; None without one.
     """
 
     def __init__(self, run_dir: Path, spec: MethodSpec, layout: Layout, slots: int, tell: Tell = tell_log) -> None:
@@ -46,6 +51,7 @@ class Run:
         self.memory = SharedMemory.create(layout.size, slots, spec.publishes and self._starts is None)
         self.payloads = Payloads(spec, layout)
         self._coordinator: Coordinator | None = None
+        self.upstream: Upstream | None = None
         self._published = -1
         self._first_batches = FirstBatches(tell)
 
@@ -91,6 +97,7 @@ class Run:
             coordinator.load_state_dict(state)
             if self._starts is not None and "starts" in state:
                 self._starts.load_state_dict(state["starts"])
+        self.upstream = self._upstream(coordinator, state or {})
         server = coordinator.server
         self._recorder = Recorder(self.run_dir, server, state is not None) if self.spec.server.record else None
         self._events = EventLog(self.run_dir, server.sequences, source, time, self._tell)
@@ -98,6 +105,15 @@ class Run:
         (self.run_dir / "run.json").write_text(json.dumps(description, indent=1) + "\n")
         self._coordinator = coordinator
         self.publish()
+
+    def _upstream(self, coordinator: Coordinator, state: State) -> Upstream | None:
+        given = self.spec.upstream
+        if given is None:
+            return None
+        upstream = Upstream(given.above, coordinator)
+        if "upstream" in state:  # not in a checkpoint of a run that was no region
+            upstream.load_state_dict(state["upstream"])
+        return upstream
 
     def publish(self) -> None:
         """Shows the parameters to workers, if they have changed: where workers read them by themselves, or encoded."""
@@ -111,6 +127,13 @@ class Run:
             self.memory.publish(server.parameters, server.version)
         if before == 0:
             linux.trim()
+
+    def checked_update(self, worker: int, push: Push) -> Update:
+        """The update in the worker's slot; raises a RefusedError if no worker can have sent it."""
+        tokens = push.report.tokens or 0.0
+        update = Update(worker, push.sequence, push.base_version, push.weight, self.memory.slot(worker), tokens)
+        self.coordinator.check(update, push.report)
+        return update
 
     def hand_out(self, worker: int, pull: Pull) -> tuple[PullReply, Tensor]:
         """The answer to a worker that asks for parameters, and these: a payload, or the worker's slot, into which they
@@ -129,6 +152,9 @@ class Run:
         """Writes the events of updates that were settled together; ``time`` in seconds since 1970."""
         for each in settled:
             recorded = {} if self._recorder is None else self._recorder.of(each)
+            if self._recorder is not None and self.spec.of_regions and each.receipt.status in SETTLED:
+                path = update_path(self.run_dir, each.receipt.worker, each.receipt.sequence)
+                record_vector(path, self.memory.slot(each.receipt.worker))  # until it is answered it stays there
             self._first_batches.note(each.receipt.worker, each.report.first_batch)
             self._events.write(time, each.receipt, each.report, each.recorded | recorded)
 
@@ -177,11 +203,19 @@ class Run:
         own["layout"] = self.layout.to_json()  # which an export names the tensors by
         if self._starts is not None:
             own["starts"] = self._starts.state_dict()
+        if self.upstream is not None:
+            own["upstream"] = self.upstream.state_dict()
         return own | self.coordinator.state_dict()
 
     def snapshot(self) -> State:
         """All that another server needs to go on by itself, while the workers wait for it."""
         return self.state_dict() | self.coordinator.snapshot() | {"spec": self.spec.to_json()}
+
+    def save_state(self, worker: int) -> StateSaved:
+        """Writes :meth:`state_dict` into a file that the worker takes away."""
+        path = saved_path(self.run_dir, worker)
+        write_state(path, self.state_dict())
+        return StateSaved(self.coordinator.server.version, str(path))
 
     def _check_state(self, state: State) -> None:
         if state["method"] != self.spec.name:

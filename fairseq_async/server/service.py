@@ -5,11 +5,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from socket import socket
 
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Update
+from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import AsyncError, HalfAppliedError, RefusedError
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import protocol
@@ -24,7 +25,7 @@ from fairseq_async.server.protocol import Answer, Request
 from fairseq_async.server.resume import newest_state
 from fairseq_async.server.run import Build, Run
 from fairseq_async.server.snapshots import Snapshots
-from fairseq_async.server.state_files import read_state, restored_path, saved_path, write_state
+from fairseq_async.server.state_files import read_state, restored_path
 
 _UNREAD = 32  # answers that may wait for a peer to take them; a worker waits for one at a time
 
@@ -45,6 +46,8 @@ class Service:
         run: None until a worker has described it.
         resumes: the run goes on from a snapshot of one before in the directory, unless a newer state is brought.
         applying: what goes on while an update is applied, which changes nothing but parameters and rule.
+        bell: can be read when :meth:`tick` has something to do before its time.
+        busy: there is something to do also when the workers of a finished run have left.
     """
 
     def __init__(
@@ -65,8 +68,9 @@ class Service:
         self.journal = self.snapshots.journal
         self.refusals = RefusalLog()
         self.run: Run | None = None
-        self.resumes = False
+        self.resumes = self.busy = False
         self.applying: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.bell: socket | None = None
 
     @property
     def described(self) -> Run:
@@ -291,7 +295,7 @@ class Service:
     def _welcome(self, run: Run, worker: int) -> Answer:
         return run.welcome(worker, self.membership.capacity, self.clock())
 
-    def _initialise(self, peer: Peer, in_file: bool) -> Answer:
+    def _initialise(self, peer: Peer, in_file: bool) -> Answer | None:
         """Worker 0 brings the parameters, in its slot or, with all the rest of the state, in a file."""
         run = self.described
         if peer.worker != 0:
@@ -301,7 +305,11 @@ class Service:
         restored = read_state(restored_path(self.run_dir)) if in_file else None
         source, state = newest_state(run, restored, self.snapshots, self.resumes, self.tell)
         run.payloads.take_parameters(peer, run.memory.slot(0))
-        run.begin(self.build, run.memory.slot(0).clone(), state, source, self.membership, self.wall_clock())
+        return self._begin(run, run.memory.slot(0).clone(), state, source)
+
+    def _begin(self, run: Run, parameters: Tensor, state: State | None, source: str) -> Answer | None:
+        """Begins the run; the answer is worker 0's."""
+        run.begin(self.build, parameters, state, source, self.membership, self.wall_clock())
         self.journal("begin", f"the run begins at update {run.coordinator.server.version:,}, from {source}")
         self._recount(changed=True)
         self._keep_snapshots(run)
@@ -325,7 +333,7 @@ class Service:
                 return None
             return run.reply(coordinator.rejected(peer.id, now))
         payload = None if accepted else run.payloads.unpack(peer, push, run.memory.slot(peer.id))
-        update = self.checked_update(peer, push)
+        update = run.checked_update(peer.id, push)
         began = time.perf_counter()
         if accepted or (run.spec.publishes and not push.wait and not coordinator.server.moves_parameters()):
             waits = False
@@ -348,14 +356,6 @@ class Service:
         peer.server_seconds = time.perf_counter() - began
         return None
 
-    def checked_update(self, peer: Peer, push: protocol.Push) -> Update:
-        """The update in the worker's slot; raises a RefusedError if no worker can have sent it."""
-        run = self.described
-        slot, tokens = run.memory.slot(peer.id), push.report.tokens or 0.0
-        update = Update(peer.id, push.sequence, push.base_version, push.weight, slot, tokens)
-        run.coordinator.check(update, push.report)
-        return update
-
     def _pull(self, peer: Peer, pull: protocol.Pull) -> None:
         """Gives parameters to a worker that does not read the published copy: in its slot, or behind the answer.
 
@@ -375,9 +375,7 @@ class Service:
         """For a checkpoint that worker 0 writes."""
         if peer.worker != 0:
             raise RefusedError("worker 0 saves the run's state")
-        path = saved_path(self.run_dir, peer.id)
-        write_state(path, run.state_dict())
-        return protocol.StateSaved(run.coordinator.server.version, str(path))
+        return run.save_state(0)
 
     def _keep_snapshots(self, run: Run) -> None:
         settings, version = run.spec.server, run.coordinator.server.version

@@ -11,8 +11,8 @@ from fairseq_async import methods
 from fairseq_async.compression import DQSGDOptions
 from fairseq_async.config import HybridOptions, LocalSGDOptions
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.global_server import GlobalServer, global_server
 from fairseq_async.simulation.cluster import Cluster
-from fairseq_async.simulation.global_server import GlobalServer, global_server
 from fairseq_async.validation import checked
 
 
@@ -135,7 +135,14 @@ _SYNCHRONOUS: dict[str, type[AdasumOptions] | type[AdaScaleOptions] | type[GsSGD
     "gs_sgd": GsSGDOptions,
 }
 _METHODS = tuple(dict.fromkeys([*methods.METHODS, *_SYNCHRONOUS]))
-_THE_EXPERIMENTS = ("total_steps", "seed", "shards", "max_refused", "overlap")  # not for a single method to say
+_THE_EXPERIMENTS = (
+    "total_steps",
+    "seed",
+    "shards",
+    "max_refused",
+    "overlap",
+    "upstream",
+)  # not for a single method to say
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fairseq_async.config import LocalSGDOptions
+from fairseq_async.global_server import local_sgd_server
 from fairseq_async.method_spec import MethodSpec, local_sgd_spec
 from fairseq_async.torch.options import parse_options
 from fairseq_async.torch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
@@ -42,12 +43,11 @@ class AsyncLocalSGD(AsyncTraining):
         options: those of ``local_sgd`` and of the server, see docs/pytorch.md.
     """
 
-    server_module = "fairseq_async.server.local_sgd_main"
-
     @errors_in_one_line()
     def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
         server, self.options = parse_options(LocalSGDOptions, options, "AsyncLocalSGD")
         super().__init__(model, optimizer, server)
+        self.server_module = local_sgd_server(self.options.upstream)
         self._local: LocalSGDWorker | None = None
         self._counts = False
 

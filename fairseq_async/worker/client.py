@@ -1,6 +1,7 @@
 """A worker's connection to its run: requests, and a new connection when the old one or the server is lost."""
 
 import logging
+import math
 import shutil
 import threading
 import time
@@ -325,7 +326,8 @@ class Client:
                 return self._connect_again()
             except ExchangeError:
                 if not said and pause > 1:
-                    logger.warning("%s; trying again for %.0f s", self._loss(), self.patience)
+                    limit = f" for {self.patience:.0f} s" if self.patience < math.inf else ""
+                    logger.warning("%s; trying again%s", self._loss(), limit)
                     said = True
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, _LONGEST_PAUSE)

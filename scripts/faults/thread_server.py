@@ -20,19 +20,30 @@ class ThreadServer:
     """
 
     def __init__(
-        self, workers: int, run_dir: Path, host: str = "127.0.0.1", build: Build = build, tls: Path | None = None
+        self,
+        workers: int,
+        run_dir: Path,
+        host: str = "127.0.0.1",
+        build: Build = build,
+        tls: Path | None = None,
+        token: str | None = None,
+        port: int = 0,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.token = new_token()
-        self.service = Service(self.token, workers, run_dir, build)
+        self.token = token or new_token()
+        listener = socket.create_server((host, port))
+        self.service = self.make_service(workers, run_dir, build)
         self.service.snapshots.take = lambda state, version: None  # type: ignore[method-assign]  # no fork in pytest
-        listener = socket.create_server((host, 0))
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._lifeline, other = socket.socketpair()
         self._loop = EventLoop(listener, self.service, other, encryption=None if tls is None else server_context(tls))
         self._listener, self._other = listener, other
         self.thread = threading.Thread(target=self._loop.run, daemon=True)
         self.thread.start()
+
+    def make_service(self, workers: int, run_dir: Path, build: Build) -> Service:
+        """The service of a server that is nobody's worker."""
+        return Service(self.token, workers, run_dir, build)
 
     def stop(self) -> None:
         self._lifeline.close()

@@ -1,4 +1,4 @@
-"""``global`` in a method of the experiment file: a server above those of the regions."""
+"""A server above those of regions (HALoS): ``upstream`` of a real run, ``global`` in the simulator's file."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fairseq_async import methods
 from fairseq_async.config import AsyncLocalSGDOptions, LocalSGDOptions
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.validation import checked
 
 _ALSO_OF_REGIONS = {"outer", "staleness_power", "staleness_limit"}
@@ -61,3 +61,52 @@ def global_server(kind: object, given: object, where: str) -> GlobalServer | Non
     if methods.outer_rule(options.outer).synchronous or "quorum" in type(options).model_fields:
         raise ConfigurationError(f'{where}: "outer": {options.outer} waits, and regions do not: take another')
     return GlobalServer(options, keys.updates, keys.merge)
+
+
+SERVER, REGIONS_SERVER = "fairseq_async.server.local_sgd_main", "fairseq_async.worker.regional_main"
+
+
+def local_sgd_server(upstream: str | None) -> str:
+    """The module that is the server of a run of local SGD, which may be a worker of another server."""
+    return SERVER if upstream is None else REGIONS_SERVER
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """What ``upstream`` says: which server is above this run's own, and what this run is to it.
+
+    Attributes:
+        address: HOST:PORT of the global server.
+        region: number of this region, from 0, and of this worker of the global server.
+        above: the global server's rule, the same in all regions.
+    """
+
+    address: str
+    region: int
+    above: GlobalServer
+
+
+class _Region(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    region: int = Field(0, ge=0)
+
+
+def parse_upstream(text: str) -> Upstream:
+    """``HOST:PORT,region=1,updates=32,merge=0.25,outer=delayed_nesterov,outer_lr=0.15``; each key may be left out.
+
+    Raises:
+        ConfigurationError: it is written in another way, or one of the keys is not possible.
+    """
+    where, (address, *pairs) = option("upstream"), text.split(",")
+    values: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        name = key.strip().replace("-", "_")
+        if not equals or name in values:
+            raise ConfigurationError(f"{where} {text}: write HOST:PORT,region=1,outer_lr=0.15, each key once")
+        values[name] = value.strip()
+    region = checked(_Region, {key: values.pop(key) for key in ("region",) if key in values}, where)
+    above = global_server("local_sgd", values, where)
+    assert above is not None  # values are given
+    return Upstream(address, region.region, above)

@@ -1,0 +1,42 @@
+"""The global server of a run of several regions, whose own servers are its workers."""
+
+import signal
+from pathlib import Path
+
+from fairseq_async.errors import ConfigurationError, ExchangeError
+from fairseq_async.exchange.authentication import read_token
+from fairseq_async.global_server import SERVER
+from fairseq_async.launch.processes import interrupt
+from fairseq_async.server.process import ServerProcess, manner, say
+from fairseq_async.validation import split_address
+
+_RESTARTS = 3
+
+
+def serve(address: str, regions: int, run_dir: Path, token_file: Path, tls: Path | None, resume: bool) -> None:
+    """Runs the server until the run is finished, or all regions have left.
+
+    Args:
+        address: HOST:PORT, at which the regions reach it.
+        resume: go on from the last snapshot in the directory.
+
+    Raises:
+        ConfigurationError: the address, the directory, the token or the certificates cannot be used.
+        ExchangeError: the server has failed.
+        KeyboardInterrupt: it was interrupted; a last snapshot is written.
+    """
+    try:
+        host, port = split_address(address)
+    except ValueError as error:
+        raise ConfigurationError(f"{address}: {error}") from error
+    token, log = read_token(token_file), run_dir / "logs" / "server.log"
+    signal.signal(signal.SIGTERM, interrupt)
+    own = (port, host, token, _RESTARTS)
+    server = ServerProcess(SERVER, regions, run_dir, log, *own, ends_with_workers=True, resumes=resume, tls=tls)
+    say(f"global server of regions 0 to {regions - 1}, which join with --upstream {server.address},region=N")
+    try:
+        server.join()
+    finally:
+        server.end()
+    if server.poll() != 0:
+        raise ExchangeError(f"the global server {manner(server.poll())}; log: {log}")

@@ -1,0 +1,52 @@
+"""A global server's recorded run, for a replay: the updates of its regions are read, since no region computes here."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from fairseq_async.algorithms import Rule
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.replay import Recording
+from fairseq_async.server import Layout, local_sgd_main
+from fairseq_async.server.event_log import read_vector, update_path
+from fairseq_async.server.events import Event
+from fairseq_async.server.plan import Plan
+from fairseq_async.server.protocol import Push, Report
+
+
+class RecordedRegion:
+    """One region, with its updates in the order in which it has sent them."""
+
+    def __init__(self, run_dir: Path, layout: Layout, events: Sequence[Event]) -> None:
+        self.layout, self._run_dir, self._left = layout, run_dir, list(events)
+
+    def start_from(self, parameters: Tensor, version: int) -> None:
+        """What its update started from is in the update already."""
+
+    def compute(self) -> tuple[Push, Tensor]:
+        """
+        Raises:
+            ConfigurationError: the update cannot be read.
+        """
+        event = self._left.pop(0)
+        push = Push(event.sequence, event.base_version, event.weight, Report(event.position))
+        return push, read_vector(update_path(self._run_dir, event.worker, event.sequence), self.layout.size)
+
+
+class RecordedRegions:
+    """The :class:`~fairseq_async.replay.Run` of a global server."""
+
+    threads = 1
+
+    def __init__(self, recording: Recording) -> None:
+        self._spec: MethodSpec = recording.spec
+        self.workers = {
+            region: RecordedRegion(
+                recording.run_dir, recording.layout, [event for event in recording.events if event.worker == region]
+            )
+            for region in range(recording.spec.workers)
+        }
+
+    def build(self, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
+        return local_sgd_main.build(self._spec, layout, parameters)

@@ -1,0 +1,188 @@
+"""The service of a region's server, which is itself a worker of a global server (HALoS)."""
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from fairseq_async.algorithms.rule import State
+from fairseq_async.global_server import Upstream as Given
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server import protocol
+from fairseq_async.server.coordinator import Outcome
+from fairseq_async.server.event_log import merge_path, record_vector
+from fairseq_async.server.layout import Layout
+from fairseq_async.server.notices import Tell
+from fairseq_async.server.protocol import Answer
+from fairseq_async.server.run import Build, Run
+from fairseq_async.server.service import Service
+from fairseq_async.server.upstream import Above, Left, Link, Lost, News, Upstream
+
+_BELL = 64  # bytes that are read at once; each says only that there is news
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Parameters with which a run is to begin, unless the global server has others."""
+
+    parameters: Tensor
+    source: str
+
+
+Connect = Callable[[Given, MethodSpec, Layout, Callable[[], object]], Link]
+"""Makes the connection to a global server. The last argument is to be called when there is news."""
+
+
+class RegionalService(Service):
+    """Answers a region's workers, and exchanges with the global server what they have done.
+
+    Its workers wait for the global server once: a run that begins takes its parameters, or brings it the first. From
+    then on the region goes on whether it is there or not; a message to it is on its way while workers are answered.
+
+    A region ends when its workers have taken their steps, or the global run is over. What is left is sent then; for a
+    global server that is away, ``worker_timeout`` is waited.
+
+    Args:
+        connect: makes the connection to the global server.
+    """
+
+    def __init__(self, token: str, workers: int, run_dir: Path, build: Build, tell: Tell, connect: Connect) -> None:
+        super().__init__(token, workers, run_dir, build, tell=tell)
+        self._connect = connect
+        self.bell, self._ringer = self._rung, _ = socket.socketpair()
+        self._rung.setblocking(False)
+        self._ringer.setblocking(False)
+        self._link: Link | None = None
+        self._beginning: Beginning | None = None
+        self._ending_at: float | None = None
+        self._leaving = self._has_left = False
+
+    def recover(self) -> str:
+        """As of every service; the global server is found again while the region goes on."""
+        name = super().recover()
+        if self.run is not None:
+            self._join(self.run, self.run.coordinator.server.parameters, patient=True)
+        return name
+
+    def tick(self) -> float:
+        """Takes in what the global server has answered, too."""
+        while (news := self._next_news()) is not None:
+            self._hear_above(self.described, news)
+        wait = super().tick()
+        self.busy = self._is_busy()
+        return wait
+
+    # The beginning
+
+    def _begin(self, run: Run, parameters: Tensor, state: State | None, source: str) -> Answer | None:
+        if run.spec.upstream is None:
+            return super()._begin(run, parameters, state, source)
+        if state is not None:
+            answer = super()._begin(run, parameters, state, source)
+            self._join(run, parameters, patient=True)
+            return answer
+        if self._beginning is None:
+            self._beginning = Beginning(parameters, source)
+            self._join(run, parameters, patient=False)
+        self.membership.wait(0, "hello")
+        return None
+
+    def _join(self, run: Run, parameters: Tensor, patient: bool) -> None:
+        given = run.spec.upstream
+        if given is not None:
+            self._link = self._connect(given, run.spec, run.layout, self._ring)
+            self._link.join(parameters.clone(), patient)
+
+    def _begin_with(self, run: Run, beginning: Beginning, above: Above) -> None:
+        """The global server has parameters: workers are welcome."""
+        self._beginning = None
+        super()._begin(run, above.values, None, beginning.source)
+        self._upstream(run).join(above, self.clock(), fresh=True)
+        for worker in self.membership.waiting("hello"):
+            self._answer(self.peers[worker], self._welcome(run, worker))
+
+    def _fail(self, error: str) -> None:
+        """The run cannot begin: all who wait for it are told why."""
+        self._beginning, self._link = None, None
+        for worker in self.membership.waiting("hello"):
+            self._answer(self.peers[worker], protocol.ErrorReply(error))
+
+    # With the global server
+
+    def _deliver(self, run: Run, outcome: Outcome) -> None:
+        super()._deliver(run, outcome)
+        if run.upstream is not None:
+            run.upstream.count(outcome.settled)
+            self._send_if_due(run.upstream)
+
+    def _send_if_due(self, upstream: Upstream) -> None:
+        drift = upstream.due(self.clock())
+        if drift is not None and self._link is not None:
+            self._link.send(drift)
+
+    def _hear_above(self, run: Run, news: News) -> None:
+        beginning = self._beginning
+        match news:
+            case Left():
+                self._has_left = True
+            case Lost() if beginning is not None:
+                self._fail(news.reason)
+            case Lost():
+                if not self._upstream(run).finished:
+                    self.tell(f"{news.reason}; this region goes on alone")
+                self._upstream(run).lose()
+            case Above() if beginning is not None:
+                self._begin_with(run, beginning, news)
+            case Above():
+                self._take_in(run, self._upstream(run), news)
+
+    def _take_in(self, run: Run, upstream: Upstream, above: Above) -> None:
+        version = run.coordinator.server.version
+        if upstream.joined:
+            upstream.merge(above)
+        else:
+            upstream.join(above, self.clock(), fresh=False)
+            if upstream.drift is not None and self._link is not None:
+                self._link.send(upstream.drift)
+        if run.coordinator.server.version > version:
+            run.publish()
+            if run.spec.server.record:
+                record_vector(merge_path(self.run_dir, run.coordinator.server.version), above.values)
+        if upstream.finished and not run.coordinator.finished:
+            self.journal("above", "the global run is over: this region's ends")
+            self._deliver(run, run.coordinator.end(self.clock()))
+        else:
+            self._send_if_due(upstream)
+
+    def _is_busy(self) -> bool:
+        """Whether the region still owes the global server its last updates, or a goodbye."""
+        run = self.begun
+        if run is None or run.upstream is None or self._link is None or not run.coordinator.finished:
+            return False
+        now = self.clock()
+        self._ending_at = self._ending_at or now
+        if run.upstream.idle and not self._leaving:
+            self._leaving = True
+            self._link.leave()
+        if now - self._ending_at > self.membership.timeout and not self._has_left:
+            self._has_left = True
+            self.tell("the global server did not answer: it may lack the last updates of this region, which ends")
+        return not self._has_left
+
+    @staticmethod
+    def _upstream(run: Run) -> Upstream:
+        assert run.upstream is not None  # there is a link only where the run's method names a global server
+        return run.upstream
+
+    def _ring(self) -> None:
+        """From the link's thread."""
+        with suppress(BlockingIOError):  # it rings already
+            self._ringer.send(b"\n")
+
+    def _next_news(self) -> News | None:
+        with suppress(BlockingIOError):
+            self._rung.recv(_BELL)
+        return None if self._link is None else self._link.news()

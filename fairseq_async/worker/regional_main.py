@@ -1,0 +1,33 @@
+"""``python -m fairseq_async.worker.regional_main``: the server of local SGD that is itself a worker of another."""
+
+import argparse
+import os
+import socket
+from collections.abc import Callable
+
+from fairseq_async.environment import TOKEN
+from fairseq_async.global_server import Upstream
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.layout import Layout
+from fairseq_async.server.local_sgd_main import build
+from fairseq_async.server.notices import Tell
+from fairseq_async.server.program import serve
+from fairseq_async.server.regional_service import RegionalService
+from fairseq_async.server.run import Build
+from fairseq_async.worker.upstream import UpstreamLink
+
+
+def regional_service(options: argparse.Namespace, build: Build, tell: Tell) -> RegionalService:
+    """The service of a region's server, from its command line."""
+    token = os.environ[TOKEN]
+    with socket.socket(fileno=os.dup(options.listener)) as listener:
+        port = listener.getsockname()[1]
+
+    def connect(given: Upstream, spec: MethodSpec, layout: Layout, ring: Callable[[], object]) -> UpstreamLink:
+        return UpstreamLink(given, spec, layout, token, options.tls, port, tell, ring)
+
+    return RegionalService(token, options.workers, options.run_dir, build, tell, connect)
+
+
+if __name__ == "__main__":
+    serve(build, make=regional_service)

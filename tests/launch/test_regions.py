@@ -1,0 +1,49 @@
+"""``fairseq-async serve`` and regions under it: real processes, of which two servers die."""
+
+import os
+import secrets
+import signal
+from pathlib import Path
+from subprocess import Popen
+
+from fairseq_async.reporting.audit import audit
+from fairseq_async.server.description import RunDescription
+from tests.helpers.commands import HELPERS, Processes, command, free_port
+from tests.helpers.launched import count, find
+from tests.helpers.run_files import events
+from tests.helpers.waiting import wait_until
+
+
+def test_a_region_and_the_global_server_die_and_come_back_and_all_is_trained(
+    processes: Processes, tmp_path: Path
+) -> None:
+    above, token, port = tmp_path / "global", tmp_path / "token", free_port()
+    token.write_text(secrets.token_hex(16))
+    token.chmod(0o600)
+    where = f"127.0.0.1:{port}"
+    line = [command("fairseq-async"), "serve", where, "--regions", 2, "--run-dir", above, "--token-file", token]
+    started = [processes.start(line)]
+    started += [
+        _launch(processes, tmp_path / f"region{region}", token, f"{where},region={region}") for region in (0, 1)
+    ]
+    wait_until(lambda: count(above, 0) > 2 and count(above, 1) > 2, 120)
+    (server,) = find(tmp_path / "region1", "regional_main")
+    os.kill(server, signal.SIGKILL)
+    before = count(above, 1)
+    wait_until(lambda: count(above, 1) > before + 2, 60)
+    (server,) = find(above, "local_sgd_main")
+    os.kill(server, signal.SIGKILL)
+    said = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], said
+    assert all("was killed by SIGKILL, and was started again from version-" in said[each] for each in (0, 2)), said
+    found = [audit(folder) for folder in (above, tmp_path / "region0", tmp_path / "region1")]
+    assert [len(each.rollbacks) for each in found] == [1, 0, 1]
+    assert any(event.get("merged") for event in events(tmp_path / "region1"))
+    assert sum(event["local_steps"] for event in events(tmp_path / "region0")) >= 200
+    assert RunDescription.read(above).spec.of_regions and "fairseq-async export" in said[0]
+    assert list((above / "snapshots").glob("version-*.pt"))
+
+
+def _launch(processes: Processes, run_dir: Path, token: Path, upstream: str) -> "Popen[str]":
+    job = ["python", HELPERS / "region_job.py", run_dir, token, f"{upstream},updates=4,delay=2,outer_lr=0.5", 200]
+    return processes.start([command("fairseq-async"), "launch", "--workers", 1, "--token-file", token, "--", *job])
