@@ -45,7 +45,8 @@ class SharedMemory:
 
     @staticmethod
     def nbytes(parameters: int, workers: int, publishes: bool = True) -> int:
-        return _pages(8 * (2 + workers)) + _pages(4 * parameters) * (publishes + workers)
+        before_the_last = _pages(8 * (2 + workers)) + _pages(4 * parameters) * (publishes + workers - 1)
+        return before_the_last + 4 * parameters
 
     @classmethod
     def create(cls, parameters: int, workers: int, publishes: bool = True) -> "SharedMemory":
@@ -55,7 +56,7 @@ class SharedMemory:
             ExchangeError: there is no room in /dev/shm.
         """
         size = cls.nbytes(parameters, workers, publishes)
-        shared = cls.nbytes(parameters, workers, publishes) - _pages(4 * parameters) * workers
+        shared = _pages(8 * (2 + workers)) + _pages(4 * parameters) * publishes
         try:
             descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
             os.ftruncate(descriptor, size)
@@ -103,7 +104,7 @@ class SharedMemory:
         Raises:
             ExchangeError: there is no room in /dev/shm.
         """
-        size = _pages(4 * self.parameters)
+        size = 4 * self.parameters
         try:
             os.posix_fallocate(self._descriptor, self._offset(self.publishes + worker), size)
         except OSError as error:
