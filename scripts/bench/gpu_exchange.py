@@ -1,4 +1,4 @@
-"""Times of an exchange between a GPU and shared memory: this package's copies, and tensor by tensor into plain memory."""
+"""Times of an exchange between a GPU and shared memory, by this package's copies and tensor by tensor."""
 
 import time
 from collections.abc import Callable
