@@ -287,6 +287,7 @@ class HybridEngine(AsyncEngine):
         if self._is_past_the_end():
             return self._skip_step()
         self._sleep_if_slowed_down()
+        self.async_worker.write_ahead()
         loss = None if self._loss is None else float(self._loss)
         refused = self.async_worker.refusals.total
         self.async_worker.step(self.train_batch_size(), loss)

@@ -118,6 +118,11 @@ class IslandClient:
             raise ExchangeError("this worker has not joined the run")
         return self._slot
 
+    @property
+    def exchanged(self) -> dict[str, Tensor]:
+        """See :attr:`Client.exchanged`: the ranks of an island read and write the slot alone."""
+        return {"slot": self.slot}
+
     def _attach_slot(self, location: _SlotLocation) -> None:
         """Opens rank 0's slot, and again when a server that came back has brought another one."""
         if self.client is None and location != self._location:

@@ -1,6 +1,6 @@
 """The parameters of a ZeRO-3 engine, of which each rank of an island holds a partition."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fairseq_async.deepspeed_plugin.compat import whole_shape
+from fairseq_async.exchange.devices import device_of
 from fairseq_async.server import Layout
 from fairseq_async.server.layout import Segment
+from fairseq_async.worker.replica import between
 
 
 class PartitionedReplica:
@@ -33,17 +35,21 @@ class PartitionedReplica:
             )
         )
         self._parameters, self._rank = [parameter for _, parameter in named], rank
+        self.device = device_of([safe_get_local_fp32_param(parameter) for parameter in self._parameters])
 
     def read(self, flat: Tensor) -> None:
-        for part, master, _ in self._parts(flat):
-            part.copy_(master[: part.numel()])
+        for part, local in self._local_parts(flat):
+            part.copy_(local)
 
     def subtract(self, flat: Tensor) -> None:
-        for part, master, _ in self._parts(flat):
-            part.sub_(master[: part.numel()].to(part))
+        for part, local in self._local_parts(flat):
+            part.sub_(local.to(part))
 
     def write(self, flat: Tensor) -> None:
-        """The masters' own partitions, then the model's parameters one after the other: the model is never whole."""
+        """The masters' own partitions, then the model's parameters one after the other: the model is never whole.
+
+        That holds for a GPU, too, which gets one parameter at a time.
+        """
         for part, master, parameter in self._parts(flat):
             padded = torch.zeros_like(master)
             padded[: part.numel()].copy_(part)
@@ -51,6 +57,12 @@ class PartitionedReplica:
         for view, parameter in zip(self.layout.views(flat), self._parameters, strict=True):
             with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():  # which partitions it anew
                 parameter.copy_(view)
+
+    def _local_parts(self, flat: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """The places of this rank's partitions in ``flat``, and the partitions where ``flat`` is."""
+        parts = [(part, master[: part.numel()]) for part, master, _ in self._parts(flat)]
+        local = between(self.device, flat).fetch([held for _, held in parts])
+        return zip((part for part, _ in parts), local, strict=True)
 
     def _parts(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor, Parameter]]:
         """Of each parameter this rank's part of the flat vector, the master's partition, and the parameter itself."""

@@ -1,6 +1,6 @@
 """Copies of whole models on one machine."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import memmove
 
 import torch
@@ -19,6 +19,8 @@ def pack(flat: Tensor, tensors: Iterable[Tensor]) -> None:
     Raises:
         ValueError: they are more than there is room for.
     """
+    if not flat.is_cpu:
+        return copy_fused(*_views(flat, tensors))
     here = flat.data_ptr() if _in_memory(flat) else None
     for start, tensor in _placed(flat, tensors):
         if here is not None and _in_memory(tensor):
@@ -33,12 +35,28 @@ def unpack(tensors: Iterable[Tensor], flat: Tensor) -> None:
     Raises:
         ValueError: it has less than they take.
     """
+    if not flat.is_cpu:
+        return copy_fused(*reversed(_views(flat, tensors)))
     here = flat.data_ptr() if _in_memory(flat) else None
     for start, tensor in _placed(flat, tensors):
         if here is not None and _in_memory(tensor):
             _move(tensor.data_ptr(), here + 4 * start, 4 * tensor.numel())
         else:
             tensor.detach().copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+
+
+@torch.no_grad()
+def copy_fused(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Each destination ← its source; on a GPU one kernel for many tensors, where both lie there without gaps."""
+    if destinations:  # torch refuses empty lists
+        torch._foreach_copy_(list(destinations), list(sources))
+
+
+def _views(flat: Tensor, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors' places in ``flat``, and the tensors."""
+    placed = list(_placed(flat, tensors))
+    views = [flat[start : start + tensor.numel()].view(tensor.shape) for start, tensor in placed]
+    return views, [tensor for _, tensor in placed]
 
 
 def _move(destination: int, source: int, size: int) -> None:

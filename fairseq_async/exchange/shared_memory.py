@@ -45,7 +45,8 @@ class SharedMemory:
 
     @staticmethod
     def nbytes(parameters: int, workers: int, publishes: bool = True) -> int:
-        return _header_bytes(workers) + 4 * parameters * (publishes + workers)
+        before_the_last = _pages(8 * (2 + workers)) + _pages(4 * parameters) * (publishes + workers - 1)
+        return before_the_last + 4 * parameters
 
     @classmethod
     def create(cls, parameters: int, workers: int, publishes: bool = True) -> "SharedMemory":
@@ -55,7 +56,7 @@ class SharedMemory:
             ExchangeError: there is no room in /dev/shm.
         """
         size = cls.nbytes(parameters, workers, publishes)
-        shared = cls.nbytes(parameters, workers, publishes) - 4 * parameters * workers
+        shared = _pages(8 * (2 + workers)) + _pages(4 * parameters) * publishes
         try:
             descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
             os.ftruncate(descriptor, size)
@@ -105,7 +106,7 @@ class SharedMemory:
         """
         size = 4 * self.parameters
         try:
-            os.posix_fallocate(self._descriptor, self._offset(self.publishes + worker), max(1, size))
+            os.posix_fallocate(self._descriptor, self._offset(self.publishes + worker), size)
         except OSError as error:
             raise ExchangeError(_no_room(size, error)) from error
 
@@ -117,7 +118,7 @@ class SharedMemory:
         return torch.frombuffer(self._map, dtype=torch.float32, count=count, offset=offset)
 
     def _offset(self, index: int) -> int:
-        return _header_bytes(self.workers) + 4 * self.parameters * index
+        return _pages(8 * (2 + self.workers)) + _pages(4 * self.parameters) * index
 
     def publish(self, parameters: Tensor, version: int) -> None:
         self._count()
@@ -186,8 +187,9 @@ class SharedMemory:
             pass
 
 
-def _header_bytes(workers: int) -> int:
-    return 64 * (1 + (2 + workers) // 8)  # in whole cache lines
+def _pages(size: int) -> int:
+    """Bytes of the whole pages for so many: header and vectors share none, so that each can be pinned by itself."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _no_room(size: int, error: OSError) -> str:

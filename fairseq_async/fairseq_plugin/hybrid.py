@@ -6,6 +6,8 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import add
 
 import torch
 from fairseq.logging import metrics
@@ -16,7 +18,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.exchange import pack
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
 from fairseq_async.fairseq_plugin.compat.batches import real_batches
@@ -28,7 +29,7 @@ from fairseq_async.fairseq_plugin.session import attach
 from fairseq_async.server.plan import whole_steps
 from fairseq_async.server.protocol import Report, Welcome
 from fairseq_async.worker.client import Client
-from fairseq_async.worker.hybrid import HybridWorker, gradient
+from fairseq_async.worker.hybrid import HybridWorker
 
 
 class HybridAsync(FairseqOptimizer):
@@ -63,8 +64,7 @@ class HybridAsync(FairseqOptimizer):
         super().__init__(cfg)
         self.scaler, self.barrier = scaler, barrier
         self.worker = HybridWorker(client, named, max_refused)
-        self._low_precision = any(parameter.dtype is not torch.float32 for _, parameter in named)
-        self._scales_into_slot = not self._low_precision and all(parameter.is_cpu for _, parameter in named)
+        self._scales_into_slot = all(p.is_cpu and p.dtype is torch.float32 for _, p in named)
         # Steps are taken in the server: this one holds the learning rate for fairseq's logs, and the parameters.
         self._optimizer = torch.optim.SGD([p for _, p in named], lr=cfg.lr[0])
         self.report = Report()
@@ -88,21 +88,20 @@ class HybridAsync(FairseqOptimizer):
 
     def backward(self, loss: Tensor) -> None:
         """Once for each batch of the step."""
-        self._loss += float(loss.detach())
+        self._losses.append(loss.detach())  # read when the step is over: a GPU would be waited for
         super().backward(loss if self.scaler is None else self.scaler.scale(loss))
 
     def multiply_grads(self, c: float | Tensor) -> None:
         """Multiplies by 1 / tokens, from which the update's weight is known.
 
-        Half-precision gradients are multiplied when they are pushed, in fp32.
+        Gradients in half precision, or on a GPU, are multiplied on their way into the slot, in fp32.
         """
-        if self._low_precision:
-            self._factor *= float(c)
-        elif self._scales_into_slot:
-            self.worker.scale_into_slot(float(c))
-        else:
-            super().multiply_grads(c)
         self._weight = 0.0 if self.dummy else round(1.0 / float(c), 9)
+        if self._scales_into_slot:
+            return self.worker.scale_into_slot(float(c))
+        self._factor *= float(c)
+        if self._is_sent:
+            self.worker.write_ahead(self._factor)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The norm of this worker's gradient, for the log: what is clipped is the sum, in the server.
@@ -122,8 +121,7 @@ class HybridAsync(FairseqOptimizer):
             RefusedError: the last ``max_refused`` updates had NaN or Inf.
             ExchangeError: the server is gone; this update may be lost.
         """
-        # Behind a barrier a dummy is sent too, with weight 0: the others wait for every worker's update.
-        if self._skip or (self.dummy and not self.barrier):
+        if self._skip or not self._is_sent:
             return
         # The receipt of a gradient with NaN is waited for, since it says how many in a row were refused.
         refused = self._norm is not None and not math.isfinite(self._norm)
@@ -183,15 +181,22 @@ class HybridAsync(FairseqOptimizer):
 
     def _reset_step(self) -> None:
         self._factor = 1.0 if self.scaler is None else 1.0 / float(self.scaler.loss_scale)
-        self._weight, self._loss, self._skip, self._norm = 0.0, 0.0, False, None
+        self._weight, self._skip, self._norm = 0.0, False, None
+        self._losses: list[Tensor] = []
+
+    @property
+    def _is_sent(self) -> bool:
+        """Whether this step's gradient goes to the server. Behind a barrier a dummy's does, with weight 0: the others
+        wait for every worker's update."""
+        return self.barrier or not self.dummy
 
     def _write_gradient(self, slot: Tensor) -> None:
-        gradients = map(gradient, self.params)
-        pack(slot, (each.float() * self._factor for each in gradients) if self._low_precision else gradients)
+        self.worker.write(slot, self._factor)
 
     def _mean_loss(self) -> float:
         """In nats per target token, as the criterion computes; fairseq's own log has bits."""
-        return self._loss / self._weight if self._weight else 0.0
+        total = reduce(add, map(float, self._losses), 0.0)
+        return total / self._weight if self._weight else 0.0
 
 
 class HybridTrainer(AsynchronousTrainer):

@@ -108,6 +108,7 @@ class HybridAsync(AsyncTraining):
                 for gradient in gradients:
                     gradient.div_(scale)
             self._sleep_if_slowed_down()
+            self.async_worker.write_ahead()  # while the norm is measured
             self._push(l2_norm(gradients))
         drop_gradients(self._named)
         self._step_ended = time.perf_counter()

@@ -84,6 +84,7 @@ class AsyncWorker:
 
     def bring_parameters(self, state: str | None) -> Welcome:
         """Worker 0's parameters, or the server state in a file, to a new server."""
+        self.pin_exchanged()
         self.replica.read(self.client.slot)
         return self.client.initialise(state)
 
@@ -96,6 +97,13 @@ class AsyncWorker:
     def start(self) -> None:
         """Takes what this worker's next work starts from: here the server's current parameters."""
         self.pull()
+
+    def pin_exchanged(self) -> None:
+        """Lets a GPU reach what server and worker hand each other by itself. Before each exchange: it lies elsewhere
+        after the server has come back."""
+        if self.replica.device.asynchronous:
+            for name, vector in self.client.exchanged.items():
+                self.replica.device.pin(name, vector)
 
     def compressor_state(self) -> State | None:
         """What a checkpoint of this worker keeps of its compressed updates; None where they are not compressed."""

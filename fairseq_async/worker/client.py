@@ -178,6 +178,12 @@ class Client:
         return self._slot
 
     @property
+    def exchanged(self) -> dict[str, Tensor]:
+        """The vectors through which this worker and the server hand each other numbers, by names for them."""
+        published = {} if self.memory is None or not self.memory.publishes else {"published": self.memory.published}
+        return {"slot": self.slot} | published
+
+    @property
     def _sent(self) -> Tensor | None:
         """What goes behind a message that hands over the slot."""
         return self._slot if self.remote else None

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.exchange import pack
+from fairseq_async.exchange.devices import Transfer
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.protocol import Assignment, Push, Report, Welcome
 from fairseq_async.worker.async_worker import AsyncWorker
@@ -34,6 +34,7 @@ class HybridWorker(AsyncWorker):
     def __init__(self, client: Client, named: Sequence[tuple[str, Parameter]], max_refused: int) -> None:
         super().__init__(client, TensorReplica(named), max_refused)
         self._parameters = [parameter for _, parameter in named]
+        self._begun: tuple[int, Transfer] | None = None  # the slot's address, and the gradients on their way there
         self.learning_rate = self.waited = self._steps = 0.0
         self._partial_steps = False
         self.last = {"staleness": 0.0, "push_seconds": 0.0, "pull_seconds": 0.0}
@@ -72,9 +73,27 @@ class HybridWorker(AsyncWorker):
         ``grad`` stays until the push, which has nothing to copy then."""
         self.waited = self.client.prepare(partial(self._scale_into, factor))
 
+    def write_ahead(self, factor: float = 1.0) -> None:
+        """Begins to write the gradients, times ``factor``, into the slot for the coming push, which waits for the rest.
+
+        A GPU does that while this process measures the gradients. On the CPU nothing happens before the push: copying
+        would take this process's own time, and the server may still need the slot.
+        """
+        if self.replica.device.asynchronous:
+            self.pin_exchanged()
+            self.waited = self.client.prepare(partial(self._begin, factor))
+
+    def write(self, slot: Tensor, factor: float = 1.0) -> None:
+        """slot ← factor · gradients, for the push; goes on from :meth:`write_ahead` with the same factor."""
+        if self._begun is None or self._begun[0] != slot.data_ptr():  # the slot of a server that has come back
+            self._begin(factor, slot)
+        assert self._begun is not None
+        (_, transfer), self._begun = self._begun, None
+        transfer.synchronize()  # the server reads the slot when it has the message
+
     def step(self, samples: float, loss: float | None, wait: bool = False, norm: float | None = None) -> None:
         """Pushes the parameters' ``grad``, the mean over ``samples``; otherwise as :meth:`exchange`."""
-        self.exchange(self._write, float(samples), Report(loss=loss), wait, norm)
+        self.exchange(self.write, float(samples), Report(loss=loss), wait, norm)
 
     def exchange(
         self,
@@ -97,6 +116,7 @@ class HybridWorker(AsyncWorker):
             ExchangeError: the server is gone; this gradient may be lost.
         """
         started = time.perf_counter()
+        self.pin_exchanged()
         timed = replace(
             report,
             push_seconds=self.last["push_seconds"],
@@ -135,8 +155,9 @@ class HybridWorker(AsyncWorker):
             if parameter.grad is not None:
                 parameter.grad = torch.mul(parameter.grad, factor, out=room)
 
-    def _write(self, slot: Tensor) -> None:
-        pack(slot, map(gradient, self._parameters))
+    def _begin(self, factor: float, slot: Tensor) -> None:
+        gradients = map(gradient, self._parameters)
+        self._begun = slot.data_ptr(), self.replica.device.begin(slot, gradients, factor)
 
 
 def gradient(parameter: Parameter) -> Tensor:

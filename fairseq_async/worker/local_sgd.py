@@ -114,6 +114,7 @@ class LocalSGDWorker(AsyncWorker):
     def exchange(self, position: JsonObject | None = None) -> None:
         """Sends the local steps that are done, and starts again from the server's parameters."""
         started = self.clock()
+        self.pin_exchanged()
         answer = self.client.push(self.replica.subtract, self.message(position))
         finished, assignment = self._wait_while_idle(answer.finished, answer.assignment)
         self.sequence += 1

@@ -86,6 +86,8 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
     def _send(self, position: JsonObject | None) -> None:
         if not self._sent.numel():
             self._sent, self._moved = torch.zeros_like(self.client.slot), torch.zeros_like(self.client.slot)
+            self.replica.device.pin("sent", self._sent)
+            self.replica.device.pin("moved", self._moved)
         self.replica.read(self._sent)
         self._exchange = self._thread.submit(self._exchange_in_thread, self.message(position))
         self.sequence += 1

@@ -1,20 +1,26 @@
 """A worker's own copy of the parameters, as its optimizer keeps them, beside the flat vector of the exchange."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from fairseq_async.exchange import pack, unpack
+from fairseq_async.exchange import unpack
+from fairseq_async.exchange.copying import copy_fused
+from fairseq_async.exchange.devices import PLAIN, Device, device_of
 from fairseq_async.server import Layout
 
 
 class Replica(Protocol):
-    """What local SGD asks of a model. ``flat`` is fp32 and of the layout's size."""
+    """What local SGD asks of a model. ``flat`` is fp32 and of the layout's size, in memory or beside the model."""
 
     @property
     def layout(self) -> Layout: ...
+
+    @property
+    def device(self) -> Device:
+        """Where the parameters are that :meth:`read` and :meth:`subtract` take."""
+        ...
 
     def read(self, flat: Tensor) -> None:
         """flat ← θ"""
@@ -40,18 +46,20 @@ class TensorReplica:
         self.layout = Layout.of(named)
         self._tensors = [tensor for _, tensor in named]
         self._speaks = speaks
+        self.device = device_of(self._tensors)
 
     def read(self, flat: Tensor) -> None:
         if self._speaks:
-            pack(flat, self._tensors)
+            between(self.device, flat).begin(flat, self._tensors).synchronize()
 
     def subtract(self, flat: Tensor) -> None:
-        for view, tensor in zip(self.layout.views(flat), self._tensors, strict=True):
-            if self._speaks:
+        if self._speaks:
+            local = between(self.device, flat).fetch(self._tensors)
+            for view, tensor in zip(self.layout.views(flat), local, strict=True):
                 view.sub_(tensor.detach().to(view))
 
     def write(self, flat: Tensor) -> None:
-        unpack(self._tensors, flat)
+        unpack(self._tensors, between(self.device, flat).upload(flat))
 
 
 class MasterReplica:
@@ -69,25 +77,41 @@ class MasterReplica:
         self._speaks = speaks
         self.layout = Layout.of(named)
         self._parameters = [tensor for _, tensor in named]
-        self._masters = masters
+        self._held = [None if given is None else given[0] for given in masters]
+        self._masters = [given[1] for given in masters if given is not None]
+        self.device = device_of(self._masters)
+        # where an optimizer is offloaded, its masters are in memory and the parameters on a GPU
+        same = {master.device for master in self._masters} == {each.device for each in self._parameters}
+        self._parameter_device = self.device if same else device_of(self._parameters)
 
     def read(self, flat: Tensor) -> None:
-        for part, master in self._parts(flat) if self._speaks else []:
-            part.copy_(master)
+        for part, local in self._local_parts(flat):
+            part.copy_(local.detach())
 
     def subtract(self, flat: Tensor) -> None:
-        for part, master in self._parts(flat) if self._speaks else []:
-            part.sub_(master.to(part))
+        for part, local in self._local_parts(flat):
+            part.sub_(local.detach().to(part))
 
     def write(self, flat: Tensor) -> None:
         """The masters' own parts, and every parameter whole: no rank has to gather it."""
-        for part, master in self._parts(flat):
-            master.copy_(part)
-        with torch.no_grad():
-            for view, parameter in zip(self.layout.views(flat), self._parameters, strict=True):
-                parameter.copy_(view)
+        near = between(self._parameter_device, flat).upload(flat)
+        copy_fused(self._masters, self._parts(near if self.device is self._parameter_device else flat))
+        copy_fused(self._parameters, list(self.layout.views(near)))
 
-    def _parts(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _local_parts(self, flat: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """The places of this rank's masters in ``flat``, and the masters where that is; none if it does not speak."""
+        if not self._speaks:
+            return []
+        return zip(self._parts(flat), between(self.device, flat).fetch(self._masters), strict=True)
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
         views = [view.view(-1) for view in self.layout.views(flat)]
-        held = [(view, master) for view, master in zip(views, self._masters, strict=True) if master is not None]
-        return [(view.narrow(0, start, master.numel()), master.detach()) for view, (start, master) in held]
+        held = [(view, start) for view, start in zip(views, self._held, strict=True) if start is not None]
+        return [
+            view.narrow(0, start, master.numel()) for (view, start), master in zip(held, self._masters, strict=True)
+        ]
+
+
+def between(device: Device, flat: Tensor) -> Device:
+    """How ``flat`` and a model on this device are copied to each other: plainly, where ``flat`` is not in memory."""
+    return device if flat.is_cpu else PLAIN

@@ -1,0 +1,64 @@
+"""Workers whose model is on a GPU, a fake one that counts, with a real server."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairseq_async.worker.local_sgd import LocalSGDWorker
+from fairseq_async.worker.replica import TensorReplica
+from tests.helpers.fake_cuda import FakeCuda, install
+from tests.helpers.hybrid_job import HybridJob
+from tests.helpers.local_sgd_workers import LAYOUT, local_sgd
+from tests.helpers.server_client import StartThreadServer, join_patiently
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return install(monkeypatch)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_an_exchange_of_a_gradient_is_one_transfer_each_way(
+    start_thread_server: StartThreadServer, cuda: FakeCuda, ahead: bool
+) -> None:
+    job = HybridJob(join_patiently(start_thread_server(1), 0))
+    for number in range(1, 4):
+        job.backward(torch.full((2, 2), 0.25), torch.full((2,), 0.5))
+        before = cuda.to_memory, cuda.to_gpu, cuda.event_waits
+        with cuda:  # which sees numbers that are read
+            if ahead:
+                job.worker.write_ahead()
+                assert cuda.late == 1
+            job.worker.step(1, None)
+        assert job.parameters() == [1 - 0.25 * number] * 4 + [1 - 0.5 * number] * 2
+        assert (cuda.to_memory, cuda.to_gpu) == (before[0] + 1, before[1] + 1)
+        assert cuda.event_waits == before[2] + 2
+    assert (cuda.synchronisations, cuda.unpinned, cuda.late) == (0, 1, 0)  # the first parameters came before pinning
+
+
+def test_a_gradient_that_was_begun_for_another_slot_is_written_again(
+    start_thread_server: StartThreadServer, cuda: FakeCuda
+) -> None:
+    job = HybridJob(join_patiently(start_thread_server(1), 0))
+    job.backward(torch.ones(2, 2), torch.ones(2))
+    job.worker.write_ahead(0.5)
+    elsewhere = torch.zeros(6)
+    job.worker.write(elsewhere, 0.5)
+    assert elsewhere.tolist() == [0.5] * 6
+
+
+def test_an_exchange_of_local_steps_is_one_transfer_each_way(tmp_path: Path, cuda: FakeCuda) -> None:
+    with local_sgd(tmp_path, workers=1) as (joined,):
+        theta = torch.zeros(3)
+        worker = LocalSGDWorker(joined.client, TensorReplica([("w", theta)]), max_refused=3)
+        assert worker.replica.layout == LAYOUT
+        worker.begin(joined.welcome)
+        worker.exchange()  # pins
+        before = cuda.to_memory, cuda.to_gpu
+        theta.add_(1.0)
+        worker.count(0.1, None)
+        worker.exchange()
+        assert theta.tolist() == [1.0] * 3
+        assert (cuda.to_memory, cuda.to_gpu) == (before[0] + 1, before[1] + 1)
+        assert cuda.synchronisations == 0
