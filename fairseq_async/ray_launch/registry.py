@@ -74,6 +74,7 @@ class Registry:
 
     def __init__(self, token: str, workers: int) -> None:
         self._token, self._state, self._next, self._over = token, State(list(range(workers))), workers, False
+        self._server_began = False
 
     def token(self) -> str:
         """The run's secret."""
@@ -92,6 +93,11 @@ class Registry:
         address = "" if state.place is None else state.place.address(host)
         run_dir = "" if state.request is None else state.request.run_dir
         return Orders(address, run_dir, self._over or worker not in state.workers)
+
+    def begin_server(self) -> bool:
+        """The server's actor begins; returns whether one has begun before."""
+        before, self._server_began = self._server_began, True
+        return before
 
     def serve(self, place: Place) -> None:
         """The server's actor says where it listens."""

@@ -48,7 +48,7 @@ class RayServer:
         self._error = ""
         state: State = ray.get(registry.state.remote())
         host = ray.util.get_node_ip_address()
-        again = ray.get_runtime_context().was_current_actor_reconstructed
+        again = ray.get(registry.begin_server.remote())
         try:
             self._process = self._start_again(host, state.place) if again else self._start()
         except ConfigurationError as error:
