@@ -14,6 +14,8 @@ HUGGINGFACE = [*DEEPSPEED, "transformers>=5", "accelerate>=1.10"]
 # An extra, because only the machine that makes a run's certificates needs it; connections are encrypted by the standard
 # library, also with certificates that others have made.
 TLS = ["cryptography>=42"]
+# An extra, because only those need it who have a cluster of Ray; it is tested with 2.60.
+RAY = ["ray>=2.40,<3"]
 RECIPES = [*FAIRSEQ, *HUGGINGFACE, "sentencepiece>=0.2", "sacrebleu>=2.4", "tensorboard>=2.16", "datasets>=4"]
 DEV = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"]
 DEV += ["ruff==0.17.5", "mypy==2.4.1"]
@@ -35,6 +37,7 @@ setup(
         "huggingface": HUGGINGFACE,
         "recipes": RECIPES,
         "tls": TLS,
+        "ray": RAY,
         "dev": RECIPES + TLS + DEV,
     },
     entry_points={"console_scripts": ["fairseq-async=fairseq_async.cli:main"]},

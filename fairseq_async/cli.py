@@ -115,6 +115,36 @@ def worker(
     become_worker(worker_command)
 
 
+@app.command("ray", context_settings={"allow_interspersed_args": False})
+def ray_(
+    worker_command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ... | scale +N", show_default=False)],
+    workers: Annotated[
+        str, typer.Option(help="Groups COUNT*CPU or COUNT*GPU, each with :AMOUNT for more than one: 4*GPU,2*CPU:4.")
+    ] = "",
+    address: Annotated[str, typer.Option(help="Of the Ray cluster; auto is the one of this machine.")] = "auto",
+    name: Annotated[str, typer.Option(help="Of the run, where a cluster has several.")] = "training",
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often what dies is started again.")] = _MAX_RESTARTS,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a script's run that was interrupted; fairseq-train does so.")
+    ] = False,
+) -> None:
+    """Train one job on a Ray cluster; or, with scale +2 or scale -1, change how many workers it has meanwhile."""
+    from fairseq_async.ray_launch.resources import parse_change, parse_workers  # start-up time
+
+    scales = worker_command[0] == "scale" and not workers
+    change = parse_change(worker_command[1:]) if scales else 0
+    wanted = [] if scales else parse_workers(workers)
+    try:
+        from fairseq_async.ray_launch.run import RayOptions, scale, train
+    except ModuleNotFoundError as error:  # ray is an extra
+        raise ConfigurationError(f'this needs Ray ({error}): pip install ".[ray]"') from error
+
+    if scales:
+        scale(change, address, name)
+    else:
+        train(worker_command, wanted, RayOptions(address, name, max_restarts, resume))
+
+
 @app.command()
 def certificates(
     directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fairseq_async"
+INTERFACES = {"fairseq_plugin", "deepspeed_plugin", "torch", "launch", "ray_launch"}
 # from the lowest: a module imports from lower layers, and from its own
 LAYERS = [
     {"errors", "environment"},
@@ -32,7 +33,7 @@ LAYERS = [
     {"collective"},
     {"server"},
     {"worker"},
-    {"fairseq_plugin", "deepspeed_plugin", "torch", "launch"},
+    INTERFACES,
     {"fairseq_server"},
     {"simulation", "replay", "recorded_regions", "reporting", "export"},
     {"cli"},
@@ -136,7 +137,7 @@ def test_no_lower_layer_names_a_higher_one_or_its_flags_in_a_string() -> None:
     found = []
     for module, path in modules().items():
         number = layer(module)
-        if number is None or number >= LAYERS.index({"fairseq_plugin", "deepspeed_plugin", "torch", "launch"}):
+        if number is None or number >= LAYERS.index(INTERFACES):
             continue
         documented = {id(each) for each in _docstrings(tree(path))}
         for node in ast.walk(tree(path)):

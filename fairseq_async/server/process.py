@@ -79,6 +79,7 @@ class ServerProcess:
         resumes: it goes on from a snapshot of a run that was interrupted in the same directory, if worker 0 brings no
             newer state.
         tls: directory of certificates, with which its connections are encrypted.
+        recovers: it goes on from the newest snapshot as after its own death, with the workers that are there.
 
     Attributes:
         token_file: where the owner's other processes on this machine find the token.
@@ -100,6 +101,7 @@ class ServerProcess:
         ends_with_workers: bool = False,
         resumes: bool = False,
         tls: Path | None = None,
+        recovers: bool = False,
     ) -> None:
         if tls is not None:
             server_context(tls)
@@ -126,7 +128,7 @@ class ServerProcess:
             try:
                 with _listen(host, port) as listener:
                     self.address = f"{host}:{listener.getsockname()[1]}"
-                    self._start(listener)
+                    (self._recover if recovers else self._start)(listener)
             except BaseException:
                 os.close(self._claimed)
                 raise
@@ -220,13 +222,17 @@ class ServerProcess:
         threading.Thread(target=_pass_on, args=(reader,), daemon=True).start()
 
     def _start_again(self) -> str:
-        """The name of the snapshot that it goes on from."""
+        """At the same address."""
         host, _, port = self.address.rpartition(":")
+        with _listen_again(host, int(port)) as listener:
+            return self._recover(listener)
+
+    def _recover(self, listener: socket.socket) -> str:
+        """Starts a server that goes on from the newest snapshot; returns its name."""
         reader, writer = os.pipe()
         with open(reader) as report:
             try:
-                with _listen_again(host, int(port)) as listener:
-                    self._start(listener, "--recover", str(writer), report=[writer])
+                self._start(listener, "--recover", str(writer), report=[writer])
             finally:
                 os.close(writer)
             said = report.read()

@@ -17,9 +17,12 @@ CLUSTER = ROOT / "recipes" / "cluster"
 
 
 def worker_commands(path: Path) -> list[list[str]]:
-    """What comes behind ``fairseq-async worker --``."""
+    """What comes behind ``fairseq-async worker --``, or ``fairseq-async ray ... --``."""
     text = path.read_text().replace("\\\n", " ")
-    return [shlex.split(found) for found in re.findall(r"^[^#\n]*fairseq-async worker -- +(.*)$", text, re.MULTILINE)]
+    return [
+        shlex.split(found)
+        for found in re.findall(r"^[^#\n]*fairseq-async (?:worker|ray .*?) -- +(.*)$", text, re.MULTILINE)
+    ]
 
 
 @pytest.mark.parametrize("path", sorted(CLUSTER.glob("*.sh")), ids=lambda path: path.name)

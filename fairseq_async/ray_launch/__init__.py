@@ -1,0 +1,1 @@
+"""A run on a Ray cluster: actors place, start again and find its processes; tensors stay on our own connections."""

@@ -1,0 +1,15 @@
+"""``python bound.py PARENT COMMAND ...``: becomes the command, which the kernel ends with its parent.
+
+An actor is killed without warning, and what it has started must not go on beside its successor's. To set this between
+fork and exec would run Python in a fork of Ray's many threads. A program of its own imports nothing, to be fast.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, which survives exec
+    if os.getppid() == int(sys.argv[1]):
+        os.execv(sys.argv[2], sys.argv[2:])

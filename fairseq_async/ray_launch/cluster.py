@@ -1,0 +1,129 @@
+"""The actors of one run, by their handles."""
+
+from collections.abc import Sequence
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.ray_launch.registry import Ended, Registry, State
+from fairseq_async.ray_launch.resources import Resources
+from fairseq_async.ray_launch.server import RayServer, ServerTask
+from fairseq_async.ray_launch.worker import RayWorker, WorkerTask
+
+NAMESPACE = "fairseq-async"
+_ANSWER = 30.0  # seconds for an answer of the registry
+
+
+def connect(address: str) -> None:
+    """Connects this process to a Ray cluster.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    try:
+        ray.init(address, namespace=NAMESPACE, logging_level="ERROR")
+    except (OSError, ValueError, RuntimeError) as error:  # ConnectionError is an OSError
+        said = str(error).split(". ")[0]
+        raise ConfigurationError(
+            f"--address {address}: no Ray cluster there ({said}); start one with: ray start --head"
+        ) from error
+
+
+def find_registry(name: str) -> ActorHandle:
+    """
+    Raises:
+        ConfigurationError: no such run is going on in this cluster.
+    """
+    try:
+        return ray.get_actor(name)
+    except ValueError as error:
+        raise ConfigurationError(f"--name {name}: no run of this name is going on in the Ray cluster") from error
+
+
+class Actors:
+    """They end with this process.
+
+    Args:
+        name: of the run, and of its registry.
+        workers: how many there are to begin with.
+
+    Attributes:
+        runs: the workers that have not ended, by what Ray calls their run.
+
+    Raises:
+        ConfigurationError: another run has this name.
+    """
+
+    def __init__(self, name: str, token: str, workers: int, restarts: int) -> None:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._name, self._restarts = name, restarts
+        try:
+            self.registry = _actor(Registry, name, num_cpus=0, scheduling_strategy=here).remote(token, workers)
+        except ValueError as error:
+            raise ConfigurationError(f"--name {name}: another run has this name; give this one its own") from error
+        self.runs: dict[ray.ObjectRef, int] = {}
+        self._workers: dict[int, ActorHandle] = {}
+        self._server: ActorHandle | None = None
+
+    def state(self) -> State:
+        """What the registry has.
+
+        Raises:
+            RayError: the registry is lost.
+        """
+        found: State = ray.get(self.registry.state.remote(), timeout=_ANSWER)
+        return found
+
+    def start_server(self, task: ServerTask, node: str) -> ray.ObjectRef:
+        """On this node if it can be: worker 0's, with which it shares memory and a disk. Returns what tells its end.
+
+        It asks for no CPU, because it computes on the cores that no worker uses at the time.
+        """
+        near = NodeAffinitySchedulingStrategy(node, soft=True)
+        restarts = {"max_restarts": self._restarts, "max_task_retries": -1, "max_concurrency": 2}
+        server = _actor(RayServer, f"{self._name}-server", num_cpus=0, scheduling_strategy=near, **restarts)
+        self._server = server.remote(self.registry, task)
+        return self._server.follow.remote()
+
+    def start_worker(self, task: WorkerTask, wanted: Resources) -> None:
+        """Where Ray has room for it; it waits for room otherwise, also after a node is lost."""
+        options = {"num_cpus": wanted.cpus, "num_gpus": wanted.gpus, "max_restarts": self._restarts}
+        name = f"{self._name}-worker-{task.number}"
+        worker = _actor(RayWorker, name, max_task_retries=-1, **options).remote(self.registry, task)
+        self._workers[task.number] = worker
+        self.runs[worker.run.remote()] = task.number
+
+    def take(self, numbers: Sequence[int], placed: set[int], seconds: float) -> None:
+        """Waits so long for workers that were told to leave; then, or if they have no node, kills their actors."""
+        leaving = [run for run, number in self.runs.items() if number in numbers]
+        ray.wait([run for run in leaving if self.runs[run] in placed] or [ray.put(None)], timeout=seconds)
+        for run in leaving:
+            ray.kill(self._workers[self.runs.pop(run)])
+
+    def end(self, seconds: float) -> None:
+        """Ends all in order: the workers within this time, then the server, which writes its last snapshot."""
+        try:
+            ray.get(self.registry.end.remote(), timeout=_ANSWER)
+            self.take(list(self.runs.values()), self.state().placed, seconds)
+            if self._server is not None:
+                ray.get(self._server.end.remote(), timeout=4 * _ANSWER)
+        except (RayError, GetTimeoutError):
+            pass  # what is lost has ended
+        finally:
+            ray.shutdown()
+
+
+def _actor(kind: type, name: str, **options: object) -> ActorHandle:
+    return ray.remote(kind).options(name=name, **options)
+
+
+def ended(run: ray.ObjectRef) -> Ended:
+    """How what has ended has ended; a lost actor that Ray has started again too often, in one line."""
+    try:
+        found: Ended = ray.get(run)
+    except RayError as error:
+        return Ended(1, f"its actor is lost: {str(error).strip().splitlines()[0]}")
+    return found

@@ -1,0 +1,246 @@
+"""A run on a Ray cluster, from its start to its end, and a change of the number of its workers."""
+
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+
+from fairseq_async.environment import PLUGINS
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.exchange.authentication import new_token
+from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.launch.display import Display
+from fairseq_async.launch.processes import USER_ERROR, RunFailedError, interrupt
+from fairseq_async.launch.programs import is_fairseq
+from fairseq_async.launch.progress import Progress
+from fairseq_async.launch.script import ScriptCommand
+from fairseq_async.ray_launch.cluster import Actors, connect, ended, find_registry
+from fairseq_async.ray_launch.registry import Ended, State
+from fairseq_async.ray_launch.resources import Resources
+from fairseq_async.ray_launch.server import ServerTask
+from fairseq_async.ray_launch.worker import WorkerTask
+from fairseq_async.server.leftovers import Leftovers
+from fairseq_async.server.process import manner
+from fairseq_async.worker.invitation import invitation
+
+_PAUSE = 0.5  # seconds between two looks
+_PLACING = 20.0  # seconds after which workers that have no node are named
+_FINISHING = 60.0  # seconds for worker 0 to end after the server; it may still write its checkpoint
+_LEAVING = 10.0  # seconds for other workers to end
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """The flags of ``fairseq-async ray``.
+
+    Attributes:
+        address: of the Ray cluster; ``auto`` for the one of this machine.
+        name: of the run in the cluster.
+        max_restarts: of each process, and of each actor.
+        resume: a script's run that was interrupted goes on.
+    """
+
+    address: str
+    name: str
+    max_restarts: int
+    resume: bool
+
+
+def train(arguments: list[str], workers: list[Resources], options: RayOptions) -> None:
+    """Runs a command on a Ray cluster to its end.
+
+    Raises:
+        AsyncError: a mistake in the command, or the run failed.
+        KeyboardInterrupt: it was interrupted, and has ended in order.
+    """
+    directory = Path(tempfile.mkdtemp(prefix=".fairseq-async-", dir=os.getcwd()))
+    try:
+        command = _command(arguments, directory, len(workers), options.resume)
+        connect(options.address)
+        RayRun(command, directory, workers, options).run()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _command(arguments: list[str], directory: Path, workers: int, resume: bool) -> WorkerCommand | ScriptCommand:
+    if not is_fairseq(arguments):
+        return ScriptCommand(arguments, directory, resume)
+    command = WorkerCommand(arguments, workers)
+    if command.synchronous or resume:
+        raise ConfigurationError(
+            "--resume: is for scripts; leave it out, an interrupted fairseq-train goes on by itself"
+            if resume
+            else "ray: the ranks of a synchronous method have no server that could join them; start them with torchrun"
+        )
+    command.check_inputs()
+    return command
+
+
+def scale(change: int, address: str, name: str) -> None:
+    """Changes how many workers a run has that is going on.
+
+    Raises:
+        ConfigurationError: there is no such run, or not so many workers.
+    """
+    connect(address)
+    try:
+        refused = ray.get(find_registry(name).scale.remote(change))
+    finally:
+        ray.shutdown()
+    if refused:
+        raise ConfigurationError(f"scale {change:+}: {refused}")
+
+
+class RayRun:
+    """The driver of a run. Its actors end with it: a driver that is killed leaves a run that was interrupted.
+
+    Args:
+        directory: for what is needed while it goes on.
+        workers: what each asks for; workers that are added ask for what the last does.
+    """
+
+    def __init__(
+        self, command: WorkerCommand | ScriptCommand, directory: Path, workers: list[Resources], options: RayOptions
+    ) -> None:
+        self._command, self._directory, self._resources, self._options = command, directory, workers, options
+        self._run_dir, self._leftovers = command.run_dir.resolve(), Leftovers(command.run_dir)
+        self._actors = Actors(options.name, new_token(), len(workers), options.max_restarts)
+        self._server: ray.ObjectRef | None = None
+        self._numbers: set[int] = set()  # of the workers that were started, and not taken
+        self._invited, self._places_at = False, time.monotonic() + _PLACING
+
+    def run(self) -> None:
+        """Until the run is finished."""
+        signal.signal(signal.SIGTERM, interrupt)
+        self._display = Display(Progress(self._run_dir, len(self._resources)))
+        try:
+            with self._display:
+                self._watch()
+            self._display.say(f"finished: {self._display.progress.summary()}")
+        except KeyboardInterrupt:
+            self._display.say("interrupted: the server writes what was done")
+            self._actors.end(_LEAVING)
+            self._display.say(f"go on with: {self._again()}")
+            raise
+        except RayError as error:
+            raise RunFailedError(f"the Ray cluster, or the registry in it, is lost: {_first_line(error)}") from error
+        finally:
+            self._actors.end(_LEAVING)
+
+    def _watch(self) -> None:
+        while True:
+            state = self._actors.state()
+            self._follow(state)
+            waited = [*self._actors.runs, *([] if self._server is None else [self._server])]
+            for run in ray.wait(waited, timeout=_PAUSE)[0]:
+                if run == self._server:
+                    return self._after_server(ended(run))
+                self._after_worker(self._actors.runs.pop(run), ended(run))
+            self._display.refresh()
+            if not self._actors.runs:
+                return self._after_workers()
+
+    def _follow(self, state: State) -> None:
+        """Starts and takes what the registry says."""
+        for number in state.workers:
+            if number not in self._numbers:
+                self._start_worker(number)
+        taken = self._numbers - set(state.workers)
+        if taken:
+            self._actors.take(sorted(taken), state.placed, _LEAVING)
+            self._numbers -= taken
+            self._display.say(f"taken: {_names(taken)}")
+        if state.request is not None and self._server is None:
+            self._run_dir = Path(state.request.run_dir)
+            self._leftovers = Leftovers(self._run_dir)
+            resumes = self._command.resumes
+            task = ServerTask(state.request, len(self._resources), self._options.max_restarts, resumes)
+            self._server = self._actors.start_server(task, state.node)
+            self._display.progress = Progress(self._run_dir, len(self._resources))
+        if state.place is not None and not self._invited:
+            self._invited, place = True, state.place
+            token_file = self._run_dir / ".token"
+            self._display.say(invitation(f"{place.host}:{place.port}", token_file, self._command.given))
+        waiting = self._numbers - state.placed
+        if waiting and time.monotonic() > self._places_at:
+            self._places_at = float("inf")
+            wanted = self._wanted(min(waiting))
+            self._display.say(f"{_names(waiting)}: no node of the Ray cluster has room yet, as for {wanted}")
+
+    def _wanted(self, number: int) -> Resources:
+        return self._resources[min(number, len(self._resources) - 1)]
+
+    def _start_worker(self, number: int) -> None:
+        command, announced = self._command, len(self._resources)
+        wanted = self._wanted(number)
+        task = WorkerTask(
+            number,
+            announced,
+            joins=number >= announced,
+            line=command.line(None),
+            cwd=os.getcwd(),
+            directory=self._directory,
+            logs=command.run_dir.resolve() / "logs",
+            resources=wanted,
+            restarts=self._options.max_restarts,
+            plugins=os.environ.get(PLUGINS),
+        )
+        self._actors.start_worker(task, wanted)
+        self._numbers.add(number)
+        if task.joins:
+            self._places_at = time.monotonic() + _PLACING
+            self._display.say(f"added: worker {number}")
+
+    def _after_worker(self, number: int, how: Ended) -> None:
+        if how.code == 0:
+            return
+        error = f"worker {number} {manner(how.code)}: {how.said or 'no output'}"
+        self._display.progress.poll()
+        begun = any(self._display.progress.updates.values())
+        if not begun:
+            self._actors.end(_LEAVING)
+            self._leftovers.remove(logs=how.code == USER_ERROR)
+        if begun or how.code != USER_ERROR:
+            error += f" (log: {self._run_dir / 'logs' / f'worker-{number}.log'})"
+        raise RunFailedError(error)
+
+    def _after_workers(self) -> None:
+        """All have ended: the run is finished, or nothing was done. The server knows."""
+        if self._server is None:
+            raise RunFailedError(f"{self._command.name}: the script ended without joining a run")
+        if not ray.wait([self._server], timeout=_FINISHING)[0]:
+            raise RunFailedError(f"the workers ended before the run was finished; logs: {self._run_dir / 'logs'}")
+        self._after_server(ended(self._server))
+
+    def _after_server(self, how: Ended) -> None:
+        """The server ends first in a finished run too: workers have said goodbye by then."""
+        self._display.refresh()
+        if how.code != 0:
+            said = f": {how.said}" if how.said else f"; log: {self._run_dir / 'logs' / 'server.log'}"
+            raise RunFailedError(f"the server {manner(how.code)}{said}")
+        first = [run for run, number in self._actors.runs.items() if number == 0]
+        if first and ray.wait(first, timeout=_FINISHING)[0]:
+            self._after_worker(self._actors.runs.pop(first[0]), ended(first[0]))
+
+    def _again(self) -> str:
+        line = ["fairseq-async", *sys.argv[1:]]
+        if self._command.rendezvous is not None and not self._command.resumes:
+            line.insert(2, "--resume")
+        return shlex.join(line)
+
+
+def _names(workers: Sequence[int] | set[int]) -> str:
+    return ", ".join(f"worker {number}" for number in sorted(workers))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,102 @@
+"""The named actor of the server: a constructor that runs again, on any node, goes on from the newest snapshot."""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.exchange.addresses import ANY
+from fairseq_async.ray_launch.registry import Ended, Place, State
+from fairseq_async.server.process import ServerProcess
+from fairseq_async.server.snapshots import DIRECTORY, Snapshots
+from fairseq_async.validation import split_address
+from fairseq_async.worker.rendezvous import ServerRequest
+
+_LAST_ONES_END = 60.0  # seconds for which the server of a dead actor may still have its port and directory
+_PAUSE = 0.5  # seconds between two attempts
+
+
+@dataclass(frozen=True)
+class ServerTask:
+    """The server that an actor runs.
+
+    Attributes:
+        workers: how many were announced.
+        restarts: how often the actor starts its process again.
+        resumes: a run that was interrupted in the same directory goes on.
+    """
+
+    request: ServerRequest
+    workers: int
+    restarts: int
+    resumes: bool
+
+
+class RayServer:
+    """Starts the server's process, and tells the registry where it listens.
+
+    When its process dies, the updates since the last snapshot are lost, as without Ray. When the actor does, its server
+    still writes a last snapshot, if it can.
+    """
+
+    def __init__(self, registry: ActorHandle, task: ServerTask) -> None:
+        self._task, self._token = task, ray.get(registry.token.remote())
+        self._error = ""
+        state: State = ray.get(registry.state.remote())
+        host = ray.util.get_node_ip_address()
+        again = ray.get(registry.begin_server.remote())
+        try:
+            self._process = self._start_again(host, state.place) if again else self._start()
+        except ConfigurationError as error:
+            self._error = str(error)
+            return
+        if not (again or task.resumes):
+            # its program does so too, but an actor that dies before that would take them for this run's
+            Snapshots(Path(task.request.run_dir)).clear()
+        port = split_address(self._process.address)[1]
+        ray.get(registry.serve.remote(Place(host, port)))
+
+    def follow(self) -> Ended:
+        """Waits for the server's end."""
+        if self._error:
+            return Ended(1, self._error)
+        self._process.join()
+        return Ended(self._process.poll() or 0)
+
+    def end(self) -> None:
+        """Lets the server write a last snapshot, if its run is not finished."""
+        if not self._error:
+            self._process.end()
+
+    def _start(self, port: int = 0, recovers: bool = False) -> ServerProcess:
+        task, run_dir = self._task, Path(self._task.request.run_dir)
+        tls = None if task.request.tls is None else Path(task.request.tls)
+        return ServerProcess(
+            task.request.module,
+            task.workers,
+            run_dir,
+            run_dir / "logs" / "server.log",
+            port,
+            ANY,
+            self._token,
+            restarts=task.restarts,
+            resumes=task.resumes,
+            tls=tls,
+            recovers=recovers,
+        )
+
+    def _start_again(self, host: str, before: Place | None) -> ServerProcess:
+        """On the same node at the same port, where workers look for it; they are told when it is another."""
+        recovers = any((Path(self._task.request.run_dir) / DIRECTORY).glob("version-*.pt"))
+        port = before.port if before is not None and before.host == host else 0
+        start, deadline = partial(self._start, recovers=recovers), time.monotonic() + _LAST_ONES_END
+        while time.monotonic() < deadline:
+            try:
+                return start(port)
+            except ConfigurationError:
+                time.sleep(_PAUSE)
+        return start()
