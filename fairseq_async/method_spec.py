@@ -9,6 +9,8 @@ from pydantic import ConfigDict, JsonValue, TypeAdapter, with_config
 
 from fairseq_async import compression, methods
 from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
+from fairseq_async.errors import ConfigurationError, option
+from fairseq_async.fragment_options import FragmentOptions
 from fairseq_async.validation import checked
 
 JsonObject = dict[str, JsonValue]
@@ -92,6 +94,13 @@ class MethodSpec:
         return self.barrier > 0 and not self.closes_early and not self.quorum
 
     @property
+    def fragments(self) -> int:
+        """In how many fragments the model is exchanged."""
+        given = self.options.get("fragments", 1)
+        assert isinstance(given, int)
+        return given
+
+    @property
     def compress(self) -> compression.Compress:
         """How tensors are compressed on their way."""
         return compression.parse(self.options.get("compress"))
@@ -165,6 +174,7 @@ def local_sgd_spec(
 ) -> MethodSpec:
     """The description of a run by local SGD; see :func:`hybrid_spec`."""
     filled = options.for_workers(workers).model_dump(exclude={"shards", "max_refused"})
+    _check_fragments(options, server)
     quorum, grace = filled.get("quorum", 0), filled.get("grace_period")
     waits = methods.outer_rule(options.outer).synchronous or quorum > 0 or grace is not None
     return MethodSpec(
@@ -183,6 +193,24 @@ def local_sgd_spec(
         shards=list(shards),
         **{name: filled[name] for name in _STALENESS.values() if name in filled},
     )
+
+
+def _check_fragments(options: LocalSGDOptions, server: ServerOptions | None) -> None:
+    """
+    Raises:
+        ConfigurationError: the options do not go with fragments, which a worker sends one after another.
+    """
+    if not (isinstance(options, FragmentOptions) and options.in_fragments):
+        return
+    given = option("fragments" if options.fragments > 1 else "fragment_delay")
+    if methods.outer_rule(options.outer).synchronous or getattr(options, "quorum", 0):
+        raise ConfigurationError(
+            f"{option('outer')} {options.outer} does not go with {given}: workers are at different fragments in a round"
+        )
+    if server is not None and server.max_update_norm_ratio is not None:
+        raise ConfigurationError(
+            f"{option('max_update_norm_ratio')} does not go with {given}: the norms of fragments are not comparable"
+        )
 
 
 def hybrid_options(spec: MethodSpec) -> HybridOptions:
