@@ -11,10 +11,14 @@ class FragmentOptions(Options):
     :mod:`fairseq_async.algorithms.fragments`."""
 
     fragments: int = Field(
-        1, ge=1, description="fragments P of the model, which are exchanged in turn, one every H/P local steps"
+        1,
+        ge=1,
+        description="fragments P of the model, which are exchanged in turn, one every H/P local steps; simulator only",
     )
     fragment_delay: int = Field(
-        0, ge=0, description="local steps τ taken while a fragment is exchanged, before it is blended in; at most H/P"
+        0,
+        ge=0,
+        description="local steps τ taken while a fragment is exchanged, before it is blended in; simulator only",
     )
 
     @property
