@@ -15,7 +15,7 @@ from fairseq_async.simulation.workers import LogicalWorker, SharedModel, Streame
 
 @dataclass(frozen=True)
 class FragmentedWork:
-    """Computes updates of fragments, as a :class:`~fairseq_async.worker.fragments.FragmentedLocalSGDWorker` does.
+    """Computes the updates of workers that exchange fragments; see :mod:`fairseq_async.algorithms.fragments`.
 
     Args:
         delay: τ, local steps that a worker takes while a fragment is exchanged.
