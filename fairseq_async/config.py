@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from fairseq_async.compression import Compress, Compression
 from fairseq_async.errors import ConfigurationError, option
+from fairseq_async.fragment_options import FragmentOptions
 from fairseq_async.options_base import Options as Options
 from fairseq_async.options_base import Shown
 from fairseq_async.synchronous_options import AdaScaleOptions as AdaScaleOptions
@@ -72,7 +73,7 @@ class LocalSGDOptions(Options):
         return self
 
 
-class AsyncLocalSGDOptions(LocalSGDOptions):
+class AsyncLocalSGDOptions(LocalSGDOptions, FragmentOptions):
     """Local SGD (Liu et al. 2024, arXiv 2401.09135) whose workers do not all wait for each other."""
 
     dynamic_local_steps: bool = Field(
@@ -106,6 +107,12 @@ class AsyncLocalSGDOptions(LocalSGDOptions):
                 f"{option('overlap')} and {option('grace_period')} do not go together: a worker that waits for others "
                 "cannot go on"
             )
+        others = {
+            "overlap": (self.overlap, f"{option('fragment_delay')} says how long a worker goes on"),
+            "compress": (self.compress != Compress(), "codecs take the whole model"),
+            "delay_compensation": (self.delay_compensation > 0, "fragments start from several versions"),
+        }
+        self.check_fragments(self.local_steps, others)
         return self
 
 

@@ -9,6 +9,8 @@ from pydantic import ConfigDict, JsonValue, TypeAdapter, with_config
 
 from fairseq_async import compression, methods
 from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
+from fairseq_async.errors import ConfigurationError, option
+from fairseq_async.fragment_options import FragmentOptions
 from fairseq_async.global_server import Upstream, parse_upstream
 from fairseq_async.validation import checked
 
@@ -106,6 +108,13 @@ class MethodSpec:
         return bool(self.framework.get(_OF_REGIONS))
 
     @property
+    def fragments(self) -> int:
+        """In how many fragments the model is exchanged."""
+        given = self.options.get("fragments", 1)
+        assert isinstance(given, int)
+        return given
+
+    @property
     def compress(self) -> compression.Compress:
         """How tensors are compressed on their way."""
         return compression.parse(self.options.get("compress"))
@@ -181,6 +190,7 @@ def local_sgd_spec(
     if options.upstream is not None:
         parse_upstream(options.upstream)  # a mistake is to show before anything starts
     filled = options.for_workers(workers).model_dump(exclude={"shards", "max_refused"})
+    _check_fragments(options, server)
     quorum, grace = filled.get("quorum", 0), filled.get("grace_period")
     waits = methods.outer_rule(options.outer).synchronous or quorum > 0 or grace is not None
     return MethodSpec(
@@ -212,6 +222,22 @@ def global_spec(spec: MethodSpec, upstream: Upstream, regions: int) -> MethodSpe
     described = local_sgd_spec(above.options.model_copy(update=counted), regions, [], None, framework)
     # a region that dies comes back; a server whose regions are all away for a moment is not to end
     return replace(described, server=spec.server, waits_for_dead=True)
+
+
+def _check_fragments(options: LocalSGDOptions, server: ServerOptions | None) -> None:
+    """
+    Raises:
+        ConfigurationError: the options do not go with fragments, which a worker sends one after another.
+    """
+    if not (isinstance(options, FragmentOptions) and options.in_fragments):
+        return
+    given = option("fragments" if options.fragments > 1 else "fragment_delay")
+    if methods.outer_rule(options.outer).synchronous or getattr(options, "quorum", 0):
+        raise ConfigurationError(
+            f"{option('outer')} {options.outer} does not go with {given}: workers are at different fragments in a round"
+        )
+    if server is not None:
+        raise ConfigurationError(f"{given} is for the simulator only: leave it out")
 
 
 def hybrid_options(spec: MethodSpec) -> HybridOptions:

@@ -24,6 +24,7 @@ LAYERS = [
         "method_spec",
         "option_flags",
         "options_base",
+        "fragment_options",
         "outer_options",
         "rule_registry",
         "rules",

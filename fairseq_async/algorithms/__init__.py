@@ -16,6 +16,7 @@ from fairseq_async.algorithms.codecs import (
     TopK,
 )
 from fairseq_async.algorithms.direction_averaging import DirectionAveraging
+from fairseq_async.algorithms.fragments import Fragment, FragmentedRule, blend, fragments_of, in_turn
 from fairseq_async.algorithms.hierarchy import Region
 from fairseq_async.algorithms.hybrid import HybridAccumulation
 from fairseq_async.algorithms.local_steps import local_steps, shard_probabilities
@@ -38,6 +39,8 @@ __all__ = [
     "HeLoCo",
     "HeavyBall",
     "ErrorFeedback",
+    "Fragment",
+    "FragmentedRule",
     "HybridAccumulation",
     "MomentumLookAhead",
     "Int8",
@@ -50,6 +53,9 @@ __all__ = [
     "TopK",
     "Update",
     "adasum",
+    "blend",
+    "fragments_of",
+    "in_turn",
     "local_steps",
     "shard_probabilities",
 ]

@@ -15,7 +15,8 @@ class Update:
         base_version: the server version whose parameters it was computed from.
         weight: target tokens (hybrid asynchronous SGD) or local steps (local SGD) that went into it.
         delta: flat fp32 tensor of the parameters' size: the mean gradient over ``weight`` tokens,
-            or, for local SGD, the parameters before minus the parameters after the local steps.
+            or, for local SGD, the parameters before minus the parameters after the local steps. Where a model is
+            exchanged in fragments, of the size of the one whose turn it is.
         tokens: target tokens of the local steps, where somebody counts them.
     """
 

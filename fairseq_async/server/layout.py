@@ -8,6 +8,8 @@ from typing import Annotated
 from pydantic import AfterValidator, ConfigDict, Field, JsonValue, TypeAdapter, with_config
 from torch import Tensor
 
+from fairseq_async.algorithms import Fragment, fragments_of
+
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _ROWS = TypeAdapter(list[tuple[str, list[int], str]])
 _LARGEST = 1 << 42  # parameters: 16 TiB of fp32
@@ -55,6 +57,10 @@ class Layout:
         """One view a segment, of the segment's shape, into the flat buffer of :attr:`size` elements."""
         for segment, part in zip(self.segments, flat.split([s.size for s in self.segments]), strict=True):
             yield part.view(segment.shape)
+
+    def fragments(self, count: int) -> tuple[Fragment, ...]:
+        """The fragments in which the model is exchanged; see :func:`~fairseq_async.algorithms.fragments_of`."""
+        return fragments_of([segment.size for segment in self.segments], count)
 
     def difference(self, other: "Layout") -> str | None:
         """The first tensor in which this layout differs from the others', in words; None when they are equal."""

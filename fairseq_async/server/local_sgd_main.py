@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from fairseq_async import methods
-from fairseq_async.algorithms import Rule
-from fairseq_async.config import AsyncLocalSGDOptions
+from fairseq_async.algorithms import FragmentedRule, Rule
+from fairseq_async.config import AsyncLocalSGDOptions, LocalSGDOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import MethodSpec, local_sgd_options
 from fairseq_async.server.layout import Layout
@@ -19,12 +19,10 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, L
         ConfigurationError: a rule that there is not, or a value out of its range.
     """
     options = local_sgd_options(spec)
-    sizes, names = zip(*((segment.size, segment.name) for segment in layout.segments), strict=True)
-    context = methods.RuleContext(spec.workers, sizes, names)
     try:
-        return methods.outer_rule(options.outer).build(options, context), LocalStepPlan(
+        return _build_rule(spec, options, layout), LocalStepPlan(
             workers=spec.workers,
-            maximum=options.local_steps,
+            maximum=options.local_steps // spec.fragments,
             total_steps=options.total_steps,
             dynamic=isinstance(options, AsyncLocalSGDOptions) and options.dynamic_local_steps,
             shards=spec.shards,
@@ -33,6 +31,17 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, L
         )
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+
+
+def _build_rule(spec: MethodSpec, options: LocalSGDOptions, layout: Layout) -> Rule:
+    """The outer rule, of each fragment where there are several."""
+    outer, fragments = methods.outer_rule(options.outer), layout.fragments(spec.fragments)
+    rules = []
+    for fragment in fragments:
+        segments = layout.segments[fragment.tensors]
+        sizes, names = zip(*((segment.size, segment.name) for segment in segments), strict=True)
+        rules.append(outer.build(options, methods.RuleContext(spec.workers, sizes, names)))
+    return rules[0] if len(rules) == 1 else FragmentedRule(fragments, rules)
 
 
 if __name__ == "__main__":

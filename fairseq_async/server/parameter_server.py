@@ -7,7 +7,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import NormGate, Rule, StalenessPolicy, Update
+from fairseq_async.algorithms import FragmentedRule, NormGate, Rule, StalenessPolicy, Update
 from fairseq_async.algorithms.rule import State
 from fairseq_async.algorithms.threads import copy_in_threads
 from fairseq_async.errors import HalfAppliedError, RefusedError
@@ -165,6 +165,11 @@ class ParameterServer:
             copy(out, self.dispatch() if starts else self.parameters)
         self.note_pull(worker, out)
 
+    def give_fragment(self, sequence: int, out: Tensor) -> None:
+        """Writes what a worker goes on from in the fragment of its update of this number, into ``out`` of its size."""
+        rule, parameters = self._part(sequence)
+        copy(out, rule.dispatch(parameters))
+
     def note_pull(self, worker: int, start: Tensor) -> None:
         """The worker starts from these, which delay compensation compares with later parameters."""
         if self.staleness.compensation:
@@ -310,19 +315,26 @@ class ParameterServer:
         self._released += [self._apply(*held[worker]) for worker in sorted(held)]
 
     def _apply(self, update: Update, receipt: Receipt) -> Receipt:
-        cosine = _cosine(update.delta, receipt.norm, self.rule.momentum_buffer)
+        rule, parameters = self._part(update.sequence)
+        cosine = _cosine(update.delta, receipt.norm, rule.momentum_buffer)
         staleness = self.version - update.base_version if self.counts_in_rounds else receipt.staleness
-        worth = self.staleness.adjusted(update, staleness, self.parameters, self._start_of(update))
-        changes = self.rule.moves_parameters()
+        worth = self.staleness.adjusted(update, staleness, parameters, self._start_of(update))
+        changes = rule.moves_parameters()
         if changes and self.before_last_step is not None:
             copy_in_threads(self.before_last_step, self.parameters)
         try:
-            self.rule.apply(self.parameters, worth)
+            rule.apply(parameters, worth)
         except Exception as error:  # whatever it is: no memory, or a mistake of the rule's
             raise HalfAppliedError(f"the update of worker {update.worker} was not applied to its end") from error
         self._use_up(update)
         self.version += changes
         return replace(receipt, version=self.version, cosine=cosine)
+
+    def _part(self, sequence: int) -> tuple[Rule, Tensor]:
+        """Rule and parameters that an update of this number is for: of its fragment, where there are several."""
+        if isinstance(self.rule, FragmentedRule):
+            return self.rule.of(sequence, self.parameters)
+        return self.rule, self.parameters
 
     def _receipt(self, update: Update, status: Status, norm: float = math.nan) -> Receipt:
         return Receipt(

@@ -11,6 +11,7 @@ from fairseq_async import methods
 from fairseq_async.compression import DQSGDOptions
 from fairseq_async.config import HybridOptions, LocalSGDOptions
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.fragment_options import FragmentOptions
 from fairseq_async.global_server import GlobalServer, global_server
 from fairseq_async.simulation.cluster import Cluster
 from fairseq_async.validation import checked
@@ -266,6 +267,8 @@ def _method(path: Path, name: str, given: dict[str, Any], common: dict[str, Any]
     options = _options(kind, values, where)
     if own.get("type", common.get("type")) != common.get("type"):
         common = {key: value for key, value in common.items() if key not in ("betas", "momentum")}
+    if above is not None and isinstance(options, FragmentOptions) and options.in_fragments:
+        raise ConfigurationError(f'{where}: "fragments" do not go with "global", whose regions exchange whole models')
     optimizer = checked(OptimizerOptions, common | own, f"{where}, optimizer")
     if kind == "adascale" and optimizer.type != "sgd":
         raise ConfigurationError(f'{where}: adascale is simulated with "optimizer": "type": sgd, not {optimizer.type}')

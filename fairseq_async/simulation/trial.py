@@ -22,6 +22,7 @@ from fairseq_async.server.protocol import Assignment, Report
 from fairseq_async.simulation.clock import Clock, EventKind, ScheduledEvent
 from fairseq_async.simulation.cluster import Cluster, Exchange, Presence, Speed
 from fairseq_async.simulation.experiment import Experiment, Method
+from fairseq_async.simulation.fragments import fragmented_work
 from fairseq_async.simulation.rules import AdaScaleRule, build_method
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer
 from fairseq_async.simulation.workers import LogicalWorker, SharedModel
@@ -66,6 +67,7 @@ class Trial:
         self.grace_ends = -inf  # the end of a grace period that is on the clock
         self.steps, self.tokens = 0, 0.0
         self._place_model()
+        self.fragments = fragmented_work(method, model, self.rate)
         for worker, presence in enumerate(self.presence):
             for time in presence.arrivals():
                 self.clock.schedule(ScheduledEvent(time, EventKind.JOINS, worker))
@@ -133,6 +135,7 @@ class Trial:
     def _join(self, worker: LogicalWorker) -> None:
         worker.incarnation += 1
         worker.compressor = self._make_compressor(worker.id)  # one that comes back has lost its residual
+        worker.streamed = None
         if worker.optimizer is not None and worker.incarnation > 1:
             worker.optimizer = make_optimizer(self.method.optimizer, self.model.parameters)
         now = self.clock.now
@@ -159,18 +162,24 @@ class Trial:
             return
         worker.base_version = self.server.version
         payload = None if self.starts is None else self.starts.payload(self.server, assignment.look_ahead)
-        pulled = 4 * self.model.layout.size if payload is None else payload.numel()
-        started = max(self.clock.now, self.answers_at) + self._pulling(self.exchanges[worker.id], pulled)
-        steps, loss, tokens = self._compute(worker, assignment, self._start(assignment, payload))
+        pulled = self._pulled_bytes(worker, payload)
+        answered = max(self.clock.now, self.answers_at) + self._pulling(self.exchanges[worker.id], pulled)
+        meanwhile = 0 if self.fragments is None else self.fragments.meanwhile(worker)
+        steps, loss, tokens = self._compute(worker, assignment, payload)
         seconds = [self.seconds[worker.id].of_step(worker.steps + step) for step in range(steps)]
-        computed = self.presence[worker.id].done(started, sum(seconds))
+        presence, ready, before = self.presence[worker.id], since, 0.0
+        if meanwhile:
+            ready = presence.done(worker.sent_at, sum(seconds[:meanwhile]))
+            before = ready - worker.sent_at
+        started = max(answered, ready)
+        computed = presence.done(started, sum(seconds[meanwhile:]))
         worker.steps += steps
         worker.sent_at = computed
         worker.report = Report(
             local_steps=steps,
             step_seconds=median(seconds),
-            computing_seconds=computed - started,
-            waiting_seconds=started - since,
+            computing_seconds=before + computed - started,
+            waiting_seconds=started - ready,
             loss=loss,
             shard=worker.id if self.sends_gradients else assignment.shard,
             tokens=tokens,
@@ -191,6 +200,11 @@ class Trial:
         worker.report = replace(worker.report, bytes_sent=sent, bytes_received=received)
         return self.sketched.sketch
 
+    def _pulled_bytes(self, worker: LogicalWorker, payload: Tensor | None) -> int:
+        if payload is not None:
+            return payload.numel()
+        return 4 * (self.model.layout.size if self.fragments is None else self.fragments.pulled(worker))
+
     def _pulling(self, exchange: Exchange, size: int) -> float:
         """Seconds for parameters of so many bytes to come."""
         seconds = exchange.transfer(size)
@@ -209,8 +223,13 @@ class Trial:
         self.server.write_ahead(ahead, assignment.look_ahead)
         return ahead
 
-    def _compute(self, worker: LogicalWorker, assignment: Assignment, start: Tensor) -> tuple[int, float, float]:
+    def _compute(
+        self, worker: LogicalWorker, assignment: Assignment, payload: Tensor | None
+    ) -> tuple[int, float, float]:
         """Steps, loss and tokens of the worker's next update, which is computed here."""
+        if self.fragments is not None:
+            return self.fragments.compute(worker, assignment, self.server)
+        start = self._start(assignment, payload)
         self.server.note_pull(worker.id, start)
         if self.sends_gradients:
             with self._computing_at(start):

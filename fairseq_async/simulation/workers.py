@@ -16,7 +16,39 @@ from fairseq_async.simulation.schedule import LearningRate, make_optimizer, set_
 from fairseq_async.worker.compressor import Compressor
 from fairseq_async.worker.shards import ShardOrder
 
-_OWN_STATE = ("optimizer", "id", "report", "compressor")
+_OWN_STATE = ("optimizer", "id", "report", "compressor", "streamed")
+
+
+@dataclass
+class StreamedParameters:
+    """What a worker that exchanges fragments has between two exchanges.
+
+    Attributes:
+        local: its own parameters.
+        taken: what it has taken of the server's, each fragment when its turn was.
+        assignment: whose steps it goes on with until it is answered.
+        done: steps that it has taken of it.
+    """
+
+    local: Tensor
+    taken: Tensor
+    assignment: Assignment
+    done: int
+
+    @property
+    def meanwhile(self) -> Assignment:
+        """The steps behind those that were sent: the next batches, and the schedule goes on."""
+        moved = self.assignment.progress_per_step * self.done
+        offset, progress = self.assignment.offset + self.done, self.assignment.progress + moved
+        return replace(self.assignment, offset=offset, progress=progress)
+
+    def state_dict(self) -> State:
+        return vars(self) | {"assignment": vars(self.assignment)}
+
+    @classmethod
+    def from_state(cls, state: State, device: torch.device) -> "StreamedParameters":
+        local, taken = state["local"].to(device), state["taken"].to(device)
+        return cls(local, taken, Assignment(**state["assignment"]), state["done"])
 
 
 @dataclass
@@ -30,6 +62,7 @@ class LogicalWorker:
         steps: how many it has ever taken, whichever were lost.
         report: what goes with its next update.
         compressor: of its updates; None where they are sent in fp32.
+        streamed: its parameters between two exchanges, where these are of fragments.
     """
 
     id: int
@@ -44,6 +77,7 @@ class LogicalWorker:
     waited: float = 0.0
     report: Report = field(default_factory=Report)
     compressor: Compressor | None = None
+    streamed: StreamedParameters | None = None
 
     def compress(self) -> None:
         """``delta`` ← what the server will make of its bytes, which the report counts."""
@@ -60,12 +94,16 @@ class LogicalWorker:
         kept = {name: value for name, value in vars(self).items() if name not in _OWN_STATE}
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()
         compressor = None if self.compressor is None else self.compressor.state_dict()
-        return kept | {"report": vars(self.report), "optimizer": optimizer, "compressor": compressor}
+        streamed = None if self.streamed is None else self.streamed.state_dict()
+        own = {"report": vars(self.report), "optimizer": optimizer, "compressor": compressor, "streamed": streamed}
+        return kept | own
 
     def load_state_dict(self, state: State) -> None:
         state = dict(state)
         self.report = Report(**state.pop("report"))
-        self.delta.copy_(state.pop("delta"))
+        delta, streamed = state.pop("delta"), state.pop("streamed")
+        self.delta = delta.to(self.delta.device)  # which may be of a fragment
+        self.streamed = None if streamed is None else StreamedParameters.from_state(streamed, self.delta.device)
         optimizer, compressor = state.pop("optimizer"), state.pop("compressor")
         if self.compressor is not None:
             self.compressor.load_state_dict(compressor, compressor["sequence"])
@@ -119,10 +157,19 @@ class SharedModel:
 
         The model must not live in ``start``.
         """
-        assert worker.optimizer is not None
         self.flat.copy_(start)
+        losses, tokens = self.take_steps(worker, assignment, range(assignment.local_steps), rate, clip_norm)
+        torch.sub(start, self.flat, out=worker.delta)
+        worker.weight = float(assignment.local_steps)
+        return losses, tokens
+
+    def take_steps(
+        self, worker: LogicalWorker, assignment: Assignment, steps: range, rate: LearningRate, clip_norm: float
+    ) -> tuple[list[float], float]:
+        """Takes these steps of an assignment from where the model is. Returns losses and tokens."""
+        assert worker.optimizer is not None
         losses, tokens = [], 0.0
-        for step in range(assignment.local_steps):
+        for step in steps:
             loss, weight = self._loss(worker, assignment.shard or 0, assignment.offset + step, step)
             worker.optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -132,8 +179,6 @@ class SharedModel:
             worker.optimizer.step()
             losses.append(loss.detach())
             tokens += weight
-        torch.sub(start, self.flat, out=worker.delta)
-        worker.weight = float(assignment.local_steps)
         return [float(loss) for loss in losses], tokens
 
     def evaluate(self) -> float:

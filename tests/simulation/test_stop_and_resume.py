@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "grace_period": 0.7,
     },
     "compensated": DN | {"delay_compensation": 0.5, "staleness_limit": 1},
+    "fragments": DN | {"local_steps": 4, "fragments": 2, "fragment_delay": 1, "dynamic_local_steps": True},
     "compressed": DN | {"compress": "topk:chunk=3,keep=1", "staleness_limit": 1},
     "rounded": {"method": "hybrid_async", "compress": "dqsgd,pull=int8:block=8"},
     "rounded starts": DN | {"compress": "pull=int8", "delay_compensation": 0.5},

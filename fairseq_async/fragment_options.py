@@ -1,0 +1,53 @@
+"""The options of a model that local SGD exchanges in fragments, and what does not go with them."""
+
+from pydantic import Field
+
+from fairseq_async.errors import option
+from fairseq_async.options_base import Options
+
+
+class FragmentOptions(Options):
+    """P fragments, each exchanged every H local steps, and blended in τ steps after it was sent: see
+    :mod:`fairseq_async.algorithms.fragments`."""
+
+    fragments: int = Field(
+        1,
+        ge=1,
+        description="fragments P of the model, which are exchanged in turn, one every H/P local steps; simulator only",
+    )
+    fragment_delay: int = Field(
+        0,
+        ge=0,
+        description="local steps τ taken while a fragment is exchanged, before it is blended in; simulator only",
+    )
+
+    @property
+    def in_fragments(self) -> bool:
+        """Whether updates are of fragments, or what comes back is blended in."""
+        return self.fragments > 1 or self.fragment_delay > 0
+
+    def check_fragments(self, local_steps: int, others: dict[str, tuple[bool, str]]) -> None:
+        """
+        Args:
+            local_steps: H.
+            others: options by name: whether they are used, and why they do not go with fragments.
+
+        Raises:
+            ValueError: the options do not go together.
+        """
+        if not self.in_fragments:
+            return
+        fragments, delay = option("fragments"), option("fragment_delay")
+        if local_steps % self.fragments:
+            raise ValueError(
+                f"{option('local_steps')} is {local_steps}: with {fragments} {self.fragments} give a multiple of it"
+            )
+        turn = local_steps // self.fragments
+        if self.fragment_delay > turn:
+            raise ValueError(
+                f"{delay} is {self.fragment_delay}: the next fragment goes after {turn} local steps; "
+                f"give at most {turn}"
+            )
+        for name, (used, why) in others.items():
+            if used:
+                raise ValueError(f"{option(name)} does not go with {fragments if self.fragments > 1 else delay}: {why}")

@@ -1,0 +1,119 @@
+"""A model in fragments: how it is divided, what a worker goes on from, and one rule for each."""
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairseq_async.algorithms import (
+    DelayedNesterov,
+    FragmentedRule,
+    HeLoCo,
+    MomentumLookAhead,
+    NesterovMomentum,
+    Update,
+    blend,
+    fragments_of,
+    in_turn,
+)
+from tests.helpers.references import DelayedNesterov64
+
+SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
+
+
+def update(number: int, delta: torch.Tensor, worker: int = 0) -> Update:
+    return Update(worker, number, 0, 1.0, delta)
+
+
+@given(SIZES, st.data())
+def test_fragments_are_whole_tensors_and_the_largest_is_as_small_as_it_can_be(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, sum(size > 0 for size in sizes)))
+    fragments = fragments_of(sizes, count)
+    assert len(fragments) == count and all(fragment.size > 0 for fragment in fragments)
+    flat = torch.arange(sum(sizes))
+    assert torch.equal(torch.cat([fragment.of(flat) for fragment in fragments]), flat)
+    assert [fragment.size for fragment in fragments] == [sum(sizes[fragment.tensors]) for fragment in fragments]
+    ways = [[0, *cut, len(sizes)] for cut in combinations(range(1, len(sizes)), count - 1)]
+    best = min(max(sum(sizes[a:b]) for a, b in pairwise(way)) for way in ways)
+    assert max(fragment.size for fragment in fragments) == best
+
+
+def test_there_are_no_more_fragments_than_tensors_with_elements() -> None:
+    with pytest.raises(ValueError, match="fragments is 3: the model has 2 tensors"):
+        fragments_of([4, 0, 4], 3)
+
+
+def test_a_fragment_that_comes_back_after_steps_is_half_of_what_a_worker_goes_on_from() -> None:
+    local, server = torch.tensor([1.0, -2.0]), torch.tensor([3.0, 0.0])
+    blend(local, server, steps=1)
+    assert local.tolist() == [2.0, -1.0]
+    blend(local, server, steps=0)
+    assert local.tolist() == [3.0, 0.0]
+
+
+def test_parameters_that_are_taken_as_they_are_heal_a_worker_whose_own_are_nan() -> None:
+    local = torch.tensor([float("nan"), float("inf")])
+    blend(local, torch.tensor([1.0, 2.0]), steps=0)
+    assert local.tolist() == [1.0, 2.0]
+
+
+@given(st.integers(1, 4), st.integers(0, 2**31))
+def test_each_fragment_is_a_model_of_its_own_with_the_papers_delayed_nesterov(n: int, seed: int) -> None:
+    """Two workers, whose updates come in turn, and one of which is a turn ahead: three fragments in float64."""
+    torch.manual_seed(seed)
+    fragments = fragments_of([2, 1, 3], 3)
+    theta = torch.randn(6)
+    references = [DelayedNesterov64(fragment.of(theta), 0.7, 0.9, n) for fragment in fragments]
+    rule = FragmentedRule(fragments, [DelayedNesterov(0.7, 0.9, n) for _ in fragments])
+    for turn in range(3 * n + 2):
+        for worker in (0, 1):
+            number = turn + worker
+            delta = torch.randn(in_turn(fragments, number).size)
+            rule.apply(theta, update(number, delta, worker))
+            references[number % 3].arrive(delta)
+    expected = torch.cat([reference.theta for reference in references])
+    assert torch.allclose(theta.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rule_that_looks_across_tensors_looks_across_those_of_the_fragment() -> None:
+    torch.manual_seed(0)
+    fragments = fragments_of([2, 2, 3], 2)
+    sizes = [[2, 2], [3]]
+    theta, deltas = torch.randn(7), [torch.randn(4), torch.randn(3), torch.randn(4), torch.randn(3)]
+    rule = FragmentedRule(fragments, [HeLoCo(0.7, 0.9, 2, own) for own in sizes])
+    alone, parts = [HeLoCo(0.7, 0.9, 2, own) for own in sizes], [fragment.of(theta).clone() for fragment in fragments]
+    for number, delta in enumerate(deltas):
+        rule.apply(theta, update(number, delta))
+        alone[number % 2].apply(parts[number % 2], update(number, delta))
+    assert torch.equal(theta, torch.cat(parts))
+    assert torch.equal(rule.dispatch(theta), torch.cat([own.dispatch(p) for own, p in zip(alone, parts, strict=True)]))
+
+
+def test_one_fragment_is_the_whole_model_to_the_bit() -> None:
+    torch.manual_seed(0)
+    theta = torch.randn(5)
+    whole, rule, plain = theta.clone(), FragmentedRule(fragments_of([2, 3], 1), [NesterovMomentum(0.7, 0.9, 2)]), None
+    plain = NesterovMomentum(0.7, 0.9, 2)
+    for number in range(4):
+        delta = torch.randn(5)
+        rule.apply(theta, update(number, delta))
+        plain.apply(whole, update(number, delta))
+    assert torch.equal(theta, whole)
+
+
+def test_a_state_goes_on_in_every_fragment() -> None:
+    torch.manual_seed(0)
+    fragments = fragments_of([1, 1], 2)
+    first, second = (FragmentedRule(fragments, [MomentumLookAhead(0.7, 0.9) for _ in fragments]) for _ in range(2))
+    theta = torch.randn(2)
+    for number in range(3):
+        first.apply(theta, update(number, torch.randn(1)))
+    second.load_state_dict(first.state_dict())
+    other, delta = theta.clone(), torch.randn(1)
+    first.apply(theta, update(3, delta))
+    second.apply(other, update(3, delta))
+    assert torch.equal(theta, other)
