@@ -77,21 +77,18 @@ class Client:
         self._initialised = False  # whether the server has parameters
         self._state_path = ""  # where worker 0 may bring it a state
         self._in_slot = -1  # sequence number of an update that was answered early: it may still be in the slot
-        self._schedule_events = 0
-        self._received = 0  # bytes of parameters, since the last push
+        self._schedule_events, self._received = 0, 0  # the second: bytes of parameters, since the last push
         self.compressor: Compressor | None = None
         self._receiver: ParameterReceiver
         self._may_reject = False
         self._restored_version: int | None = None  # of a server that was started again, until this worker has pulled
-        self._lock = (
-            threading.RLock()
-        )  # of connection and slot, held for a request and its answer, or for a sign of life
+        # of connection and slot, held for a request and its answer, or for a sign of life
+        self._lock = threading.RLock()
         self._channel = self._connect(worker)
         self.worker, self.workers = self._channel.worker, self._channel.workers
         self._server = self._channel.server  # the process with which this worker has joined
-        self._second_thread: threading.Thread | None = None
+        self._second_thread = threading.Thread(target=self._stay_alive, args=(on_loss,), daemon=True)
         if on_loss is not None:
-            self._second_thread = threading.Thread(target=self._stay_alive, args=(on_loss,), daemon=True)
             self._second_thread.start()
 
     # Requests
@@ -286,7 +283,7 @@ class Client:
     def _end_second_thread(self) -> None:
         """Hazard: its end may free the slot. If Python ends meanwhile, the thread is unwound through torch, which
         aborts the process: a worker that has done its work would seem to have failed."""
-        if self._second_thread not in (None, threading.current_thread()):
+        if self._second_thread.is_alive() and self._second_thread is not threading.current_thread():
             self._second_thread.join(_ENDING)
 
     # The connection
