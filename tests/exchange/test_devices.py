@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.exchange import SharedMemory
+from fairseq_async.exchange import SharedMemory, devices
 from fairseq_async.exchange.copying import copy_fused
 from fairseq_async.exchange.devices import PLAIN, CudaDevice, device_of
 from fairseq_async.worker.replica import MasterReplica, TensorReplica
@@ -83,14 +83,16 @@ def test_nothing_stays_pinned_when_the_worker_is_gone(cuda: FakeCuda) -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_used_all_the_same(
-    cuda: FakeCuda, gpu: CudaDevice, caplog: pytest.LogCaptureFixture
+    cuda: FakeCuda, gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said: list[str] = []  # other tests change how messages are logged
+    monkeypatch.setattr(devices.logger, "warning", lambda text, *values: said.append(text % values))
     cuda.refuses = True
     slot = torch.zeros(3)
     gpu.pin("slot", slot)
     gpu.begin(slot, [torch.ones(3)]).synchronize()
     assert slot.tolist() == [1.0] * 3 and cuda.unpinned == 1
-    assert "cannot be pinned (CUDA error 712)" in caplog.text
+    assert "cannot be pinned (CUDA error 712)" in said[0]
 
 
 def test_each_vector_of_shared_memory_has_pages_of_its_own(cuda: FakeCuda, gpu: CudaDevice) -> None:
