@@ -63,10 +63,12 @@ class UpstreamLink:
         self._token, self._tls, self._own, self._tell, self._ring = token, tls, own, tell, ring
         self._work: SimpleQueue[Drift | None] = SimpleQueue()
         self._news: SimpleQueue[News] = SimpleQueue()
+        self._thread: threading.Thread
 
     def join(self, parameters: Tensor, patient: bool) -> None:
         """Begins to; then the thread does what it is given."""
-        threading.Thread(target=self._run, args=(parameters, patient), daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(parameters, patient), daemon=True)
+        self._thread.start()
 
     def send(self, drift: Drift) -> None:
         """See :class:`~fairseq_async.server.upstream.Link`."""
@@ -79,7 +81,10 @@ class UpstreamLink:
     def news(self) -> News | None:
         """See :class:`~fairseq_async.server.upstream.Link`."""
         with suppress(Empty):
-            return self._news.get_nowait()
+            news = self._news.get_nowait()
+            if isinstance(news, Left):
+                self._thread.join()  # hazard: a thread that frees a tensor while Python ends aborts the process
+            return news
         return None
 
     def _say(self, news: News) -> None:

@@ -7,7 +7,7 @@ import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """pytest gives all tests of the session."""
+    """pytest hands over all tests that it has collected, not those of this folder alone."""
     if torch.cuda.is_available():
         return
     for item in items:
