@@ -115,7 +115,7 @@ def main(
     ] = None,
     out: Annotated[Path, typer.Option(help="For all files; reuses what is there.")] = Path("runs/multi30k_en_de"),
     method: Annotated[
-        list[str], typer.Option(help="single, sync, async, hybrid, or all; may be repeated.")
+        list[str], typer.Option(help="single, sync, async, paper, hybrid, or all; may be repeated.")
     ] = DEFAULT_METHODS,
     workers: Annotated[int, typer.Option(min=1, help="Processes that compute gradients.")] = 2,
     size: Annotated[Size, typer.Option(help="Model and schedule; the next four change the schedule.")] = Size.BASE,
