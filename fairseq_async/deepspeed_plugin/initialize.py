@@ -25,6 +25,7 @@ from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.adascale import AdaScaleEngine
 from fairseq_async.deepspeed_plugin.adasum import AdasumEngine, SingleRankGroups
 from fairseq_async.deepspeed_plugin.compat import DeepSpeedOptimizer, check_attributes, unlink_reduction_buffer
+from fairseq_async.deepspeed_plugin.compilation import waiting_for_compilers
 from fairseq_async.deepspeed_plugin.data import (
     Collate,
     DataShare,
@@ -149,9 +150,10 @@ class _Arguments:
         """DeepSpeed's own engine, optimizer and schedule. The data is not given: it would make a loader of its own."""
         args = configuration.without_file(self.args)
         try:
-            engine, optimizer, _, schedule = _initialize_deepspeed(
-                args=args, model=self.model, collate_fn=self.collate_fn, config=config, **self.others | more
-            )
+            with waiting_for_compilers():
+                engine, optimizer, _, schedule = _initialize_deepspeed(
+                    args=args, model=self.model, collate_fn=self.collate_fn, config=config, **self.others | more
+                )
         except _MISTAKES as error:  # DeepSpeed finds mistakes by whatever goes wrong with them
             said = " ".join(str(error).split())[:_LONGEST] or "no reason given"
             raise ConfigurationError(f"{self.name}: DeepSpeed refuses this: {said} ({type(error).__name__})") from error

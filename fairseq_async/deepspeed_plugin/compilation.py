@@ -1,0 +1,53 @@
+"""A word on the terminal while DeepSpeed waits for its compiled operators, which torch does in silence.
+
+torch compiles one operator in one process, and all others wait for its lock, a file. A process that is killed while it
+compiles leaves the file, at which every later job on this machine waits forever.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Timer
+
+from torch.utils.cpp_extension import get_default_build_root
+
+_SECONDS = 60.0  # an operator compiles for about half a minute
+
+
+@contextmanager
+def waiting_for_compilers(seconds: float = _SECONDS) -> Iterator[None]:
+    """Names the locks of torch's compilers if what is done here takes longer than this many seconds."""
+    timer = Timer(seconds, _name_locks, [seconds])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def locks(older_than: float) -> list[Path]:
+    """The locks of operators that have been compiling for longer than this many seconds."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    return sorted(lock for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern) if _age(lock) >= older_than)
+
+
+def _name_locks(seconds: float) -> None:
+    for lock in locks(seconds):
+        print(
+            f"fairseq-async: DeepSpeed waits for the compiled operator {lock.parent.name}. If no process compiles it "
+            f"any more (one that is killed leaves its lock), delete {lock}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _age(lock: Path) -> float:
+    """Seconds since the lock was taken, by the clock of the files; 0 if it is gone by now."""
+    try:
+        return time.time() - lock.stat().st_mtime
+    except OSError:
+        return 0.0
