@@ -1,7 +1,7 @@
 """What becomes of updates, and which worker waits for which: for the server process, the simulator and the replay."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -13,74 +13,13 @@ from fairseq_async.server.grace import GracePeriod
 from fairseq_async.server.look_ahead import LookAhead
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.near_arrivals import NearArrivals
+from fairseq_async.server.outcome import ControlEvent, Instruction, Outcome, Settled
 from fairseq_async.server.parameter_server import OPEN, SETTLED, ParameterServer, Receipt, Status
 from fairseq_async.server.plan import Plan
-from fairseq_async.server.protocol import Assignment, Report, ScheduleEvent
+from fairseq_async.server.protocol import Report, ScheduleEvent
 from fairseq_async.server.quorum import Quorum
 
 _MOST_EVENTS = 64  # between two updates; a replay needs them all, so they are kept until then
-
-
-@dataclass(frozen=True)
-class ControlEvent:
-    """What a rule or schedule was told between two updates; a replay repeats it."""
-
-    event: str  # limit_round, begin_epoch, end_epoch
-    updates: int | None = None
-    epoch: int | None = None
-    loss: float | None = None
-
-
-@dataclass(frozen=True)
-class Settled:
-    """An update that was settled, for the log.
-
-    Attributes:
-        held_seconds: for which it waited for others; 0 where it did not.
-        merged: the versions that the parameters of a server above have made since the update before.
-    """
-
-    receipt: Receipt
-    report: Report
-    control_events: tuple[ControlEvent, ...] = ()
-    held_seconds: float = 0.0
-    merged: tuple[int, ...] = ()
-
-    @property
-    def recorded(self) -> JsonObject:
-        """What of it is in the log beside receipt and report."""
-        own: JsonObject = {"held_seconds": self.held_seconds} if self.held_seconds else {}
-        return own | {"merged": list(self.merged)} if self.merged else own
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """What one worker is told: what became of its update, if it waits for that, and its next work."""
-
-    worker: int
-    receipt: Receipt | None
-    assignment: Assignment
-    finished: bool
-
-
-@dataclass
-class Outcome:
-    """What an event has led to: updates to be logged, then workers to be answered, both in order.
-
-    Attributes:
-        uncounted: workers whose report the plan could not count, and why; their updates are settled like the others.
-    """
-
-    settled: list[Settled] = field(default_factory=list)
-    instructions: list[Instruction] = field(default_factory=list)
-    uncounted: list[tuple[int, Exception]] = field(default_factory=list)
-
-    def __add__(self, other: "Outcome") -> "Outcome":
-        return Outcome(
-            self.settled + other.settled,
-            self.instructions + other.instructions,
-            self.uncounted + other.uncounted,
-        )
 
 
 class Coordinator:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
-from fairseq_async.server.coordinator import ControlEvent, Settled
 from fairseq_async.server.notices import Tell, tell_log
+from fairseq_async.server.outcome import ControlEvent, Settled
 from fairseq_async.server.parameter_server import ParameterServer, Receipt
 from fairseq_async.server.protocol import Report
 from fairseq_async.server.state_files import private

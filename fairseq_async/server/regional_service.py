@@ -12,10 +12,10 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.global_server import Upstream as Given
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import protocol
-from fairseq_async.server.coordinator import Outcome
 from fairseq_async.server.event_log import merge_path, record_vector
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.notices import Tell
+from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.protocol import Answer
 from fairseq_async.server.run import Build, Run
 from fairseq_async.server.service import Service
@@ -102,13 +102,13 @@ class RegionalService(Service):
         super()._begin(run, above.values, None, beginning.source)
         self._upstream(run).join(above, self.clock(), fresh=True)
         for worker in self.membership.waiting("hello"):
-            self._answer(self.peers[worker], self._welcome(run, worker))
+            self.answer(self.peers[worker], self._welcome(run, worker))
 
     def _fail(self, error: str) -> None:
         """The run cannot begin: all who wait for it are told why."""
         self._beginning, self._link = None, None
         for worker in self.membership.waiting("hello"):
-            self._answer(self.peers[worker], protocol.ErrorReply(error))
+            self.answer(self.peers[worker], protocol.ErrorReply(error))
 
     # With the global server
 

@@ -12,12 +12,13 @@ from fairseq_async.errors import RefusedError, option
 from fairseq_async.exchange import SharedMemory, linux
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.compressed_starts import compressed_starts
-from fairseq_async.server.coordinator import Coordinator, Instruction, Settled, build_coordinator
+from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.event_log import EventLog, Recorder, record_vector, update_path
 from fairseq_async.server.first_batches import FirstBatches
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.notices import Tell, tell_log
+from fairseq_async.server.outcome import Instruction, Settled
 from fairseq_async.server.parameter_server import SETTLED
 from fairseq_async.server.payloads import Payloads
 from fairseq_async.server.plan import Plan

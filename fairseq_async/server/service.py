@@ -14,23 +14,21 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import AsyncError, HalfAppliedError, RefusedError
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import protocol
-from fairseq_async.server.coordinator import Outcome
+from fairseq_async.server.connections import Connections
 from fairseq_async.server.idle_cores import use_idle_cores
 from fairseq_async.server.layout import Layout
-from fairseq_async.server.membership import Membership
 from fairseq_async.server.notices import Tell, tell_log
+from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.parameter_server import Status
-from fairseq_async.server.peers import USUAL, Handshake, Peer, RefusalLog
+from fairseq_async.server.peers import USUAL, Peer
 from fairseq_async.server.protocol import Answer, Request
 from fairseq_async.server.resume import newest_state
 from fairseq_async.server.run import Build, Run
 from fairseq_async.server.snapshots import Snapshots
 from fairseq_async.server.state_files import read_state, restored_path
 
-_UNREAD = 32  # answers that may wait for a peer to take them; a worker waits for one at a time
 
-
-class Service:
+class Service(Connections):
     """Answers the workers of one run, in the order in which they ask.
 
     Args:
@@ -60,13 +58,10 @@ class Service:
         wall_clock: Callable[[], float] = time.time,
         tell: Tell = tell_log,
     ) -> None:
-        self.run_dir, self.build, self.clock, self.wall_clock, self.tell = run_dir, build, clock, wall_clock, tell
-        self._handshake = Handshake(token)
-        self.membership = Membership(workers, clock())
-        self.snapshots = Snapshots(run_dir, clock, tell, self._handshake.run)
-        self.peers: dict[int, Peer] = {}
+        super().__init__(token, workers, clock)
+        self.run_dir, self.build, self.wall_clock, self.tell = run_dir, build, wall_clock, tell
+        self.snapshots = Snapshots(run_dir, clock, tell, self.handshake.run)
         self.journal = self.snapshots.journal
-        self.refusals = RefusalLog()
         self.run: Run | None = None
         self.resumes = self.busy = False
         self.applying: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -94,10 +89,6 @@ class Service:
 
     # Requests
 
-    def greet(self, peer: Peer) -> None:
-        """Answers a new connection with a challenge."""
-        self._answer(peer, self._handshake.greet(peer))
-
     def receive(self, peer: Peer, body: bytes) -> None:
         """Handles one message as it came.
 
@@ -107,7 +98,7 @@ class Service:
         try:
             request = protocol.parse_request(body)
         except protocol.MalformedMessageError as error:
-            return self._refuse(peer, "malformed message", error)
+            return self.refuse(peer, "malformed message", error)
         self.handle(peer, request)
 
     def handle(self, peer: Peer, request: Request, accepted: bool = False) -> None:
@@ -124,24 +115,19 @@ class Service:
             self._recount()  # a worker that was silent counts again
             answer = self._respond(peer, request, accepted)
         except AsyncError as error:
-            self._refuse(peer, type(error).__name__, error)
+            self.refuse(peer, type(error).__name__, error)
         except OSError as error:
-            self._refuse(peer, "files", error, f"the server cannot use its directory: {error}")
+            self.refuse(peer, "files", error, f"the server cannot use its directory: {error}")
         except HalfAppliedError:
             raise
         except Exception as error:  # a mistake of this program's own: whatever it is, it must not end the others' run
             self.refusals.count_mistake(peer.name, error)
-            self._answer(peer, protocol.ErrorReply(f"internal error of the server: {error!r}; see server.log"))
+            self.answer(peer, protocol.ErrorReply(f"internal error of the server: {error!r}; see server.log"))
         else:
             if answer is not None:
-                self._answer(peer, answer)
+                self.answer(peer, answer)
         if peer.worker is None:
             peer.channel.end()  # a stranger has one attempt
-
-    def hear(self, peer: Peer) -> None:
-        """Something has come from the peer, or was taken by it."""
-        if peer.worker is not None and self.peers.get(peer.worker) is peer:
-            self.membership.hear(peer.worker, self.clock())
 
     def disconnected(self, peer: Peer) -> None:
         """The connection is closed."""
@@ -180,16 +166,12 @@ class Service:
         run.begin(self.build, parameters, state, f"snapshot {path.name}", self.membership, now)
         return path.name
 
-    def _refuse(self, peer: Peer, kind: str, error: object, said: str | None = None) -> None:
-        self.refusals.count(kind, peer.name, error)
-        self._answer(peer, protocol.ErrorReply(said or str(error)))
-        if peer.worker is None:
-            peer.channel.end()
-
     def _respond(self, peer: Peer, request: Request, accepted: bool) -> Answer | None:
         """The answer to a request; None if there is none, or it was given already, or comes later."""
         if peer.worker is None:
-            return self._introduce(peer, request)
+            answer = self.introduce(peer, request)
+            self.journal("connected", f"worker {peer.id} is connected, and loads its data and model")
+            return answer
         match request:
             case protocol.Alive():
                 return None
@@ -220,19 +202,6 @@ class Service:
                 return self._save_state(run, peer)
         raise RefusedError(f"there is no message {request.kind!r} after the introduction")
 
-    def _answer(self, peer: Peer, answer: Answer, tensor: Tensor | None = None) -> None:
-        if peer.worker is not None and self.peers.get(peer.worker) is peer:
-            self.membership.answered(peer.worker, self.clock())  # from now on it is its turn
-        peer.channel.queue(protocol.encode(answer), tensor)
-        if peer.channel.unsent > _UNREAD:  # it asks on and on, and does not read: its answers must not fill the memory
-            self.refusals.count("unread answers", peer.name, "disconnected")
-            peer.channel.drop()
-            return
-        try:
-            peer.channel.flush()
-        except AsyncError:
-            self.disconnected(peer)  # it died; the event loop will find its connection closed
-
     def _deliver(self, run: Run, outcome: Outcome) -> None:
         """Publishes and logs what was settled, then answers the workers that wait for it."""
         for worker, error in outcome.uncounted:
@@ -242,21 +211,9 @@ class Service:
         for instruction in outcome.instructions:
             peer = self.peers.get(instruction.worker)
             if peer is not None:
-                self._answer(peer, run.reply(instruction))
+                self.answer(peer, run.reply(instruction))
 
     # Coming in
-
-    def _introduce(self, peer: Peer, request: Request) -> Answer:
-        introduce = self._handshake.checked(peer, request)
-        now, instance = self.clock(), introduce.instance[:64]
-        worker = self.membership.number(introduce.worker, introduce.joins, instance, now)
-        if (before := self.peers.get(worker)) is not None:  # its connection broke, or it was silent
-            self.disconnected(before)
-            before.channel.end()
-        self.peers[worker] = peer
-        self.membership.enter(worker, instance, now, ready=False)
-        self.journal("connected", f"worker {worker} is connected, and loads its data and model")
-        return self._handshake.complete(peer, introduce, worker, self.membership)
 
     def _hello(self, peer: Peer, hello: protocol.Hello) -> Answer | None:
         self.membership.begin(peer.id)
@@ -315,7 +272,7 @@ class Service:
         self._keep_snapshots(run)
         self.snapshots.wait()  # until it is there nobody is told of parameters, and a server that dies begins anew
         for worker in self.membership.waiting("hello"):
-            self._answer(self.peers[worker], self._welcome(run, worker))
+            self.answer(self.peers[worker], self._welcome(run, worker))
         return self._welcome(run, 0)
 
     def _recount(self, changed: bool = False) -> None:
@@ -338,7 +295,7 @@ class Service:
         if accepted or (run.spec.publishes and not push.wait and not coordinator.server.moves_parameters()):
             waits = False
             if not accepted:
-                self._answer(peer, run.reply(coordinator.accept(update, coordinator.server.version, now)))
+                self.answer(peer, run.reply(coordinator.accept(update, coordinator.server.version, now)))
         else:
             waits = True
             self.membership.wait(peer.id, "push")
@@ -362,7 +319,7 @@ class Service:
         Not with the answer to an update: until that is heard, the slot must keep the update for a second attempt.
         """
         reply, parameters = self.described.hand_out(peer.id, pull)
-        self._answer(peer, reply, parameters if peer.remote or reply.compressed else None)
+        self.answer(peer, reply, parameters if peer.remote or reply.compressed else None)
 
     def _follow(self, run: Run, peer: Peer, event: protocol.ScheduleEvent) -> Answer:
         if peer.worker != 0:
@@ -388,11 +345,11 @@ class Service:
         return protocol.Goodbye()
 
     def _part(self, peer: Peer, for_good: bool) -> None:
-        if peer.worker is None or self.peers.get(peer.worker) is not peer:
+        if not self.has(peer):
             return
-        del self.peers[peer.worker]
+        super().disconnected(peer)
         now = self.clock()
-        self.membership.leave(peer.worker, for_good, now)
-        self.journal("parted", f"worker {peer.worker} {'has left' if for_good else 'is gone'}")
+        self.membership.leave(peer.id, for_good, now)
+        self.journal("parted", f"worker {peer.id} {'has left' if for_good else 'is gone'}")
         if self.begun is not None:
-            self._deliver(self.begun, self.begun.coordinator.depart(peer.worker, now))
+            self._deliver(self.begun, self.begun.coordinator.depart(peer.id, now))

@@ -9,7 +9,8 @@ from fairseq_async.algorithms import Region
 from fairseq_async.algorithms.rule import State
 from fairseq_async.global_server import GlobalServer
 from fairseq_async.method_spec import MOST_LOCAL_STEPS
-from fairseq_async.server.coordinator import Coordinator, Settled
+from fairseq_async.server.coordinator import Coordinator
+from fairseq_async.server.outcome import Settled
 from fairseq_async.server.parameter_server import SETTLED, Status
 
 

@@ -14,9 +14,10 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server import Receipt
 from fairseq_async.server.compressed_starts import checksum, compressed_starts
-from fairseq_async.server.coordinator import Instruction, Outcome, build_coordinator
+from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
+from fairseq_async.server.outcome import Instruction, Outcome
 from fairseq_async.server.parameter_server import SETTLED
 from fairseq_async.server.protocol import Assignment, Report
 from fairseq_async.simulation.clock import Clock, EventKind, ScheduledEvent

@@ -27,12 +27,12 @@ from fairseq_async.server.state_files import placed
 from fairseq_async.worker.compressor import Compressor
 from fairseq_async.worker.connection import CONNECT_SECONDS, Connection
 from fairseq_async.worker.receiver import ParameterReceiver
+from fairseq_async.worker.signs_of_life import SignsOfLife
 
 logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
-_FIRST_PAUSE, _PAUSE, _LONGEST_PAUSE = 0.1, 0.5, 5.0  # seconds between two attempts to connect
-_ENDING = 2.0  # seconds for which the second thread is waited for
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds between two attempts to connect
 _SIGNS_OF_LIFE = 4  # in the time after which the server gives a worker up
 
 
@@ -73,7 +73,7 @@ class Client:
         self._token, self._instance, self._joins = token, uuid.uuid4().hex, worker is None
         self._slot: Tensor | None = None
         self._joined_with: tuple[Layout, MethodSpec] | None = None
-        self._left = threading.Event()
+        self.left = threading.Event()
         self._initialised = False  # whether the server has parameters
         self._state_path = ""  # where worker 0 may bring it a state
         self._in_slot = -1  # sequence number of an update that was answered early: it may still be in the slot
@@ -82,14 +82,13 @@ class Client:
         self._receiver: ParameterReceiver
         self._may_reject = False
         self._restored_version: int | None = None  # of a server that was started again, until this worker has pulled
-        # of connection and slot, held for a request and its answer, or for a sign of life
-        self._lock = threading.RLock()
+        self.lock = (
+            threading.RLock()
+        )  # of connection and slot, held for a request and its answer, or for a sign of life
         self._channel = self._connect(worker)
         self.worker, self.workers = self._channel.worker, self._channel.workers
         self._server = self._channel.server  # the process with which this worker has joined
-        self._second_thread = threading.Thread(target=self._stay_alive, args=(on_loss,), daemon=True)
-        if on_loss is not None:
-            self._second_thread.start()
+        self._signs_of_life = None if on_loss is None else SignsOfLife(self, on_loss)
 
     # Requests
 
@@ -100,7 +99,7 @@ class Client:
         self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
         self._receiver = ParameterReceiver(spec, layout)
         self._may_reject = spec.server.max_update_norm_ratio is not None or spec.staleness_limit is not None
-        with self._lock:
+        with self.lock:
             try:
                 return self._hello()
             except ExchangeError as error:
@@ -126,7 +125,7 @@ class Client:
         The answer comes when the update is applied; or at once, if it will be added to others without a step, and
         ``push.wait`` is not set. Then the slot is the server's for a moment longer, for which the next push waits.
         """
-        with self._lock:
+        with self.lock:
             self.prepare(write)
             start = self._receiver.payload
             push = replace(push, report=replace(push.report, bytes_received=self._received, start_payload=start))
@@ -155,7 +154,7 @@ class Client:
         Returns:
             Seconds for which the server had not taken the update before out of the slot.
         """
-        with self._lock:
+        with self.lock:
             began = time.perf_counter()
             self._wait_until_taken()
             waited = time.perf_counter() - began
@@ -164,7 +163,7 @@ class Client:
 
     def hold_slot(self) -> AbstractContextManager[object]:
         """Within this the slot stays where it is: a server that comes back brings another one."""
-        return self._lock
+        return self.lock
 
     @property
     def slot(self) -> Tensor:
@@ -196,16 +195,16 @@ class Client:
         while (memory := self.memory) is not None and memory.publishes and not look_ahead:
             try:
                 version = memory.read(copy, partial(self._is_gone, memory))
-                with self._lock:
+                with self.lock:
                     if memory is self.memory:  # and not that of a server that died meanwhile
                         self._restored_version = None
                         self._received += 4 * memory.parameters
                         return version
             except ExchangeError as error:  # the server died while it published
-                with self._lock:
+                with self.lock:
                     if memory is self.memory:
                         self._reconnect(error)
-        with self._lock:
+        with self.lock:
             reply, self._restored_version = self._ask(protocol.Pull(look_ahead, starts), protocol.PullReply), None
             self._received += self._receiver.take(self._channel, reply, self.slot)
         copy(self.slot)
@@ -237,7 +236,7 @@ class Client:
         self, request: Request, expected: type[_Answer], tensor: Callable[[], Tensor | None] = lambda: None
     ) -> _Answer:
         """Sends one request, with the tensor that is to go behind it at that time, and waits for its answer."""
-        with self._lock:
+        with self.lock:
             while True:
                 try:
                     self._channel.send(protocol.encode(self._rebased(request)), tensor())
@@ -259,10 +258,10 @@ class Client:
 
     def leave(self, finished: bool) -> None:
         """Ends the connection, once; ``finished`` ends the run for every worker."""
-        if self._left.is_set():
+        if self.left.is_set():
             return
-        self._left.set()
-        with self._lock:
+        self.left.set()
+        with self.lock:
             try:
                 self._channel.send(protocol.encode(protocol.Leave(finished)))
                 if self._channel.is_readable(CONNECT_SECONDS):  # a server that is stuck holds nobody back
@@ -271,20 +270,18 @@ class Client:
                 pass  # it had ended before us
             finally:
                 self._channel.close()
-        self._end_second_thread()
+        self._end_signs()
+
+    def _end_signs(self) -> None:
+        if self._signs_of_life is not None:
+            self._signs_of_life.end()
 
     def close(self) -> None:
         """Ends the connection without a word: to the server this worker has died, and may come back."""
-        self._left.set()
-        with self._lock:
+        self.left.set()
+        with self.lock:
             self._channel.close()
-        self._end_second_thread()
-
-    def _end_second_thread(self) -> None:
-        """Hazard: its end may free the slot. If Python ends meanwhile, the thread is unwound through torch, which
-        aborts the process: a worker that has done its work would seem to have failed."""
-        if self._second_thread.is_alive() and self._second_thread is not threading.current_thread():
-            self._second_thread.join(_ENDING)
+        self._end_signs()
 
     # The connection
 
@@ -321,7 +318,7 @@ class Client:
             ExchangeError: it stays away.
             RefusedError: it does not take this worker any more.
         """
-        if self._joined_with is None or self._left.is_set():
+        if self._joined_with is None or self.left.is_set():
             raise error
         deadline, pause, said = time.monotonic() + self.patience, _FIRST_PAUSE, False
         while time.monotonic() < deadline:
@@ -330,11 +327,11 @@ class Client:
             except ExchangeError:
                 if not said and pause > 1:
                     limit = f" for {self.patience:.0f} s" if self.patience < math.inf else ""
-                    logger.warning("%s; trying again%s", self._loss(), limit)
+                    logger.warning("%s; trying again%s", self.loss, limit)
                     said = True
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, _LONGEST_PAUSE)
-        raise ExchangeError(self._loss()) from error
+        raise ExchangeError(self.loss) from error
 
     def _connect_again(self) -> Welcome:
         self._channel.close()
@@ -359,42 +356,24 @@ class Client:
         """Whether the server has ended, or another has come since."""
         return memory is not self.memory or self._channel.is_closed()
 
-    def _loss(self) -> str:
+    @property
+    def loss(self) -> str:
+        """What to say when the server stays away."""
         return f"the server at {self.address} is gone; the run continues from its last checkpoint when started again"
 
-    def _stay_alive(self, on_loss: Callable[[str], None]) -> None:
-        """Sends signs of life while this worker computes, and connects again when the connection is lost.
+    # Signs of life, from another thread
 
-        Runs in a second thread. Hazard: both threads use the connection; each holds ``_lock`` for a request with its
-        answer, and this one gives up at once when the lock is taken, since a request is a sign of life.
-        """
-        lost_at: float | None = None
-        while not self._left.is_set():
-            if lost_at is None:
-                self._channel.is_closed(self._channel.timeout / _SIGNS_OF_LIFE)
-            if self._left.wait(_PAUSE) or not self._lock.acquire(blocking=False):
-                lost_at = None  # a question is being asked, which is a sign of life, or looks for the server itself
-                continue
-            try:
-                lost_at = self._show_life(lost_at)
-            except RefusedError as error:
-                return on_loss(str(error))
-            finally:
-                self._lock.release()
-            if lost_at is not None and time.monotonic() - lost_at > self.patience and not self._left.is_set():
-                return on_loss(self._loss())
+    def wait_for_loss(self) -> None:
+        """Returns when the connection is lost, or the next sign of life is due."""
+        self._channel.is_closed(self._channel.timeout / _SIGNS_OF_LIFE)
 
-    def _show_life(self, lost_at: float | None) -> float | None:
-        """Since when the server has been away; None when it is there."""
+    def show_life(self, lost: bool) -> None:
+        """Says that this worker computes; connects again where the connection was ``lost``."""
         if self._joined_with is None:
-            return None
-        try:
-            if lost_at is None:
-                if self._channel.is_closed():
-                    raise ExchangeError(self._loss())
-                self._channel.send(protocol.encode(protocol.Alive()))
-            else:
-                self._connect_again()
-            return None
-        except ExchangeError:
-            return lost_at or time.monotonic()
+            return
+        if lost:
+            self._connect_again()
+        elif self._channel.is_closed():
+            raise ExchangeError(self.loss)
+        else:
+            self._channel.send(protocol.encode(protocol.Alive()))

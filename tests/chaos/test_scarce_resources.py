@@ -168,7 +168,7 @@ def test_a_storm_of_connections_with_the_token_costs_no_update(start_server: Sta
     for number in range(150):
         other = join(server, 1)
         other._channel.close()  # without a word
-        other._left.set()
+        other.left.set()
         assert push(honest, number, 0.25, base=number, wait=True).status is Status.APPLIED
     assert [event["sequence"] for event in events(tmp_path)] == list(range(150))
 

@@ -3,7 +3,8 @@
 import torch
 
 from fairseq_async.algorithms import Update
-from fairseq_async.server.coordinator import Coordinator, Outcome
+from fairseq_async.server.coordinator import Coordinator
+from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.protocol import Report
 
 

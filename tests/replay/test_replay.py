@@ -21,8 +21,8 @@ from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin.replayed import FairseqRun
 from fairseq_async.replay import DifferenceError, Recording, Replay
 from fairseq_async.server import Layout, ParameterServer, Segment
-from fairseq_async.server.coordinator import Settled
 from fairseq_async.server.event_log import EventLog, Recorder
+from fairseq_async.server.outcome import Settled
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Push, Report
 from scripts.faults.sgd_server import build, sgd_spec

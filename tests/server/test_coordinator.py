@@ -7,9 +7,10 @@ import torch
 
 from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Rule
 from fairseq_async.server import Status
-from fairseq_async.server.coordinator import ControlEvent, Outcome, build_coordinator
+from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
+from fairseq_async.server.outcome import ControlEvent, Outcome
 from fairseq_async.server.plan import EpochPlan, Plan
 from fairseq_async.server.protocol import ScheduleEvent
 from scripts.faults.sgd_server import Constant, sgd_spec

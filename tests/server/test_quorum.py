@@ -8,8 +8,9 @@ from fairseq_async.config import LocalSGDOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import local_sgd_spec
 from fairseq_async.server import Layout, local_sgd_main
-from fairseq_async.server.coordinator import Outcome, build_coordinator
+from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.membership import Membership
+from fairseq_async.server.outcome import Outcome
 from tests.helpers.driven import Driven
 
 

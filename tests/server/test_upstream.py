@@ -7,8 +7,9 @@ import torch
 from fairseq_async.algorithms.rule import State
 from fairseq_async.global_server import parse_upstream
 from fairseq_async.server import Receipt, Status, local_sgd_main
-from fairseq_async.server.coordinator import Coordinator, Settled, build_coordinator
+from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.membership import Membership
+from fairseq_async.server.outcome import Settled
 from fairseq_async.server.protocol import Report
 from fairseq_async.server.upstream import Above, Upstream
 from tests.helpers.regions import LAYOUT, region_spec
