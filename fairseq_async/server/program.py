@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fairseq_async.environment import MEETING, TOKEN
+from fairseq_async.environment import TOKEN
 from fairseq_async.errors import RefusedError
 from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.event_loop import EventLoop
@@ -41,8 +41,9 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
     parser.add_argument("--notices", type=int, help="descriptor of a pipe for lines that the user is to see")
     parser.add_argument("--tls", type=Path, help="directory of certificates")
     options = parser.parse_args(arguments)
-    if MEETING in os.environ:  # a scheduler that stops a job signals every process: the last snapshot is still to come
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A scheduler, or DeepSpeed's launcher, that stops a job signals every process; the last snapshot is still to come, when
+    # whoever started this server is gone.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tell = tell_log if options.notices is None else Notices(options.notices)
     service = make(options, build, tell)
     service.resumes = options.resume

@@ -67,6 +67,21 @@ def test_a_killed_server_goes_on_from_its_snapshot_and_the_update_in_hand_is_not
     )
 
 
+def test_a_server_that_is_told_to_end_with_all_others_keeps_what_it_has(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """DeepSpeed's launcher sends SIGTERM to all that a rank has started, then to the rank."""
+    server = start_server()
+    first = join_patiently(server, 0, snapshot_seconds=1e6)
+    wait_until(lambda: snapshot_versions(tmp_path) == [0])
+    process = server.process
+    process.terminate()
+    push(first, 0, 0.125)
+    server.end()  # as when the process that has started it is gone
+    assert server.process is process and process.returncode == 0
+    assert snapshot_versions(tmp_path)[-1:] == [1]
+
+
 @pytest.mark.parametrize("breaks_again", [False, True])
 def test_a_version_of_before_the_rollback_is_pulled_again_though_its_number_is_the_same(
     start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks_again: bool
