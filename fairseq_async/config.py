@@ -110,6 +110,7 @@ class AsyncLocalSGDOptions(LocalSGDOptions, FragmentOptions):
         others = {
             "overlap": (self.overlap, f"{option('fragment_delay')} says how long a worker goes on"),
             "compress": (self.compress != Compress(), "codecs take the whole model"),
+            "upstream": (self.upstream is not None, "a region merges the whole model"),
             "delay_compensation": (self.delay_compensation > 0, "fragments start from several versions"),
         }
         self.check_fragments(self.local_steps, others)

@@ -13,12 +13,12 @@ class FragmentOptions(Options):
     fragments: int = Field(
         1,
         ge=1,
-        description="fragments P of the model, which are exchanged in turn, one every H/P local steps; simulator only",
+        description="fragments P of the model, which are exchanged in turn, one every H/P local steps",
     )
     fragment_delay: int = Field(
         0,
         ge=0,
-        description="local steps τ taken while a fragment is exchanged, before it is blended in; simulator only",
+        description="local steps τ taken while a fragment is exchanged, before it is blended in",
     )
 
     @property

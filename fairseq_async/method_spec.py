@@ -236,8 +236,10 @@ def _check_fragments(options: LocalSGDOptions, server: ServerOptions | None) -> 
         raise ConfigurationError(
             f"{option('outer')} {options.outer} does not go with {given}: workers are at different fragments in a round"
         )
-    if server is not None:
-        raise ConfigurationError(f"{given} is for the simulator only: leave it out")
+    if server is not None and server.max_update_norm_ratio is not None:
+        raise ConfigurationError(
+            f"{option('max_update_norm_ratio')} does not go with {given}: the norms of fragments differ"
+        )
 
 
 def hybrid_options(spec: MethodSpec) -> HybridOptions:

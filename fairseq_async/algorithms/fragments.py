@@ -53,7 +53,7 @@ def fragments_of(sizes: Sequence[int], count: int) -> tuple[Fragment, ...]:
     """
     tensors = sum(size > 0 for size in sizes)
     if not 1 <= count <= tensors:
-        raise ValueError(f"fragments is {count}: the model has {tensors} tensors, and each fragment has at least one")
+        raise ValueError(f"the model has {tensors} tensors; give at most as many fragments")
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2

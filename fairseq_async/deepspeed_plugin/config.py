@@ -102,8 +102,11 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
             raise ConfigurationError(f'{name}: "{key}" is not supported with "{SECTION}"; leave it out')
     if options.method == "hybrid_async":
         _check_hybrid(config, section, name)
-    if isinstance(options, AsyncLocalSGDOptions) and options.overlap and section.island_size > 1:
-        raise ConfigurationError(f'{name}: "overlap" is not supported with "island_size" above 1')
+    if isinstance(options, AsyncLocalSGDOptions) and section.island_size > 1:
+        in_turn = "fragments" if options.fragments > 1 else "fragment_delay"
+        for key, used in (("overlap", options.overlap), (in_turn, options.in_fragments)):
+            if used:
+                raise ConfigurationError(f'{name}: "{key}" is not supported with "island_size" above 1')
 
 
 _HALF_PRECISION = ("fp16", "bf16", "bfloat16", "amp")  # bfloat16 is DeepSpeed's older name of bf16

@@ -54,7 +54,7 @@ from fairseq_async.worker.client import Client
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
-from fairseq_async.worker.overlap import local_sgd_worker
+from fairseq_async.worker.local_sgd_workers import local_sgd_worker
 from fairseq_async.worker.process import end_process
 from fairseq_async.worker.shards import DataPosition
 

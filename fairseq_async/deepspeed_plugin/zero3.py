@@ -34,7 +34,7 @@ class PartitionedReplica:
                 for (name, parameter), dtype in zip(named, dtypes, strict=True)
             )
         )
-        self._parameters, self._rank = [parameter for _, parameter in named], rank
+        self._named, self._parameters, self._rank = named, [parameter for _, parameter in named], rank
         self.device = device_of([safe_get_local_fp32_param(parameter) for parameter in self._parameters])
 
     def read(self, flat: Tensor) -> None:
@@ -63,6 +63,9 @@ class PartitionedReplica:
         parts = [(part, master[: part.numel()]) for part, master, _ in self._parts(flat)]
         local = between(self.device, flat).fetch([held for _, held in parts])
         return zip((part for part, _ in parts), local, strict=True)
+
+    def part(self, tensors: slice) -> "PartitionedReplica":
+        return PartitionedReplica(self._named[tensors], self._rank)
 
     def _parts(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor, Parameter]]:
         """Of each parameter this rank's part of the flat vector, the master's partition, and the parameter itself."""

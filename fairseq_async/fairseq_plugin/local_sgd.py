@@ -30,7 +30,7 @@ from fairseq_async.fairseq_plugin.shards import ShardedEpochs, sharded_batches
 from fairseq_async.server.protocol import Welcome
 from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.local_sgd import LocalSGDWorker
-from fairseq_async.worker.overlap import local_sgd_worker
+from fairseq_async.worker.local_sgd_workers import local_sgd_worker
 from fairseq_async.worker.replica import MasterReplica, Replica, TensorReplica
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from fairseq.data import iterators
 from torch import Tensor
 
 import fairseq_async.fairseq_plugin  # noqa: F401  registers the optimizers
-from fairseq_async.algorithms import Rule
+from fairseq_async.algorithms import Rule, in_turn
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import server
 from fairseq_async.fairseq_plugin.asynchronous_trainer import AsynchronousTrainer
@@ -53,20 +53,27 @@ class RecordedClient:
 
     def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
         """The server's welcome, as of a run that is going on."""
-        self.layout, self.slot = layout, torch.zeros(layout.size)
+        self.layout, self.slot, self._fragments = layout, torch.zeros(layout.size), layout.fragments(spec.fragments)
         codec = spec.compress.push
         self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
         first = self.events[0]
         assignment = _assignment(first)
         return Welcome(True, memory="", publishes=False, slots=0, sequence=first.sequence, assignment=assignment)
 
-    def pull(self, copy: Callable[[Tensor], object], look_ahead: float = 0.0, starts: bool = False) -> int:
+    def pull(
+        self,
+        copy: Callable[[Tensor], object],
+        look_ahead: float = 0.0,
+        starts: bool = False,
+        fragment_of: int | None = None,
+    ) -> int:
         """Copies the parameters by way of the slot, where they stay, as from a server that publishes nothing.
 
         While an update lies in the slot it does nothing: the replay says later what the worker starts from.
         """
         if self.pushed is None:
-            self.slot.copy_(self.parameters)
+            part = slice(None) if fragment_of is None else in_turn(self._fragments, fragment_of).elements
+            self.slot[part] = self.parameters[part]
             copy(self.slot)
         return self.version
 
@@ -81,9 +88,14 @@ class RecordedClient:
         event = self.events.pop(0)
         self.pushed = push if self.compressor is None else self._compressed(push, self.compressor, event)
         assignment = _assignment(self.events[0]) if self.events else Assignment(learning_rate=0.0, local_steps=_FOREVER)
-        return PushReply(
-            Status.APPLIED, push.base_version, staleness=0, refused=0, finished=False, assignment=assignment
-        )
+        status = Status.REFUSED if event.status is Status.REFUSED else Status.APPLIED
+        return PushReply(status, push.base_version, staleness=0, refused=0, finished=False, assignment=assignment)
+
+    @property
+    def update(self) -> Tensor:
+        """What was pushed: the slot, or the fragment in it whose turn it was."""
+        assert self.pushed is not None
+        return in_turn(self._fragments, self.pushed.sequence).of(self.slot)
 
     def _compressed(self, push: Push, compressor: Compressor, event: Event) -> Push:
         """Sends the update through the codec, and learns what became of it."""
@@ -155,7 +167,7 @@ class ReplayedWorker:
         """Starts from these parameters."""
         self.client.parameters, self.client.version, self.client.pushed = parameters, version, None
         if self._worker.joined:
-            self._worker.pull()
+            self._worker.start_again()
         else:
             self._worker.begin(self._worker.join(self.trainer.session.spec))
         self.trainer.set_num_updates(0)
@@ -165,7 +177,8 @@ class ReplayedWorker:
         self.client.pushed = None
         while self.client.pushed is None:
             self.trainer.train_step(next(self._batches))
-        return self.client.pushed, self.client.slot
+            self._worker.settle()  # an update may be pushed from another thread
+        return self.client.pushed, self.client.update
 
     def _draw(self) -> Iterator[Sequence[FairseqObject]]:
         """Batches as ``fairseq_cli.train`` draws them, epoch after epoch."""

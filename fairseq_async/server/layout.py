@@ -9,6 +9,7 @@ from pydantic import AfterValidator, ConfigDict, Field, JsonValue, TypeAdapter, 
 from torch import Tensor
 
 from fairseq_async.algorithms import Fragment, fragments_of
+from fairseq_async.errors import ConfigurationError, option
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _ROWS = TypeAdapter(list[tuple[str, list[int], str]])
@@ -59,8 +60,15 @@ class Layout:
             yield part.view(segment.shape)
 
     def fragments(self, count: int) -> tuple[Fragment, ...]:
-        """The fragments in which the model is exchanged; see :func:`~fairseq_async.algorithms.fragments_of`."""
-        return fragments_of([segment.size for segment in self.segments], count)
+        """The fragments in which the model is exchanged; see :func:`~fairseq_async.algorithms.fragments_of`.
+
+        Raises:
+            ConfigurationError: there are fewer tensors.
+        """
+        try:
+            return fragments_of([segment.size for segment in self.segments], count)
+        except ValueError as error:
+            raise ConfigurationError(f"{option('fragments')} is {count}: {error}") from error
 
     def difference(self, other: "Layout") -> str | None:
         """The first tensor in which this layout differs from the others', in words; None when they are equal."""

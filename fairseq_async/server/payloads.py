@@ -1,11 +1,13 @@
 """The tensors behind messages in a server: where they arrive, and how those that are compressed are decoded."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fairseq_async import compression
+from fairseq_async.algorithms import Fragment, in_turn
 from fairseq_async.algorithms.codecs.payload import checksum_of
 from fairseq_async.errors import RefusedError
 from fairseq_async.method_spec import MethodSpec
@@ -21,7 +23,8 @@ class Payloads:
     into the worker's slot, where an update that is not compressed would be.
     """
 
-    def __init__(self, spec: MethodSpec, layout: Layout) -> None:
+    def __init__(self, spec: MethodSpec, layout: Layout, fragments: Sequence[Fragment]) -> None:
+        self._fragments = fragments
         push = spec.compress.push
         self.codec = None if push is None else compression.build(push)
         self._size = layout.size
@@ -31,28 +34,37 @@ class Payloads:
     def open(self, peer: Peer, slot: Tensor) -> None:
         """Makes room for what comes behind the messages of a worker that has joined."""
         channel = peer.channel
-        channel.any_length = self.codec is not None
+        channel.any_length = self.codec is not None or len(self._fragments) > 1
         if self.codec is not None:  # no memory before something arrives
             channel.room = torch.empty(self._room_bytes, dtype=torch.uint8)
         else:
             channel.room = slot if peer.remote else None
 
     def unpack(self, peer: Peer, push: Push, slot: Tensor) -> str | None:
-        """Writes a compressed update into the slot; returns the payload's checksum.
+        """Writes a compressed update, or a fragment, into its place in the slot; returns the payload's checksum.
 
         Raises:
-            RefusedError: a tensor is missing.
+            RefusedError: a tensor is missing, or is not of the size of its fragment.
             CodecError: the payload is none of this run's codec.
         """
         channel = peer.channel
         missing = not channel.with_tensor and (peer.remote or self.codec is not None)
         if missing and (self.codec is None or push.norm is None or math.isfinite(push.norm)):
             raise RefusedError("an update without its tensor")
+        if self.codec is None and channel.with_tensor:
+            self._place(peer, in_turn(self._fragments, push.sequence), slot)
         if self.codec is None or missing:
             return None
         data = self._arrived(peer)
         slot.copy_(self.codec.decode(data, self._size))
         return f"{checksum_of(data):08x}"
+
+    def _place(self, peer: Peer, fragment: Fragment, slot: Tensor) -> None:
+        """Moves a fragment, which arrives at the beginning of the slot, to its place."""
+        if peer.channel.tensor_bytes != 4 * fragment.size:
+            raise RefusedError(f"the fragment has {4 * fragment.size} bytes: {peer.channel.tensor_bytes} were sent")
+        if fragment.elements.start:
+            fragment.of(slot).copy_(slot[: fragment.size].clone())
 
     def take_parameters(self, peer: Peer, slot: Tensor) -> None:
         """Writes the parameters that a worker on another machine has sent into the slot.
@@ -60,12 +72,12 @@ class Payloads:
         Raises:
             RefusedError: they are not of the model's size.
         """
-        if self.codec is None or not peer.remote:
+        if not peer.remote:
             return  # they are there
-        data = self._arrived(peer)
-        if data.nbytes != 4 * self._size:
-            raise RefusedError(f"the parameters have {4 * self._size} bytes: {data.nbytes} were sent")
-        slot.view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
+        if (sent := peer.channel.tensor_bytes) != 4 * self._size:
+            raise RefusedError(f"the parameters have {4 * self._size} bytes: {sent} were sent")
+        if self.codec is not None:
+            slot.view(torch.uint8).copy_(torch.frombuffer(self._arrived(peer), dtype=torch.uint8))
 
     def _arrived(self, peer: Peer) -> memoryview:
         assert peer.channel.room is not None

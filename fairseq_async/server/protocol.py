@@ -103,10 +103,12 @@ class Pull:
         look_ahead: versions ahead along the server's last step.
         starts: work starts from them: the server's rule may look ahead, and they may be compressed. Otherwise they are
             the server's own, in fp32.
+        fragment_of: the number of an update of this worker, of whose fragment alone it asks; None for the whole model.
     """
 
     look_ahead: Annotated[float, Field(ge=0, le=1024)] = 0.0
     starts: bool = False
+    fragment_of: Annotated[int, Field(ge=0)] | None = None
     kind: Literal["pull"] = "pull"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fairseq_async.algorithms import Rule, Update
+from fairseq_async.algorithms import Fragment, Rule, Update, in_turn
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
 from fairseq_async.exchange import SharedMemory, linux
@@ -50,7 +50,8 @@ class Run:
         self.run_dir, self.spec, self.layout, self._tell = run_dir, spec, layout, tell
         self._starts = compressed_starts(spec)
         self.memory = SharedMemory.create(layout.size, slots, spec.publishes and self._starts is None)
-        self.payloads = Payloads(spec, layout)
+        self._fragments = layout.fragments(spec.fragments)
+        self.payloads = Payloads(spec, layout, self._fragments)
         self._coordinator: Coordinator | None = None
         self.upstream: Upstream | None = None
         self._published = -1
@@ -70,6 +71,10 @@ class Run:
         if self._coordinator is None:
             raise RefusedError("the server has no parameters yet")
         return self._coordinator
+
+    def fragment(self, sequence: int) -> Fragment:
+        """What a worker's update of this number is of; where a run has one fragment, the whole model."""
+        return in_turn(self._fragments, sequence)
 
     def check(self, name: str, spec: MethodSpec, layout: Layout) -> None:
         """
@@ -131,8 +136,8 @@ class Run:
 
     def checked_update(self, worker: int, push: Push) -> Update:
         """The update in the worker's slot; raises a RefusedError if no worker can have sent it."""
-        tokens = push.report.tokens or 0.0
-        update = Update(worker, push.sequence, push.base_version, push.weight, self.memory.slot(worker), tokens)
+        delta, tokens = self.fragment(push.sequence).of(self.memory.slot(worker)), push.report.tokens or 0.0
+        update = Update(worker, push.sequence, push.base_version, push.weight, delta, tokens)
         self.coordinator.check(update, push.report)
         return update
 
@@ -140,6 +145,10 @@ class Run:
         """The answer to a worker that asks for parameters, and these: a payload, or the worker's slot, into which they
         are written."""
         server, slot = self.coordinator.server, self.memory.slot(worker)
+        if pull.fragment_of is not None:
+            part = self.fragment(pull.fragment_of).of(slot)
+            server.give_fragment(pull.fragment_of, part)
+            return PullReply(server.version), part
         if self._starts is not None and pull.starts:
             payload = self._starts.payload(server, pull.look_ahead)
             if payload is not None:
@@ -201,6 +210,7 @@ class Run:
     def state_dict(self) -> State:
         """All that another server needs to go on, with workers that have been told the method."""
         own: State = {"method": self.spec.name, "inner_optimizer": inner_optimizer(self.spec)}
+        own["fragments"] = self.spec.fragments
         own["layout"] = self.layout.to_json()  # which an export names the tensors by
         if self._starts is not None:
             own["starts"] = self._starts.state_dict()
@@ -221,6 +231,11 @@ class Run:
     def _check_state(self, state: State) -> None:
         if state["method"] != self.spec.name:
             raise RefusedError(f"the checkpoint is of {state['method']}, this run is of {self.spec.name}")
+        if (count := state.get("fragments", 1)) != self.spec.fragments:
+            raise RefusedError(
+                f"the checkpoint's momentum is of {count} fragments, this run has {self.spec.fragments}: give "
+                f"{option('fragments')} {count}, or {option('reset_optimizer')}"
+            )
         before, now = state.get("inner_optimizer"), inner_optimizer(self.spec)
         if before != now and before is not None:
             raise RefusedError(

@@ -16,7 +16,7 @@ from fairseq_async.torch.training import AsyncTraining
 from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
-from fairseq_async.worker.overlap import local_sgd_worker
+from fairseq_async.worker.local_sgd_workers import local_sgd_worker
 from fairseq_async.worker.process import errors_in_one_line
 from fairseq_async.worker.replica import TensorReplica
 

@@ -98,6 +98,10 @@ class AsyncWorker:
         """Takes what this worker's next work starts from: here the server's current parameters."""
         self.pull()
 
+    def start_again(self) -> None:
+        """Takes anew what the present work starts from, which a replay gives after the exchange."""
+        self.pull()
+
     def pin_exchanged(self) -> None:
         """Lets a GPU reach what server and worker hand each other by itself. Before each exchange: it lies elsewhere
         after the server has come back."""

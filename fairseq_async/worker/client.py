@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from fairseq_async.algorithms import Fragment, in_turn
 from fairseq_async.errors import ExchangeError, RefusedError
 from fairseq_async.exchange import SharedMemory
 from fairseq_async.exchange.addresses import LOOPBACK
@@ -80,11 +81,11 @@ class Client:
         self._schedule_events, self._received = 0, 0  # the second: bytes of parameters, since the last push
         self.compressor: Compressor | None = None
         self._receiver: ParameterReceiver
+        self._fragments: tuple[Fragment, ...]
         self._may_reject = False
         self._restored_version: int | None = None  # of a server that was started again, until this worker has pulled
-        self.lock = (
-            threading.RLock()
-        )  # of connection and slot, held for a request and its answer, or for a sign of life
+        # of connection and slot, for a request and its answer, or for a sign of life
+        self.lock = threading.RLock()
         self._channel = self._connect(worker)
         self.worker, self.workers = self._channel.worker, self._channel.workers
         self._server = self._channel.server  # the process with which this worker has joined
@@ -97,7 +98,7 @@ class Client:
         self._joined_with = layout, spec
         codec = spec.compress.push
         self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
-        self._receiver = ParameterReceiver(spec, layout)
+        self._receiver, self._fragments = ParameterReceiver(spec, layout), layout.fragments(spec.fragments)
         self._may_reject = spec.server.max_update_norm_ratio is not None or spec.staleness_limit is not None
         with self.lock:
             try:
@@ -136,8 +137,9 @@ class Client:
         return answer
 
     def _push(self, push: Push) -> PushReply:
-        report = replace(push.report, bytes_sent=4 * self.slot.numel())
-        return self._ask(replace(push, report=report), PushReply, lambda: self._sent)
+        report = replace(push.report, bytes_sent=4 * self._part(push.sequence).numel())
+        push = replace(push, report=report)
+        return self._ask(push, PushReply, lambda: self._part(push.sequence) if self.remote else None)
 
     def _push_compressed(self, push: Push, compressor: Compressor) -> PushReply:
         """The payload goes behind the message, also to a server on this machine, which decodes it into the slot."""
@@ -173,6 +175,15 @@ class Client:
             raise ExchangeError("this worker has not joined the run")
         return self._slot
 
+    def _part(self, sequence: int | None) -> Tensor:
+        """What the slot has of the fragment of an update of this number; None for all of it."""
+        return self.slot if sequence is None else in_turn(self._fragments, sequence).of(self.slot)
+
+    def _make_room(self, fragment_of: int | None) -> None:
+        """For what comes behind the next answer, with whose question nothing is sent; at each attempt to ask, since a
+        server that comes back may bring another connection."""
+        self._receiver.open(self._channel, self._part(fragment_of) if self.remote else None)
+
     @property
     def exchanged(self) -> dict[str, Tensor]:
         """The vectors through which this worker and the server hand each other numbers, by names for them."""
@@ -184,13 +195,21 @@ class Client:
         """What goes behind a message that hands over the slot."""
         return self._slot if self.remote else None
 
-    def pull(self, copy: Callable[[Tensor], object], look_ahead: float = 0.0, starts: bool = False) -> int:
+    def pull(
+        self,
+        copy: Callable[[Tensor], object],
+        look_ahead: float = 0.0,
+        starts: bool = False,
+        fragment_of: int | None = None,
+    ) -> int:
         """Calls ``copy(flat parameters)`` on one version and returns it; other workers may do so at the same time.
 
         Args:
             look_ahead: versions ahead of it along the server's last step; only the server can compute these parameters.
             starts: work starts from them: they may be ahead of the server's own where its rule looks ahead, and
                 compressed. Otherwise they are the server's own, in fp32.
+            fragment_of: the number of an update of this worker, of whose fragment alone it asks. The fragment is in its
+                place in the slot then; ``copy`` is called on all of the slot.
         """
         while (memory := self.memory) is not None and memory.publishes and not look_ahead:
             try:
@@ -205,8 +224,10 @@ class Client:
                     if memory is self.memory:
                         self._reconnect(error)
         with self.lock:
-            reply, self._restored_version = self._ask(protocol.Pull(look_ahead, starts), protocol.PullReply), None
-            self._received += self._receiver.take(self._channel, reply, self.slot)
+            request = protocol.Pull(look_ahead, starts, fragment_of)
+            reply = self._ask(request, protocol.PullReply, lambda: self._make_room(fragment_of))
+            self._restored_version = None
+            self._received += self._receiver.take(self._channel, reply, self._part(fragment_of))
         copy(self.slot)
         return reply.version
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fairseq_async.config import AsyncLocalSGDOptions, LocalSGDOptions
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server.protocol import Assignment, Push, PushReply
 from fairseq_async.worker.client import Client
@@ -14,13 +13,7 @@ from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.replica import Replica
 
 
-def local_sgd_worker(client: Client, replica: Replica, options: LocalSGDOptions) -> LocalSGDWorker:
-    """A worker of local SGD, as the options say."""
-    overlaps = isinstance(options, AsyncLocalSGDOptions) and options.overlap
-    return (OverlappedLocalSGDWorker if overlaps else LocalSGDWorker)(client, replica, options.max_refused)
-
-
-class _Exchanged(NamedTuple):
+class Exchanged(NamedTuple):
     """What has come of an exchange: the answer, the next work, and the version of the parameters in the slot."""
 
     answer: PushReply
@@ -44,7 +37,7 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
     def __init__(self, client: Client, replica: Replica, max_refused: int) -> None:
         super().__init__(client, replica, max_refused)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="exchange")
-        self._exchange: Future[_Exchanged] | None = None
+        self._exchange: Future[Exchanged] | None = None
         self._sent = self._moved = torch.empty(0)
 
     def step(self, seconds: float, loss: float | Tensor | None = None, position: JsonObject | None = None) -> bool:
@@ -67,6 +60,10 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
 
     def settle(self) -> None:
         """Takes the answer that is on its way, if there is one."""
+        self.take_answer()
+
+    def take_answer(self) -> None:
+        """Waits for the answer that is on its way, if there is one, and goes on from what it brings."""
         if self._exchange is None:
             return
         started = self.clock()
@@ -79,32 +76,36 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
             self.replica.write(self.client.slot)
         else:
             self.done, self._losses, self._step_seconds, self.epochs, self.tokens = counted
-            self._add_what_was_done_meanwhile()
+            self._go_on_from(answer)
         self._note(answer)
         self.last["steps_in_flight"] = float(counted[0])
 
     def _send(self, position: JsonObject | None) -> None:
-        if not self._sent.numel():
-            self._sent, self._moved = torch.zeros_like(self.client.slot), torch.zeros_like(self.client.slot)
-            self.replica.device.pin("sent", self._sent)
-            self.replica.device.pin("moved", self._moved)
-        self.replica.read(self._sent)
+        self._keep_sent()
         self._exchange = self._thread.submit(self._exchange_in_thread, self.message(position))
         self.sequence += 1
         self.offset += self.done
         self._progress += self.assignment.progress_per_step * self.done
         self.restart_counts()
 
-    def _exchange_in_thread(self, push: Push) -> _Exchanged:
+    def _keep_sent(self) -> None:
+        if not self._sent.numel():
+            self._sent, self._moved = torch.zeros_like(self.client.slot), torch.zeros_like(self.client.slot)
+            self.replica.device.pin("sent", self._sent)
+            self.replica.device.pin("moved", self._moved)
+        self.replica.read(self._sent)
+
+    def _exchange_in_thread(self, push: Push) -> Exchanged:
         """In the other thread, which has the connection and the slot to itself until the future is done."""
         answer = self.client.push(self._subtract_sent, push)
         finished, assignment = self._wait_while_idle(answer.finished, answer.assignment)
         version = self.client.pull(lambda flat: None, starts=not finished)
-        return _Exchanged(answer, finished, assignment, version)
+        return Exchanged(answer, finished, assignment, version)
 
     def _subtract_sent(self, slot: Tensor) -> None:
         slot.sub_(self._sent)
 
-    def _add_what_was_done_meanwhile(self) -> None:
+    def _go_on_from(self, answer: PushReply) -> None:
+        """Adds to the server's parameters what was done meanwhile."""
         self.replica.read(self._moved)
         self.replica.write(self._moved.sub_(self._sent).add_(self.client.slot))

@@ -44,7 +44,7 @@ class ParameterReceiver:
         """
         self.payload = None
         if self._codec is None or not (channel.with_tensor or reply.compressed):
-            return 4 * self._size  # they are there
+            return 4 * slot.numel()  # they are there
         size = channel.tensor_bytes if channel.with_tensor else 0
         data = memoryview(self._room.numpy().data)[:size]
         if reply.compressed:

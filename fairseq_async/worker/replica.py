@@ -34,6 +34,10 @@ class Replica(Protocol):
         """θ ← flat"""
         ...
 
+    def part(self, tensors: slice) -> "Replica":
+        """A replica of these tensors of the layout alone, of the same model."""
+        ...
+
 
 class TensorReplica:
     """Parameters as the model has them, on any device: those that an optimizer steps are in fp32.
@@ -44,7 +48,7 @@ class TensorReplica:
 
     def __init__(self, named: Sequence[tuple[str, Tensor]], speaks: bool = True) -> None:
         self.layout = Layout.of(named)
-        self._tensors = [tensor for _, tensor in named]
+        self._named, self._tensors = named, [tensor for _, tensor in named]
         self._speaks = speaks
         self.device = device_of(self._tensors)
 
@@ -61,6 +65,9 @@ class TensorReplica:
     def write(self, flat: Tensor) -> None:
         unpack(self._tensors, between(self.device, flat).upload(flat))
 
+    def part(self, tensors: slice) -> "TensorReplica":
+        return TensorReplica(self._named[tensors], self._speaks)
+
 
 class MasterReplica:
     """fp32 masters of low-precision parameters, of which this rank may hold a part.
@@ -76,6 +83,7 @@ class MasterReplica:
     ) -> None:
         self._speaks = speaks
         self.layout = Layout.of(named)
+        self._named, self._given = named, masters
         self._parameters = [tensor for _, tensor in named]
         self._held = [None if given is None else given[0] for given in masters]
         self._masters = [given[1] for given in masters if given is not None]
@@ -97,6 +105,9 @@ class MasterReplica:
         near = between(self._parameter_device, flat).upload(flat)
         copy_fused(self._masters, self._parts(near if self.device is self._parameter_device else flat))
         copy_fused(self._parameters, list(self.layout.views(near)))
+
+    def part(self, tensors: slice) -> "MasterReplica":
+        return MasterReplica(self._named[tensors], self._given[tensors], self._speaks)
 
     def _local_parts(self, flat: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """The places of this rank's masters in ``flat``, and the masters where that is; none if it does not speak."""

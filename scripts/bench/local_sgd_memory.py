@@ -15,7 +15,7 @@ from fairseq_async.config import DelayedNesterovOptions  # noqa: E402
 from fairseq_async.method_spec import local_sgd_spec  # noqa: E402
 from fairseq_async.server.process import ServerProcess  # noqa: E402
 from fairseq_async.worker.client import Client  # noqa: E402
-from fairseq_async.worker.overlap import local_sgd_worker  # noqa: E402
+from fairseq_async.worker.local_sgd_workers import local_sgd_worker  # noqa: E402
 from fairseq_async.worker.replica import TensorReplica  # noqa: E402
 from scripts.bench import exchange_times, jobs  # noqa: E402
 from scripts.bench.memory import UPDATES, WORKERS, Memory, server_rows  # noqa: E402

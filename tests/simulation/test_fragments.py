@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import Fragment
-from fairseq_async.config import NesterovOptions, ServerOptions
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.method_spec import local_sgd_spec
 from fairseq_async.simulation.fragments import FragmentedWork
 from fairseq_async.simulation.gaussians import Gaussians
 from tests.helpers.references import DelayedNesterov64
@@ -153,9 +151,3 @@ def test_what_shows_with_the_model_or_the_rule_is_refused_too(
     with pytest.raises(ConfigurationError) as caught:
         trial(experiment(tmp_path, methods={"it": STREAMING | {"fragment_delay": 0} | changes}))
     assert said in str(caught.value)
-
-
-def test_a_real_run_refuses_fragments() -> None:
-    for options, name in ((NesterovOptions(fragments=2), "--fragments"), (NesterovOptions(fragment_delay=1), "delay")):
-        with pytest.raises(ConfigurationError, match=f"{name} is for the simulator only"):
-            local_sgd_spec(options, 2, [], ServerOptions(), {})

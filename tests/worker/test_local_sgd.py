@@ -20,7 +20,7 @@ from fairseq_async.server.process import ServerProcess
 from fairseq_async.server.protocol import Push, PushReply
 from fairseq_async.validation import checked
 from fairseq_async.worker.client import Client
-from fairseq_async.worker.overlap import local_sgd_worker
+from fairseq_async.worker.local_sgd_workers import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
 from tests.helpers.references import DelayedNesterov64
 
