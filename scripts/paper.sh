@@ -18,3 +18,4 @@ grid() {
 grid outer_optimizers --scheduling none
 grid inner_optimizers --scheduling none
 grid outer_rules
+grid fragments --scheduling none

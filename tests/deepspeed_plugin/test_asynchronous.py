@@ -218,6 +218,7 @@ def test_the_file_of_adasum_is_loaded_and_runs_a_few_steps(processes: Processes,
         ({"c": 0.5, "delay": 4}, r'"c" is 0.5: with "delay" 4 it must be in \[0, 1/4\]'),
         ({"delay": 0}, '"delay": Input should be greater than or equal to 1'),
         ({"island_size": 0}, '"island_size"'),
+        ({"island_size": 2, "fragments": 2}, '"fragments" is not supported with "island_size" above 1'),
         ({"server": "10.0.0.1"}, r'"async_training": "server": an address is written HOST:PORT.*it is \'10.0.0.1\''),
         ({"outer": "sgd", "outer_momentum": 0.9}, '"outer_momentum" is of no use with "outer" sgd'),
     ],
@@ -227,9 +228,10 @@ def test_a_mistake_in_the_section_names_its_key(change: dict[str, Any], message:
     config = json.loads(CONFIGS[-1].read_text())
     config["async_training"] = {"method": "local_sgd", "outer": "delayed_nesterov"} | change
     with pytest.raises(ConfigurationError, match=message) as caught:
-        _, _, options = configuration.split(config, "file.json")
+        plain, section, options = configuration.split(config, "file.json")
         assert isinstance(options, LocalSGDOptions)
         options.for_workers(2)
+        configuration.check(plain, options, section, "file.json")
     assert "\n" not in str(caught.value) and str(caught.value).startswith(("file.json", '"c" is'))
 
 

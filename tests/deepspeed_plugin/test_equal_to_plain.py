@@ -34,6 +34,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp16": ("diloco", {"async_training": LOCAL, **FP16}),
     "fp16_zero": ("diloco", {"async_training": LOCAL, "zero_optimization": {"stage": 1}, **FP16}),
     "bf16": ("diloco", {"async_training": LOCAL, **BF16}),
+    "fragments": ("diloco", {"async_training": LOCAL | {"fragments": 2}, "zero_optimization": {"stage": 3}}),
     "nan": ("diloco", {"async_training": LOCAL}),
     "nan_overlap": ("diloco", {"async_training": LOCAL | {"overlap": True}}),
     "nan_bf16": ("diloco", {"async_training": LOCAL, **BF16}),
@@ -127,6 +128,14 @@ def test_local_steps_that_the_server_takes_as_they_are_are_plain_sgd(
     server = torch.load(state, weights_only=True)["server"]["parameters"]
     assert server.dtype == torch.float32 and error(server.double(), ended) < tolerance
     assert torch.equal(flat(model), server.to(KINDS.get(name, torch.float32)).double())
+
+
+def test_fragments_that_the_server_takes_as_they_are_are_plain_sgd_till_they_are_sent(result: Result) -> None:
+    """The first tensor, which is the larger half, goes after steps 2, 6 and 10, the others after 4, 8 and 12."""
+    out, seen = result("fragments")
+    model = flat(torch.load(out / "worker-0-0.pt", weights_only=True))
+    before, ended = (plain(seen["drawn"], seen["rates"], 1, steps) for steps in (STEPS - 2, STEPS))
+    assert error(model, torch.cat([before[:128], ended[128:]])) < EXACT < error(model, ended)
 
 
 @pytest.mark.parametrize(("name", "tolerance"), {"nan": EXACT, "nan_overlap": EXACT, "nan_bf16": BRAIN}.items())
