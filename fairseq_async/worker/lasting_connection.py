@@ -1,0 +1,272 @@
+"""A worker's connection to its run, which is made anew when it breaks or the server dies, and the worker's slot."""
+
+import logging
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fairseq_async.errors import ExchangeError, RefusedError
+from fairseq_async.exchange import SharedMemory
+from fairseq_async.exchange.addresses import LOOPBACK
+from fairseq_async.exchange.tls import worker_context
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server import Layout, protocol
+from fairseq_async.server.protocol import Push, PushReply, Request, Welcome
+from fairseq_async.worker.connection import CONNECT_SECONDS, Connection
+from fairseq_async.worker.receiver import ParameterReceiver
+from fairseq_async.worker.signs_of_life import SignsOfLife
+
+logger = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds between two attempts to connect
+_SIGNS_OF_LIFE = 4  # in the time after which the server gives a worker up
+
+
+class LastingConnection:
+    """Connects one worker to the server of its run, and again when the connection breaks or the server dies.
+
+    On the same machine, which is what the address 127.0.0.1 says, tensors go through shared memory; to any other
+    address they go behind the messages.
+
+    Every method raises :class:`ExchangeError` when the server stays away and :class:`RefusedError` when it says no.
+
+    Args:
+        worker: its id; None asks for one that was not announced, see ``worker`` then.
+        patience: seconds for which a worker waits for a server that is gone. A request without an answer is sent
+            again; the server knows the updates that it has settled.
+        on_loss: called in a second thread, with the reason, when the server stays away while this worker computes.
+        tls: directory of certificates, of a server whose connections are encrypted.
+
+    Attributes:
+        worker: this worker's id.
+        workers: how many were announced.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        worker: int | None,
+        patience: float = 0.0,
+        on_loss: Callable[[str], None] | None = None,
+        tls: Path | None = None,
+    ) -> None:
+        self.address, self.patience = address, patience
+        self._encryption = None if tls is None else worker_context(tls)
+        self.remote = address.rpartition(":")[0] != LOOPBACK
+        self.memory: SharedMemory | None = None
+        self._token, self._instance, self._joins = token, uuid.uuid4().hex, worker is None
+        self._slot: Tensor | None = None
+        self._joined_with: tuple[Layout, MethodSpec] | None = None
+        self.left = threading.Event()
+        self._initialised = False  # whether the server has parameters
+        self._state_path = ""  # where worker 0 may bring it a state
+        self._in_slot = -1  # sequence number of an update that was answered early: it may still be in the slot
+        self._receiver: ParameterReceiver
+        self._restored_version: int | None = None  # of a server that was started again, until this worker has pulled
+        # of connection and slot, for a request and its answer, or for a sign of life
+        self.lock = threading.RLock()
+        self._channel = self._connect(worker)
+        self.worker, self.workers = self._channel.worker, self._channel.workers
+        self._server = self._channel.server  # the process with which this worker has joined
+        self._signs_of_life = None if on_loss is None else SignsOfLife(self, on_loss)
+
+    def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
+        """Introduces the worker; waits until the server has parameters, unless this is worker 0, who brings them."""
+        self._receiver = ParameterReceiver(spec, layout)
+        self._joined_with = layout, spec  # last: from now on the second thread may join again
+        with self.lock:
+            try:
+                return self._hello()
+            except ExchangeError as error:
+                return self._reconnect(error)
+
+    # The slot
+
+    def use(self, memory: SharedMemory) -> None:
+        """Keeps the slot of a remote server in memory that other processes of this machine can open."""
+        self.memory = memory
+        self._slot = memory.slot(0)
+        self._receiver.open(self._channel, self._sent)
+
+    def hold_slot(self) -> AbstractContextManager[object]:
+        """Within this the slot stays where it is: a server that comes back brings another one."""
+        return self.lock
+
+    @property
+    def slot(self) -> Tensor:
+        """What this worker and the server hand each other, flat: an update before a push, and where nothing is
+        published the parameters after a pull."""
+        if self._slot is None:
+            raise ExchangeError("this worker has not joined the run")
+        return self._slot
+
+    @property
+    def exchanged(self) -> dict[str, Tensor]:
+        """The vectors through which this worker and the server hand each other numbers, by names for them."""
+        published = {} if self.memory is None or not self.memory.publishes else {"published": self.memory.published}
+        return {"slot": self.slot} | published
+
+    @property
+    def _sent(self) -> Tensor | None:
+        """What goes behind a message that hands over the slot."""
+        return self._slot if self.remote else None
+
+    # Requests
+
+    def _ask(
+        self, request: Request, expected: type[_Answer], tensor: Callable[[], Tensor | None] = lambda: None
+    ) -> _Answer:
+        """Sends one request, with the tensor that is to go behind it at that time, and waits for its answer."""
+        with self.lock:
+            while True:
+                try:
+                    self._channel.send(protocol.encode(self._rebased(request)), tensor())
+                    return self._outdated(self._channel.answer(expected))
+                except ExchangeError as error:
+                    self._reconnect(error)
+
+    def _rebased(self, request: Request) -> Request:
+        """A server that came back may be at a version before the one that an update started from."""
+        if self._restored_version is None or not isinstance(request, Push):
+            return request
+        return replace(request, base_version=min(request.base_version, self._restored_version))
+
+    def _outdated(self, answer: _Answer) -> _Answer:
+        """Version n of a server that came back is not the version n that this worker has: it must pull."""
+        if self._restored_version is None or not isinstance(answer, PushReply):
+            return answer
+        return replace(answer, version=-1)
+
+    def leave(self, finished: bool) -> None:
+        """Ends the connection, once; ``finished`` ends the run for every worker."""
+        if self.left.is_set():
+            return
+        self.left.set()
+        with self.lock:
+            try:
+                self._channel.send(protocol.encode(protocol.Leave(finished)))
+                if self._channel.is_readable(CONNECT_SECONDS):  # a server that is stuck holds nobody back
+                    self._channel.receive()
+            except ExchangeError:
+                pass  # it had ended before us
+            finally:
+                self._channel.close()
+        self._end_signs()
+
+    def _end_signs(self) -> None:
+        if self._signs_of_life is not None:
+            self._signs_of_life.end()
+
+    def close(self) -> None:
+        """Ends the connection without a word: to the server this worker has died, and may come back."""
+        self.left.set()
+        with self.lock:
+            self._channel.close()
+        self._end_signs()
+
+    # The connection
+
+    def _connect(self, worker: int | None) -> Connection:
+        return Connection(self.address, self._token, worker, self._joins, self._instance, self._encryption)
+
+    def _hello(self) -> Welcome:
+        assert self._joined_with is not None
+        layout, spec = self._joined_with
+        self._channel.send(protocol.encode(protocol.Hello(spec, layout, self.remote)))
+        welcome = self._channel.answer(Welcome)
+        self._channel.give_up_after(spec.server.worker_timeout)
+        self._initialised, self._state_path = welcome.initialised, welcome.state_path
+        before = self._slot
+        if self.remote:
+            if before is None:
+                self._slot = torch.zeros(layout.size)
+        else:
+            if self.memory is not None:
+                self.memory.close()
+            shape = layout.size, welcome.slots, welcome.publishes
+            self.memory = SharedMemory.attach(welcome.memory, *shape)
+            self._slot = self.memory.slot(self.worker)
+            if before is not None and before.data_ptr() != self._slot.data_ptr():
+                self._slot.copy_(before)  # of a server that is no more: an update, or where local steps started
+            self._in_slot = -1
+        self._receiver.open(self._channel, self._sent)
+        return welcome
+
+    def _reconnect(self, error: ExchangeError) -> Welcome:
+        """Connects and joins again, for as long as patience allows.
+
+        Raises:
+            ExchangeError: it stays away.
+            RefusedError: it does not take this worker any more.
+        """
+        if self._joined_with is None or self.left.is_set():
+            raise error
+        deadline, pause, said = time.monotonic() + self.patience, _FIRST_PAUSE, False
+        while time.monotonic() < deadline:
+            try:
+                return self._connect_again()
+            except ExchangeError:
+                if not said and pause > 1:
+                    limit = f" for {self.patience:.0f} s" if self.patience < math.inf else ""
+                    logger.warning("%s; trying again%s", self.loss, limit)
+                    said = True
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        raise ExchangeError(self.loss) from error
+
+    def _connect_again(self) -> Welcome:
+        self._channel.close()
+        self._channel = self._connect(self.worker)
+        begun = self._initialised
+        welcome = self._hello()
+        if begun and not welcome.initialised:
+            raise RefusedError(f"the server at {self.address} came back without the run's state, see server.log")
+        if self._channel.server != self._server:
+            self._server, self._restored_version = self._channel.server, welcome.version
+        return welcome
+
+    def _wait_until_taken(self) -> None:
+        if self.memory is None or self.remote:
+            return
+        try:
+            self.memory.wait_until_taken(self.worker, self._in_slot, partial(self._is_gone, self.memory))
+        except ExchangeError as error:
+            self._reconnect(error)
+
+    def _is_gone(self, memory: SharedMemory) -> bool:
+        """Whether the server has ended, or another has come since."""
+        return memory is not self.memory or self._channel.is_closed()
+
+    @property
+    def loss(self) -> str:
+        """What to say when the server stays away."""
+        return f"the server at {self.address} is gone; the run continues from its last checkpoint when started again"
+
+    # Signs of life, from another thread
+
+    def wait_for_loss(self) -> None:
+        """Returns when the connection is lost, or the next sign of life is due."""
+        self._channel.is_closed(self._channel.timeout / _SIGNS_OF_LIFE)
+
+    def show_life(self, lost: bool) -> None:
+        """Says that this worker computes; connects again where the connection was ``lost``."""
+        if self._joined_with is None:
+            return
+        if lost:
+            self._connect_again()
+        elif self._channel.is_closed():
+            raise ExchangeError(self.loss)
+        else:
+            self._channel.send(protocol.encode(protocol.Alive()))
