@@ -36,6 +36,8 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
         super().__init__(client, replica, options.max_refused)
         self._delay = options.fragment_delay
         self._fragments = replica.layout.fragments(options.fragments)
+        self._parts: list[Replica] = []
+        self._whole: Replica | None = None  # whose parts they are; the replica may be set again
         self._pulled: int | None = None  # update whose fragment was taken last; None for the whole model
 
     def step(self, seconds: float, loss: float | Tensor | None = None, position: JsonObject | None = None) -> bool:
@@ -88,7 +90,7 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
 
     def _keep_sent(self) -> None:
         fragment = in_turn(self._fragments, self.sequence)
-        self.replica.part(fragment.tensors).read(self._room(fragment))
+        self._part(fragment).read(self._room(fragment))
 
     def _exchange_in_thread(self, push: Push) -> Exchanged:
         fragment = in_turn(self._fragments, push.sequence)
@@ -108,11 +110,17 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
 
     def _blend(self, fragment: Fragment, steps: int) -> None:
         """Takes the fragment in the slot, ``steps`` after it was sent."""
-        part, local = self.replica.part(fragment.tensors), self._room(fragment)
+        part, local = self._part(fragment), self._room(fragment)
         if steps:
             part.read(local)
         blend(local, fragment.of(self.client.slot), steps)
         part.write(local)
+
+    def _part(self, fragment: Fragment) -> Replica:
+        """This worker's own parameters of the fragment; made once, since each may have a GPU's stream and memory."""
+        if self._whole is not self.replica:
+            self._whole, self._parts = self.replica, [self.replica.part(each.tensors) for each in self._fragments]
+        return self._parts[self._fragments.index(fragment)]
 
     def _room(self, fragment: Fragment) -> Tensor:
         """Memory for this worker's own fragment: what is sent of it, and, when that is done, what is blended."""

@@ -5,9 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from fairseq_async.server import local_sgd_main
+from fairseq_async.worker.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.replica import TensorReplica
+from scripts.faults.thread_server import ThreadServer
 from tests.helpers.fake_cuda import FakeCuda, install
+from tests.helpers.fragments import Descent, streaming
 from tests.helpers.hybrid_job import HybridJob
 from tests.helpers.local_sgd_workers import LAYOUT, local_sgd
 from tests.helpers.server_client import StartThreadServer, join_patiently
@@ -62,3 +66,22 @@ def test_an_exchange_of_local_steps_is_one_transfer_each_way(tmp_path: Path, cud
         assert theta.tolist() == [1.0] * 3
         assert (cuda.to_memory, cuda.to_gpu) == (before[0] + 1, before[1] + 1)
         assert cuda.synchronisations == 0
+
+
+def test_a_fragment_is_read_when_it_is_sent_and_read_and_written_when_it_is_blended_in(
+    tmp_path: Path, cuda: FakeCuda
+) -> None:
+    server = ThreadServer(1, tmp_path, build=local_sgd_main.build)
+    try:
+        worker = Descent(Client(server.address, server.token, 0), streaming(delay=1), 1)
+        for _ in range(5):  # fragments are sent after every second step; the first pins
+            worker.step()
+        before = cuda.to_memory, cuda.to_gpu, cuda.unpinned
+        with cuda:
+            assert not worker.step()
+            assert (cuda.to_memory, cuda.to_gpu) == (before[0] + 1, before[1])
+            assert worker.step()
+            assert (cuda.to_memory, cuda.to_gpu) == (before[0] + 2, before[1] + 1)
+        assert (cuda.late, cuda.unpinned) == (0, before[2])
+    finally:
+        server.stop()
