@@ -14,11 +14,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Annotated, Any
 
 import typer
@@ -69,23 +69,39 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A run in fp32 and the one with a codec after it, each by its points, with the load of the machine before each."""
+class Run:
+    """What one run came to.
 
-    plain: list[Point]
-    coded: list[Point]
-    loads: tuple[float, float]
+    Attributes:
+        points: at the beginning and after each round.
+        exchange: seconds of worker 1 between its last step of a round and its first one of the next, the median.
+        load: of the machine, before the run.
+    """
+
+    points: list[Point]
+    exchange: float
+    load: float
+
+    @classmethod
+    def from_json(cls, given: dict[str, Any]) -> Run:
+        return cls(**given | {"points": [Point(**point) for point in given["points"]]})
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A run in fp32, and the one with a codec after it."""
+
+    plain: Run
+    coded: Run
 
     @classmethod
     def from_json(cls, given: dict[str, Any]) -> Pair:
-        plain, coded = ([Point(**point) for point in given[side]] for side in ("plain", "coded"))
-        first, second = given["loads"]
-        return cls(plain, coded, (first, second))
+        return cls(Run.from_json(given["plain"]), Run.from_json(given["coded"]))
 
     def reached(self) -> tuple[Point | None, Point | None]:
         """Where each run has the last loss of the one in fp32."""
-        target = self.plain[-1].loss
-        return first_at(self.plain, target), first_at(self.coded, target)
+        target = self.plain.points[-1].loss
+        return first_at(self.plain.points, target), first_at(self.coded.points, target)
 
     @property
     def sooner(self) -> float:
@@ -114,6 +130,11 @@ def points_of(curve: Curve, events: Sequence[Event], far: int = WORKERS - 1) -> 
     return points
 
 
+def exchange_of(events: Sequence[Event], far: int = WORKERS - 1) -> float:
+    """The median of worker ``far``; its first update comes after none."""
+    return median(event.exchange_seconds for event in [event for event in events if event.worker == far][1:])
+
+
 class Bench:
     """Runs pairs, and keeps what they have come to in ``out``."""
 
@@ -129,11 +150,7 @@ class Bench:
         """fp32, then the codec."""
         key = f"{mbit:g} Mbit/s; {codec}; seed {seed}; {self._rounds(codec)} rounds of {self.local_steps}"
         if key not in self._done:
-            loads, runs = [], []
-            for name in (FP32, codec):
-                loads.append(round(os.getloadavg()[0], 2))
-                runs.append(self._run(mbit, name, seed))
-            self._done[key] = Pair(runs[0], runs[1], (loads[0], loads[1]))
+            self._done[key] = Pair(self._run(mbit, FP32, seed), self._run(mbit, codec, seed))
             with self._file.open("a") as file:
                 file.write(jsonlib.dumps({"key": key, "pair": asdict(self._done[key])}) + "\n")
             print(f"{key}: {self._done[key].sooner:.3g} times sooner", file=sys.stderr, flush=True)
@@ -142,7 +159,8 @@ class Bench:
     def _rounds(self, name: str) -> int:
         return math.ceil(self.rounds * self.longer) if name in SLOWER else self.rounds
 
-    def _run(self, mbit: float, name: str, seed: int) -> list[Point]:
+    def _run(self, mbit: float, name: str, seed: int) -> Run:
+        load = round(os.getloadavg()[0], 2)
         directory = self.out / f"{name}-{seed}"
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
@@ -154,7 +172,7 @@ class Bench:
             _train(directory, host)
         curve = Curve(**jsonlib.loads((directory / "curve.json").read_text()))
         events = [Event.from_json(line) for line in (directory / "events.jsonl").read_bytes().splitlines()]
-        return points_of(curve, events)
+        return Run(points_of(curve, events), exchange_of(events), load)
 
 
 def _cable(mbit: float) -> Cable:
@@ -207,14 +225,20 @@ def row(codec: str, pairs: Sequence[Pair]) -> dict[str, Any]:
         "times sooner": fmean(pair.sooner for pair in pairs),
         "rounds": ", ".join(_rounds(pair) for pair in pairs),
         "fewer bytes to it": fmean(plain.bytes / coded.bytes for plain, coded in both) if both else math.nan,
-        "last losses": ", ".join(f"{pair.plain[-1].loss:.3f}:{pair.coded[-1].loss:.3f}" for pair in pairs),
-        "loads": ", ".join(f"{pair.loads[0]:.1f}:{pair.loads[1]:.1f}" for pair in pairs),
+        "exchange, s": _both(pairs, lambda run: f"{run.exchange:.2f}"),
+        "last losses": _both(pairs, lambda run: f"{run.points[-1].loss:.3f}"),
+        "loads": _both(pairs, lambda run: f"{run.load:.1f}"),
     }
 
 
+def _both(pairs: Sequence[Pair], what: Callable[[Run], str]) -> str:
+    """Of fp32 and of the codec."""
+    return ", ".join(f"{what(pair.plain)}:{what(pair.coded)}" for pair in pairs)
+
+
 def _rounds(pair: Pair) -> str:
-    plain, coded = pair.reached()
-    return ":".join("-" if at is None else str(run.index(at)) for at, run in ((plain, pair.plain), (coded, pair.coded)))
+    runs = zip(pair.reached(), (pair.plain, pair.coded), strict=True)
+    return ":".join("-" if at is None else str(run.points.index(at)) for at, run in runs)
 
 
 def _rates(given: str) -> list[float]:
