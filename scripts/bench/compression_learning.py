@@ -1,6 +1,6 @@
 """What codecs do to the loss, and how much the adaptive ones send: real gradients under the simulator's virtual clock.
 
-Six experiments of recipes/paper, each with several seeds: codecs under local SGD on C4, with and without momentum;
+Five experiments of recipes/paper, each with several seeds: codecs under local SGD on C4, with and without momentum;
 AdaComp and DQ-SGD on the gradients of C4 and of Multi30k; gs-SGD beside top-k of the same bytes. Bytes are those of the
 payloads, headers included. What was run is kept, and not run again.
 """
@@ -36,10 +36,9 @@ from fairseq_async.simulation.workers import SharedModel  # noqa: E402
 from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
-LOCAL_SGD, OUTER_SGD, OUTER_RATES, GRADIENTS, MULTI30K, SKETCH = (
+LOCAL_SGD, OUTER_SGD, GRADIENTS, MULTI30K, SKETCH = (
     "compression_c4",
     "compression_c4_sgd",
-    "compression_c4_sgd_rates",
     "compression_gradients",
     "compression_multi30k",
     "compression_sketch",
@@ -47,7 +46,6 @@ LOCAL_SGD, OUTER_SGD, OUTER_RATES, GRADIENTS, MULTI30K, SKETCH = (
 TITLES = {
     LOCAL_SGD: "C4 tiny, local SGD",
     OUTER_SGD: "C4 tiny, local SGD with outer SGD",
-    OUTER_RATES: "C4 tiny, local SGD with outer SGD at several rates",
     GRADIENTS: "C4 tiny, hybrid",
     MULTI30K: "Multi30k, hybrid",
     SKETCH: "C4 tiny, four synchronous workers",
