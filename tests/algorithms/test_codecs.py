@@ -42,6 +42,17 @@ def decoded(codec: Codec, values: Tensor, seed: int = 0) -> Tensor:
     return codec.decode(codec.encode(values, seed), values.numel())
 
 
+@pytest.mark.parametrize("codec", [Int8(), E3M0()], ids=name_of)
+def test_a_vector_too_large_for_ordinary_pages_is_decoded_as_its_parts_are(codec: Codec) -> None:
+    """3 million values and one; a block of zeros between its parts has the scale of neither."""
+    part, zeros = vector(1_500_160, 3.0), torch.zeros(256)
+    whole = torch.cat([part, zeros, part, torch.tensor([-7.0])])
+    back = decoded(codec, whole)
+    assert back.shape == whole.shape and not back[part.numel() : part.numel() + 256].any()
+    assert torch.equal(back[: part.numel()], decoded(codec, part))
+    assert torch.equal(back[-1 - part.numel() : -1], decoded(codec, part)) and back[-1] == pytest.approx(-7.0)
+
+
 @pytest.mark.parametrize("codec", codecs(), ids=name_of)
 @settings(max_examples=12, deadline=None)
 @given(size=SIZES, scale=SCALES, seed=st.integers(0, 1000))

@@ -42,8 +42,15 @@ def largest(values: Tensor, block: int) -> Tensor:
     return found
 
 
-def split(body: memoryview, size: int, block: int, most: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The scales, and what is behind them, of a body that begins with the length of a block.
+def scale_(values: Tensor, scales: Tensor, block: int) -> None:
+    """Multiplies each block in place by its scale; the last one may be shorter."""
+    whole = values.numel() // block
+    values[: whole * block].view(-1, block).mul_(scales[:whole].unsqueeze(1))
+    values[whole * block :].mul_(scales[whole:])
+
+
+def split(body: memoryview, size: int, block: int, most: float) -> tuple[Tensor, memoryview]:
+    """The scales, and the bytes behind them, of a body that begins with the length of a block.
 
     Raises:
         CodecError: the blocks have another length, or a scale is one that no encoder writes: NaN, below 0, above
@@ -56,4 +63,4 @@ def split(body: memoryview, size: int, block: int, most: float, dtype: torch.dty
     scales = from_bytes(body[4:end], torch.float32)
     if not ((scales >= 0) & (scales <= most)).all():
         raise CodecError("a scale in a payload is NaN, below 0 or too large")
-    return scales, from_bytes(body[end:], dtype)
+    return scales, body[end:]

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.codecs import blocks
-from fairseq_async.algorithms.codecs.codec import Codec, Vector, as_bytes, check_length, check_parameter
+from fairseq_async.algorithms.codecs.codec import Codec, Vector, as_bytes, check_length, check_parameter, from_bytes
+from fairseq_async.algorithms.codecs.memory import new_vector
 from fairseq_async.algorithms.codecs.payload import Bytes
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -62,14 +63,15 @@ class E3M0(Codec):
     def _unpack(self, body: memoryview, sizes: tuple[int, ...]) -> Tensor:
         (size,) = sizes
         check_length(body, self._most_body_bytes(sizes))
-        scales, packed = blocks.split(body, size, self.block, _LARGEST, torch.uint8)
-        values = torch.empty(size)
+        scales, packed = blocks.split(body, size, self.block, _LARGEST)
+        values = new_vector(size + size % 2)
+        pairs = values.view(torch.int64)
         for part, rows in blocks.parts(size, self.block):
-            codes = packed[part.start // 2 : (part.stop + 1) // 2]
-            shares = self._pairs.index_select(0, codes.int()).view(torch.float32)[: part.stop - part.start]
-            scaled = blocks.rows(shares, self.block) * scales[rows].unsqueeze(1)
-            values[part] = scaled.view(-1)[: part.stop - part.start]
-        return values
+            both = slice(part.start // 2, (part.stop + 1) // 2)
+            codes = from_bytes(packed[both], torch.uint8).int()
+            torch.index_select(self._pairs, 0, codes, out=pairs[both])
+            blocks.scale_(values[part], scales[rows], self.block)
+        return values[:size]
 
     def _most_body_bytes(self, sizes: tuple[int, ...]) -> int:
         (size,) = sizes

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.codecs import blocks
-from fairseq_async.algorithms.codecs.codec import Codec, Vector, as_bytes, check_length, check_parameter
+from fairseq_async.algorithms.codecs.codec import Codec, Vector, as_bytes, check_length, check_parameter, from_bytes
+from fairseq_async.algorithms.codecs.memory import new_vector
 from fairseq_async.algorithms.codecs.payload import Bytes
 from fairseq_async.errors import CodecError
 
@@ -42,13 +43,13 @@ class Int8(Codec):
     def _unpack(self, body: memoryview, sizes: tuple[int, ...]) -> Tensor:
         (size,) = sizes
         check_length(body, self._most_body_bytes(sizes))
-        scales, quantized = blocks.split(body, size, self.block, _LARGEST_SCALE, torch.int8)
-        if size and int(quantized.min()) < -_LEVELS:
-            raise CodecError("a payload of int8 has a value of -128, which is not sent")
-        values = torch.empty(size)
+        scales, quantized = blocks.split(body, size, self.block, _LARGEST_SCALE)
+        values = new_vector(size)
         for part, rows in blocks.parts(size, self.block):
-            scaled = blocks.rows(quantized[part], self.block) * scales[rows].unsqueeze(1)
-            values[part] = scaled.view(-1)[: values[part].numel()]
+            levels = from_bytes(quantized[part], torch.int8)
+            if int(levels.min()) < -_LEVELS:
+                raise CodecError("a payload of int8 has a value of -128, which is not sent")
+            blocks.scale_(values[part].copy_(levels), scales[rows], self.block)
         return values
 
     def _most_body_bytes(self, sizes: tuple[int, ...]) -> int:

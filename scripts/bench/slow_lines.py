@@ -1,0 +1,289 @@
+"""Seconds to a loss over a slow line, fp32 beside each codec: real training in real processes on two hosts.
+
+The server and worker 0 are on this host, worker 1 in a network namespace at the other end of a cable. The method is
+synchronous local SGD, that is DiLoCo without a momentum: a round waits for both workers, so it is as long as worker 1's
+steps and exchange, and what a seed learns in a round does not depend on how fast the machine is. Each run with a codec
+follows one in fp32 with the same seed, and is compared with it. What was run is kept, and not run again.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Annotated, Any
+
+import typer
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from fairseq_async.environment import SERVER, TOKEN, WORKER  # noqa: E402
+from fairseq_async.environment import WORKERS as ANNOUNCED  # noqa: E402
+from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
+from fairseq_async.server.events import Event  # noqa: E402
+from fairseq_async.server.process import ServerProcess  # noqa: E402
+from recipes.steps import RecipeError, environment  # noqa: E402
+from scripts.bench.report import Report  # noqa: E402
+from scripts.bench.slow_line_worker import WORKERS, Curve, Job  # noqa: E402
+from scripts.faults.hosts import Cable, Host, other_host  # noqa: E402
+
+SERVER_MODULE = "fairseq_async.server.local_sgd_main"
+TRAIN = ROOT / "scripts" / "bench" / "slow_line_worker.py"
+FP32 = "fp32"
+METHOD = {"outer": "diloco", "outer_momentum": 0.0, "outer_lr": 1.0}
+COMPRESS = {
+    "bf16": "bf16,pull=bf16",
+    "int8": "int8,pull=int8",
+    "e3m0": "e3m0,pull=int8",
+    "topk": "topk,pull=int8",
+    "topk256": "topk:keep=256,pull=int8",
+    "adacomp": "adacomp,pull=int8",
+    "dqsgd": "dqsgd,pull=int8",
+}
+SLOWER = ("topk", "topk256", "adacomp", "dqsgd")  # they take more rounds to the same loss, and are given more
+BOUNDED, LEAST_SOONER, BOUNDED_MBIT = ("topk", "e3m0"), 5.0, 10.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """The server's parameters at one time.
+
+    Attributes:
+        seconds: since the beginning.
+        loss: of the validation text.
+        bytes: that worker 1 has sent and received till then.
+    """
+
+    seconds: float
+    loss: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run came to.
+
+    Attributes:
+        points: at the beginning and after each round.
+        exchange: seconds of worker 1 between its last step of a round and its first one of the next, the median.
+        load: of the machine, before the run.
+    """
+
+    points: list[Point]
+    exchange: float
+    load: float
+
+    @classmethod
+    def from_json(cls, given: dict[str, Any]) -> Run:
+        return cls(**given | {"points": [Point(**point) for point in given["points"]]})
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A run in fp32, and the one with a codec after it."""
+
+    plain: Run
+    coded: Run
+
+    @classmethod
+    def from_json(cls, given: dict[str, Any]) -> Pair:
+        return cls(Run.from_json(given["plain"]), Run.from_json(given["coded"]))
+
+    def reached(self) -> tuple[Point | None, Point | None]:
+        """Where each run has the last loss of the one in fp32."""
+        target = self.plain.points[-1].loss
+        return first_at(self.plain.points, target), first_at(self.coded.points, target)
+
+    @property
+    def sooner(self) -> float:
+        """How many times; 0 where the codec's run does not come to the loss."""
+        plain, coded = self.reached()
+        assert plain is not None
+        return plain.seconds / coded.seconds if coded is not None else 0.0
+
+
+def first_at(points: Sequence[Point], loss: float) -> Point | None:
+    """The first point with a loss no higher than this; nothing is interpolated between points."""
+    return next((point for point in points if point.loss <= loss), None)
+
+
+def points_of(curve: Curve, events: Sequence[Event], far: int = WORKERS - 1) -> list[Point]:
+    """Losses with the time at which the server had the parameters, and what worker ``far`` had moved by then.
+
+    Of a round's updates, only the last one says the version that they make together.
+    """
+    points = []
+    for version, loss in curve.losses:
+        at = min(event.time for event in events if event.version_after >= version) if version else curve.started
+        until = [event for event in events if event.time <= at and event.worker == far]
+        moved = sum((event.bytes_sent or 0) + (event.bytes_received or 0) for event in until)
+        points.append(Point(at - curve.started, loss, moved))
+    return points
+
+
+def exchange_of(events: Sequence[Event], far: int = WORKERS - 1) -> float:
+    """The median of worker ``far``; its first update comes after none."""
+    return median(event.exchange_seconds for event in [event for event in events if event.worker == far][1:])
+
+
+class Bench:
+    """Runs pairs, and keeps what they have come to in ``out``."""
+
+    def __init__(self, data: Path, out: Path, rounds: int, local_steps: int, longer: float) -> None:
+        self.data, self.out = data, out
+        self.rounds, self.local_steps, self.longer = rounds, local_steps, longer
+        out.mkdir(parents=True, exist_ok=True)
+        self._file = out / "done.jsonl"
+        lines = map(jsonlib.loads, self._file.read_text().splitlines() if self._file.exists() else [])
+        self._done = {line["key"]: Pair.from_json(line["pair"]) for line in lines}
+
+    def pair(self, mbit: float, codec: str, seed: int) -> Pair:
+        """fp32, then the codec."""
+        key = f"{mbit:g} Mbit/s; {codec}; seed {seed}; {self._rounds(codec)} rounds of {self.local_steps}"
+        if key not in self._done:
+            self._done[key] = Pair(self._run(mbit, FP32, seed), self._run(mbit, codec, seed))
+            with self._file.open("a") as file:
+                file.write(jsonlib.dumps({"key": key, "pair": asdict(self._done[key])}) + "\n")
+            print(f"{key}: {self._done[key].sooner:.3g} times sooner", file=sys.stderr, flush=True)
+        return self._done[key]
+
+    def _rounds(self, name: str) -> int:
+        return math.ceil(self.rounds * self.longer) if name in SLOWER else self.rounds
+
+    def _run(self, mbit: float, name: str, seed: int) -> Run:
+        load = round(os.getloadavg()[0], 2)
+        directory = self.out / f"{name}-{seed}"
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+        options = METHOD | {"local_steps": self.local_steps, "total_steps": self._rounds(name) * self.local_steps}
+        options |= {"run_dir": str(directory)} | ({"compress": COMPRESS[name]} if name in COMPRESS else {})
+        job = Job(str(self.data), str(self.out), str(directory), seed, options)
+        (directory / "job.json").write_text(jsonlib.dumps(asdict(job)))
+        with other_host(_cable(mbit)) as host:
+            _train(directory, host)
+        curve = Curve(**jsonlib.loads((directory / "curve.json").read_text()))
+        events = [Event.from_json(line) for line in (directory / "events.jsonl").read_bytes().splitlines()]
+        return Run(points_of(curve, events), exchange_of(events), load)
+
+
+def _cable(mbit: float) -> Cable:
+    """50 ms from end to end; a rate of 0 stands for a cable that costs nothing, to look at losses alone."""
+    return Cable(seconds=0.05, bytes_per_second=mbit * 1e6 / 8) if mbit else Cable()
+
+
+def _train(directory: Path, host: Host) -> None:
+    """One run, to its end."""
+    log = directory / "logs" / "server.log"
+    server = ServerProcess(SERVER_MODULE, WORKERS, directory, log, host=host.near, ends_with_workers=True)
+    try:
+        place = {SERVER: server.address, TOKEN: server.token, ANNOUNCED: str(WORKERS)}
+        with _started([(), host.prefix], directory, place) as workers:
+            codes = [worker.wait() for worker in workers]
+    finally:
+        server.stop()
+    if any(codes):
+        raise RecipeError(f"workers ended with {codes}: see {directory / 'logs'}")
+
+
+@contextmanager
+def _started(
+    prefixes: Sequence[tuple[str, ...]], directory: Path, place: dict[str, str]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A worker behind each prefix; killed at the end, if it has not ended."""
+    workers = []
+    try:
+        for number, prefix in enumerate(prefixes):
+            with (directory / "logs" / f"worker-{number}.log").open("w") as log:
+                line = [*prefix, sys.executable, str(TRAIN), str(directory / "job.json")]
+                own = environment() | place | {WORKER: str(number)}
+                workers.append(subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=own))
+        yield workers
+    finally:
+        for worker in workers:
+            with suppress(ProcessLookupError):
+                worker.kill()
+            worker.wait()
+
+
+def row(codec: str, pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Of one codec at one rate: a number for each seed where there are commas, else means."""
+    reached = [pair.reached() for pair in pairs]
+    both = [(plain, coded) for plain, coded in reached if plain is not None and coded is not None]
+    return {
+        "codec": codec,
+        "fp32, s": ", ".join(f"{plain.seconds:.1f}" for plain, _ in reached if plain is not None),
+        "codec, s": ", ".join(f"{coded.seconds:.1f}" if coded is not None else "never" for _, coded in reached),
+        "times sooner": fmean(pair.sooner for pair in pairs),
+        "rounds": ", ".join(_rounds(pair) for pair in pairs),
+        "fewer bytes to it": fmean(plain.bytes / coded.bytes for plain, coded in both) if both else math.nan,
+        "exchange, s": _both(pairs, lambda run: f"{run.exchange:.2f}"),
+        "last losses": _both(pairs, lambda run: f"{run.points[-1].loss:.3f}"),
+        "loads": _both(pairs, lambda run: f"{run.load:.1f}"),
+    }
+
+
+def _both(pairs: Sequence[Pair], what: Callable[[Run], str]) -> str:
+    """Of fp32 and of the codec."""
+    return ", ".join(f"{what(pair.plain)}:{what(pair.coded)}" for pair in pairs)
+
+
+def _rounds(pair: Pair) -> str:
+    runs = zip(pair.reached(), (pair.plain, pair.coded), strict=True)
+    return ":".join("-" if at is None else str(run.points.index(at)) for at, run in runs)
+
+
+def _rates(given: str) -> list[float]:
+    try:
+        return [float(rate) for rate in given.split(",")]
+    except ValueError as error:
+        raise ConfigurationError(f"--mbit {given}: numbers with commas between them, as in 10,100") from error
+
+
+def _names(given: str) -> list[str]:
+    names = given.split(",")
+    if unknown := [name for name in names if name not in COMPRESS]:
+        raise ConfigurationError(f"--codecs {', '.join(unknown)}: there are {', '.join(COMPRESS)}")
+    return names
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Directory with C4 shards.", exists=True)],
+    mbit: Annotated[str, typer.Option(help="Rates of the cable in Mbit/s, with commas between them.")] = "10,100",
+    codecs: Annotated[str, typer.Option(help="With commas between them.")] = ",".join(COMPRESS),
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds 1 to this number.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Of a run.")] = 12,
+    longer: Annotated[float, typer.Option(min=1, help="Rounds of topk, adacomp and dqsgd, in those of fp32.")] = 2.0,
+    local_steps: Annotated[int, typer.Option(min=1, help="H.")] = 10,
+    out: Annotated[Path, typer.Option(help="What was run, to go on from.")] = Path("runs/bench/slow_lines"),
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
+) -> None:
+    """Print the seconds to the loss with which the run in fp32 ends; exit code 1 if a bound is broken."""
+    report = Report(f"Slow lines: C4 tiny, DiLoCo, H = {local_steps}, {rounds} rounds in fp32, 50 ms from end to end")
+    bench, numbers = Bench(data, out, rounds, local_steps, longer), range(1, seeds + 1)
+    try:
+        rates, names = _rates(mbit), _names(codecs)
+        found = {
+            (rate, codec): [bench.pair(rate, codec, seed) for seed in numbers] for rate in rates for codec in names
+        }
+    except ConfigurationError as error:
+        fail(error)
+    for rate in rates:
+        report.table(f"{rate:g} Mbit/s", [row(codec, pairs) for (at, codec), pairs in found.items() if at == rate])
+    for (rate, codec), pairs in found.items():
+        if rate == BOUNDED_MBIT and codec in BOUNDED:
+            sooner = fmean(pair.sooner for pair in pairs)
+            report.bound(f"{codec} at {rate:g} Mbit/s, times sooner", sooner, LEAST_SOONER, at_least=True)
+    report.end(json)
+
+
+if __name__ == "__main__":
+    typer.run(main)
