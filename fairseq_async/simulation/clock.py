@@ -19,6 +19,7 @@ class EventKind(IntEnum):
     ARRIVES = 2
     IS_TAKEN = 3  # the server starts on an update that had to queue
     GRACE_ENDS = 4
+    PULLS = 5  # its request of the parameters reaches the server; of a ServerQueue alone
 
 
 @dataclass(frozen=True, order=True)
