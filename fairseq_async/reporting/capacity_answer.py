@@ -66,6 +66,11 @@ def _costs(size: int, compress: str, measured: Measured | None) -> tuple[Costs, 
     """Of gradients and of local SGD: as measured, or as assumed."""
     if measured is not None:
         return measured.costs.of_size(size), measured.costs.of_size(size)
+    return assumed_costs(size, compress)
+
+
+def assumed_costs(size: int, compress: str = "") -> tuple[Costs, Costs]:
+    """Of gradients, which Adam takes, and of local SGD, where no run says them; ``step`` is 0."""
     push = pull = 4.0
     if compress:
         sent = of_codecs(compress, Layout((Segment("all", (size,), "float32"),)))
