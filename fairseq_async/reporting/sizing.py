@@ -90,7 +90,7 @@ class Sizing:
         return None
 
     def _least_waiting(self, costs: Costs, exchanges: Exchanges, step: float) -> float:
-        """By the asymptotic bound, which is reached at both ends, and is nearer than any queue can come."""
+        """By the asymptotic bound, which no queue beats: what it rules out need not be simulated."""
         part, meanwhile = costs.of_part(1 / exchanges.fragments), exchanges.delay * step
         computing = exchanges.between * step
         cycle = computing - meanwhile + max(meanwhile, part.exchanging)
