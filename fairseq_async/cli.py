@@ -222,28 +222,44 @@ def watch(run_dir: Annotated[Path, typer.Argument(help="--run-dir (or --save-dir
 
 @app.command()
 def capacity(
-    run_dir: Annotated[Path, typer.Argument(help="Of a run of one worker or two, without a barrier.")],
+    run_dir: Annotated[
+        Path | None, typer.Argument(help="Of a run of one worker or two, without a barrier.", show_default=False)
+    ] = None,
     parameters: Annotated[str, typer.Option(help="Other models than the run's, as 20e6,60e6.")] = "",
-    link: Annotated[str, typer.Option(help="Workers on other machines: Gbit/s, as 1,10,100.")] = "",
-    servers: Annotated[str, typer.Option(help="Shards of the parameters, a server each.")] = "1,2,4,8",
+    link: Annotated[
+        str, typer.Option(help="Workers on other machines: Gbit/s, as 1,10,100; 0.1:50 with 50 ms one way.")
+    ] = "",
+    servers: Annotated[
+        str, typer.Option(help="Shards of the parameters, a server each.", show_default="1,2,4,8; with --workers to 64")
+    ] = "",
     compress: Annotated[
         str, typer.Option(metavar="NAME", help="Codecs on the link, as topk,pull=bf16; else as the run has sent.")
     ] = "",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Say which servers, local steps and fragments so many workers need.")
+    ] = None,
+    step_seconds: Annotated[
+        str,
+        typer.Option(
+            help="Of the workers in turn, as 0.3,0.9; 0.3:0.2 has a spread (deviation over mean).",
+            show_default="as the run's",
+        ),
+    ] = "",
+    at_most_waiting: Annotated[
+        float | None, typer.Option(help="Share of the workers' time that may be lost.", show_default="0.05")
+    ] = None,
 ) -> None:
-    """Say how many workers one server holds before it is the bottleneck, and what sharding would give."""
-    _find(run_dir / "run.json", lambda error: f"{run_dir}: no run that can be read there: {error}")
-    from rich.console import Console  # start-up time
+    """Say how many workers one server holds, and what sharding would give; or what a cluster needs."""
+    from fairseq_async.reporting.capacity_question import read_question  # start-up time
 
-    from fairseq_async.reporting.capacity import measure, tables
+    question = read_question(run_dir, parameters, link, servers, compress, workers, step_seconds, at_most_waiting)
+    from rich.console import Console
 
-    sizes = [round(size) for size in _positive("--parameters", parameters, least=1)]
-    if compress and not link:
-        raise ConfigurationError(f"--compress {compress}: of use on a link alone: give --link too")
-    counts = [round(count) for count in _positive("--servers", servers or "1", least=1)]
-    links = _positive("--link", link)
+    from fairseq_async.reporting.capacity_answer import answer
+
     console = Console(width=None if sys.stdout.isatty() else 140)
-    for table in tables(measure(run_dir, compress), sizes, links, counts):
-        console.print(table)
+    for part in answer(question):
+        console.print(part, highlight=False)
 
 
 @app.command()
@@ -336,17 +352,6 @@ def _find(path: Path, otherwise: Callable[[OSError], str]) -> None:
         path.stat()
     except OSError as error:
         raise ConfigurationError(otherwise(error)) from error
-
-
-def _positive(flag: str, text: str, least: float = 0.0) -> list[float]:
-    try:
-        numbers = [float(part) for part in text.split(",")] if text else []
-    except ValueError:
-        numbers = [0.0]
-    if not all(0 < number < float("inf") and number >= least for number in numbers):
-        range_ = f"of at least {least:g}" if least else "above 0"
-        raise ConfigurationError(f"{flag} {text}: numbers {range_} with commas between them")
-    return numbers
 
 
 def _factors(text: str) -> list[float]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 
 from rich import box
 from rich.table import Table
@@ -15,88 +15,34 @@ from fairseq_async.reporting.exchange_bytes import ExchangeBytes, of_codecs, of_
 from fairseq_async.server.description import RunDescription
 from fairseq_async.server.event_log import EVENTS
 from fairseq_async.server.events import Event, read_events
+from fairseq_async.simulation.costs import Costs, Link
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 10_000)  # rows of the table of speed-ups
 _WARM_UP = 2  # a worker's first updates do not count: they touch memory for the first time
 _FEWEST = 5  # exchanges to measure by
 _LEAST = 1e-9  # seconds: clocks are coarse
-_GIGABIT = 1e9 / 8  # bytes
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The time that one update of one worker takes, in seconds.
-
-    A worker computes for ``step``, then exchanges for ``exchange``; for ``server`` of that the server is busy with this
-    update alone. Over a network the update goes out and the parameters come back, on the worker's link and on the
-    server's.
-
-    Attributes:
-        step: to compute the update.
-        exchange: from the end of computing to the new parameters, where no other worker has to be waited for.
-        server: of ``exchange``, what the server cannot spend on another worker at the same time.
-        parameters: number of parameters, of 4 bytes each.
-        link: bytes per second in each direction; infinite on one machine.
-        push: bytes of an update, for each parameter.
-        pull: bytes of the parameters that come back, for each.
-        servers: shards of the parameters, each on a server with a link of its own.
-    """
-
-    step: float
-    exchange: float
-    server: float
-    parameters: int
-    link: float = math.inf
-    push: float = 4.0
-    pull: float = 4.0
-    servers: int = 1
-
-    @property
-    def alone(self) -> float:
-        """Seconds from update to update of a single worker."""
-        return self.step + self.exchange - self.server + self.server / self.servers + self._pushing + self._pulling
-
-    @property
-    def busiest(self) -> float:
-        """Seconds per update of the bottleneck: the server's processor, or its link in one direction."""
-        return max(self.server, self._pushing, self._pulling) / self.servers
-
-    def updates_per_second(self, workers: int) -> float:
-        """Updates of all workers together: as if each had the server alone, until the bottleneck is always busy.
-
-        This is the asymptotic bound of a closed queue (Denning & Buzen 1978), which steady times reach.
-        """
-        return min(workers / self.alone, 1 / self.busiest)
-
-    @property
-    def workers_held(self) -> float:
-        """The number of workers beyond which the server is the bottleneck and more workers add nothing."""
-        return self.alone / self.busiest
-
-    def of_size(self, parameters: int) -> "Costs":
-        """The costs of another model, all in proportion to its parameters."""
-        by = parameters / self.parameters
-        return replace(
-            self, parameters=parameters, step=self.step * by, exchange=self.exchange * by, server=self.server * by
-        )
-
-    @property
-    def _pushing(self) -> float:
-        return self.push * self.parameters / self.link
-
-    @property
-    def _pulling(self) -> float:
-        return self.pull * self.parameters / self.link
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run's events say: its costs, its workers, the updates per second that they reached, and their bytes."""
+    """What a run's events say.
+
+    Attributes:
+        numbers: of its workers.
+        updates_per_second: that they reached together.
+        exchange: bytes of an update and of the parameters.
+        server_spread: how much the server's times vary: their deviation over their mean.
+    """
 
     costs: Costs
-    workers: int
+    numbers: tuple[int, ...]
     updates_per_second: float
     exchange: ExchangeBytes
+    server_spread: float
+
+    @property
+    def workers(self) -> int:
+        return len(self.numbers)
 
 
 def measure(run_dir: Path, compress: str = "") -> Measured:
@@ -122,13 +68,14 @@ def measure(run_dir: Path, compress: str = "") -> Measured:
         raise ConfigurationError(f"{run_dir}: {len(events)} updates are too few to measure costs by")
     exchange, gap = median(each.exchange for each in cycles), median(each.gap - each.held for each in cycles)
     # the mean, since all of the server's time counts, but without the slowest tenth: other programs interrupt it
-    server = fmean(sorted(cycle.server for cycle in cycles)[: math.ceil(0.9 * len(cycles))])
+    served = sorted(cycle.server for cycle in cycles)[: math.ceil(0.9 * len(cycles))]
+    server = max(fmean(served), _LEAST)
     layout = description.layout
     sent = of_codecs(compress, layout) if compress else of_run(description.method, events, layout)
     push, pull = sent.push.size / layout.size, sent.pull.size / layout.size
-    costs = Costs(max(gap - exchange, _LEAST), exchange, max(server, _LEAST), layout.size, push=push, pull=pull)
+    costs = Costs(max(gap - exchange, _LEAST), exchange, server, layout.size, push=push, pull=pull)
     rate = sum(1 / max(_LEAST, median(cycle.gap for cycle in _cycles(each))) for each in own if _cycles(each))
-    return Measured(costs, len(own), rate, sent)
+    return Measured(costs, tuple(each[0].worker for each in own), rate, sent, pstdev(served) / server)
 
 
 @dataclass(frozen=True)
@@ -156,12 +103,12 @@ def _cycles(events: Sequence[Event]) -> list[_Cycle]:
     ]
 
 
-def tables(measured: Measured, sizes: Sequence[int], links: Sequence[float], servers: Sequence[int]) -> Iterator[Table]:
+def tables(measured: Measured, sizes: Sequence[int], links: Sequence[Link], servers: Sequence[int]) -> Iterator[Table]:
     """Tables of what was measured, of the workers that a server holds, and of the speed-up by number of workers.
 
     Args:
         sizes: numbers of parameters of other models.
-        links: of a network, in Gbit/s.
+        links: of a network.
         servers: numbers of servers.
     """
     costs = measured.costs
@@ -193,23 +140,21 @@ def _sent(exchange: ExchangeBytes, parameters: int) -> Table:
     return table
 
 
-def _held(costs: Costs, sizes: Sequence[int], links: Sequence[float], servers: Sequence[int]) -> Table:
+def _held(costs: Costs, sizes: Sequence[int], links: Sequence[Link], servers: Sequence[int]) -> Table:
     title = "Workers until the server is the bottleneck (step and exchange in proportion to the model)"
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for column in ("parameters", "link", *(f"{m} server{'s' * (m > 1)}" for m in servers)):
         table.add_column(column, justify="right")
     for size in sizes:
-        for name, each in _over(costs.of_size(size), links):
+        for name, each in over(costs.of_size(size), links):
             table.add_row(f"{size:,}", name, *(f"{replace(each, servers=m).workers_held:,.0f}" for m in servers))
     return table
 
 
-def _speedup(costs: Costs, links: Sequence[float], servers: Sequence[int]) -> Table:
+def _speedup(costs: Costs, links: Sequence[Link], servers: Sequence[int]) -> Table:
     table = Table(title="Updates a second over those of one worker", title_justify="left", box=box.SIMPLE)
     cases = [
-        (f"{name}, {m} server{'s' * (m > 1)}", replace(c, servers=m))
-        for name, c in _over(costs, links)
-        for m in servers
+        (f"{name}, {m} server{'s' * (m > 1)}", replace(c, servers=m)) for name, c in over(costs, links) for m in servers
     ]
     for column in ("workers", *(name for name, _ in cases)):
         table.add_column(column, justify="right")
@@ -220,8 +165,9 @@ def _speedup(costs: Costs, links: Sequence[float], servers: Sequence[int]) -> Ta
     return table
 
 
-def _over(costs: Costs, links: Sequence[float]) -> Iterator[tuple[str, Costs]]:
+def over(costs: Costs, links: Sequence[Link]) -> Iterator[tuple[str, Costs]]:
+    """The costs on each link, with its name; as they are where there is none."""
     if not links:
         yield "as measured", costs
     for link in links:
-        yield f"{link:g} Gbit/s", replace(costs, link=link * _GIGABIT)
+        yield str(link), costs.over(link)

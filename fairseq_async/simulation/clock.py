@@ -2,9 +2,8 @@
 
 import heapq
 import math
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 
 class EventKind(IntEnum):
@@ -19,11 +18,11 @@ class EventKind(IntEnum):
     ARRIVES = 2
     IS_TAKEN = 3  # the server starts on an update that had to queue
     GRACE_ENDS = 4
+    PULLS = 5  # its request of the parameters reaches the server; of a ServerQueue alone
 
 
-@dataclass(frozen=True, order=True)
-class ScheduledEvent:
-    """Something that is going to happen to one worker.
+class ScheduledEvent(NamedTuple):
+    """Something that is going to happen to one worker. A tuple, whose order is that of the clock: it is compared often.
 
     Attributes:
         time: virtual seconds.

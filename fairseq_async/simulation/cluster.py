@@ -52,6 +52,11 @@ class Distribution(_Strict):
         variance = math.log(1 + self.spread**2)
         return self.mean * math.exp(random_.gauss(-variance / 2, math.sqrt(variance)))
 
+    def of_sum(self, count: int) -> "Distribution":
+        """Of so many draws added up: of their mean and deviation, taken to be log-normal (Fenton 1960)."""
+        spread = 1.0 if self.distribution == "exponential" else self.spread
+        return Distribution(distribution="lognormal", mean=count * self.mean, spread=spread / math.sqrt(count))
+
 
 class Trace(_Strict):
     """Recorded seconds per step; after the last one they begin again.
@@ -189,6 +194,13 @@ class Speed:
         self._seconds, self._seed = seconds, f"{seed}/{worker}/"
         self._trace = read_trace(seconds) if isinstance(seconds, Trace) else ()
 
+    @property
+    def mean(self) -> float:
+        """Seconds of a step in the mean."""
+        if isinstance(self._seconds, Distribution):
+            return self._seconds.mean
+        return fmean(self._trace) if isinstance(self._seconds, Trace) else float(self._seconds)
+
     def of_step(self, number: int) -> float:
         """Seconds of the worker's step with this number."""
         if isinstance(self._seconds, Distribution):
@@ -196,6 +208,17 @@ class Speed:
         if isinstance(self._seconds, Trace):
             return self._trace[number % len(self._trace)]
         return float(self._seconds)
+
+    def of_steps(self, first: int, count: int) -> float:
+        """Seconds of so many steps together, from this one on. Of a distribution they are one draw."""
+        if count == 1:
+            return self.of_step(first)
+        if isinstance(self._seconds, Distribution):
+            return self._seconds.of_sum(count).draw(random.Random(self._seed + str(first)))
+        if isinstance(self._seconds, Trace):
+            whole, rest = divmod(count, len(self._trace))
+            return whole * sum(self._trace) + sum(self.of_step(number) for number in range(first, first + rest))
+        return count * float(self._seconds)
 
 
 @cache

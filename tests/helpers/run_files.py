@@ -19,3 +19,35 @@ def valid_losses(log: Path) -> list[float]:
     """The validation losses in a log of ``fairseq-train`` with ``--log-format json``."""
     lines = [line.split(" | valid | ", 1)[1] for line in log.read_text().splitlines() if " | valid | " in line]
     return [float(json.loads(line)["valid_loss"]) for line in lines]
+
+
+TIMED_LAYOUT = [["weight", [1000], "float32"]]
+
+
+def write_timed_run(
+    run_dir: Path, workers: int, step: float, exchange: float, server: float, updates: int = 20
+) -> Path:
+    """Workers that take turns without a wait."""
+    run_dir.mkdir(exist_ok=True)
+    description = {"workers": workers, "method": {"barrier": 0}, "layout": TIMED_LAYOUT}
+    (run_dir / "run.json").write_text(json.dumps(description))
+    events = [
+        {
+            "time": 1e9 + (number + 1) * (step + exchange) + worker * step / workers,
+            "worker": worker,
+            "sequence": number,
+            "base_version": number,
+            "version_after": number,
+            "status": "applied",
+            "weight": 10.0,
+            "staleness": 0,
+            "loss": 2.0,
+            "push_seconds": 0.75 * exchange,
+            "pull_seconds": 0.25 * exchange,
+            "server_seconds": server,
+        }
+        for number in range(updates)
+        for worker in range(workers)
+    ]
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return run_dir

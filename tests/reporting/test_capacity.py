@@ -10,45 +10,19 @@ from rich.console import Console
 
 from fairseq_async.cli import capacity
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.reporting.capacity import Costs, measure, tables
+from fairseq_async.reporting.capacity import measure, tables
 from fairseq_async.reporting.watch import WatchedRun
+from fairseq_async.simulation.costs import Costs, Link
+from tests.helpers.run_files import TIMED_LAYOUT, write_timed_run
 
 WITHOUT_TIMES = (
     '{"time": 1, "worker": 0, "sequence": 0, "base_version": 0, "staleness": 0, "weight": 1, "version_after": 1, '
     '"status": "applied"}\n'
 )
-LAYOUT = [["weight", [1000], "float32"]]
-
-
-def write_run(run_dir: Path, workers: int, step: float, exchange: float, server: float, updates: int = 20) -> Path:
-    """Workers that take turns without a wait."""
-    run_dir.mkdir(exist_ok=True)
-    description = {"workers": workers, "method": {"barrier": 0}, "layout": LAYOUT}
-    (run_dir / "run.json").write_text(json.dumps(description))
-    events = [
-        {
-            "time": 1e9 + (number + 1) * (step + exchange) + worker * step / workers,
-            "worker": worker,
-            "sequence": number,
-            "base_version": number,
-            "version_after": number,
-            "status": "applied",
-            "weight": 10.0,
-            "staleness": 0,
-            "loss": 2.0,
-            "push_seconds": 0.75 * exchange,
-            "pull_seconds": 0.25 * exchange,
-            "server_seconds": server,
-        }
-        for number in range(updates)
-        for worker in range(workers)
-    ]
-    (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    return run_dir
 
 
 def test_costs_are_read_off_a_run(tmp_path: Path) -> None:
-    found = measure(write_run(tmp_path, workers=2, step=0.9, exchange=0.1, server=0.05))
+    found = measure(write_timed_run(tmp_path, workers=2, step=0.9, exchange=0.1, server=0.05))
     assert found.workers == 2 and found.costs.parameters == 1000
     assert (found.costs.step, found.costs.exchange, found.costs.server) == pytest.approx((0.9, 0.1, 0.05), abs=1e-5)
     assert found.updates_per_second == pytest.approx(2.0, rel=1e-5)
@@ -57,7 +31,7 @@ def test_costs_are_read_off_a_run(tmp_path: Path) -> None:
 
 def test_what_was_held_for_others_is_no_cost(tmp_path: Path) -> None:
     """Two workers of steps that close: the first waits half a second in each for the other."""
-    run = write_run(tmp_path, workers=1, step=1.4, exchange=0.1, server=0.05)
+    run = write_timed_run(tmp_path, workers=1, step=1.4, exchange=0.1, server=0.05)
     description = json.loads((run / "run.json").read_text())
     description["method"] |= {"barrier": 2, "closes_early": True}
     (run / "run.json").write_text(json.dumps(description))
@@ -113,18 +87,18 @@ def test_the_link_is_as_busy_as_the_longer_way_takes() -> None:
     ],
 )
 def test_a_codec_says_its_bytes_or_what_they_assume(tmp_path: Path, codec: str, size: int, known: str) -> None:
-    found = measure(write_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05), codec)
+    found = measure(write_timed_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05), codec)
     assert (found.exchange.push.size, found.exchange.push.known) == (size, known)
     assert (found.costs.push, found.costs.pull) == (size / 1000, 4.0)
 
 
 def test_a_compressed_run_has_the_bytes_that_it_sent(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", workers=1, step=0.9, exchange=0.1, server=0.05)
+    run = write_timed_run(tmp_path / "run", workers=1, step=0.9, exchange=0.1, server=0.05)
     found = measure(compressed(run, {"push": "adacomp", "pull": "bf16"}, sent=80))
     push = found.exchange.push
     assert (push.codec, push.known, found.costs.push, found.costs.pull) == ("adacomp", "mean of the run", 0.08, 2.032)
     console = Console(width=160, record=True, file=(tmp_path / "out").open("w"))
-    for table in tables(found, [], [1], [1]):
+    for table in tables(found, [], [Link(1)], [1]):
         console.print(table)
     assert "50.0" in console.export_text() and measure(run, "none").costs.push == 4
     with pytest.raises(ConfigurationError, match="run.json: \"compress\": there is no codec 'int7'"):
@@ -134,14 +108,14 @@ def test_a_compressed_run_has_the_bytes_that_it_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["int7", "int8:keep=3", "sketch"])
 def test_a_codec_that_is_none_is_one_line(tmp_path: Path, codec: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--compress {codec}: ") as caught:
-        measure(write_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05), codec)
+        measure(write_timed_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05), codec)
     assert "\n" not in str(caught.value)
 
 
 def test_a_codec_without_a_link_is_refused(tmp_path: Path) -> None:
-    run = write_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05)
+    run = write_timed_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05)
     with pytest.raises(ConfigurationError, match="--compress int8: of use on a link alone: give --link too"):
-        capacity(run, parameters="", link="", servers="1", compress="int8")
+        capacity(run, compress="int8")
 
 
 def test_shards_divide_the_servers_work_but_not_the_workers_link() -> None:
@@ -158,8 +132,8 @@ def test_another_model_costs_in_proportion() -> None:
 
 def test_the_tables_have_a_row_for_each_model_and_link_and_number_of_workers(tmp_path: Path) -> None:
     console = Console(width=160, record=True, file=(tmp_path / "out").open("w"))
-    run = measure(write_run(tmp_path / "run", workers=1, step=0.9, exchange=0.1, server=0.05))
-    for table in tables(run, [1000, 20_000], [1, 10], [1, 4]):
+    run = measure(write_timed_run(tmp_path / "run", workers=1, step=0.9, exchange=0.1, server=0.05))
+    for table in tables(run, [1000, 20_000], [Link(1), Link(10)], [1, 4]):
         console.print(table)
     text = console.export_text()
     assert text.count("Gbit/s") == 4 + 4 and "20,000" in text and "10,000" in text and "4 servers" in text
@@ -173,13 +147,13 @@ def test_the_tables_have_a_row_for_each_model_and_link_and_number_of_workers(tmp
         (lambda run: (run / "events.jsonl").write_text(WITHOUT_TIMES), "no measured times of the server"),
         (lambda run: (run / "events.jsonl").write_text('{"worker": 0}\n'), "line 1: not a line of fairseq-async: time"),
         (
-            lambda run: (run / "run.json").write_text(json.dumps({"method": {"barrier": 2}, "layout": LAYOUT})),
+            lambda run: (run / "run.json").write_text(json.dumps({"method": {"barrier": 2}, "layout": TIMED_LAYOUT})),
             "a run with a barrier says nothing",
         ),
     ],
 )
 def test_a_run_that_says_too_little_is_one_line(tmp_path: Path, change: Any, message: str) -> None:
-    run = write_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05)
+    run = write_timed_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05)
     change(run)
     with pytest.raises(ConfigurationError) as caught:
         measure(run)
@@ -188,7 +162,7 @@ def test_a_run_that_says_too_little_is_one_line(tmp_path: Path, change: Any, mes
 
 def test_a_run_is_watched_by_its_own_clock(tmp_path: Path) -> None:
     now = [100.0]
-    run = write_run(tmp_path, workers=2, step=0.9, exchange=0.1, server=0.05, updates=30)
+    run = write_timed_run(tmp_path, workers=2, step=0.9, exchange=0.1, server=0.05, updates=30)
     watched = WatchedRun(run, lambda: now[0])
     watched.poll()
     every = watched.rows()[-1]

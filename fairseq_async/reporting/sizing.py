@@ -1,0 +1,172 @@
+"""Which shards, local steps and fragments a cluster needs, so that its workers wait little: by simulation."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from rich import box
+from rich.table import Table
+
+from fairseq_async.simulation.cluster import Cluster, Distribution, Speed
+from fairseq_async.simulation.costs import Costs
+from fairseq_async.simulation.server_queue import Exchanges, Load, ServerQueue
+
+_LOCAL_STEPS = tuple(2**power for power in range(11))
+_FRAGMENTS = (2, 4, 8, 16)
+_AHEAD = 1  # steps for which a worker goes on while a fragment is exchanged
+PROJECTION = "More than one server is a projection: no run has a server in shards yet. Shards are taken to be equal."
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A way to exchange that keeps waiting within the budget, and what comes of it."""
+
+    exchanges: Exchanges
+    load: Load
+
+
+@dataclass(frozen=True)
+class Row:
+    """With so many servers: gradients at every step, and local SGD with the fewest local steps, whole or in fragments.
+
+    None where up to 1,024 local steps are too few.
+    """
+
+    servers: int
+    gradients: Load
+    whole: Fit | None
+    in_fragments: Fit | None
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """A cluster, what an exchange of the model costs there, and how much waiting it may have.
+
+    Attributes:
+        gradients: costs of an exchange after every step; ``step`` has no part.
+        local_sgd: of one that an outer rule takes.
+        at_most_waiting: share of the workers' time.
+        server_spread: of the server's times, deviation over mean.
+        slower: factor of the cluster's seconds per step.
+    """
+
+    cluster: Cluster
+    gradients: Costs
+    local_sgd: Costs
+    at_most_waiting: float
+    server_spread: float = 0.0
+    slower: float = 1.0
+
+    def rows(self, servers: Sequence[int]) -> list[Row]:
+        """One for each number of servers."""
+        return [self._row(count) for count in servers]
+
+    @property
+    def step(self) -> float:
+        """Mean seconds of the workers' steps."""
+        workers = range(self.cluster.workers)
+        return self.slower * fmean(Speed(self.cluster.seconds_of(worker), worker, 0).mean for worker in workers)
+
+    def _row(self, servers: int) -> Row:
+        gradients, local_sgd = replace(self.gradients, servers=servers), replace(self.local_sgd, servers=servers)
+        load = self._simulate(gradients, Exchanges())
+        return Row(servers, load, self._fewest(local_sgd, (1,), 0), self._fewest(local_sgd, _FRAGMENTS, _AHEAD))
+
+    def _simulate(self, costs: Costs, exchanges: Exchanges) -> Load:
+        served = Distribution(distribution="lognormal", mean=costs.server, spread=self.server_spread)
+        return ServerQueue(self.cluster, costs, exchanges, served if self.server_spread else None, self.slower).run()
+
+    def _fewest(self, costs: Costs, fragments: Sequence[int], delay: int) -> Fit | None:
+        """The fewest local steps that fit, and then the fewest fragments."""
+        step = self.step
+        for local_steps in _LOCAL_STEPS:
+            for count in fragments:
+                exchanges = Exchanges(local_steps, count, delay)
+                if count > local_steps or self._least_waiting(costs, exchanges, step) > self.at_most_waiting:
+                    continue
+                load = self._simulate(costs, exchanges)
+                if load.waiting <= self.at_most_waiting:
+                    return Fit(exchanges, load)
+        return None
+
+    def _least_waiting(self, costs: Costs, exchanges: Exchanges, step: float) -> float:
+        """By the asymptotic bound, which no queue beats: what it rules out need not be simulated."""
+        part, meanwhile = costs.of_part(1 / exchanges.fragments), exchanges.delay * step
+        computing = exchanges.between * step
+        cycle = computing - meanwhile + max(meanwhile, part.exchanging)
+        rate = min(self.cluster.workers / cycle, 1 / part.busiest)
+        return 1 - rate * computing / self.cluster.workers
+
+
+def answer(sizing: Sizing, servers: Sequence[int], where: str) -> Iterator[str | Table]:
+    """The table of all numbers of servers, and in one line which to choose.
+
+    Args:
+        where: the workers, the model and the link, in words.
+    """
+    rows, budget = sizing.rows(servers), sizing.at_most_waiting
+    yield _table(rows, f"{where}: waiting {budget:.0%} at most")
+    yield f"{where}: {_gradients(sizing, rows)}; {_local_sgd(rows)}."
+    if any(row.servers > 1 for row in rows):
+        yield PROJECTION
+
+
+def _table(rows: Sequence[Row], title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    measured = ("updates/s", "waiting", "staleness", "95%", "processor", "link in", "link out")
+    for column in ("servers", *measured, "local SGD: H", "H in P fragments", "waiting"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        load, parts = row.gradients, row.in_fragments
+        shares = [f"{share:.0%}" for share in (load.server, load.incoming, load.outgoing)]
+        stale = [f"{load.staleness:,.1f}", f"{load.staleness_95:,.0f}"]
+        cells = [f"{row.servers}", f"{load.updates_per_second:,.4g}", f"{load.waiting:.1%}", *stale, *shares]
+        table.add_row(
+            *cells,
+            "–" if row.whole is None else f"{row.whole.exchanges.local_steps:,}",
+            "–" if parts is None else f"{parts.exchanges.local_steps:,} in {parts.exchanges.fragments}",
+            "–" if parts is None else f"{parts.load.waiting:.1%}",
+        )
+    return table
+
+
+def _gradients(sizing: Sizing, rows: Sequence[Row]) -> str:
+    for row in rows:
+        if row.gradients.waiting <= sizing.at_most_waiting:
+            return f"gradients at every step need {_servers(row.servers)} ({row.gradients.waiting:.1%} waiting)"
+    most = rows[-1]
+    return f"gradients at every step wait {most.gradients.waiting:.0%} even with {_servers(most.servers)}, for " + (
+        _bottleneck(sizing, most)
+    )
+
+
+def _bottleneck(sizing: Sizing, row: Row) -> str:
+    """What keeps the workers waiting where no number of servers is enough."""
+    costs, step = replace(sizing.gradients, servers=row.servers), sizing.step
+    if costs.exchanging / (step + costs.exchanging) <= sizing.at_most_waiting:
+        return f"the servers' {row.gradients.bottleneck}"
+    parts = {
+        "a worker's own link": costs.pushing + costs.pulling,
+        "the latency": 4 * costs.latency,
+        "the server's time": costs.server / costs.servers,
+        "copies": costs.exchange - costs.server,
+    }
+    name = max(parts, key=parts.__getitem__)
+    return f"{name}: {parts[name]:.3g} s of every update, after {step:.3g} s of computing"
+
+
+def _local_sgd(rows: Sequence[Row]) -> str:
+    for row in rows:
+        ways = []
+        if row.whole is not None:
+            ways.append(f"H = {row.whole.exchanges.local_steps:,}")
+        if row.in_fragments is not None:
+            given = row.in_fragments.exchanges
+            ways.append(f"H = {given.local_steps:,} in P = {given.fragments} fragments, one step ahead")
+        if ways:
+            return f"local SGD needs {_servers(row.servers)}, with {', or '.join(ways)}"
+    return f"local SGD of up to {_LOCAL_STEPS[-1]:,} local steps waits longer, too"
+
+
+def _servers(count: int) -> str:
+    return "one server" if count == 1 else f"{count} servers"

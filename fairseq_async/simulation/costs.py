@@ -1,0 +1,100 @@
+"""What one update of one worker costs, and the most updates a second that follow from it."""
+
+import math
+from dataclasses import dataclass, replace
+
+_GIGABIT = 1e9 / 8  # bytes
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network between each worker and the server: Gbit/s in each direction, and the latency one way."""
+
+    gigabits: float
+    milliseconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.gigabits:g} Gbit/s" + (f", {self.milliseconds:g} ms" if self.milliseconds else "")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The time that one update of one worker takes, in seconds.
+
+    A worker computes for ``step``, then exchanges for ``exchange``; for ``server`` of that the server is busy with this
+    update alone. Over a network the update goes out and the parameters come back, on the worker's link and on the
+    server's.
+
+    Attributes:
+        step: to compute the update.
+        exchange: from the end of computing to the new parameters, where no other worker has to be waited for.
+        server: of ``exchange``, what the server cannot spend on another worker at the same time.
+        parameters: number of parameters, of 4 bytes each.
+        link: bytes per second in each direction; infinite on one machine.
+        latency: of a message over the link, one way: update, answer, request of the parameters, and these.
+        push: bytes of an update, for each parameter.
+        pull: bytes of the parameters that come back, for each.
+        servers: shards of the parameters, in equal parts, each on a server with a link of its own.
+    """
+
+    step: float
+    exchange: float
+    server: float
+    parameters: int
+    link: float = math.inf
+    latency: float = 0.0
+    push: float = 4.0
+    pull: float = 4.0
+    servers: int = 1
+
+    @property
+    def alone(self) -> float:
+        """Seconds from update to update of a single worker."""
+        return self.step + self.exchanging
+
+    @property
+    def exchanging(self) -> float:
+        """Seconds of an exchange of a single worker."""
+        sent = self.pushing + self.pulling + 4 * self.latency
+        return self.exchange - self.server + self.server / self.servers + sent
+
+    @property
+    def busiest(self) -> float:
+        """Seconds per update of the bottleneck: the server's processor, or its link in one direction."""
+        return max(self.server, self.pushing, self.pulling) / self.servers
+
+    def updates_per_second(self, workers: int) -> float:
+        """Updates of all workers together: as if each had the server alone, until the bottleneck is always busy.
+
+        This is the asymptotic bound of a closed queue (Denning & Buzen 1978), which steady times reach.
+        """
+        return min(workers / self.alone, 1 / self.busiest)
+
+    @property
+    def workers_held(self) -> float:
+        """The number of workers beyond which the server is the bottleneck and more workers add nothing."""
+        return self.alone / self.busiest
+
+    @property
+    def pushing(self) -> float:
+        """Seconds of an update on a worker's link."""
+        return self.push * self.parameters / self.link
+
+    @property
+    def pulling(self) -> float:
+        """Seconds of the parameters on a worker's link."""
+        return self.pull * self.parameters / self.link
+
+    def over(self, link: Link) -> "Costs":
+        """The same over a link."""
+        return replace(self, link=link.gigabits * _GIGABIT, latency=link.milliseconds / 1000)
+
+    def of_size(self, parameters: int) -> "Costs":
+        """The costs of another model, all in proportion to its parameters."""
+        by = parameters / self.parameters
+        return replace(self.of_part(by), parameters=parameters, step=self.step * by)
+
+    def of_part(self, share: float) -> "Costs":
+        """The costs of an exchange of this share of the parameters, after the same step."""
+        parameters = max(1, round(share * self.parameters))
+        return replace(self, parameters=parameters, exchange=self.exchange * share, server=self.server * share)

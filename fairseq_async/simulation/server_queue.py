@@ -1,0 +1,302 @@
+"""The queue of workers at a server, in virtual time and without parameters: rates, staleness, waiting.
+
+The clock, the cluster with its seconds per step, and who waits for whom when steps close are those of the simulator.
+Its :class:`~fairseq_async.simulation.trial.Trial` does not fit itself: it computes every gradient, an exchange there
+has the link for itself however many workers share the server's, and a server is one. Here events are all there is, so
+that a thousand workers take seconds.
+
+What is assumed: links and server serve one update after another, in the order in which they come. The server's link is
+as fast as a worker's. Shards are equal and stay in step, so that one of S stands for all: it has 1/S of the server's
+time, and 1/S of the bytes on a link of its own, while a worker's link has all of them. Real servers in shards do not
+exist yet: S > 1 is a projection.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from fairseq_async.server.near_arrivals import NearArrivals
+from fairseq_async.simulation.clock import Clock, EventKind, ScheduledEvent
+from fairseq_async.simulation.cluster import Cluster, Seconds, Speed
+from fairseq_async.simulation.costs import Costs
+
+_WARM_UP = 1 / 3  # of the updates, which do not count: all workers begin at the same moment
+_CYCLES, _FEWEST = 15, 1500  # updates of each worker, and of all together, that are simulated
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """How often workers exchange, and what each waits for.
+
+    Attributes:
+        local_steps: H, between two exchanges of the same parameters; 1 where gradients are sent.
+        fragments: P, exchanged in turn, one every H/P steps: 1/P of the bytes and of the server's time.
+        delay: τ, steps that a worker goes on with while it exchanges.
+        updates_per_step: N, gradients of a step. The sender of the last one waits for it, the others do not.
+        close_within: in place of N, the share of a worker's step for which gradients wait for each other.
+    """
+
+    local_steps: int = 1
+    fragments: int = 1
+    delay: int = 0
+    updates_per_step: int = 1
+    close_within: float | None = None
+
+    @property
+    def between(self) -> int:
+        """Steps from exchange to exchange."""
+        return self.local_steps // self.fragments
+
+
+@dataclass(frozen=True)
+class Load:
+    """What comes of a queue in the long run.
+
+    Attributes:
+        updates_per_second: of all workers together.
+        steps_per_second: local steps, or gradients, of all workers together.
+        staleness: mean of the updates', in versions; ``staleness_95`` is that of the 95th percentile.
+        waiting: share of the workers' time in which they do not compute.
+        server: share of the time in which the server's processor is busy; ``incoming`` and ``outgoing`` are that of its
+            link in the two directions.
+    """
+
+    updates_per_second: float
+    steps_per_second: float
+    staleness: float
+    staleness_95: float
+    waiting: float
+    server: float
+    incoming: float
+    outgoing: float
+
+    @property
+    def bottleneck(self) -> str:
+        """What is busiest."""
+        shares = {"processor": self.server, "link, in": self.incoming, "link, out": self.outgoing}
+        return max(shares, key=shares.__getitem__)
+
+
+@dataclass
+class _Station:
+    """Serves one after another, in the order in which they come."""
+
+    free_at: float = 0.0
+    busy: float = 0.0
+    served: int = 0
+
+    @property
+    def mean(self) -> float:
+        """Seconds of what it has served."""
+        return self.busy / max(1, self.served)
+
+    def serve(self, now: float, seconds: float) -> float:
+        """When it begins with what comes now and takes so long."""
+        begins = max(now, self.free_at)
+        self.free_at = begins + seconds
+        self.busy += seconds
+        self.served += 1
+        return begins
+
+
+@dataclass
+class _Worker:
+    """A worker between its events.
+
+    Attributes:
+        steps: taken, or drawn.
+        base: version of the parameters that it has.
+        computed: when its last update was.
+        meanwhile: seconds of the steps that it took while that was exchanged.
+    """
+
+    speed: Speed
+    steps: int = 0
+    base: int = 0
+    computed: float = 0.0
+    meanwhile: float = 0.0
+
+
+@dataclass
+class _Totals:
+    """What is summed up after the warm-up."""
+
+    staleness: list[int] = field(default_factory=list)
+    cycles: int = 0
+    computing: float = 0.0
+    waiting: float = 0.0
+
+
+class ServerQueue:
+    """Workers that compute, and exchange with one server.
+
+    Args:
+        cluster: the workers and their seconds per step; its ``exchange`` has no part in this.
+        costs: of one exchange of all parameters; ``step`` has no part.
+        served: seconds of the server for an update, where they vary; otherwise as in ``costs``.
+        slower: factor of all seconds per step.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        costs: Costs,
+        exchanges: Exchanges | None = None,
+        served: Seconds | None = None,
+        slower: float = 1.0,
+        seed: int = 1,
+    ) -> None:
+        self.exchanges = exchanges or Exchanges()
+        self.costs = costs.of_part(1 / self.exchanges.fragments)
+        self._share = 1 / (self.exchanges.fragments * costs.servers)  # of a whole update's, what this server has
+        self._served = Speed(costs.server if served is None else served, cluster.workers, seed)
+        self._slower = slower
+        self._way = max(0.0, self.costs.exchange - self.costs.server) / 2  # copying, before the server and after it
+        self._workers = [_Worker(Speed(cluster.seconds_of(w), w, seed)) for w in range(cluster.workers)]
+        self._clock = Clock()
+        self._processor, self._incoming, self._outgoing = _Station(), _Station(), _Station()
+        self._near = None if self.exchanges.close_within is None else NearArrivals(self.exchanges.close_within)
+        self._held: list[int] = []
+        self._deadline = -1.0
+        self._taken = self._version = self._published = 0
+        self._steps_end: deque[float] = deque()  # of versions that are not published yet
+        self._totals = _Totals()
+
+    def run(self, updates: int | None = None) -> Load:
+        """Simulates until rates are steady, or so many updates, and sums up."""
+        whole = updates or max(_FEWEST, _CYCLES * len(self._workers))
+        for worker in range(len(self._workers)):
+            if self._near is not None:
+                self._near.begin_work(worker, 0.0)
+            self._begin(worker, 0.0)
+        stations = (self._processor, self._incoming, self._outgoing)
+        self._advance(round(_WARM_UP * whole))
+        self._totals = _Totals()
+        for station in stations:
+            station.busy, station.served = 0.0, 0
+        self._advance(whole)
+        totals, stale = self._totals, sorted(self._totals.staleness)
+        # Little's law: whole cycles are counted, so that it does not matter where in one the counting begins and ends
+        rate = len(self._workers) * totals.cycles / (totals.waiting + totals.computing)
+        server, incoming, outgoing = (min(1.0, station.mean * rate) for station in stations)
+        return Load(
+            updates_per_second=rate,
+            steps_per_second=rate * self.exchanges.between,
+            staleness=fmean(stale),
+            staleness_95=stale[int(0.95 * (len(stale) - 1))],
+            waiting=totals.waiting / (totals.waiting + totals.computing),
+            server=server,
+            incoming=incoming,
+            outgoing=outgoing,
+        )
+
+    def _advance(self, updates: int) -> None:
+        while self._taken < updates:
+            event = self._clock.next()
+            assert event is not None, "a worker that waits is answered"
+            match event.kind:
+                case EventKind.ARRIVES:
+                    self._receive(event.worker)
+                case EventKind.IS_TAKEN:
+                    self._take(event.worker)
+                case EventKind.GRACE_ENDS if self._near is not None and self._near.deadline == event.time:
+                    self._close(self._near)
+                case EventKind.PULLS:
+                    self._pull(event.worker)
+
+    # The worker
+
+    def _begin(self, number: int, at: float) -> None:
+        """The worker has what it waited for, and computes its next update."""
+        worker, exchanges = self._workers[number], self.exchanges
+        ready = worker.computed + worker.meanwhile
+        begins, rest = max(at, ready), exchanges.between - (exchanges.delay if worker.steps else 0)
+        seconds = self._compute(worker, rest)
+        self._totals.cycles += 1
+        self._totals.waiting += begins - ready
+        self._totals.computing += worker.meanwhile + seconds
+        worker.computed = begins + seconds
+        worker.meanwhile = self._compute(worker, exchanges.delay)
+        self._schedule(worker.computed + self._way + self.costs.latency, EventKind.ARRIVES, number)
+
+    def _compute(self, worker: _Worker, steps: int) -> float:
+        """Seconds of the worker's next steps."""
+        seconds = worker.speed.of_steps(worker.steps, steps) if steps else 0.0
+        worker.steps += steps
+        return self._slower * seconds
+
+    # The server
+
+    def _receive(self, worker: int) -> None:
+        """An update begins to come in."""
+        begins = self._incoming.serve(self._clock.now, self.costs.pushing / self.costs.servers)
+        self._schedule(begins + self.costs.pushing, EventKind.IS_TAKEN, worker)
+
+    def _take(self, worker: int) -> None:
+        """An update is there."""
+        self._taken += 1
+        now = self._clock.now
+        if self._near is not None:
+            self._near.arrive(worker, now)
+            self._held.append(worker)
+            if not self._near.continues(self._at_work, now):
+                self._close(self._near)
+            elif self._near.deadline is not None and self._near.deadline != self._deadline:
+                self._deadline = self._near.deadline
+                self._schedule(self._deadline, EventKind.GRACE_ENDS, worker)
+            return
+        self._totals.staleness.append(self._version - self._workers[worker].base)
+        ends = self._serve()
+        if self._taken % self.exchanges.updates_per_step:
+            self._answer(worker, now)  # it is only added to others
+        else:
+            self._step(ends)
+            self._answer(worker, ends)
+
+    @property
+    def _at_work(self) -> list[int]:
+        return sorted(set(range(len(self._workers))).difference(self._held))
+
+    def _close(self, near: NearArrivals) -> None:
+        """The gradients that wait are a step."""
+        held, self._held = self._held, []
+        self._totals.staleness += [self._version - self._workers[worker].base for worker in held]
+        ends = [self._serve() for _ in held][-1]
+        self._step(ends)
+        near.close()
+        for worker in held:
+            near.begin_work(worker, self._clock.now)
+            self._answer(worker, ends)
+
+    def _serve(self) -> float:
+        """When the server has worked off one more update."""
+        seconds = self._share * self._served.of_step(self._taken)
+        return self._processor.serve(self._clock.now, seconds) + seconds
+
+    def _step(self, ends: float) -> None:
+        """The parameters have a new version when this is over."""
+        self._version += 1
+        self._steps_end.append(ends)
+
+    def _answer(self, worker: int, at: float) -> None:
+        latency = self.costs.latency
+        if at == self._clock.now and self._version_at(at) == self._workers[worker].base:
+            self._begin(worker, at + self._way + latency)  # it has these parameters
+        else:
+            self._schedule(at + 2 * latency, EventKind.PULLS, worker)  # the answer, and the request that follows
+
+    def _pull(self, number: int) -> None:
+        """The parameters, as they are now, begin to go out."""
+        now, costs = self._clock.now, self.costs
+        self._workers[number].base = self._version_at(now)
+        begins = self._outgoing.serve(now, costs.pulling / costs.servers)
+        self._begin(number, begins + costs.pulling + costs.latency + self._way)
+
+    def _version_at(self, now: float) -> int:
+        while self._steps_end and self._steps_end[0] <= now:
+            self._steps_end.popleft()
+            self._published += 1
+        return self._published
+
+    def _schedule(self, time: float, kind: EventKind, worker: int) -> None:
+        self._clock.schedule(ScheduledEvent(time, kind, worker))
