@@ -14,7 +14,7 @@ from fairseq_async.ray_launch.server import RayServer, ServerTask
 from fairseq_async.ray_launch.worker import RayWorker, WorkerTask
 
 NAMESPACE = "fairseq-async"
-_ANSWER = 30.0  # seconds for an answer of the registry
+_ANSWER = 180.0  # seconds for an answer of the registry, whose process may have to start on a busy node first
 
 
 def connect(address: str) -> None:
