@@ -14,7 +14,7 @@ from fairseq_async.ray_launch.server import RayServer, ServerTask
 from fairseq_async.ray_launch.worker import RayWorker, WorkerTask
 
 NAMESPACE = "fairseq-async"
-_ANSWER = 30.0  # seconds for an answer of the registry
+_ANSWER = 180.0  # seconds for an answer of the registry, whose process may have to start on a busy node first
 
 
 def connect(address: str) -> None:
@@ -85,26 +85,30 @@ class Actors:
         near = NodeAffinitySchedulingStrategy(node, soft=True)
         restarts = {"max_restarts": self._restarts, "max_task_retries": -1, "max_concurrency": 2}
         server = _actor(RayServer, f"{self._name}-server", num_cpus=0, scheduling_strategy=near, **restarts)
-        self._server = server.remote(self.registry, task)
+        self._server = server.remote(self._name, task)
         return self._server.follow.remote()
 
     def start_worker(self, task: WorkerTask, wanted: Resources) -> None:
         """Where Ray has room for it; it waits for room otherwise, also after a node is lost."""
         options = {"num_cpus": wanted.cpus, "num_gpus": wanted.gpus, "max_restarts": self._restarts}
         name = f"{self._name}-worker-{task.number}"
-        worker = _actor(RayWorker, name, max_task_retries=-1, **options).remote(self.registry, task)
+        worker = _actor(RayWorker, name, max_task_retries=-1, **options).remote(self._name, task)
         self._workers[task.number] = worker
         self.runs[worker.run.remote()] = task.number
 
     def take(self, numbers: Sequence[int], placed: set[int], seconds: float) -> None:
         """Waits so long for workers that were told to leave; then, or if they have no node, kills their actors."""
         leaving = [run for run, number in self.runs.items() if number in numbers]
-        ray.wait([run for run in leaving if self.runs[run] in placed] or [ray.put(None)], timeout=seconds)
+        ending = [run for run in leaving if self.runs[run] in placed]
+        if ending:
+            ray.wait(ending, num_returns=len(ending), timeout=seconds)
         for run in leaving:
             ray.kill(self._workers[self.runs.pop(run)])
 
     def end(self, seconds: float) -> None:
         """Ends all in order: the workers within this time, then the server, which writes its last snapshot."""
+        if not ray.is_initialized():
+            return  # all have ended already, and to ask again would start a Ray of its own
         try:
             ray.get(self.registry.end.remote(), timeout=_ANSWER)
             self.take(list(self.runs.values()), self.state().placed, seconds)

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import ray
-from ray.actor import ActorHandle
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.addresses import ANY
@@ -41,9 +40,13 @@ class RayServer:
 
     When its process dies, the updates since the last snapshot are lost, as without Ray. When the actor does, its server
     still writes a last snapshot, if it can.
+
+    Args:
+        run: name of its registry.
     """
 
-    def __init__(self, registry: ActorHandle, task: ServerTask) -> None:
+    def __init__(self, run: str, task: ServerTask) -> None:
+        registry = ray.get_actor(run)  # by its name: Ray keeps handles in arguments beside them, and may lose them
         self._task, self._token = task, ray.get(registry.token.remote())
         self._error = ""
         state: State = ray.get(registry.state.remote())

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-from ray.actor import ActorHandle
 
 from fairseq_async.environment import JOINS, MEETING, PLUGINS, RENDEZVOUS, SERVER, TOKEN, WORKER, WORKERS
 from fairseq_async.exchange.linux import environment
@@ -57,13 +56,17 @@ class WorkerTask:
 
 
 class RayWorker:
-    """One worker of a run, on the node where Ray has placed it. What its child had not sent dies with it."""
+    """One worker of a run, on the node where Ray has placed it. What its child had not sent dies with it.
 
-    def __init__(self, registry: ActorHandle, task: WorkerTask) -> None:
+    Args:
+        run: name of its registry.
+    """
+
+    def __init__(self, run: str, task: WorkerTask) -> None:
         context = ray.get_runtime_context()
-        self._registry, self._task = registry, task
+        self._registry, self._task = ray.get_actor(run), task  # by name: see the server's
         self._host, self._node = ray.util.get_node_ip_address(), context.get_node_id()
-        self._token: str = ray.get(registry.token.remote())
+        self._token: str = ray.get(self._registry.token.remote())
         self._restarts, self._said = task.restarts, ""
         self._address = ""  # that the child knows
         self._log = task.logs / f"worker-{task.number}.log"
