@@ -41,8 +41,8 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
     parser.add_argument("--notices", type=int, help="descriptor of a pipe for lines that the user is to see")
     parser.add_argument("--tls", type=Path, help="directory of certificates")
     options = parser.parse_args(arguments)
-    # A scheduler, or DeepSpeed's launcher, that stops a job signals every process; the last snapshot is still to come, when
-    # whoever started this server is gone.
+    # Who stops a job, as a scheduler or DeepSpeed's launcher, signals every process. The last snapshot is still to come,
+    # when whoever has started this server is gone.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tell = tell_log if options.notices is None else Notices(options.notices)
     service = make(options, build, tell)

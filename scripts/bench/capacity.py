@@ -33,7 +33,7 @@ from fairseq_async.simulation.cluster import Cluster, Distribution, Seconds  # n
 from fairseq_async.simulation.server_queue import Load, ServerQueue  # noqa: E402
 from fairseq_async.worker.client import Client  # noqa: E402
 from fairseq_async.worker.hybrid import HybridWorker  # noqa: E402
-from fairseq_async.worker.overlap import local_sgd_worker  # noqa: E402
+from fairseq_async.worker.local_sgd_workers import local_sgd_worker  # noqa: E402
 from fairseq_async.worker.replica import TensorReplica  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.bench.slow_server import SECONDS  # noqa: E402
