@@ -41,7 +41,7 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
     parser.add_argument("--notices", type=int, help="descriptor of a pipe for lines that the user is to see")
     parser.add_argument("--tls", type=Path, help="directory of certificates")
     options = parser.parse_args(arguments)
-    # Who stops a job, as a scheduler or DeepSpeed's launcher, signals every process. The last snapshot is still to come,
+    # Who stops a job, as a scheduler or DeepSpeed's launcher, signals every process. The last snapshot still comes,
     # when whoever has started this server is gone.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tell = tell_log if options.notices is None else Notices(options.notices)
