@@ -87,3 +87,16 @@ def test_work_is_as_much_later_as_its_pauses_last() -> None:
     presence = Presence(pauses, 0)
     assert [presence.done(0.0, seconds) for seconds in (1.0, 2.0, 2.25, 2.6)] == pytest.approx([1.0, 2.0, 3.25, 9.1])
     assert presence.done(2.5, 0.25) == pytest.approx(3.25)
+
+
+def test_steps_together_take_the_sum_of_theirs(tmp_path: Path) -> None:
+    """Of 16 draws with a spread of 0.8, the sum has one of 0.8/4."""
+    (tmp_path / "seconds.txt").write_text("0.5\n2\n4\n")
+    recorded = Speed(Trace(trace=tmp_path / "seconds.txt"), 0, 1)
+    assert [recorded.of_steps(first, count) for first, count in ((1, 2), (2, 5), (0, 1))] == [6.0, 11.0, 0.5]
+    assert recorded.mean == pytest.approx(6.5 / 3) and Speed(1.5, 0, 1).of_steps(7, 4) == 6.0
+    for kind in ({"distribution": "lognormal", "spread": 0.8}, {"distribution": "exponential"}):
+        speed = Speed(Distribution.model_validate(kind | {"mean": 0.5}), worker=1, seed=3)
+        drawn = torch.tensor([speed.of_steps(16 * number, 16) for number in range(2000)])
+        assert drawn.mean() == pytest.approx(16 * speed.mean, rel=0.02)
+        assert drawn.std() / drawn.mean() == pytest.approx(kind.get("spread", 1.0) / 4, rel=0.07)
