@@ -46,7 +46,7 @@ class Measured:
 
 
 def measure(run_dir: Path, compress: str = "") -> Measured:
-    """Measures the costs of a run without a barrier, best of one or two workers, which do not wait for each other.
+    """Measures the costs of a run without a barrier or overlap, best of one or two workers, which wait for no other.
 
     Args:
         compress: codecs for the bytes of an exchange; empty for those of the run.
@@ -59,6 +59,10 @@ def measure(run_dir: Path, compress: str = "") -> Measured:
         raise ConfigurationError(f"{run_dir}: no run that can be read there: there is no {EVENTS}")
     if description.has_barrier:
         raise ConfigurationError(f"{run_dir}: a run with a barrier says nothing of what an exchange costs by itself")
+    if description.exchanges_while_computing:
+        raise ConfigurationError(
+            f"{run_dir}: its workers compute while they exchange: give a run without overlap and fragments"
+        )
     events = read_events(run_dir / EVENTS)
     if description.simulated is not None or any(event.server_seconds is None for event in events):
         raise ConfigurationError(f"{run_dir}: no measured times of the server in events.jsonl")

@@ -69,6 +69,13 @@ class RunDescription(BaseModel):
         """Whether rounds have a fixed size, so that workers wait for each other."""
         return bool(self.method.get("barrier")) and not self.method.get("closes_early", False)
 
+    @property
+    def exchanges_while_computing(self) -> bool:
+        """Whether workers of local SGD go on while an update is on its way, whole or in fragments."""
+        options = self.method.get("options")
+        given = options if isinstance(options, dict) else {}
+        return bool(given.get("overlap") or given.get("fragment_delay")) or given.get("fragments", 1) != 1
+
 
 def _unreadable(run_dir: Path, error: Exception) -> ConfigurationError:
     why = first_mistake(error) if isinstance(error, ValidationError) else error

@@ -150,6 +150,15 @@ def test_the_tables_have_a_row_for_each_model_and_link_and_number_of_workers(tmp
             lambda run: (run / "run.json").write_text(json.dumps({"method": {"barrier": 2}, "layout": TIMED_LAYOUT})),
             "a run with a barrier says nothing",
         ),
+        *(
+            (
+                lambda run, given=given: (run / "run.json").write_text(
+                    json.dumps({"method": {"barrier": 0, "options": given}, "layout": TIMED_LAYOUT})
+                ),
+                "its workers compute while they exchange: give a run without overlap and fragments",
+            )
+            for given in ({"overlap": True}, {"fragments": 4}, {"fragment_delay": 1})
+        ),
     ],
 )
 def test_a_run_that_says_too_little_is_one_line(tmp_path: Path, change: Any, message: str) -> None:
