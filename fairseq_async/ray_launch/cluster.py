@@ -1,5 +1,6 @@
 """The actors of one run, by their handles."""
 
+import socket
 from collections.abc import Sequence
 
 import ray
@@ -12,9 +13,14 @@ from fairseq_async.ray_launch.registry import Ended, Registry, State
 from fairseq_async.ray_launch.resources import Resources
 from fairseq_async.ray_launch.server import RayServer, ServerTask
 from fairseq_async.ray_launch.worker import RayWorker, WorkerTask
+from fairseq_async.validation import split_address
 
 NAMESPACE = "fairseq-async"
+_KNOCK = 10.0  # seconds for the cluster's head to take a connection
 _ANSWER = 180.0  # seconds for an answer of the registry, whose process may have to start on a busy node first
+
+# When a driver dies, Ray would kill what its actors have started, and so a server that still writes its last snapshot.
+_CHILD_ENDS_ITSELF = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}}
 
 
 def connect(address: str) -> None:
@@ -24,6 +30,8 @@ def connect(address: str) -> None:
         ConfigurationError: there is none.
     """
     try:
+        if address != "auto":  # Ray itself would knock for minutes
+            socket.create_connection(split_address(address), timeout=_KNOCK).close()
         ray.init(address, namespace=NAMESPACE, logging_level="ERROR")
     except (OSError, ValueError, RuntimeError) as error:  # ConnectionError is an OSError
         said = str(error).split(". ")[0]
@@ -84,7 +92,8 @@ class Actors:
         """
         near = NodeAffinitySchedulingStrategy(node, soft=True)
         restarts = {"max_restarts": self._restarts, "max_task_retries": -1, "max_concurrency": 2}
-        server = _actor(RayServer, f"{self._name}-server", num_cpus=0, scheduling_strategy=near, **restarts)
+        placing = {"num_cpus": 0, "scheduling_strategy": near, "runtime_env": _CHILD_ENDS_ITSELF}
+        server = _actor(RayServer, f"{self._name}-server", **placing, **restarts)
         self._server = server.remote(self._name, task)
         return self._server.follow.remote()
 

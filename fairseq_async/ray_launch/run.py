@@ -19,6 +19,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.authentication import new_token
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import Display
+from fairseq_async.launch.last_words import traceback
 from fairseq_async.launch.processes import USER_ERROR, RunFailedError, interrupt
 from fairseq_async.launch.programs import is_fairseq
 from fairseq_async.launch.progress import Progress
@@ -62,7 +63,7 @@ def train(arguments: list[str], workers: list[Resources], options: RayOptions) -
         AsyncError: a mistake in the command, or the run failed.
         KeyboardInterrupt: it was interrupted, and has ended in order.
     """
-    directory = Path(tempfile.mkdtemp(prefix=".fairseq-async-", dir=os.getcwd()))
+    directory = Path(tempfile.mkdtemp(prefix=".fairseq-async-", dir=os.getcwd())).resolve()
     try:
         command = _command(arguments, directory, len(workers), options.resume)
         connect(options.address)
@@ -204,13 +205,18 @@ class RayRun:
         if how.code == 0:
             return
         error = f"worker {number} {manner(how.code)}: {how.said or 'no output'}"
+        log = self._run_dir / "logs" / f"worker-{number}.log"
+        if log.is_relative_to(self._directory):  # it is removed with the script's first directory
+            for line in traceback(log):
+                self._display.say(line)
+            raise RunFailedError(error)
         self._display.progress.poll()
         begun = any(self._display.progress.updates.values())
         if not begun:
             self._actors.end(_LEAVING)
             self._leftovers.remove(logs=how.code == USER_ERROR)
         if begun or how.code != USER_ERROR:
-            error += f" (log: {self._run_dir / 'logs' / f'worker-{number}.log'})"
+            error += f" (log: {log})"
         raise RunFailedError(error)
 
     def _after_workers(self) -> None:

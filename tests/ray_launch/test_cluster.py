@@ -1,0 +1,143 @@
+"""Runs on a Ray cluster of three nodes that are all this machine: real actors, real processes, real deaths."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fairseq_async.reporting.audit import audit
+from tests.helpers.commands import HELPERS, HYBRID, MODEL, ROOT, Processes, command
+from tests.helpers.documents import script_of_the_readme
+from tests.helpers.launched import count, find
+from tests.helpers.run_files import events
+from tests.helpers.waiting import wait_until
+
+pytest.importorskip("ray")
+from ray.cluster_utils import Cluster  # noqa: E402  # skipped without it
+
+NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
+SLOWLY = {"total_steps=200": "total_steps=100_000", ".step()\n": ".step()\n        time.sleep(0.01)\n"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Its sockets need a short path; its actors would have the lowest priority on a machine that others use."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    (folder / "ray").mkdir()  # Ray expects it
+    variables = {"RAY_TMPDIR": folder, "RAY_worker_niceness": 0, "RAY_memory_monitor_refresh_ms": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**variables, "PYTHONPATH": f"{HELPERS / 'for_translation_alone'}:{ROOT}"}.items():
+            patch.setenv(name, str(value))
+        nodes = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+        try:
+            for _ in range(2):
+                nodes.add_node(**NODE)
+            yield nodes
+        finally:
+            nodes.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def under_ray(cluster: Cluster, *words: object) -> list[object]:
+    return [command("fairseq-async"), "ray", "--address", cluster.address, *words]
+
+
+def script(folder: Path) -> list[object]:
+    text = script_of_the_readme()
+    for old, new in SLOWLY.items():
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "train.py").write_text(f"import time\n{text}")
+    return ["--", sys.executable, folder / "train.py"]
+
+
+def wait_for_updates(run: Path, workers: int, more: int = 2) -> None:
+    """Of each of these workers so many more than now."""
+    before = [count(run, worker) for worker in range(workers)]
+    wait_until(lambda: all(count(run, worker) >= done + more for worker, done in enumerate(before)), 120)
+
+
+def end(driver: "subprocess.Popen[str]", number: signal.Signals) -> str:
+    driver.send_signal(number)
+    return driver.communicate(timeout=90)[0]
+
+
+def test_a_run_outlives_a_node_and_the_servers_actor_and_goes_on_after_its_driver(
+    cluster: Cluster, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, line = tmp_path / "async_training", script(tmp_path)
+    driver = processes.start(under_ray(cluster, "--workers", "2*CPU", *line))
+    wait_for_updates(run, workers=2)
+    assert processes.run(under_ray(cluster, "scale", "+1"))[0] == 0
+    wait_for_updates(run, workers=3)
+
+    cluster.remove_node(list(cluster.worker_nodes)[0], allow_graceful=False)
+    cluster.add_node(**NODE)
+    wait_for_updates(run, workers=3)
+
+    (server,) = find(run, r"fairseq_async\.server")
+    actor = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(actor, signal.SIGKILL)
+    wait_until(lambda: server not in find(run, r"fairseq_async\.server"), 60)
+    wait_for_updates(run, workers=3)
+
+    assert processes.run(under_ray(cluster, "scale", "-1"))[0] == 0
+    wait_until(lambda: not find(tmp_path, r"FAIRSEQ_ASYNC_WORKER=join"), 60)
+    code, said = processes.run(under_ray(cluster, "scale", "-2"))
+    assert code == 2 and said.endswith("scale -2: the run has 2 workers, and worker 0 stays\n"), said
+    code, said = processes.run(under_ray(cluster, "--workers", "1*CPU", *line))
+    assert code == 2 and "--name training: another run has this name" in said.splitlines()[-1]
+
+    driver.kill()
+    driver.wait()
+    wait_until(lambda: not find(run, r"fairseq_async\.server"), 60)
+    driver = processes.start(under_ray(cluster, "--workers", "2*CPU", "--resume", *line))
+    wait_until(lambda: len(find(tmp_path, "FAIRSEQ_ASYNC_WORKER=")) == 2, 60)
+    wait_for_updates(run, workers=2)
+    said = end(driver, signal.SIGINT)
+    assert driver.returncode == 130 and "go on with: fairseq-async ray" in said, said
+    assert not find(tmp_path, ".")
+    audit(run)
+
+
+def test_fairseq_trains_to_the_same_bits_as_on_one_machine(
+    cluster: Cluster, processes: Processes, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A barrier makes the order in which the workers' gradients come the same to it."""
+    monkeypatch.chdir(tmp_path)
+    flags = [*HYBRID, "--barrier", "--inner-optimizer", "adam", "--max-update", 8, "--record", "--no-save"]
+    launchers = {"ray": under_ray(cluster), "launch": [command("fairseq-async"), "launch"]}
+    sums = {}
+    for name, launcher in launchers.items():
+        workers = "3*CPU" if name == "ray" else 3
+        line = [*launcher, "--workers", workers, "--", "fairseq-train", data, *MODEL, *flags]
+        code, said = processes.run([*line, "--save-dir", tmp_path / name], 200)
+        assert code == 0 and "finished: update 8 of 8" in said, said
+        sums[name] = {event["version_after"]: event.get("checksum") for event in events(tmp_path / name)}
+    assert sums["ray"] == sums["launch"] and len(sums["ray"]) > 7
+    audit(tmp_path / "ray")
+
+
+def test_a_script_that_fails_at_once_is_not_started_for_ever(
+    cluster: Cluster, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text('raise ValueError("no such thing")\n')
+    code, said = processes.run(under_ray(cluster, "--workers", "1*CPU", "--", sys.executable, "bad.py"))
+    assert code == 1 and said.endswith("error: worker 0 ended with code 1: ValueError: no such thing\n"), said
+    assert re.search(r'^  File ".*bad.py", line 1', said, re.MULTILINE), "its log is removed, so its traceback is shown"
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.py"]
+
+
+def test_an_address_where_no_cluster_is_is_said_at_once(processes: Processes, tmp_path: Path) -> None:
+    line = ["--workers", "1*CPU", "--", sys.executable, "-c", "pass"]
+    code, said = processes.run([command("fairseq-async"), "ray", "--address", "127.0.0.1:1", *line])
+    assert code == 2 and "--address 127.0.0.1:1: no Ray cluster there (" in said and said.count("\n") == 1, said
