@@ -17,6 +17,7 @@ from fairseq_async.server.process import ServerProcess
 from scripts.faults.hosts import Cable, Host, other_host
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.commands import MODEL, PACKAGE, Processes, command, launch_command, train_alone
+from tests.helpers.forking import USUAL, install
 from tests.helpers.server_client import SGD_SERVER, StartServer, StartThreadServer
 
 # A first call imports, and machines are busy. Where CI is set, hypothesis would try the same examples every time: it is
@@ -25,6 +26,7 @@ settings.register_profile("patient", deadline=None, derandomize=False, print_blo
 settings.load_profile("patient")
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a background job, and so in what we start
+install()
 torch.serialization.add_safe_globals([Namespace])  # plain fairseq's own checkpoints hold one
 
 
@@ -33,6 +35,12 @@ def spelling() -> Iterator[None]:
     """A front end that a test uses in this process has spelt options its own way."""
     yield
     spell_options(as_flag)
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of this test start as a user's: they are executed, and import what they need themselves."""
+    monkeypatch.setattr(subprocess, "Popen", USUAL)
 
 
 @pytest.fixture(scope="session")

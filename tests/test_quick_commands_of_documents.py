@@ -1,14 +1,12 @@
 """The quick commands of the documents, run for real on stand-ins for a reader's files.
 
-The slow ones are only parsed, in ``test_commands_of_documents.py``: they train (``launch``, ``join``, ``torchrun``,
-``deepspeed``, recipes), measure (``scripts/bench``, faults) or repeat a training (``replay``, for which there is
-``tests/replay``).
+Those that train are run by ``test_commands_of_documents.py``. Of those that measure for hours, the options are parsed
+here.
 """
 
 import importlib.util
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +18,12 @@ import typer
 import yaml
 
 from fairseq_async import cli
-from fairseq_async.exchange.authentication import read_token
 from fairseq_async.reporting import watch
 from fairseq_async.server.process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
-from tests.helpers.documents import ALL, ROOT, commands, lines
+from tests.helpers.documents import QUICK, ROOT, commands
 from tests.helpers.server_client import SGD_SERVER, join, push
 
-QUICK = ("audit", "report", "watch", "capacity", "export", "simulate", "certificates")
 RUNS = ("RUN_DIR", "RUN", "RUN_OR_EXPERIMENT")  # as the documents name them
 MADE = ("OUT", "model.safetensors", "runs", "tls")  # by a command, and removed before the next
 UPDATES = 12
@@ -114,17 +110,6 @@ PROOFS: dict[str, Callable[[str], None]] = {
     "report": reported,
     "simulate": reported,
 }
-
-
-def test_the_command_that_makes_a_token_makes_one_that_is_taken(readers_files: Path) -> None:
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed here")
-    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ALL]
-    found = {line.partition("#")[0].strip() for text in texts for line in lines(text) if "openssl rand" in line}
-    assert found
-    for line in found:
-        subprocess.run(["bash", "-c", line], check=True, timeout=30)
-        assert len(read_token(Path("token"))) == 32
 
 
 def main_of(script: Path) -> Callable[..., None] | None:

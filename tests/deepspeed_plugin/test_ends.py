@@ -35,6 +35,7 @@ def test_a_loop_that_ends_by_its_own_count_ends_the_job_and_equal_data_is_notice
     assert (tmp_path / "worker-0.json").exists() and (tmp_path / "worker-1.json").exists()
 
 
+@pytest.mark.usefixtures("executed")
 def test_after_end_all_steps_of_divided_data_have_been_sent(run: Run, tmp_path: Path) -> None:
     """Half of sixteen batches each: two rounds of three steps, and the rest."""
     code, output = run("divided")

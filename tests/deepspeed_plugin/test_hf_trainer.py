@@ -69,6 +69,7 @@ def test_worker_0_alone_validates_and_saves_the_servers_parameters(two: tuple[Pa
     assert all((best[name] == final[name]).all() for name in final)
 
 
+@pytest.mark.usefixtures("executed")
 def test_a_training_that_is_resumed_goes_on_with_the_servers_state(two: tuple[Path, list[dict[str, Any]]]) -> None:
     """Also on worker 1, which has no checkpoints of its own."""
     out, before = two

@@ -17,6 +17,7 @@ from tests.helpers.checkpoints import load
 from tests.helpers.commands import MODEL, PACKAGE, Processes, command
 from tests.helpers.fairseq_flags import parsed
 from tests.helpers.fairseq_jobs import ADAM, ADASCALE, ADASUM, SGD
+from tests.helpers.forking import command_line
 
 
 @pytest.mark.parametrize(
@@ -98,9 +99,7 @@ def test_a_rank_that_dies_ends_the_run(processes: Processes, data: Path, tmp_pat
     while not (log.exists() and '"num_updates": "10"' in log.read_text()):
         assert time.monotonic() < deadline and launcher.poll() is None
         time.sleep(0.1)
-    victim = next(
-        pid for pid in children(launcher.pid) if b"LOCAL_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
-    )
+    victim = next(pid for pid in children(launcher.pid) if command_line(pid)[1].get("LOCAL_RANK") == "1")
     os.kill(victim, signal.SIGKILL)
     output, _ = launcher.communicate(timeout=200)
     assert launcher.returncode == 1 and "worker 1 was killed by SIGKILL" in output
@@ -113,6 +112,6 @@ def children(parent: int) -> list[int]:
 
 def _line(process: Path) -> str:
     try:
-        return (process / "cmdline").read_text()
+        return " ".join(command_line(int(process.name))[0])
     except OSError:
         return ""

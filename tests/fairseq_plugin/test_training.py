@@ -54,6 +54,7 @@ def test_the_barrier_is_fairseqs_synchronous_run(
     assert max(differences.values()) < 1e-6
 
 
+@pytest.mark.usefixtures("executed")
 def test_two_asynchronous_workers_learn_and_leave_what_was_promised(
     launch: Launch, processes: Processes, data: Path, tmp_path: Path
 ) -> None:

@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+from tests.helpers.forking import command_line
+
 
 def count(run_dir: Path, worker: int) -> int:
     path = run_dir / "events.jsonl"
@@ -19,12 +21,13 @@ def find(run_dir: Path, pattern: str) -> list[int]:
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            line = (folder / "cmdline").read_text().replace("\0", " ")
-            environment = (folder / "environ").read_text(errors="replace")
+            words, variables = command_line(int(folder.name))
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
         except OSError:
             continue
-        if str(run_dir) in line and re.search(pattern, line + environment):
+        line = " ".join(words)
+        environment = "\0".join(f"{name}={value}" for name, value in variables.items())
+        if str(run_dir) in line and re.search(pattern, f"{line}\0{environment}"):
             parents[int(folder.name)] = int(parent)
     return [process for process, parent in parents.items() if parent not in parents]
 

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.helpers.commands import HELPERS, ROOT, Processes, command
@@ -22,6 +23,7 @@ def run(processes: Processes, folder: Path, script: str, *launcher: object) -> t
         os.chdir(here)
 
 
+@pytest.mark.usefixtures("executed")
 def test_the_readmes_example_trains_under_torchrun(processes: Processes, tmp_path: Path) -> None:
     """Its result is what it was made to learn; nothing of the run is left but its logs."""
     torchrun = [command("torchrun"), "--standalone", "--nproc-per-node", 2]

@@ -1,0 +1,309 @@
+"""``python forks.py FOLDER MODULE…``: imports the modules, and then forks for each process that ``forked.py`` asks for.
+
+A fork runs its program as the interpreter would, with another copy of our own package, and fairseq is imported again
+where the program imports it. What a fork starts is a fork in the same way. So everything is as after an exec, but for
+the seconds of the imports, and for what differs from process to process and not from fork to fork: the order in sets
+of texts. The process ends when its input does.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import re
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.helpers.forked import SCRIPTS, is_python  # noqa: E402
+
+FOLDER = Path(sys.argv[1])
+OURS = ("fairseq_async", "recipes", "scripts", "tests")
+GIVEN = (str(Path(__file__).parents[2]), str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":"))
+INSTALLED = [path for path in sys.path if path not in GIVEN]
+EXECVE = os.execve
+
+
+class Hidden(MetaPathFinder, Loader):
+    """fairseq, which is in memory and not imported: our package looks whether it is."""
+
+    def __init__(self) -> None:
+        names = [name for name in sys.modules if re.match(r"fairseq(_cli)?\b", name)]
+        self.modules = {name: sys.modules.pop(name) for name in names}
+        self.specs = {name: module.__spec__ for name, module in self.modules.items()}
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name not in self.modules:
+            return None
+        spec = ModuleSpec(name, self)
+        spec.submodule_search_locations = getattr(self.specs[name], "submodule_search_locations", None)
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.specs[module.__name__]
+        sys.modules.update(self.modules)
+        sys.meta_path.remove(self)
+
+
+def python(arguments: list[str]) -> None:
+    """As the interpreter: ``-m MODULE``, a script, or a program by its path."""
+    while arguments[0] in ("-u", "-I"):
+        if arguments.pop(0) == "-u":
+            unbuffered()
+    first = arguments[0]
+    if first == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif first in ("-", "-c"):
+        sys.path.insert(0, "")
+        exec(sys.stdin.read() if first == "-" else arguments[1], {"__name__": "__main__"})
+    elif Path(first).suffix != ".py" and is_python(first):
+        run(arguments)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
+        runpy.run_path(first, run_name="__main__")
+
+
+def unbuffered() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+
+
+def run(arguments: list[str]) -> None:
+    """Runs a program of Python's."""
+    name, sys.argv = os.path.basename(arguments[0]), arguments
+    if name.startswith("python"):
+        python(arguments[1:])
+    elif name == "deepspeed":  # a script, and no entry point
+        importlib.import_module("deepspeed.launcher.runner").main()
+    else:
+        sys.exit(SCRIPTS[name].load()())
+
+
+def become(arguments: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
+    """Runs a program to its end as this process, as an exec would."""
+    code = 1
+    try:
+        prepare(arguments, variables)
+        run(list(arguments))
+        code = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    finally:
+        end_as(code)
+
+
+def end_as(code: int) -> NoReturn:
+    """As the interpreter ends; negative: by a signal."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        os._exit(code)
+
+
+def prepare(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as the interpreter does when it starts
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    atexit._clear()
+    gc.freeze()  # what the parent has left open must not be closed here, by numbers that now are others'
+    if "fairseq" not in sys.modules:  # else what is registered with it would be registered twice
+        for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
+            del sys.modules[name]
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[:] = [*filter(None, variables.get("PYTHONPATH", "").split(":")), *INSTALLED]
+    if variables.get("PYTHONUNBUFFERED"):
+        unbuffered()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    record = json.dumps({"arguments": list(arguments), "variables": dict(variables)})
+    note(record)
+    os.register_at_fork(after_in_child=lambda: note(record))  # as /proc shows the same of both
+
+
+def note(record: str) -> None:
+    """For ``forking.command_line``."""
+    (FOLDER / f"{os.getpid()}.json").write_text(record)
+
+
+def place(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Gives the files these numbers, and closes all others."""
+    above = max(numbers) + 1
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
+    for number, file in zip(numbers, moved, strict=True):
+        os.dup2(file, number)
+    close_but(numbers)
+
+
+def close_but(numbers: Sequence[int]) -> None:
+    kept = sorted({0, 1, 2, *numbers})
+    for low, high in zip(kept, [*kept[1:], 1 << 16], strict=True):
+        os.closerange(low + 1, high)
+
+
+class Nested(subprocess.Popen):  # type: ignore[type-arg]
+    """A process that a fork starts, as a fork of that."""
+
+    def __init__(self, args: Any, **others: Any) -> None:
+        words = [args] if isinstance(args, (str, bytes)) else [os.fsdecode(word) for word in args]
+        if others.get("shell") or not is_python(os.fsdecode(words[0])) or "-c" in words[:3]:
+            super().__init__(args, **others)
+            return
+        first, numbers = others.pop("preexec_fn", None), list(others.get("pass_fds", ()))
+        variables = dict(os.environ if others.get("env") is None else others["env"])
+
+        def fork() -> None:
+            close_but(numbers)  # also that by which the other process learns of the exec
+            if first is not None:
+                first()
+            become(words, variables)
+
+        sys.stdout.flush()
+        super().__init__(args, preexec_fn=fork, **others)
+
+
+def execve(path: str, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+    if not is_python(path):
+        EXECVE(path, arguments, variables)
+    sys.stdout.flush()
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    close_but([number for number in numbers if is_inherited(number)])
+    become([path, *arguments[1:]], variables)
+
+
+def is_inherited(number: int) -> bool:
+    try:
+        return os.get_inheritable(number)
+    except OSError:
+        return False  # that of the list itself
+
+
+def answer(asking: socket.socket) -> None:
+    """Forks; the child becomes one of the process that asks, since the one between them ends.
+
+    For a stand-in (``fork_client.py``), which asks from elsewhere, the one between them stays.
+    """
+    size = int.from_bytes(asking.recv(4, socket.MSG_WAITALL), "big")
+    text, files, _, _ = socket.recv_fds(asking, 1, 250)
+    asked = json.loads(text + asking.recv(size - 1, socket.MSG_WAITALL))
+    reader, writer = os.pipe()
+    between = os.fork()
+    if between == 0:
+        child = os.fork()
+        if child == 0:
+            begin(asked, files)
+        os.write(writer, child.to_bytes(4, "big"))
+        if asked["parent"] is None:
+            place([asking.fileno()], [3])
+            watch(socket.socket(fileno=3), child)
+        os._exit(0)
+    for file in (writer, *files):
+        os.close(file)
+    told = os.read(reader, 4)
+    os.close(reader)
+    if asked["parent"] is not None:
+        os.waitpid(between, 0)
+    asking.sendall(told)
+
+
+def watch(stand_in: socket.socket, child: int) -> None:
+    """Tells a stand-in how its program has ended, or ends that with it."""
+    process = os.pidfd_open(child)
+    if stand_in in select.select([stand_in, process], [], [])[0]:
+        os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(OSError):
+        stand_in.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
+
+
+def begin(asked: dict[str, Any], files: Sequence[int]) -> NoReturn:
+    if asked["session"]:
+        os.setsid()
+    if asked["parent"] is not None:
+        await_parent(asked["parent"])
+        os.sched_setaffinity(0, os.sched_getaffinity(asked["parent"]))
+    place(files, asked["files"])
+    os.chdir(asked["directory"])
+    become(asked["arguments"], asked["variables"])
+
+
+def await_parent(parent: int) -> None:
+    deadline = time.monotonic() + 10
+    while os.getppid() != parent:
+        if time.monotonic() > deadline:
+            os._exit(1)  # that has been killed
+        time.sleep(0.0005)
+
+
+def serve(listener: socket.socket) -> None:
+    while True:
+        ready, _, _ = select.select([listener, 0], [], [])
+        if 0 in ready:
+            os._exit(0)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # those between us and a stand-in's program
+                pass
+        with listener.accept()[0] as asking:
+            try:
+                answer(asking)
+            except (OSError, ValueError):
+                pass  # who asked has been killed
+
+
+def main() -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who ask
+    subprocess.Popen, os.execve = Nested, execve  # type: ignore[misc,assignment]  # before others take them by name
+    sys.modules["torchaudio"] = None  # type: ignore[assignment]  # as our plugin does before transformers is imported
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    del sys.modules["torchaudio"]
+    sys.modules["torch"].set_num_threads(1)
+    sys.meta_path.insert(0, Hidden())
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(FOLDER / "socket"))
+    listener.listen(64)
+    gc.collect()
+    gc.freeze()
+    (FOLDER / "ready").touch()
+    serve(listener)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
