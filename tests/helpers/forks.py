@@ -159,7 +159,9 @@ def prepare(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
 
 def note(record: str) -> None:
     """For ``forking.command_line``."""
-    (FOLDER / f"{os.getpid()}.json").write_text(record)
+    path = FOLDER / f"{os.getpid()}.json"
+    path.with_suffix(".partial").write_text(record)
+    path.with_suffix(".partial").replace(path)  # it may be read at any time
 
 
 def place(files: Sequence[int], numbers: Sequence[int]) -> None:
@@ -291,7 +293,8 @@ def main() -> NoReturn:
     subprocess.Popen, os.execve = Nested, execve  # type: ignore[misc,assignment]  # before others take them by name
     sys.modules["torchaudio"] = None  # type: ignore[assignment]  # as our plugin does before transformers is imported
     for name in sys.argv[2:]:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # of an extra that is not installed: nothing will import it
+            importlib.import_module(name)
     del sys.modules["torchaudio"]
     sys.modules["torch"].set_num_threads(1)
     sys.meta_path.insert(0, Hidden())
