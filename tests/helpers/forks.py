@@ -180,11 +180,12 @@ def close_but(numbers: Sequence[int]) -> None:
 
 
 class Nested(subprocess.Popen):  # type: ignore[type-arg]
-    """A process that a fork starts, as a fork of that."""
+    """A process that a fork starts, as a fork of that; once that has fairseq, what it starts is executed: what our
+    package and a model of the job have registered with fairseq would be there already."""
 
     def __init__(self, args: Any, **others: Any) -> None:
         words = [args] if isinstance(args, (str, bytes)) else [os.fsdecode(word) for word in args]
-        if others.get("shell") or not is_python(os.fsdecode(words[0])) or "-c" in words[:3]:
+        if "fairseq" in sys.modules or others.get("shell") or not is_python(os.fsdecode(words[0])) or "-c" in words[:3]:
             super().__init__(args, **others)
             return
         first, numbers = others.pop("preexec_fn", None), list(others.get("pass_fds", ()))
