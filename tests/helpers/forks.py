@@ -159,7 +159,9 @@ def prepare(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
 
 def note(record: str) -> None:
     """For ``forking.command_line``."""
-    (FOLDER / f"{os.getpid()}.json").write_text(record)
+    path = FOLDER / f"{os.getpid()}.json"
+    path.with_suffix(".partial").write_text(record)
+    path.with_suffix(".partial").replace(path)  # it may be read at any time
 
 
 def place(files: Sequence[int], numbers: Sequence[int]) -> None:
@@ -178,11 +180,12 @@ def close_but(numbers: Sequence[int]) -> None:
 
 
 class Nested(subprocess.Popen):  # type: ignore[type-arg]
-    """A process that a fork starts, as a fork of that."""
+    """A process that a fork starts, as a fork of that; once that has fairseq, what it starts is executed: what our
+    package and a model of the job have registered with fairseq would be there already."""
 
     def __init__(self, args: Any, **others: Any) -> None:
         words = [args] if isinstance(args, (str, bytes)) else [os.fsdecode(word) for word in args]
-        if others.get("shell") or not is_python(os.fsdecode(words[0])) or "-c" in words[:3]:
+        if "fairseq" in sys.modules or others.get("shell") or not is_python(os.fsdecode(words[0])) or "-c" in words[:3]:
             super().__init__(args, **others)
             return
         first, numbers = others.pop("preexec_fn", None), list(others.get("pass_fds", ()))
@@ -291,7 +294,8 @@ def main() -> NoReturn:
     subprocess.Popen, os.execve = Nested, execve  # type: ignore[misc,assignment]  # before others take them by name
     sys.modules["torchaudio"] = None  # type: ignore[assignment]  # as our plugin does before transformers is imported
     for name in sys.argv[2:]:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # of an extra that is not installed: nothing will import it
+            importlib.import_module(name)
     del sys.modules["torchaudio"]
     sys.modules["torch"].set_num_threads(1)
     sys.meta_path.insert(0, Hidden())

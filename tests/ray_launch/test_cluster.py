@@ -16,6 +16,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.audit import audit
 from tests.helpers.commands import HELPERS, HYBRID, MODEL, ROOT, Processes, command
 from tests.helpers.documents import script_of_the_readme
+from tests.helpers.forking import USUAL
 from tests.helpers.launched import count, find
 from tests.helpers.run_files import events
 from tests.helpers.waiting import wait_until
@@ -38,6 +39,7 @@ def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**variables, "PYTHONPATH": f"{HELPERS / 'for_translation_alone'}:{ROOT}"}.items():
             patch.setenv(name, str(value))
+        patch.setattr(subprocess, "Popen", USUAL)  # a driver has threads of Ray's, which a fork would not have
         nodes = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
         try:
             for _ in range(2):

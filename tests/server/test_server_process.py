@@ -314,6 +314,7 @@ def test_a_message_arrives_whole_however_it_is_cut() -> None:
         receiver.receive()
 
 
+@pytest.mark.usefixtures("executed")  # a fork does not import this module
 def test_what_an_imported_library_prints_goes_to_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('a word from a library')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
