@@ -63,7 +63,7 @@ def test_an_update_without_its_tensor_is_refused(tmp_path: Path) -> None:
     """What was in the slot before is no gradient."""
     service = new_service(2, tmp_path, build, lambda: 1000.0)
     attack = Member(service, 0, adder_spec(), LAYOUT, remote=True)
-    attack.send(encode(Initialise(False)))
+    attack.send(encode(Initialise(False)), bytes(4 * LAYOUT.size))
     assert b"an update without its tensor" in attack.send(encode(Push(0, 0, 1.0)))
     assert b'"status":"applied"' in attack.send(encode(Push(0, 0, 1.0)), bytes(4 * LAYOUT.size))
     end(service)
