@@ -19,6 +19,7 @@ from fairseq_async.worker.client import Client
 from scripts.faults.sgd_server import sgd_spec
 from tests.helpers.run_files import snapshot_versions
 from tests.helpers.server_client import SGD_SERVER, push
+from tests.helpers.waiting import wait_until
 
 SHARED = Path("/dev/shm")
 LAYOUT = Layout.of([("weight", torch.zeros(50_000))])  # 200 kB for each slot
@@ -88,6 +89,7 @@ def trouble(what: str, directory: Path, server: ServerProcess) -> None:
         fill(SHARED)
     else:
         assert what == "no memory"
+        wait_until(lambda: snapshot_versions(directory)[-1:] == [1])  # it has had all that it usually needs
         used = 1024 * int(Path(f"/proc/{server.process.pid}/status").read_text().split("VmSize:")[1].split()[0])
         resource.prlimit(server.process.pid, resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
 
