@@ -18,4 +18,6 @@ grid() {
 grid outer_optimizers --scheduling none
 grid inner_optimizers --scheduling none
 grid outer_rules
+grid outer_rules_from_scratch --scheduling none
+grid outer_rules_sources --scheduling none
 grid fragments --scheduling none

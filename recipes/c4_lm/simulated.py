@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from fairseq_async.errors import ConfigurationError
 from recipes.c4_lm import text, tokens
 from recipes.c4_lm.models import SEQUENCE, SIZES, ModelSpec, build, load_model
+from recipes.c4_lm.sources import by_source
 from recipes.steps import RecipeError
 
 
@@ -23,6 +24,7 @@ class C4:
         out: directory for the tokens, which a later run reuses.
         validation: sequences that are scored; 0 for all.
         init: checkpoint directory with the initial parameters.
+        sources: sorts the training text into so many sources by what it is about: as many shards are one source each.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class C4:
         sequence: int = SEQUENCE,
         validation: int = 64,
         init: Path | None = None,
+        sources: int = 0,
     ) -> None:
         if model not in SIZES:
             raise ConfigurationError(f'"problem": "model": {model}; there are {", ".join(SIZES)}')
@@ -47,6 +50,8 @@ class C4:
             raise ConfigurationError(str(error)) from error
         self.model = network.to(device)  # type: ignore[arg-type]
         self.train = prepared.dataset(text.TRAIN, sequence)
+        if sources:
+            self.train.tokens = by_source(self.train.tokens, self.train.vocab_size, sources, seed)
         held_out = prepared.dataset(text.VALIDATION, sequence)
         self.samples, self.device = len(self.train), device
         count = min(validation or len(held_out), len(held_out))

@@ -3,7 +3,9 @@
 Every method computes the same number of local steps from the same pretrained parameters, on the same data. Scheduling
 is one of three for all asynchronous methods: none (what arrives at the same moment is applied together, so that equal
 workers have staleness 0), a grace period, and a grace period with dynamic local steps. The outer learning rate of each
-method, cluster and scheduling is the best of a grid, by the mean of all seeds. What was run is kept, and not run again.
+method, cluster and scheduling is that of a grid with the least loss of the first seed: the search goes from neighbour
+to neighbour until both neighbours of the best are worse. All seeds then run at this rate. What was run is kept, and not
+run again.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import json as jsonlib
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -82,15 +84,24 @@ class Bench:
         lines = self._file.read_text().splitlines() if self._file.exists() else []
         self.done = {line["key"]: Outcome(**line["outcome"]) for line in map(jsonlib.loads, lines)}
 
-    def run_missing(self, wanted: Sequence[Run], processes: int) -> None:
-        """Runs what was not run before, in so many processes."""
-        missing = [run for run in wanted if run.key not in self.done]
-        for seed in {run.seed for run in missing}:
+    def compare(self, seeds: Sequence[int], rates: Sequence[float], kinds: Sequence[str], processes: int) -> None:
+        """Runs what was not run before, one cluster and scheduling after another, in so many processes."""
+        for seed in seeds:
             self._start(seed, self._model(seed))  # before several processes want it
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            runs = {pool.submit(self.run, run): run for run in missing}
-            for finished in as_completed(runs):
-                self._keep(runs[finished], finished.result())
+            for cluster in self.experiment.clusters:
+                for kind in kinds:
+                    self._run_all([Search(self, name, cluster, kind, seeds, rates) for name in self.methods], pool)
+
+    def _run_all(self, searches: Sequence[Search], pool: Executor) -> None:
+        """All searches at once, each run as soon as it is known that it is wanted."""
+        running = {pool.submit(self.run, run): (search, run) for search in searches for run in search.wanted()}
+        while running:
+            for finished in wait(running, return_when=FIRST_COMPLETED).done:
+                search, run = running.pop(finished)
+                self._keep(run, finished.result())
+                at_it = [other for _, other in running.values()]
+                running |= {pool.submit(self.run, new): (search, new) for new in search.wanted() if new not in at_it}
 
     def run(self, run: Run) -> Outcome:
         """The loss at the run's end, its virtual time and its mean staleness."""
@@ -147,6 +158,45 @@ class Bench:
         print(f"{run.key}: {math.exp(outcome.loss):.5g} in {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
 
 
+@dataclass(frozen=True)
+class Search:
+    """The runs of a method on a cluster: up and down the grid with the first seed, then all seeds at the best rate."""
+
+    bench: Bench
+    method: str
+    cluster: str
+    scheduling: str
+    seeds: Sequence[int]
+    rates: Sequence[float]
+
+    @property
+    def grid(self) -> list[float]:
+        """Of its rates; a method without an outer optimizer has one."""
+        has_rate = isinstance(self.bench.methods[self.method].options, LocalSGDOptions)
+        return sorted(self.rates) if has_rate else [1.0]
+
+    def at(self, seed: int, rate: float) -> Run:
+        return Run(self.method, self.cluster, self.scheduling, seed, rate)
+
+    def best(self) -> int | None:
+        """The place in the grid of the rate with the first seed's least perplexity, of those that were run."""
+        done, grid, first = self.bench.done, self.grid, self.seeds[0]
+        tried = {p: done[key] for p, rate in enumerate(grid) if (key := self.at(first, rate).key) in done}
+        return min(tried, key=lambda place: perplexities([tried[place]])[0], default=None)
+
+    def wanted(self) -> list[Run]:
+        """What is to be run next; empty when the search is over."""
+        best, grid = self.best(), self.grid
+        if best is None:
+            return [self.at(self.seeds[0], grid[len(grid) // 2])]
+        around = [self.at(self.seeds[0], rate) for rate in grid[max(best - 1, 0) : best + 2]]
+        missing = [run for run in around if run.key not in self.bench.done]
+        return missing or [run for run in self.at_rate(grid[best]) if run.key not in self.bench.done]
+
+    def at_rate(self, rate: float) -> list[Run]:
+        return [self.at(seed, rate) for seed in self.seeds]
+
+
 def fastest_step(cluster: Cluster) -> float:
     """Mean seconds of the fastest worker's step."""
     return min(_mean_seconds(cluster.seconds_of(worker)) for worker in range(cluster.workers))
@@ -163,35 +213,28 @@ def perplexities(outcomes: Sequence[Outcome]) -> list[float]:
     return [math.exp(min(each.loss, 700.0)) if math.isfinite(each.loss) else math.inf for each in outcomes]
 
 
-def rows(bench: Bench, cluster: str, scheduling: str, seeds: Sequence[int], rates: Sequence[float]) -> Iterator[Any]:
+def rows(searches: Sequence[Search]) -> Iterator[dict[str, Any]]:
     """One for each method, at its best outer learning rate."""
-    for name, method in bench.methods.items():
-        grid = {
-            rate: [bench.done[Run(name, cluster, scheduling, seed, rate).key] for seed in seeds]
-            for rate in rates_of(method, rates)
-        }
-        best = min(grid, key=lambda rate: fmean(perplexities(grid[rate])))
-        found = perplexities(grid[best])
+    for search in searches:
+        place, grid, bench = search.best(), search.grid, search.bench
+        assert place is not None
+        outcomes = [bench.done[run.key] for run in search.at_rate(grid[place])]
+        found = perplexities(outcomes)
         yield {
-            "method": name,
+            "method": search.method,
             "perplexity": fmean(found),
             "standard error": stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan,
-            "staleness": fmean(each.staleness for each in grid[best]),
-            "virtual s": fmean(each.seconds for each in grid[best]),
-            "outer lr": best * getattr(method.options, "outer_lr", math.nan),
-            "best is": "inside" if len(grid) == 1 or min(grid) < best < max(grid) else "at the edge of the grid",
+            "staleness": fmean(each.staleness for each in outcomes),
+            "virtual s": fmean(each.seconds for each in outcomes),
+            "outer lr": grid[place] * getattr(bench.methods[search.method].options, "outer_lr", math.nan),
+            "best is": "inside" if len(grid) == 1 or 0 < place < len(grid) - 1 else "at the edge of the grid",
         }
-
-
-def rates_of(method: Method, rates: Sequence[float]) -> Sequence[float]:
-    """A method without an outer optimizer has no grid."""
-    return rates if isinstance(method.options, LocalSGDOptions) else [1.0]
 
 
 def main(
     path: Annotated[Path, typer.Argument(help="An experiment.")],
     seeds: Annotated[int, typer.Option(min=1)] = 3,
-    rates: Annotated[str, typer.Option(help="The grid: factors of outer_lr.")] = "0.043,0.1,0.14,0.43,1,1.7",
+    rates: Annotated[str, typer.Option(help="The grid: factors of outer_lr.")] = "0.043,0.1,0.21,0.43,1,1.7,2.9",
     grace: Annotated[float, typer.Option(min=0, help="Grace period, as a share of the fastest worker's round.")] = 0.1,
     scheduling: Annotated[str, typer.Option(help="Which of: none, grace, grace and dynamic steps.")] = "all",
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
@@ -208,20 +251,14 @@ def main(
     if unknown := set(chosen) - set(SCHEDULING):
         fail(ConfigurationError(f"--scheduling {unknown.pop()}: there are {', '.join(SCHEDULING)}"))
     numbers, tried = range(1, seeds + 1), [float(rate) for rate in rates.split(",")]
-    bench.run_missing(
-        [
-            Run(name, cluster, kind, seed, rate)
-            for seed in numbers
-            for cluster in bench.experiment.clusters
-            for kind in chosen
-            for name, method in bench.methods.items()
-            for rate in rates_of(method, tried)
-        ],
-        processes,
-    )
+    try:
+        bench.compare(numbers, tried, chosen, processes)
+    except ConfigurationError as error:
+        fail(error)
     for cluster in bench.experiment.clusters:
         for kind in chosen:
-            report.table(f"{cluster}, scheduling {kind}", list(rows(bench, cluster, kind, numbers, tried)))
+            searches = [Search(bench, name, cluster, kind, numbers, tried) for name in bench.methods]
+            report.table(f"{cluster}, scheduling {kind}", list(rows(searches)))
     report.end(json_file)
 
 

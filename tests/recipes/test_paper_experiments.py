@@ -8,7 +8,7 @@ import yaml
 
 from fairseq_async.config import AsyncLocalSGDOptions
 from fairseq_async.simulation.experiment import read
-from scripts.bench.outer_rules import SCHEDULING, Bench, Outcome, Run, rows
+from scripts.bench.outer_rules import SCHEDULING, Bench, Outcome, Run, Search, rows
 from tests.helpers.commands import ROOT
 
 FILES = sorted((ROOT / "recipes" / "paper").glob("*.yaml"))
@@ -53,13 +53,27 @@ def test_scheduling_and_rate_are_the_runs(bench: Bench) -> None:
     assert "grace_period" not in bench.scheduled(Run("DiLoCo", "equal", "grace", 1, 1.0)).options.model_dump()
 
 
+def search(bench: Bench, method: str = "MLA") -> Search:
+    return Search(bench, method, "equal", "none", seeds=[1, 2], rates=[10.0, 0.1, 1.0, 3.0])
+
+
+def test_the_search_goes_to_the_best_rate_of_the_first_seed_and_then_runs_all_seeds(bench: Bench) -> None:
+    losses, order = {0.1: 3.0, 1.0: 2.0, 3.0: 1.0, 10.0: math.nan}, list[tuple[int, float]]()
+    searched = search(bench)
+    while wanted := searched.wanted():
+        for run in wanted:
+            bench.done[run.key] = Outcome(losses[run.rate] + 0.1 * run.seed, 9.0, 0.5)
+            order.append((run.seed, run.rate))
+    assert order == [(1, 3.0), (1, 1.0), (1, 10.0), (2, 3.0)]  # 0.1 is no neighbour of the best
+
+
 def test_each_method_is_taken_at_its_best_rate_and_a_diverged_run_is_the_worst(bench: Bench) -> None:
-    losses = {0.1: (2.0, 2.0), 1.0: (1.0, 1.2), 3.0: (0.1, math.nan)}
+    losses = {0.1: (2.0, 2.0), 1.0: (1.0, 1.2), 3.0: (math.nan, 0.1)}
     for rate, found in losses.items():
         for seed, loss in enumerate(found, start=1):
             for method in ("DiLoCo", "MLA"):
                 bench.done[Run(method, "equal", "none", seed, rate).key] = Outcome(loss, 9.0, 0.5)
-    first, second = rows(bench, "equal", "none", [1, 2], list(losses))
+    first, second = rows([search(bench, "DiLoCo"), search(bench)])
     assert (first["method"], second["method"], second["outer lr"]) == ("DiLoCo", "MLA", 0.5)
     assert second["perplexity"] == pytest.approx((math.exp(1.0) + math.exp(1.2)) / 2)
     assert second["standard error"] == pytest.approx((math.exp(1.2) - math.exp(1.0)) / 2)
@@ -67,9 +81,8 @@ def test_each_method_is_taken_at_its_best_rate_and_a_diverged_run_is_the_worst(b
 
 
 def test_what_was_run_is_not_run_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run("MLA", "equal", "none", 1, 1.0)
-    bench._keep(run, bench.run(run))
+    bench.compare([1], [1.0], ["none"], processes=1)
     again = Bench(bench.experiment, bench.out, grace=0.1)
-    monkeypatch.setattr(again, "_model", None)  # whatever would be run would want it
-    again.run_missing([run], processes=1)
-    assert again.done[run.key] == bench.done[run.key]
+    monkeypatch.setattr(again, "run", None)  # whatever would be run would want it
+    again.compare([1], [1.0], ["none"], processes=1)
+    assert again.done == bench.done and len(again.done) == 4
