@@ -1,8 +1,8 @@
 """A training set whose parts differ: its documents in k sources by what they are about, one source after another.
 
-As the DiLoCo paper makes data that is not i.i.d. (arXiv 2311.08105, section 3): k-means over the documents. Its features
-are those of a pretrained model, and these are the frequencies of tokens. Here the sources have equally many tokens, so
-that equal shards of the training set are the sources.
+As the DiLoCo paper makes data that is not i.i.d. (arXiv 2311.08105, section 3): k-means over the documents, here by the
+frequencies of their tokens. The sources have equally many tokens, so that equal shards of the training set are the
+sources.
 """
 
 from __future__ import annotations
