@@ -176,7 +176,9 @@ class Search:
         return sorted(self.rates) if has_rate else [1.0]
 
     def at(self, seed: int, rate: float) -> Run:
-        return Run(self.method, self.cluster, self.scheduling, seed, rate)
+        """Scheduling makes no difference to a synchronous method: it runs once for all of them."""
+        scheduled = isinstance(self.bench.methods[self.method].options, AsyncLocalSGDOptions)
+        return Run(self.method, self.cluster, self.scheduling if scheduled else SCHEDULING[0], seed, rate)
 
     def best(self) -> int | None:
         """The place in the grid of the rate with the first seed's least perplexity, of those that were run."""
@@ -214,18 +216,23 @@ def perplexities(outcomes: Sequence[Outcome]) -> list[float]:
 
 
 def rows(searches: Sequence[Search]) -> Iterator[dict[str, Any]]:
-    """One for each method, at its best outer learning rate."""
+    """One for each method, at its best outer learning rate, beside the first method."""
+    first: dict[str, float] = {}
     for search in searches:
         place, grid, bench = search.best(), search.grid, search.bench
         assert place is not None
         outcomes = [bench.done[run.key] for run in search.at_rate(grid[place])]
         found = perplexities(outcomes)
+        mean, seconds = fmean(found), fmean(each.seconds for each in outcomes)
+        first = first or {"perplexity": mean, "seconds": seconds}
         yield {
             "method": search.method,
-            "perplexity": fmean(found),
+            "perplexity": mean,
             "standard error": stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan,
             "staleness": fmean(each.staleness for each in outcomes),
-            "virtual s": fmean(each.seconds for each in outcomes),
+            "virtual s": seconds,
+            f"perplexity of {searches[0].method}'s": mean / first["perplexity"],
+            "time of it": seconds / first["seconds"],
             "outer lr": grid[place] * getattr(bench.methods[search.method].options, "outer_lr", math.nan),
             "best is": "inside" if len(grid) == 1 or 0 < place < len(grid) - 1 else "at the edge of the grid",
         }
