@@ -220,7 +220,8 @@ class HybridOptions(Options):
         None,
         description="updates_per_step auto: seconds within which another gradient has to be expected for a step to "
         "wait for it",
-        json_schema_extra=_SECONDS | {"default": "half a step of the worker that waits"},
+        json_schema_extra=_SECONDS
+        | {"default": "half a step of the worker that waits, longer if its steps are uneven"},
     )
     look_ahead: Annotated[float, Field(ge=0, le=1024)] | None = Field(
         None,

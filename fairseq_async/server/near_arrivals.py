@@ -6,6 +6,7 @@ from statistics import median
 from fairseq_async.algorithms.rule import State
 
 _REMEMBERED = 5  # steps of a worker: one odd batch among them does not move their median
+_DEVIATION = 1.4826  # times the median absolute deviation
 _ROUNDING = 1e-9  # of the time that work takes
 
 
@@ -14,9 +15,11 @@ class NearArrivals:
 
     A worker is due when its work was given to it plus the median of the seconds that its last steps have taken, from
     one answer of the server to the arrival of the next gradient. It is near when it is due within a grace of the
-    arrival of each gradient that waits; the grace is a share of that gradient's worker's own step. So workers of about
-    equal speed step together, a fast worker never waits for one that is much slower, and a slow worker, for which half
-    a step is long, waits for the fast ones. Who is near and does not come is waited for until a grace after it was due:
+    arrival of each gradient that waits; the grace is a share of that gradient's worker's own step, and as much more as
+    its steps are uneven: by the spread of its last steps (1.48 times their median absolute deviation, which is the
+    standard deviation of normal ones), up to the share again. So workers of about equal speed step together, however
+    uneven their batches are, a fast worker never waits for one that is much slower, and a slow worker, for which half a
+    step is long, waits for the fast ones. Who is near and does not come is waited for until a grace after it was due:
     that much a wrong estimate costs, once, for it is not near any more then. In the first step nobody is known, and all
     are taken to be as fast as the first that comes; later nobody waits for a worker before its first gradient.
 
@@ -76,7 +79,11 @@ class NearArrivals:
         return self._first_step or worker in self._took
 
     def _grace(self, worker: int) -> float:
-        return self.share * self._seconds(worker) if self.seconds is None else self.seconds
+        if self.seconds is not None:
+            return self.seconds
+        seconds = self._seconds(worker)
+        spread = _DEVIATION * median(abs(took - seconds) for took in self._took.get(worker, [seconds]))
+        return self.share * seconds + min(spread, self.share * seconds)
 
     def _seconds(self, worker: int) -> float:
         """Of the worker's step; in the first one, one that is not known yet is taken to be as fast as the fastest."""

@@ -33,6 +33,32 @@ def test_who_is_due_within_half_a_step_is_waited_for_and_who_is_due_later_is_not
     assert not waiting.continues([2], 101.5)
 
 
+@pytest.mark.parametrize(
+    ("uneven", "grace"),
+    [
+        ((0.7, 0.9, 1.0, 1.1, 1.3), 0.5 + 1.4826 * 0.1),
+        ((0.2, 0.5, 1.0, 1.5, 1.8), 1.0),
+        ((1.0, 1.0, 1.0, 1.0, 9.0), 0.5),
+    ],
+    ids=["the median deviation is 0.1", "half a step more at most", "one odd step is no spread"],
+)
+@pytest.mark.parametrize("beyond", [-0.01, 0.01])
+def test_whose_steps_are_uneven_waits_as_much_longer(uneven: tuple[float, ...], grace: float, beyond: float) -> None:
+    waiting, now = NearArrivals(0.5), 0.0
+    for took in uneven:
+        waiting.begin_work(0, now)
+        waiting.arrive(0, now + took)
+        now += took
+        waiting.close()
+    waiting.begin_work(1, 90.0)
+    waiting.arrive(1, 91.0)
+    waiting.close()
+    waiting.begin_work(0, 100.0)
+    waiting.begin_work(1, 100.0 + beyond + grace)
+    waiting.arrive(0, 101.0)
+    assert waiting.continues([1], 101.0) is (beyond < 0)
+
+
 def test_a_slow_worker_waits_by_its_own_measure() -> None:
     """Half a step of four seconds is long: a fast worker, just begun, is near."""
     waiting = measured(NearArrivals(0.5), fast=1.0, slow=4.0)
