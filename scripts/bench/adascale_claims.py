@@ -1,162 +1,198 @@
-"""AdaScale with 1, 4 and 16 single batches in a step, and linear scaling with warm-up of the same length.
+"""AdaScale's claims on a small language model: the loss, the gain, runs whose batches change, and the smoothing.
 
-A cosine schedule, all settings those of one batch in a step. Accumulation stands in for ranks. Linear scaling makes as
-many iterations as AdaScale did, with the learning rate times the batches in a step, which is warmed up over a tenth of
-them and then follows the same cosine.
+Everything is set before the runs, by the constants below. Accumulation stands in for ranks. Every rule has the same
+schedule, as a function of the part of the run behind. Linear scaling and the square-root rule make as many iterations
+as AdaScale did with the same seed. What was run is kept, and not run again.
 """
 
 from __future__ import annotations
 
+import json as jsonlib
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, replace
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
-from statistics import mean
-from typing import Annotated
+from statistics import fmean, stdev
+from typing import Annotated, Any
 
 import torch
 import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.collective import AdaScale  # noqa: E402
+from scripts.bench.adascale_runs import POINTS, Optimizer, Outcome, Rule, Run, outcome  # noqa: E402
 from scripts.bench.batches import Batches, Name  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
-LIMIT = 1.02  # of the loss with one batch in a step
+STEPS = 400  # of the run with one batch in a step
+TOKENS = 64  # bytes in a single batch
+SEEDS = (1, 2, 3)  # of parameters and batches
+RATES = {Optimizer.SGD: (0.03, 0.1, 0.3), Optimizer.ADAM: (0.001, 0.003, 0.01, 0.03)}
+LIMIT = 0.02  # how far the loss may be from that with one batch, on either side
+FEW, MANY, CHANGING = (4,), (16,), (1, 4, 16, 4)  # batches in a step
+REFERENCE = 512  # batches that give the gain to compare with
+SMOOTHINGS = {"none, 0": 0.0, "the paper's, 1 − S/1000": None, "longer, 1 − S/10,000": 1 - MANY[0] / 10_000}
 
 
-class Optimizer(str, Enum):
-    """The optimizer that AdaScale wraps."""
+class Bench:
+    """Runs what was not run before.
 
-    SGD = "sgd"
-    ADAM = "adam"
-
-
-_MAKE: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
-    Optimizer.SGD: lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9),
-    Optimizer.ADAM: lambda parameters: torch.optim.Adam(parameters, lr=1.0, betas=(0.9, 0.98)),
-}
-_RATES = {Optimizer.SGD: (0.03, 0.1, 0.3), Optimizer.ADAM: (0.001, 0.003, 0.01)}
-
-
-def rate(lr: float, done: float) -> float:
-    """A warm-up over a twentieth, then a cosine; ``done`` is the part of the run."""
-    return lr * min(1.0, done * 20 + 1e-3) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
-
-
-@dataclass
-class Claim:
-    """Runs of one problem by one optimizer.
-
-    Attributes:
-        steps: of the run with one batch in a step.
+    Args:
+        data: shards of text, or None for the made-up one.
+        out: for what was run, all of it on the same text.
     """
 
-    batches: Batches
-    optimizer: Optimizer
-    lr: float
-    steps: int
+    def __init__(self, data: Path | None, out: Path, steps: int = STEPS, processes: int = 1) -> None:
+        self.data, self.steps, self.processes = data, steps, processes
+        out.mkdir(parents=True, exist_ok=True)
+        self._file = out / "runs.jsonl"
+        lines = self._file.read_text().splitlines() if self._file.exists() else []
+        self._done = {line["key"]: _read(line["outcome"]) for line in map(jsonlib.loads, lines)}
 
-    def pretrain(self, steps: int) -> None:
-        """Lets every run start from the parameters after so many steps of one batch, which no run uses again."""
-        optimizer = _MAKE[self.optimizer](self.batches.fresh().parameters())
-        for step in range(steps):
-            optimizer.param_groups[0]["lr"] = self.lr * min(1.0, 20 * step / steps)
-            optimizer.zero_grad()
-            self._accumulate(-1 - step, 1)
-            optimizer.step()
-        self.batches.start_here()
+    def outcomes(self, runs: Sequence[Run]) -> list[Outcome]:
+        """In the order of the runs."""
+        missing = [run for run in runs if run.key not in self._done]
+        if missing:
+            with ProcessPoolExecutor(self.processes, mp_context=get_context("spawn")) as pool:
+                running = {pool.submit(_run, run, self.data): run for run in missing}
+                for finished in as_completed(running):
+                    self._keep(running[finished], finished.result())
+        return [self._done[run.key] for run in runs]
 
-    def scaled(self, count: int) -> tuple[float, int]:
-        """Validation loss after so many scale-invariant steps, and iterations."""
-        optimizer = _MAKE[self.optimizer](self.batches.fresh().parameters())
-        adascale = AdaScale(optimizer, scale=count, accumulation=count)
-        while adascale.scale_invariant_steps < self.steps:
-            optimizer.param_groups[0]["lr"] = rate(self.lr, int(adascale.scale_invariant_steps) / self.steps)
-            if not self._accumulate(adascale.steps, count):
-                break
-            adascale.step()
-            adascale.zero_grad()
-        adascale.close()
-        return self.batches.score(), adascale.steps
+    def seeds(self, optimizer: Optimizer, lr: float, **values: Any) -> list[Outcome]:
+        """The same run with each seed."""
+        return self.outcomes(self.runs(optimizer, lr, **values))
 
-    def linear(self, count: int, iterations: int) -> float:
-        """Validation loss."""
-        optimizer = _MAKE[self.optimizer](self.batches.fresh().parameters())
-        for step in range(iterations):
-            done = step / iterations
-            optimizer.param_groups[0]["lr"] = count * min(1.0, 10 * done + 1e-3) * rate(self.lr, max(done, 0.05))
-            optimizer.zero_grad()
-            if not self._accumulate(step, count):
-                break
-            optimizer.step()
-        return self.batches.score()
+    def runs(self, optimizer: Optimizer, lr: float, **values: Any) -> list[Run]:
+        return [Run(optimizer, lr, seed, self.steps, **values) for seed in SEEDS]
 
-    def _accumulate(self, step: int, count: int) -> bool:
-        """The mean gradient of the step's batches; False where the run has diverged."""
-        for number in range(step * count, (step + 1) * count):
-            loss = self.batches.loss(number) / count
-            if not math.isfinite(float(loss.detach())):
-                return False
-            loss.backward()
-        return True
+    def _keep(self, run: Run, found: Outcome) -> None:
+        self._done[run.key] = found
+        with self._file.open("a") as file:
+            file.write(jsonlib.dumps({"key": run.key, "outcome": asdict(found)}) + "\n")
+        print(f"{run.key}: {found.loss:.4g} after {found.iterations} iterations", file=sys.stderr, flush=True)
+
+
+def _read(line: dict[str, Any]) -> Outcome:
+    return Outcome(line["loss"], line["iterations"], [(gain, other) for gain, other in line["gains"]])
+
+
+def _run(run: Run, data: Path | None) -> Outcome:
+    torch.set_num_threads(1)
+    return outcome(run, _batches(data, run.seed))
+
+
+@cache
+def _batches(data: Path | None, seed: int) -> Batches:
+    return Batches(Name.BYTES, data, seed, TOKENS)
+
+
+def best_rate(bench: Bench, report: Report, optimizer: Optimizer) -> float:
+    """The learning rate with the least mean loss of one batch in a step; a bound is broken if it is at an edge."""
+    grid = RATES[optimizer]
+    bench.outcomes([run for lr in grid for run in bench.runs(optimizer, lr)])  # all at once
+    found = [mean_and_error([each.loss for each in bench.seeds(optimizer, lr)], "loss") for lr in grid]
+    report.table(
+        f"{optimizer.value}, one batch in a step",
+        [{"learning rate": lr} | loss for lr, loss in zip(grid, found, strict=True)],
+    )
+    place = min(range(len(grid)), key=lambda each: found[each]["loss"])
+    inside = min(place, len(grid) - 1 - place)
+    report.bound(f"{optimizer.value}: places between the best learning rate and the grid's edge", inside, 1, True)
+    return grid[place]
+
+
+def compare(bench: Bench, report: Report, optimizer: Optimizer, lr: float) -> None:
+    """AdaScale, linear scaling and the square-root rule beside one batch in a step."""
+    single = bench.seeds(optimizer, lr)
+    rows = [row({"batches": "1", "rule": ""}, single, single)]
+    kinds = {batches: bench.runs(optimizer, lr, batches=batches) for batches in (FEW, MANY, CHANGING)}
+    kinds[MANY] = [replace(run, reference=REFERENCE) for run in kinds[MANY]]
+    bench.outcomes([run for runs in kinds.values() for run in runs])  # all at once
+    others = [run for batches in (FEW, MANY) for rule in Rule for run in as_many(bench, kinds[batches], rule)]
+    bench.outcomes(others)
+    for batches, runs in kinds.items():
+        for rule in [Rule.ADASCALE] if batches is CHANGING else Rule:
+            found = bench.outcomes(as_many(bench, runs, rule))
+            rows.append(row({"batches": ", ".join(map(str, batches)), "rule": rule.value}, found, single))
+    report.table(f"{optimizer.value}, learning rate {lr:g}: loss in nats per byte, mean of {len(SEEDS)} runs", rows)
+    for each in rows:
+        if each["rule"] == Rule.ADASCALE.value:
+            keep_to_limit(report, f"{optimizer.value}, {each['batches']} batches", each["of one batch"])
+    report.table(f"{optimizer.value}, {MANY[0]} batches: gain", gain_rows(bench.outcomes(kinds[MANY])))
+
+
+def as_many(bench: Bench, runs: Sequence[Run], rule: Rule) -> list[Run]:
+    """These runs of AdaScale by another rule, with as many iterations."""
+    if rule is Rule.ADASCALE:
+        return list(runs)
+    found = zip(runs, bench.outcomes(runs), strict=True)
+    return [replace(run, rule=rule, iterations=each.iterations, reference=0) for run, each in found]
+
+
+def keep_to_limit(report: Report, what: str, ratio: float) -> None:
+    """A loss that is too low misses the claim, too."""
+    side = "above" if ratio > 1 else "below"
+    report.bound(f"{what}: loss {side} that of one batch, as a share of it", abs(ratio - 1), LIMIT)
+
+
+def compare_smoothing(bench: Bench, report: Report, optimizer: Optimizer, lr: float) -> None:
+    """θ of the averages, with the largest number of batches."""
+    single, rows = bench.seeds(optimizer, lr), []
+    for name, smoothing in SMOOTHINGS.items():
+        reference = REFERENCE if smoothing is None else 0  # that run is there already
+        found = bench.seeds(optimizer, lr, batches=MANY, smoothing=smoothing, reference=reference)
+        rows.append(row({"θ": name}, found, single))
+    report.table(f"{optimizer.value}, {MANY[0]} batches: smoothing", rows)
+
+
+def row(names: dict[str, str], found: Sequence[Outcome], single: Sequence[Outcome]) -> dict[str, Any]:
+    """Means and standard errors; a ratio is of two runs with the same seed."""
+    ratios = [each.loss / one.loss for each, one in zip(found, single, strict=True)]
+    iterations = mean_and_error([float(each.iterations) for each in found], "iterations")
+    losses = mean_and_error([each.loss for each in found], "loss")
+    return names | iterations | losses | mean_and_error(ratios, "of one batch")
+
+
+def gain_rows(found: Sequence[Outcome]) -> list[dict[str, float]]:
+    """The gain of the next step beside that of many batches, at each point of the runs that came so far."""
+    rows = []
+    for place, done in enumerate(POINTS):
+        pairs = [each.gains[place] for each in found if len(each.gains) > place]
+        if pairs:
+            own, reference = zip(*pairs, strict=True)
+            differences = [gain / other - 1 for gain, other in pairs]
+            means = mean_and_error(own, "gain") | mean_and_error(reference, f"of {REFERENCE} batches")
+            rows.append({"part of the run": done} | means | mean_and_error(differences, "relative difference"))
+    return rows
+
+
+def mean_and_error(values: Sequence[float], name: str) -> dict[str, float]:
+    """Infinite where a run diverged."""
+    finite = all(map(math.isfinite, values))
+    error = stdev(values) / math.sqrt(len(values)) if finite and len(values) > 1 else math.nan
+    return {name: fmean(values) if finite else math.inf, f"± {name}": error}
 
 
 def main(
-    problem: Annotated[Name, typer.Option(help="bytes, C4's tiny model, or Multi30k's small one.")] = Name.BYTES,
-    optimizer: Annotated[Optimizer, typer.Option()] = Optimizer.SGD,
-    data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="C4's shards, else a made-up text; or Multi30k, binarised.")
-    ] = None,
-    lr: Annotated[list[float] | None, typer.Option(help="To choose from; may be repeated.")] = None,
-    steps: Annotated[int, typer.Option(min=100, help="Of the run with one batch in a step.")] = 1200,
-    tokens: Annotated[int | None, typer.Option(min=64, help="In a single batch: the fewer, the more noise.")] = None,
-    batches: Annotated[list[int] | None, typer.Option(min=2, help="May be repeated. [default: 4, 16]")] = None,
-    pretraining: Annotated[
-        int, typer.Option(min=0, help="Steps of one batch, at the first learning rate, before all runs.")
-    ] = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with other parameters and batches.")] = 2,
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Shards of text, else a made-up one.")] = None,
+    steps: Annotated[int, typer.Option(min=20, help="Of the run with one batch in a step.")] = STEPS,
+    processes: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    out: Annotated[Path, typer.Option(help="What was run, to go on from.")] = Path("runs/adascale_claims"),
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
 ) -> None:
-    """Compare AdaScale with one batch in a step; exit code 1 if a loss is more than 2% above."""
-    torch.set_num_threads(1)
-    report = Report(f"AdaScale, {problem.value}, {optimizer.value}, {steps} scale-invariant steps")
-    each_seed = [Batches(problem, data, seed, tokens) for seed in range(1, seeds + 1)]
-    rates = lr or _RATES[optimizer]
-    for batches_ in each_seed:
-        Claim(batches_, optimizer, rates[0], steps).pretrain(pretraining)
-    tried = {
-        each: mean(_finite(Claim(batches_, optimizer, each, steps).scaled(1)[0]) for batches_ in each_seed)
-        for each in rates
-    }
-    report.table("one batch in a step", [{f"learning rate {each:g}": loss for each, loss in tried.items()}])
-    best = min(tried, key=lambda each: tried[each])
-    claims, single = [Claim(each, optimizer, best, steps) for each in each_seed], tried[best]
-    rows = [_row(1, steps, single, single, single)]
-    for count in batches or [4, 16]:
-        losses, iterations = zip(*(claim.scaled(count) for claim in claims), strict=True)
-        scaled, length = mean(map(_finite, losses)), mean(iterations)
-        other = mean(_finite(claim.linear(count, round(length))) for claim in claims)
-        rows.append(_row(count, length, scaled, single, other))
-        report.bound(f"{count} batches: loss of that with one", scaled / single, LIMIT)
-    report.table(f"learning rate {best:g}; nats per token, mean of {seeds} runs", rows)
-    last = rows[-1]
-    report.bound(
-        "linear scaling's loss of AdaScale's, largest batch", last["linear scaling"] / last["AdaScale"], 1.0, True
-    )
+    """Compare AdaScale with one batch in a step; exit code 1 if a loss is more than 2% from it, on either side."""
+    report, bench = Report(f"AdaScale, {steps} scale-invariant steps"), Bench(data, out, steps, processes)
+    rates = {}
+    for optimizer in Optimizer:
+        rates[optimizer] = best_rate(bench, report, optimizer)
+        compare(bench, report, optimizer, rates[optimizer])
+    compare_smoothing(bench, report, Optimizer.SGD, rates[Optimizer.SGD])
     report.end(json)
-
-
-def _row(batches: int, iterations: float, loss: float, single: float, linear: float) -> dict[str, float]:
-    of_one = {"AdaScale": loss, "of one batch": loss / single}
-    return {"batches": batches, "iterations": float(iterations)} | of_one | {"linear scaling": linear}
-
-
-def _finite(loss: float) -> float:
-    return loss if math.isfinite(loss) else math.inf
 
 
 if __name__ == "__main__":

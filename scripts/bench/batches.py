@@ -68,10 +68,6 @@ class Batches:
         except (OSError, RecipeError) as error:
             fail(ConfigurationError(str(error) if isinstance(error, RecipeError) else f"--data {data}: {error}"))
         self.samples, self.seed = 1 if name is Name.MULTI30K else max(1, tokens // _SEQUENCE), seed
-        self.start_here()
-
-    def start_here(self) -> None:
-        """Makes the present parameters the initial ones of every later run."""
         self._start = {key: value.clone() for key, value in self.problem.model.state_dict().items()}
 
     def fresh(self) -> nn.Module:
@@ -81,11 +77,15 @@ class Batches:
         torch.manual_seed(self.seed)  # dropout
         return self.problem.model
 
-    def loss(self, number: int) -> Tensor:
-        """The mean loss of a token in this single batch."""
-        generator = torch.Generator().manual_seed(self.seed * 10_000_019 + number)
-        indices = torch.randint(self.problem.samples, (self.samples,), generator=generator).tolist()
+    def loss(self, *numbers: int) -> Tensor:
+        """The mean loss of a token in these single batches."""
+        indices = [index for number in numbers for index in self._indices(number)]
         return self.problem.loss(self.problem.batch(indices))[0]
+
+    def _indices(self, number: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.seed * 10_000_019 + number)
+        found: list[int] = torch.randint(self.problem.samples, (self.samples,), generator=generator).tolist()
+        return found
 
     def gradients(self, numbers: Sequence[int]) -> list[list[Tensor]]:
         """Of each of these single batches: one tensor a parameter."""
