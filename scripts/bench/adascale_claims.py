@@ -31,7 +31,7 @@ from scripts.bench.report import Report  # noqa: E402
 STEPS = 2000  # of the run with one batch in a step
 TOKENS = 64  # bytes in a single batch
 SEEDS = (1, 2, 3)  # of parameters and batches
-RATES = {Optimizer.SGD: (0.03, 0.1, 0.3), Optimizer.ADAM: (0.001, 0.003, 0.01, 0.03)}
+RATES = {Optimizer.SGD: (0.01, 0.03, 0.1, 0.3), Optimizer.ADAM: (0.001, 0.003, 0.01, 0.03)}
 LIMIT = 0.02  # how far the loss may be from that with one batch, on either side
 FEW, MANY, CHANGING = (4,), (16,), (1, 4, 16, 4)  # batches in a step
 REFERENCE = 256  # batches that give the gain to compare with
@@ -43,7 +43,7 @@ class Bench:
 
     Args:
         data: shards of text, or None for the made-up one.
-        out: for what was run, all of it on the same text.
+        out: for what was run, all of it on the same text and with the same constants.
     """
 
     def __init__(self, data: Path | None, out: Path, steps: int = STEPS, processes: int = 1) -> None:

@@ -108,6 +108,7 @@ def test_what_was_run_is_kept_and_a_best_rate_at_the_edge_of_the_grid_breaks_a_b
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adascale_claims, "SEEDS", (1, 2))
+    monkeypatch.setitem(adascale_claims.RATES, Optimizer.SGD, (0.03, 0.1, 0.3))
     bench = Bench(data, tmp_path, steps=6)
     for lr, loss in zip((0.03, 0.1, 0.3), (2.0, 1.0, 3.0), strict=True):
         for run in bench.runs(Optimizer.SGD, lr):
