@@ -41,6 +41,7 @@ from fairseq_async.simulation.workers import SharedModel  # noqa: E402
 from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
+PLAIN = "SGD"  # without momentum: the rule that others have to beat
 SCHEDULING = ("none", "grace", "grace and dynamic steps")
 
 
@@ -195,6 +196,12 @@ class Search:
         missing = [run for run in around if run.key not in self.bench.done]
         return missing or [run for run in self.at_rate(grid[best]) if run.key not in self.bench.done]
 
+    def found(self) -> list[Outcome]:
+        """What all seeds have come to at the best rate."""
+        place = self.best()
+        assert place is not None
+        return [self.bench.done[run.key] for run in self.at_rate(self.grid[place])]
+
     def at_rate(self, rate: float) -> list[Run]:
         return [self.at(seed, rate) for seed in self.seeds]
 
@@ -216,32 +223,38 @@ def perplexities(outcomes: Sequence[Outcome]) -> list[float]:
 
 
 def rows(searches: Sequence[Search]) -> Iterator[dict[str, Any]]:
-    """One for each method, at its best outer learning rate, beside the first method."""
-    first: dict[str, float] = {}
+    """One for each method, at its best outer learning rate: beside the first method, and seed by seed beside SGD."""
+    found = {search.method: search.found() for search in searches}
+    first = found[searches[0].method]
     for search in searches:
-        place, grid, bench = search.best(), search.grid, search.bench
+        outcomes, place = found[search.method], search.best()
         assert place is not None
-        outcomes = [bench.done[run.key] for run in search.at_rate(grid[place])]
-        found = perplexities(outcomes)
-        mean, seconds = fmean(found), fmean(each.seconds for each in outcomes)
-        first = first or {"perplexity": mean, "seconds": seconds}
+        mean, seconds = fmean(perplexities(outcomes)), fmean(each.seconds for each in outcomes)
+        grid, options = search.grid, search.bench.methods[search.method].options
+        apart = [own.loss - other.loss for own, other in zip(outcomes, found.get(PLAIN, []), strict=False)]
         yield {
             "method": search.method,
+            "outer lr": grid[place] * getattr(options, "outer_lr", math.nan),
             "perplexity": mean,
-            "standard error": stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan,
+            "± (standard error)": standard_error(perplexities(outcomes)),
+            f"of {searches[0].method}'s": mean / fmean(perplexities(first)),
+            "time of its": seconds / fmean(each.seconds for each in first),
             "staleness": fmean(each.staleness for each in outcomes),
-            "virtual s": seconds,
-            f"perplexity of {searches[0].method}'s": mean / first["perplexity"],
-            "time of it": seconds / first["seconds"],
-            "outer lr": grid[place] * getattr(bench.methods[search.method].options, "outer_lr", math.nan),
+            f"loss − {PLAIN}'s": fmean(apart) if apart else math.nan,
+            "± (of pairs)": standard_error(apart),
             "best is": "inside" if len(grid) == 1 or 0 < place < len(grid) - 1 else "at the edge of the grid",
         }
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean; NaN for one value."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def main(
     path: Annotated[Path, typer.Argument(help="An experiment.")],
     seeds: Annotated[int, typer.Option(min=1)] = 3,
-    rates: Annotated[str, typer.Option(help="The grid: factors of outer_lr.")] = "0.043,0.1,0.21,0.43,1,1.7,2.9",
+    rates: Annotated[str, typer.Option(help="The grid: factors of outer_lr.")] = "0.043,0.1,0.21,0.43,1,1.7,2.9,5,8.6",
     grace: Annotated[float, typer.Option(min=0, help="Grace period, as a share of the fastest worker's round.")] = 0.1,
     scheduling: Annotated[str, typer.Option(help="Which of: none, grace, grace and dynamic steps.")] = "all",
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,

@@ -76,8 +76,17 @@ def test_each_method_is_taken_at_its_best_rate_and_a_diverged_run_is_the_worst(b
     first, second = rows([search(bench, "DiLoCo"), search(bench)])
     assert (first["method"], second["method"], second["outer lr"]) == ("DiLoCo", "MLA", 0.5)
     assert second["perplexity"] == pytest.approx((math.exp(1.0) + math.exp(1.2)) / 2)
-    assert second["standard error"] == pytest.approx((math.exp(1.2) - math.exp(1.0)) / 2)
-    assert second["best is"] == "inside"
+    assert second["± (standard error)"] == pytest.approx((math.exp(1.2) - math.exp(1.0)) / 2)
+    assert second["of DiLoCo's"] == 1.0 and second["best is"] == "inside"
+
+
+def test_differences_from_plain_sgd_are_taken_seed_by_seed(bench: Bench) -> None:
+    bench.methods["SGD"] = bench.methods["MLA"]
+    for name, losses in {"SGD": (2.0, 3.0), "MLA": (1.9, 2.7)}.items():
+        for seed, loss in enumerate(losses, start=1):
+            bench.done[Run(name, "equal", "none", seed, 1.0).key] = Outcome(loss, 9.0, 0.5)
+    _, beside = rows([search(bench, "SGD"), search(bench)])
+    assert beside["loss − SGD's"] == pytest.approx(-0.2) and beside["± (of pairs)"] == pytest.approx(0.1)
 
 
 def test_what_was_run_is_not_run_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
