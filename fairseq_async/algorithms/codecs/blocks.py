@@ -32,14 +32,31 @@ def rows(values: Tensor, block: int) -> Tensor:
     return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, block)
 
 
+def new_room(size: int, block: int) -> Tensor:
+    """Memory for what becomes of each of the :func:`parts` of a vector in turn; it stays in the cache."""
+    first = next(parts(size, block), (slice(0), slice(0)))
+    return torch.empty(first[1].stop * block)
+
+
 def largest(values: Tensor, block: int) -> Tensor:
-    """The largest absolute value of each block; NaN where one is NaN."""
+    """The largest absolute value of each block.
+
+    Raises:
+        CodecError: a value is NaN or Inf.
+    """
     size = values.numel()
-    found = torch.empty(count_blocks(size, block))
+    found, room = torch.empty(count_blocks(size, block)), new_room(size, block)
     for part, blocks in parts(size, block):
-        torch.amax(rows(values[part].abs(), block), dim=1, out=found[blocks])
+        here = rows(values[part], block)
+        largest_(found[blocks], here, room[: here.numel()].view_as(here))
     check_finite(found)
     return found
+
+
+def largest_(found: Tensor, values: Tensor, room: Tensor) -> None:
+    """``found`` ← the largest absolute value of each row of the values, NaN where one is; ``room`` has their shape, and
+    is overwritten."""
+    torch.amax(torch.abs(values, out=room), dim=1, out=found)
 
 
 def scale_(values: Tensor, scales: Tensor, block: int) -> None:

@@ -4,7 +4,15 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.codecs import blocks
-from fairseq_async.algorithms.codecs.codec import Codec, Vector, as_bytes, check_length, check_parameter, from_bytes
+from fairseq_async.algorithms.codecs.codec import (
+    Codec,
+    Vector,
+    as_bytes,
+    check_finite,
+    check_length,
+    check_parameter,
+    from_bytes,
+)
 from fairseq_async.algorithms.codecs.memory import new_vector
 from fairseq_async.algorithms.codecs.payload import Bytes
 from fairseq_async.errors import CodecError
@@ -29,16 +37,18 @@ class Int8(Codec):
         self.block = block
 
     def _pack(self, vector: Vector) -> list[Bytes]:
-        values = vector.values
-        scales = blocks.largest(values, self.block).div_(_LEVELS).clamp_(max=_LARGEST_SCALE)
-        # a scale of 0 is that of zeros, or of values too small to have one: they are sent as zeros
-        divisors = torch.where(scales > 0, scales, torch.inf).unsqueeze(1)
-        quantized = torch.empty(values.numel(), dtype=torch.int8)
-        for part, rows in blocks.parts(values.numel(), self.block):
-            levels = blocks.rows(values[part], self.block) / divisors[rows]
-            levels.round_().clamp_(-_LEVELS, _LEVELS)
+        values, size = vector.values, vector.values.numel()
+        largest = torch.empty(blocks.count_blocks(size, self.block))
+        quantized = torch.empty(size, dtype=torch.int8)
+        room = blocks.new_room(size, self.block)
+        for part, rows in blocks.parts(size, self.block):
+            here = blocks.rows(values[part], self.block)
+            levels = room[: here.numel()].view_as(here)
+            blocks.largest_(largest[rows], here, levels)
+            _quantize(here, _scales(largest[rows]), out=levels)
             quantized[part] = levels.view(-1)[: quantized[part].numel()]
-        return [self.block.to_bytes(4, "little"), as_bytes(scales), as_bytes(quantized)]
+        check_finite(largest)
+        return [self.block.to_bytes(4, "little"), as_bytes(_scales(largest)), as_bytes(quantized)]
 
     def _unpack(self, body: memoryview, sizes: tuple[int, ...]) -> Tensor:
         (size,) = sizes
@@ -55,3 +65,14 @@ class Int8(Codec):
     def _most_body_bytes(self, sizes: tuple[int, ...]) -> int:
         (size,) = sizes
         return 4 + 4 * blocks.count_blocks(size, self.block) + size
+
+
+def _scales(largest: Tensor) -> Tensor:
+    return torch.div(largest, _LEVELS).clamp_(max=_LARGEST_SCALE)
+
+
+def _quantize(values: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Writes the nearest levels of the values, which have a row for each scale."""
+    # a scale of 0 is that of zeros, or of values too small to have one: they are sent as zeros
+    torch.div(values, torch.where(scales > 0, scales, torch.inf).unsqueeze(1), out=out)
+    out.round_().clamp_(-_LEVELS, _LEVELS)
