@@ -1,6 +1,7 @@
 """For how long a step stays open for gradients that are about to come."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from statistics import median
 
 from fairseq_async.algorithms.rule import State
@@ -8,6 +9,24 @@ from fairseq_async.algorithms.rule import State
 _REMEMBERED = 5  # steps of a worker: one odd batch among them does not move their median
 _DEVIATION = 1.4826  # times the median absolute deviation
 _ROUNDING = 1e-9  # of the time that work takes
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """What a worker's last steps say.
+
+    Attributes:
+        seconds: their median.
+        spread: how uneven they are, in seconds.
+    """
+
+    seconds: float
+    spread: float = 0.0
+
+    @classmethod
+    def of(cls, took: list[float]) -> "_Pace":
+        seconds = median(took)
+        return cls(seconds, _DEVIATION * median(abs(each - seconds) for each in took))
 
 
 class NearArrivals:
@@ -39,6 +58,7 @@ class NearArrivals:
         self.deadline: float | None = None
         self._begun: dict[int, float] = {}
         self._took: dict[int, list[float]] = {}
+        self._paces: dict[int, _Pace] = {}  # of these; each arrival asks for those of all workers
         self._waiting: dict[int, float] = {}  # since when
         self._first_step = True
 
@@ -52,21 +72,24 @@ class NearArrivals:
             took = self._took.setdefault(worker, [])
             took.append(now - self._begun.pop(worker))
             del took[:-_REMEMBERED]
+            self._paces[worker] = _Pace.of(took)
         self._waiting[worker] = now
 
     def continues(self, others: Iterable[int], now: float) -> bool:
         """Whether the step stays open for any of these others, who are at work."""
-        until = min((since + self._grace(worker) for worker, since in self._waiting.items()), default=now)
-        grace = min((self._grace(worker) for worker in self._waiting), default=0.0)
+        fastest = self._fastest()
+        graces = {worker: self._grace(self._paces.get(worker, fastest)) for worker in self._waiting}
+        until = min((since + graces[worker] for worker, since in self._waiting.items()), default=now)
+        grace = min(graces.values(), default=0.0)
         expected = [worker for worker in others if worker in self._begun and self._is_known(worker)]
-        due = [self._begun[worker] + self._seconds(worker) for worker in expected]
+        due = [self._begun[worker] + self._paces.get(worker, fastest).seconds for worker in expected]
         near = [at + grace for at in due if at <= until + _ROUNDING * grace and at + grace > now]
         self.deadline = max(near, default=now)
         return bool(near)
 
     def forget(self, worker: int) -> None:
         """The worker is gone; whoever takes its place may have another speed."""
-        for known in (self._begun, self._took, self._waiting):
+        for known in (self._begun, self._took, self._paces, self._waiting):
             known.pop(worker, None)
 
     def close(self) -> None:
@@ -78,18 +101,15 @@ class NearArrivals:
     def _is_known(self, worker: int) -> bool:
         return self._first_step or worker in self._took
 
-    def _grace(self, worker: int) -> float:
+    def _grace(self, pace: _Pace) -> float:
         if self.seconds is not None:
             return self.seconds
-        seconds = self._seconds(worker)
-        spread = _DEVIATION * median(abs(took - seconds) for took in self._took.get(worker, [seconds]))
-        return self.share * seconds + min(spread, self.share * seconds)
+        share = self.share * pace.seconds
+        return share + min(pace.spread, share)
 
-    def _seconds(self, worker: int) -> float:
-        """Of the worker's step; in the first one, one that is not known yet is taken to be as fast as the fastest."""
-        if worker in self._took:
-            return median(self._took[worker])
-        return min(map(median, self._took.values()), default=0.0)
+    def _fastest(self) -> _Pace:
+        """That of whom nothing is known yet, in the first step."""
+        return _Pace(min((pace.seconds for pace in self._paces.values()), default=0.0))
 
     def state_dict(self) -> State:
         waiting = {"deadline": self.deadline, "waiting": self._waiting, "first_step": self._first_step}
@@ -99,3 +119,4 @@ class NearArrivals:
         self.deadline, self._begun, self._waiting = state["deadline"], dict(state["begun"]), dict(state["waiting"])
         self._first_step = state["first_step"]
         self._took = {worker: list(took) for worker, took in state["took"].items()}
+        self._paces = {worker: _Pace.of(took) for worker, took in self._took.items()}
