@@ -99,9 +99,10 @@ class RecordedClient:
 
     def _compressed(self, push: Push, compressor: Compressor, event: Event) -> Push:
         """Sends the update through the codec, and learns what became of it."""
-        push, payload = compressor.encode(push, self.slot)
+        part = in_turn(self._fragments, push.sequence).of(self.slot)
+        push, payload = compressor.encode(push, part)
         if payload is not None:
-            self.slot.copy_(compressor.codec.decode(payload.numpy().tobytes(), self.slot.numel()))
+            part.copy_(compressor.decode(payload, part.numel()))
         compressor.settle(event.status is Status.APPLIED)
         return push
 

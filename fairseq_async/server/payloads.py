@@ -56,7 +56,8 @@ class Payloads:
         if self.codec is None or missing:
             return None
         data = self._arrived(peer)
-        slot.copy_(self.codec.decode(data, self._size))
+        fragment = in_turn(self._fragments, push.sequence)
+        fragment.of(slot).copy_(self.codec.decode(data, fragment.size))
         return f"{checksum_of(data):08x}"
 
     def _place(self, peer: Peer, fragment: Fragment, slot: Tensor) -> None:

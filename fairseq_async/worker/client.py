@@ -84,7 +84,7 @@ class Client(LastingConnection):
 
     def _push_compressed(self, push: Push, compressor: Compressor) -> PushReply:
         """The payload goes behind the message, also to a server on this machine, which decodes it into the slot."""
-        push, payload = compressor.encode(push, self.slot)
+        push, payload = compressor.encode(push, self._part(push.sequence))
         if compressor.keeps_residual and self._may_reject:
             push = replace(push, wait=True)  # an early answer would not say what becomes of it
         answer = self._ask(push, PushReply, lambda: payload)

@@ -1,14 +1,15 @@
 """A worker's updates on their way into few bytes, and what was lost of them."""
 
+import math
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fairseq_async import compression
-from fairseq_async.algorithms import ErrorFeedback
+from fairseq_async.algorithms import Codec, ErrorFeedback
 from fairseq_async.algorithms.codecs.payload import checksum_of
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import CodecError
@@ -17,8 +18,46 @@ from fairseq_async.server import Layout
 from fairseq_async.server.protocol import Push
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What updates of one fragment go through.
+
+    Attributes:
+        sizes: number of values of each tensor.
+        feedback: None where what is not sent is lost, or nothing is.
+    """
+
+    codec: Codec
+    sizes: tuple[int, ...]
+    feedback: ErrorFeedback | None
+
+    @property
+    def residual_norm(self) -> float:
+        if self.feedback is None:
+            return 0.0
+        return float(torch.linalg.vector_norm(self.feedback.residual, dtype=torch.float64))
+
+    def encode(self, update: Tensor, weight: float, seed: int) -> bytes:
+        # what has no weight changes nothing, whatever it has: the residual waits for the next
+        if self.feedback is not None and weight > 0:
+            return self.feedback.send(update, seed)
+        return self.codec.encode(update, seed, self.sizes)
+
+    def state_dict(self) -> State:
+        feedback = None if self.feedback is None else self.feedback.state_dict()
+        return {"feedback": feedback, "codec": self.codec.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        self.codec.load_state_dict(state["codec"])
+        if self.feedback is not None and state["feedback"] is not None:
+            self.feedback.load_state_dict(state["feedback"])
+
+
 class Compressor:
     """Encodes one worker's updates, each once, and keeps the residual of a biased codec.
+
+    Where the model is exchanged in fragments, each has a codec and a residual of its own, as a model of its own would:
+    an update of a fragment takes with it what was left of that fragment alone.
 
     What is drawn is drawn by the run's seed, the worker and the number of the update, so that a replay draws the same.
 
@@ -33,9 +72,11 @@ class Compressor:
     def __init__(
         self, options: compression.CodecOptions, spec: MethodSpec, layout: Layout, worker: int, feedback: bool = True
     ) -> None:
-        self.codec = compression.build(options)
-        self._sizes = [segment.size for segment in layout.segments]
-        self._feedback = ErrorFeedback(self.codec, self._sizes) if self.codec.biased and feedback else None
+        self._parts: list[_Part] = []
+        for fragment in layout.fragments(spec.fragments):
+            codec, sizes = compression.build(options), tuple(s.size for s in layout.segments[fragment.tensors])
+            has_feedback = codec.biased and feedback
+            self._parts.append(_Part(codec, sizes, ErrorFeedback(codec, sizes) if has_feedback else None))
         self._worker, self._prefix = worker, f"{spec.options.get('seed', 0)}/{worker}/"
         self._sequence = 0  # of the next update
         self._settling: Future[None] | None = None
@@ -44,25 +85,39 @@ class Compressor:
     @property
     def keeps_residual(self) -> bool:
         """Whether it matters to later updates what became of one."""
-        return self._feedback is not None
+        return self._parts[0].feedback is not None
+
+    @property
+    def _part(self) -> _Part:
+        """That of the update in hand, or, where none is, of the next one."""
+        return self._parts[self._sequence % len(self._parts)]
 
     def encode(self, push: Push, update: Tensor) -> tuple[Push, Tensor | None]:
-        """The message, and the payload that goes with it; none for an update with NaN or Inf, which will be refused."""
+        """The message, and the payload that goes with it; none for an update with NaN or Inf, which will be refused.
+
+        Args:
+            update: flat, of the fragment whose turn it is by the number of the update.
+        """
         self._wait()
         self._sequence = push.sequence
         report = replace(push.report, residual_norm=self._residual_norm())
         try:
-            payload = self._payload(update, push.weight, zlib.crc32(f"{self._prefix}{push.sequence}".encode()))
+            payload = self._part.encode(update, push.weight, zlib.crc32(f"{self._prefix}{push.sequence}".encode()))
         except CodecError:
             return replace(push, report=replace(report, bytes_sent=0), norm=float("nan")), None
         report = replace(report, bytes_sent=len(payload), payload=f"{checksum_of(payload):08x}")
         return replace(push, report=report, norm=None), torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
+    def decode(self, payload: Tensor, size: int) -> Tensor:
+        """What the server makes of a payload of so many values: flat, fp32."""
+        return self._parts[0].codec.decode(payload.numpy().data, size)  # whatever state a codec has is for encoding
+
     def settle(self, taken: bool) -> None:
         """After the answer: whether the update is in the server's parameters."""
+        feedback = self._part.feedback
         self._sequence += 1
-        if self._feedback is not None:
-            (self._feedback.acknowledge if taken else self._feedback.refuse)()
+        if feedback is not None:
+            (feedback.acknowledge if taken else feedback.refuse)()
 
     def settle_meanwhile(self, taken: bool) -> None:
         """As :meth:`settle`, in a second thread, for which the next call of any other method waits."""
@@ -78,32 +133,23 @@ class Compressor:
     def state_dict(self) -> State:
         """For the worker's checkpoint, between two updates."""
         self._wait()
-        feedback = None if self._feedback is None else self._feedback.state_dict()
         own = {"worker": self._worker, "sequence": self._sequence}
-        return own | {"feedback": feedback, "codec": self.codec.state_dict()}
+        return own | {"parts": [part.state_dict() for part in self._parts]}
 
     def load_state_dict(self, state: State, sequence: int) -> bool:
         """Goes on from :meth:`state_dict`; returns whether it does.
 
-        It does not where the state is another worker's, or of another time than the server's, whose next update of this
-        worker has this ``sequence`` number: what the residual holds may be in the parameters already.
+        It does not where the state is another worker's, of other fragments, or of another time than the server's, whose
+        next update of this worker has this ``sequence`` number: what the residual holds may be in the parameters then.
         """
         self._wait()
-        if (state["worker"], state["sequence"]) != (self._worker, sequence):
+        here = self._worker, len(self._parts), sequence
+        if (state["worker"], len(state["parts"]), state["sequence"]) != here:
             return False
         self._sequence = sequence
-        self.codec.load_state_dict(state["codec"])
-        if self._feedback is not None and state["feedback"] is not None:
-            self._feedback.load_state_dict(state["feedback"])
+        for part, own in zip(self._parts, state["parts"], strict=True):
+            part.load_state_dict(own)
         return True
 
-    def _payload(self, update: Tensor, weight: float, seed: int) -> bytes:
-        # what has no weight changes nothing, whatever it has: the residual waits for the next
-        if self._feedback is not None and weight > 0:
-            return self._feedback.send(update, seed)
-        return self.codec.encode(update, seed, self._sizes)
-
     def _residual_norm(self) -> float | None:
-        if self._feedback is None:
-            return None
-        return float(torch.linalg.vector_norm(self._feedback.residual, dtype=torch.float64))
+        return math.hypot(*(part.residual_norm for part in self._parts)) if self.keeps_residual else None

@@ -70,7 +70,11 @@ class Worker:
     def residual(self) -> Tensor:
         """What its updates had that was not sent; zeros where everything is."""
         compressor = self.client.compressor
-        return torch.zeros(LAYOUT.size) if compressor is None else compressor.state_dict()["feedback"]["residual"]
+        return (
+            torch.zeros(LAYOUT.size)
+            if compressor is None
+            else compressor.state_dict()["parts"][0]["feedback"]["residual"]
+        )
 
 
 def train(workers: Sequence[Worker], rounds: int) -> None:

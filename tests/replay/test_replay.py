@@ -153,7 +153,10 @@ def test_who_pulled_during_a_step_is_repeated_from_where_it_started(n: int, push
     "method",
     [
         pytest.param(["--outer", "diloco", "--local-steps", 4], id="DiLoCo"),
-        pytest.param(["--local-steps", 4, "--fragments", 2, "--fragment-delay", 1], id="fragments with a delay"),
+        pytest.param(
+            ["--local-steps", 4, "--fragments", 2, "--fragment-delay", 1, "--compress", "e3m0"],
+            id="compressed fragments with a delay",
+        ),
         pytest.param(
             ["--local-steps", 4, "--dynamic-local-steps", "--grace-period", 0.01]
             + ["--staleness-power", -0.5, "--delay-compensation", 0.5],

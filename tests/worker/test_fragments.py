@@ -14,17 +14,18 @@ from fairseq_async.config import DelayedNesterovOptions, NesterovOptions, Server
 from fairseq_async.errors import ConfigurationError, RefusedError
 from fairseq_async.method_spec import local_sgd_spec
 from fairseq_async.reporting.audit import audit
-from fairseq_async.server import local_sgd_main
+from fairseq_async.server import Status, local_sgd_main
 from fairseq_async.server.events import read_events
 from fairseq_async.server.protocol import Assignment, Push, PushReply, Report, encode
 from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.torch import AsyncLocalSGD
 from fairseq_async.worker.client import Client
+from fairseq_async.worker.compressor import Compressor
 from fairseq_async.worker.fragments import FragmentedLocalSGDWorker
 from fairseq_async.worker.replica import MasterReplica, TensorReplica
 from scripts.faults.thread_server import ThreadServer
-from tests.helpers.fragments import INNER_LR, TARGETS, Descent, streaming
+from tests.helpers.fragments import INNER_LR, LAYOUT, TARGETS, Descent, streaming
 from tests.helpers.lost_answers import lose_next_answer
 from tests.helpers.mortal import MortalServer
 from tests.helpers.references import DelayedNesterov64
@@ -122,7 +123,11 @@ def real_steps(model: SharedModel, workers: list[Any], simulated: Trial) -> None
             local.step(1.0)
 
 
-@pytest.mark.parametrize(("workers", "method"), [(1, {}), (2, {"grace_period": 60.0})], ids=["alone", "two in rounds"])
+@pytest.mark.parametrize(
+    ("workers", "method"),
+    [(1, {}), (2, {"grace_period": 60.0}), (1, {"compress": "e3m0"})],
+    ids=["alone", "two in rounds", "compressed"],
+)
 def test_a_real_run_is_the_simulated_one_to_the_bit(
     start: Start, tmp_path: Path, workers: int, method: dict[str, Any]
 ) -> None:
@@ -230,6 +235,55 @@ def test_a_state_has_the_momentum_of_each_fragment(start: Start, tmp_path: Path)
         Descent(client(start(1, "two")), streaming(fragments=2), 1, state=tmp_path / "state.pt")
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"], ids=["this machine", "TCP"])
+@pytest.mark.parametrize("codec", ["e3m0", "topk:chunk=2,keep=1", "adacomp:bin_size=2"])
+def test_what_was_sent_of_a_fragment_and_its_residual_are_the_sum_of_its_updates(
+    start: Start, monkeypatch: pytest.MonkeyPatch, codec: str, host: str
+) -> None:
+    """The server subtracts what it is sent. One answer is lost, and the update of one number has NaN."""
+    options = NesterovOptions(local_steps=6, fragments=3, compress=codec, outer_lr=1.0, outer_momentum=0.0)
+    server = start(1, host=host)
+    worker = Descent(client(server, 0, 30.0), options, 1).local  # type: ignore[arg-type]
+    updates, generator = torch.zeros(6, dtype=torch.float64), torch.Generator().manual_seed(1)
+    for sequence in range(12):
+        update, place = torch.randn(6, generator=generator), PLACES[sequence % 3]
+        if sequence == 4:
+            lose_next_answer(worker, monkeypatch)
+        if sequence == 7:
+            update[place] = torch.nan
+        else:
+            updates[place] += update[place]
+        report = Report(local_steps=2, step_seconds=0.0)
+        worker.client.push(lambda slot, sent=update: slot.copy_(sent), Push(sequence, 0, 1.0, report))
+    compressor = worker.client.compressor
+    assert compressor is not None
+    left = torch.cat([part["feedback"]["residual"] for part in compressor.state_dict()["parts"]])
+    assert left.any() and torch.allclose(left - parameters(server), updates, rtol=0, atol=1e-5)
+    events = read_events(server.service.run_dir / "events.jsonl")
+    statuses = [event.status for event in events if event.status is not Status.DUPLICATE]
+    assert statuses == [Status.REFUSED if sequence == 7 else Status.APPLIED for sequence in range(12)]
+    assert all(event.bytes_sent < 100 for event in events if event.bytes_sent), "one fragment's payload"
+
+
+def test_residuals_of_fragments_come_back_with_the_worker_and_not_to_other_fragments() -> None:
+    def made(fragments: int) -> Compressor:
+        options = NesterovOptions(local_steps=6, fragments=fragments, compress="e3m0")
+        assert options.compress.push is not None
+        return Compressor(options.compress.push, local_sgd_spec(options, 1, [], None, {}), LAYOUT, 0)
+
+    one, back = made(3), made(3)
+    for sequence, size in enumerate((1, 3, 2, 1)):
+        one.encode(Push(sequence, 0, 1.0, Report()), torch.arange(1.0, 1.0 + size) / 3)
+        one.settle(taken=sequence != 1)
+    assert back.load_state_dict(one.state_dict(), 4) and not made(2).load_state_dict(one.state_dict(), 4)
+    residuals = [part["feedback"]["residual"].tolist() for part in back.state_dict()["parts"]]
+    assert residuals[1] == pytest.approx([1 / 3, 2 / 3, 1.0]) and residuals[2][1] == 0.0
+    push, update = Push(4, 0, 1.0, Report()), torch.zeros(3)
+    (_, first), (_, second) = one.encode(push, update), back.encode(push, update)
+    assert first is not None and second is not None and torch.equal(first, second)
+    assert one.decode(first, 3).tolist() == [0.25, 0.5, 1.0], "what was refused goes with the next"
+
+
 def test_a_worker_whose_update_has_nan_takes_the_whole_model(start: Start) -> None:
     server = start(1)
     worker = Descent(client(server), streaming(), 1)
@@ -298,7 +352,7 @@ def test_masters_in_parts_are_read_and_written_by_fragment() -> None:
     ("changes", "server", "said"),
     [
         ({"upstream": "10.0.0.1:29500"}, {}, "--upstream does not go with --fragments: a region merges the whole"),
-        ({"compress": "int8"}, {}, "--compress does not go with --fragments: codecs take the whole model"),
+        ({"compress": "e3m0,pull=int8"}, {}, "--compress does not go with --fragments: pull= encodes whole parameters"),
         ({}, {"max_update_norm_ratio": 5.0}, "--max-update-norm-ratio does not go with --fragments: the norms"),
         ({"local_steps": 7}, {}, "--local-steps is 7: with --fragments 2 give a multiple of it"),
     ],
