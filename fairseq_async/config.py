@@ -336,6 +336,13 @@ class ServerOptions(Options):
         description="threads on which the server adds up gradients, steps and publishes",
         json_schema_extra={"default": "cores on which no worker computes at the time", "metavar": "N"},
     )
+    server_shards: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes of the server, each with its share of the model's tensors",
+        json_schema_extra={"metavar": "S"},
+    )
     record: bool = Field(False, description="keep in the run's directory what a replay needs")
 
     @field_validator("server")

@@ -30,6 +30,7 @@ class ServerSettings:
     snapshot_updates: int = 0
     max_update_norm_ratio: float | None = None
     server_threads: int | None = None
+    server_shards: int = 1
     record: bool = False
 
 
@@ -161,6 +162,7 @@ def hybrid_spec(
         ConfigurationError: the options do not go with so many workers.
     """
     filled = options.for_workers(workers)
+    _check_shards(options, options.gradient_rule, server)
     return MethodSpec(
         method=filled.method,
         workers=workers,
@@ -191,6 +193,7 @@ def local_sgd_spec(
         parse_upstream(options.upstream)  # a mistake is to show before anything starts
     filled = options.for_workers(workers).model_dump(exclude={"shards", "max_refused"})
     _check_fragments(options, server)
+    _check_shards(options, options.outer, server)
     quorum, grace = filled.get("quorum", 0), filled.get("grace_period")
     waits = methods.outer_rule(options.outer).synchronous or quorum > 0 or grace is not None
     return MethodSpec(
@@ -239,6 +242,31 @@ def _check_fragments(options: LocalSGDOptions, server: ServerOptions | None) -> 
     if server is not None and server.max_update_norm_ratio is not None:
         raise ConfigurationError(
             f"{option('max_update_norm_ratio')} does not go with {given}: the norms of fragments differ"
+        )
+
+
+_IN_SHARDS = ("accumulation", "diloco", "nesterov", "buffered_nesterov", "delayed_nesterov", "sgd")
+
+
+def _check_shards(options: HybridOptions | LocalSGDOptions, rule: str, server: ServerOptions | None) -> None:
+    """
+    Raises:
+        ConfigurationError: the options do not go with a server in shards, none of which sees a whole update.
+    """
+    if server is None or server.server_shards == 1:
+        return
+    given = {name: getattr(options, name, None) for name in ("upstream", "staleness_power", "delay_compensation")}
+    given |= {"compress": options.compress != compression.Compress(), "record": server.record}
+    if isinstance(options, LocalSGDOptions):
+        given["look_ahead"] = getattr(options, "look_ahead", False)
+    if isinstance(options, FragmentOptions):
+        given["fragments"] = options.fragments > 1
+    refused = [option(name) for name, value in given.items() if value]
+    if rule not in _IN_SHARDS:
+        refused.append(f"{option('outer' if isinstance(options, LocalSGDOptions) else 'gradient_rule')} {rule}")
+    if refused:
+        raise ConfigurationError(
+            f"{option('server_shards')} {server.server_shards} does not go with {refused[0]}: leave one of them out"
         )
 
 

@@ -1,6 +1,6 @@
 """Hybrid asynchronous SGD: sum several asynchronous gradients, then step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -40,6 +40,9 @@ class HybridAccumulation:
         partial_steps: :meth:`limit_round` says how many gradients the next step has, and one of fewer than N is a
             partial step. Otherwise all steps are whole ones.
 
+    Attributes:
+        norm_of_all: the norm of the whole model's gradient from that of the tensors here; they may be a part of it.
+
     Raises:
         ValueError: N below 1, or a negative ``clip_norm``.
     """
@@ -62,6 +65,7 @@ class HybridAccumulation:
         self.clip_norm, self.partial_steps, self.elementwise = clip_norm, partial_steps, elementwise
         self._optimized = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         self._tensors = self._optimized if tensors is None else tensors
+        self.norm_of_all: Callable[[Tensor], Tensor] = _as_it_is
         self.mean: Tensor | None = None
         self.weight = 0.0
         self.count = 0
@@ -133,9 +137,14 @@ class HybridAccumulation:
         """As ``torch.nn.utils.clip_grad_norm_``, but for the pass over memory that multiplies by 1."""
         if norm is None:
             norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in self._tensors if tensor.grad is not None])
+        norm = self.norm_of_all(norm)
         if norm + 1e-6 > self.clip_norm:
             factor = self.clip_norm / (norm + 1e-6)
             in_threads(lambda part: part.mul_(factor), mean.split(PIECE))
+
+
+def _as_it_is(norm: Tensor) -> Tensor:
+    return norm
 
 
 @contextmanager

@@ -54,6 +54,14 @@ class Rule(Protocol):
         ...
 
 
+class ComparingRule(Rule):
+    """A rule whose momentum is not in this process: it says itself how an update lies to it."""
+
+    def cosine(self, update: Update, norm: float) -> float:
+        """Of the update, whose L2 norm this is, and the momentum before it; NaN where there is none."""
+        raise NotImplementedError
+
+
 def fills(count: int, size: int, ahead: int) -> bool:
     """Whether the update behind ``ahead`` others fills a buffer that has ``count`` and is emptied when it has ``size``.
 

@@ -26,6 +26,9 @@ class _Threads:
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self.count = 1
         self._started = 0
         self._pool: ThreadPoolExecutor | None = None
@@ -49,6 +52,12 @@ def set_threads(count: int) -> None:
 def thread_count() -> int:
     """How many threads passes may use now."""
     return _threads.count
+
+
+def forget_threads() -> None:
+    """In a process that was forked: its parent's threads are not in it, neither these nor torch's own."""
+    _threads.reset()
+    torch.set_num_threads(1)
 
 
 def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:

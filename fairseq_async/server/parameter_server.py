@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import FragmentedRule, NormGate, Rule, StalenessPolicy, Update
-from fairseq_async.algorithms.rule import State
+from fairseq_async.algorithms.rule import ComparingRule, State
 from fairseq_async.algorithms.threads import copy_in_threads
 from fairseq_async.errors import HalfAppliedError, RefusedError
 from fairseq_async.exchange import copy
@@ -316,7 +316,10 @@ class ParameterServer:
 
     def _apply(self, update: Update, receipt: Receipt) -> Receipt:
         rule, parameters = self._part(update.sequence)
-        cosine = _cosine(update.delta, receipt.norm, rule.momentum_buffer)
+        if isinstance(rule, ComparingRule):
+            cosine = rule.cosine(update, receipt.norm)
+        else:
+            cosine = _cosine(update.delta, receipt.norm, rule.momentum_buffer)
         staleness = self.version - update.base_version if self.counts_in_rounds else receipt.staleness
         worth = self.staleness.adjusted(update, staleness, parameters, self._start_of(update))
         changes = rule.moves_parameters()

@@ -23,6 +23,7 @@ from fairseq_async.server.parameter_server import SETTLED
 from fairseq_async.server.payloads import Payloads
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Pull, PullReply, Push, PushReply, StateSaved, Welcome, WorkReply
+from fairseq_async.server.sharded_rule import build_sharded, shared_copy
 from fairseq_async.server.state_files import restored_path, saved_path, write_state
 from fairseq_async.server.upstream import Upstream
 
@@ -96,7 +97,11 @@ class Run:
             source: what to call the beginning in the log of rollbacks.
             time: seconds since 1970.
         """
-        rule, plan = build(self.spec, self.layout, parameters)
+        if self.spec.server.server_shards > 1:
+            parameters = shared_copy(parameters)
+            rule, plan = build_sharded(build, self.spec, self.layout, parameters, self.memory, self.run_dir)
+        else:
+            rule, plan = build(self.spec, self.layout, parameters)
         coordinator = build_coordinator(self.spec, rule, plan, parameters, membership)
         if state is not None:
             self._check_state(state)
@@ -210,7 +215,7 @@ class Run:
     def state_dict(self) -> State:
         """All that another server needs to go on, with workers that have been told the method."""
         own: State = {"method": self.spec.name, "inner_optimizer": inner_optimizer(self.spec)}
-        own["fragments"] = self.spec.fragments
+        own["fragments"], own["server_shards"] = self.spec.fragments, self.spec.server.server_shards
         own["layout"] = self.layout.to_json()  # which an export names the tensors by
         if self._starts is not None:
             own["starts"] = self._starts.state_dict()
@@ -235,6 +240,12 @@ class Run:
             raise RefusedError(
                 f"the checkpoint's momentum is of {count} fragments, this run has {self.spec.fragments}: give "
                 f"{option('fragments')} {count}, or {option('reset_optimizer')}"
+            )
+        if (count := state.get("server_shards", 1)) != self.spec.server.server_shards:
+            raise RefusedError(
+                f"the checkpoint's state is of a server in {count} shards, this run's is in "
+                f"{self.spec.server.server_shards}: give {option('server_shards')} {count}, or "
+                f"{option('reset_optimizer')}"
             )
         before, now = state.get("inner_optimizer"), inner_optimizer(self.spec)
         if before != now and before is not None:

@@ -174,6 +174,19 @@ def build_optimizer(spec: OptimizerSpec, layout: Layout, parameters: Tensor) -> 
         raise ConfigurationError(f"the description of the optimizer: {' '.join(str(error).split())}") from error
 
 
+def of_tensors(framework: JsonObject, tensors: slice) -> JsonObject:
+    """The same description for a part of the layout's tensors, which are counted from 0 there."""
+    groups = framework.get("parameter_groups")
+    if not isinstance(groups, list):
+        return framework  # of another server program, which names no tensors
+    own = []
+    for group in groups:
+        assert isinstance(group, dict) and isinstance(numbers := group["tensors"], list)
+        inside = [n - tensors.start for n in numbers if isinstance(n, int) and tensors.start <= n < tensors.stop]
+        own.append(group | {"tensors": inside})
+    return framework | {"parameter_groups": own}
+
+
 def _arguments(options: dict[str, _Option]) -> dict[str, object]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 

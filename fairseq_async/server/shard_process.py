@@ -1,0 +1,191 @@
+"""One shard of a server in a process of its own: the server's side of it, and the process."""
+
+import gc
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, cast
+
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms import HybridAccumulation, Rule, Update
+from fairseq_async.algorithms.rule import State
+from fairseq_async.algorithms.threads import forget_threads, set_threads
+from fairseq_async.errors import HalfAppliedError
+from fairseq_async.exchange.linux import end_with_parent
+from fairseq_async.server.scheduled_rule import ScheduledRule
+from fairseq_async.server.shard_messages import (
+    LARGEST,
+    Apply,
+    BeginEpoch,
+    Compare,
+    Compared,
+    Done,
+    EndEpoch,
+    Failed,
+    LimitRound,
+    Load,
+    Message,
+    Norm,
+    NormOfAll,
+    Save,
+    encode,
+    parse,
+)
+
+
+class ShardProcess:
+    """A process that applies updates to its shard, as it is told.
+
+    It is forked from the server, of which it has the shared memory and what is imported. It ends with it. If it has
+    ended, or cannot do what it is told, the shards are of different versions: a HalfAppliedError ends the server, and
+    another goes on from the last snapshot, with all its shards.
+
+    Args:
+        number: of the shard.
+        build: makes its rule and its parameters, in the process.
+        slots: a worker's slot, of which the shard sees its part.
+    """
+
+    def __init__(self, number: int, build: Callable[[], tuple[Rule, Tensor]], slots: Callable[[int], Tensor]) -> None:
+        self.number = number
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        server = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run(theirs, server, build, slots)
+        theirs.close()
+
+    def say(self, command: Message, file: IO[bytes] | None = None) -> None:
+        """Gives a command, with a file where it is about one."""
+        try:
+            socket.send_fds(self._socket, [encode(command)], [] if file is None else [file.fileno()])
+        except OSError as error:
+            raise self._ended() from error
+
+    def hear(self) -> Message:
+        """The next answer."""
+        try:
+            body = self._socket.recv(LARGEST)
+        except OSError as error:
+            raise self._ended() from error
+        if not body:
+            raise self._ended()
+        answer = parse(body)
+        if isinstance(answer, Failed):
+            raise HalfAppliedError(f"shard {self.number} of the server: {answer.error}")
+        return answer
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._socket.close()
+        os.waitpid(self.pid, 0)
+
+    def _ended(self) -> HalfAppliedError:
+        return HalfAppliedError(f"the process of shard {self.number} of the server has ended")
+
+
+def state_to_file(state: State, file: IO[bytes]) -> None:
+    """Writes a rule's state."""
+    torch.save(state, file)
+    file.flush()
+
+
+def state_from_file(file: IO[bytes]) -> State:
+    """A rule's state, whose tensors stay in the file until they are read; nothing is unpickled but tensors."""
+    path = f"/proc/self/fd/{file.fileno()}"  # the file has no name of its own
+    return cast(State, torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+
+
+def nameless_file(directory: Path) -> IO[bytes]:
+    """An empty file that is gone when nobody has it open."""
+    return cast(IO[bytes], tempfile.TemporaryFile(dir=directory))
+
+
+def accumulation(rule: Rule) -> HybridAccumulation | None:
+    """The part of a rule that clips by the norm of all shards' gradients; None where nothing does."""
+    inner = rule.rule if isinstance(rule, ScheduledRule) else rule
+    return inner if isinstance(inner, HybridAccumulation) else None
+
+
+def compare(delta: Tensor, momentum: Tensor) -> Compared:
+    """How an update lies to the momentum, in the part of a shard."""
+    return Compared(float(torch.dot(delta, momentum)), float(torch.linalg.vector_norm(momentum)) ** 2)
+
+
+def _run(
+    connection: socket.socket, server: int, build: Callable[[], tuple[Rule, Tensor]], slots: Callable[[int], Tensor]
+) -> None:
+    """The process, which does not return from here."""
+    try:
+        end_with_parent(signal.SIGKILL, server)
+        kept = connection.fileno()
+        # Connections, locks and the listening socket end with the server, not with us. Their Python objects are never
+        # freed here: they would close what has got their number since.
+        gc.freeze()
+        os.closerange(3, kept)
+        os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+        forget_threads()
+        rule, parameters = build()
+        _Shard(connection, rule, parameters, slots).serve()
+    except BaseException as error:  # whatever it is, the server is to know
+        connection.send(encode(Failed(f"{type(error).__name__}: {error}"[:1000])))
+    finally:
+        os._exit(0)
+
+
+class _Shard:
+    """Carries out commands until the server is gone."""
+
+    def __init__(
+        self, connection: socket.socket, rule: Rule, parameters: Tensor, slots: Callable[[int], Tensor]
+    ) -> None:
+        self.connection, self.rule, self.parameters, self.slots = connection, rule, parameters, slots
+        if (clips := accumulation(rule)) is not None:
+            clips.norm_of_all = self._norm_of_all
+
+    def serve(self) -> None:
+        while True:
+            body, files, _, _ = socket.recv_fds(self.connection, LARGEST, 1)
+            if not body:
+                return
+            self.connection.send(encode(self._answer(parse(body), files)))
+
+    def _answer(self, command: Message, files: list[int]) -> Message:
+        match command:
+            case Compare():
+                assert self.rule.momentum_buffer is not None
+                return compare(self.slots(command.worker), self.rule.momentum_buffer)
+            case Apply():
+                self._apply(command)
+            case LimitRound():
+                self.rule.limit_round(command.updates)
+            case BeginEpoch() if isinstance(self.rule, ScheduledRule):
+                self.rule.begin_epoch(command.epoch)
+            case EndEpoch() if isinstance(self.rule, ScheduledRule):
+                self.rule.end_epoch(command.epoch, command.loss)
+            case Save():
+                with open(files[0], "wb") as file:
+                    state_to_file(self.rule.state_dict(), file)
+            case Load():
+                with open(files[0], "rb") as file:
+                    self.rule.load_state_dict(state_from_file(file))
+            case _:
+                raise AssertionError(f"{command} is no command")
+        return Done()
+
+    def _apply(self, told: Apply) -> None:
+        set_threads(told.threads)
+        delta = self.slots(told.worker)
+        update = Update(told.worker, told.sequence, told.base_version, told.weight, delta, told.tokens)
+        self.rule.apply(self.parameters, update)
+
+    def _norm_of_all(self, norm: Tensor) -> Tensor:
+        self.connection.send(encode(Norm(float(norm) ** 2)))
+        answer = parse(self.connection.recv(LARGEST))
+        assert isinstance(answer, NormOfAll)
+        return torch.tensor(answer.squared, dtype=torch.float64).sqrt().to(norm.dtype)

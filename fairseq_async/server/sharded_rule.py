@@ -1,0 +1,228 @@
+"""A rule whose tensors are divided among several processes."""
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms import Fragment, Rule, Update, fragments_of
+from fairseq_async.algorithms.rule import ComparingRule, State
+from fairseq_async.algorithms.threads import set_threads, thread_count
+from fairseq_async.errors import HalfAppliedError, RefusedError, option
+from fairseq_async.exchange import SharedMemory
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.layout import Layout
+from fairseq_async.server.plan import EpochPlan, Plan
+from fairseq_async.server.scheduled_rule import ScheduledRule
+from fairseq_async.server.shard_messages import (
+    Apply,
+    BeginEpoch,
+    Compare,
+    Compared,
+    Done,
+    EndEpoch,
+    LimitRound,
+    Load,
+    Message,
+    Norm,
+    NormOfAll,
+    Save,
+)
+from fairseq_async.server.shard_process import (
+    ShardProcess,
+    accumulation,
+    compare,
+    nameless_file,
+    state_from_file,
+    state_to_file,
+)
+from fairseq_async.server.torch_optimizer import of_tensors
+
+Build = Callable[[MethodSpec, Layout, Tensor], tuple[Rule, Plan]]
+_SHARDS = "shards"
+
+
+def shared_copy(parameters: Tensor) -> Tensor:
+    """The parameters in memory that this process shares with those that it forks from now on."""
+    shared = torch.frombuffer(mmap.mmap(-1, 4 * parameters.numel()), dtype=torch.float32)
+    return shared.copy_(parameters)
+
+
+def build_sharded(
+    build: Build, spec: MethodSpec, layout: Layout, parameters: Tensor, memory: SharedMemory, directory: Path
+) -> tuple[Rule, Plan]:
+    """Rule and plan of a server in shards, of which this process has the first.
+
+    Args:
+        build: makes those of a server that is one process.
+        parameters: of :func:`shared_copy`.
+        memory: has the workers' slots.
+        directory: where the states of shards go on their way, in files without a name.
+
+    Raises:
+        RefusedError: the model has fewer tensors.
+        ConfigurationError: of ``build``.
+    """
+    try:
+        shards = fragments_of([segment.size for segment in layout.segments], spec.server.server_shards)
+    except ValueError as error:
+        raise RefusedError(
+            f"{option('server_shards')} is {spec.server.server_shards}: {error}".replace("fragments", "shards")
+        ) from error
+
+    def build_shard(shard: Fragment) -> tuple[Rule, Plan, Tensor]:
+        part = torch.from_numpy(shard.of(parameters).numpy())  # a storage of its own, which begins with the shard
+        own = replace(spec, framework=of_tensors(spec.framework, shard.tensors))
+        return *build(own, Layout(layout.segments[shard.tensors]), part), part
+
+    def start(number: int, shard: Fragment) -> ShardProcess:
+        def build_other() -> tuple[Rule, Tensor]:
+            rule, _, part = build_shard(shard)
+            return rule, part
+
+        return ShardProcess(number, build_other, lambda worker: shard.of(memory.slot(worker)))
+
+    rule, plan, _ = build_shard(shards[0])
+    others = [start(number, shard) for number, shard in enumerate(shards[1:], 1)]
+    sharded = ShardedRule(rule, shards[0], others, directory)
+    if isinstance(plan, EpochPlan):
+        plan.schedule = sharded
+    return sharded, plan
+
+
+class ShardedRule(ComparingRule):
+    """Applies each update to every shard: to the first by a rule here, to the others in their processes.
+
+    An update is admitted before, for all shards at once. If a shard fails, a HalfAppliedError says that the parameters
+    are of no version any more.
+
+    Args:
+        own: the rule of the first shard. What is the same in all shards, as counts and learning rates, is read from it.
+        shard: the first.
+        others: the processes of the others.
+        directory: where their states go on their way.
+    """
+
+    def __init__(self, own: Rule, shard: Fragment, others: Sequence[ShardProcess], directory: Path) -> None:
+        self.own, self.shard, self.others, self.directory = own, shard, others, directory
+        if (clips := accumulation(own)) is not None:
+            clips.norm_of_all = self._norm_of_all
+
+    def apply(self, parameters: Tensor, update: Update) -> float:
+        """One update, whose ``delta`` is the slot of its worker."""
+        threads = thread_count()
+        each = max(1, threads // (1 + len(self.others)))
+        self._say(Apply(update.worker, update.sequence, update.base_version, update.weight, update.tokens, each))
+        part = torch.from_numpy(self.shard.of(parameters).numpy())
+        set_threads(each)
+        try:
+            share = self.own.apply(part, replace(update, delta=self.shard.of(update.delta)))
+        finally:
+            set_threads(threads)
+        self._hear_done()
+        return share
+
+    def moves_parameters(self, ahead: int = 0) -> bool:
+        return self.own.moves_parameters(ahead)
+
+    def cosine(self, update: Update, norm: float) -> float:
+        """Of the update, with this norm, and the momentum of all shards; NaN where there is none."""
+        momentum = self.own.momentum_buffer
+        if momentum is None:
+            return float("nan")
+        self._say(Compare(update.worker))
+        parts = [compare(self.shard.of(update.delta), momentum)]
+        for answer in self._hear():
+            assert isinstance(answer, Compared)
+            parts.append(answer)
+        product = norm * sum(part.squared for part in parts) ** 0.5
+        return sum(part.product for part in parts) / product if product > 0 else float("nan")
+
+    def limit_round(self, updates: int) -> None:
+        self._say(LimitRound(updates))
+        self.own.limit_round(updates)
+        self._hear_done()
+
+    @property
+    def steps(self) -> float:
+        return self._scheduled.steps
+
+    @property
+    def learning_rate(self) -> float:
+        return self._scheduled.learning_rate
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Worker 0 begins an epoch."""
+        self._say(BeginEpoch(epoch))
+        self._scheduled.begin_epoch(epoch)
+        self._hear_done()
+
+    def end_epoch(self, epoch: int, loss: float | None) -> None:
+        """Worker 0 has ended an epoch, with this validation loss."""
+        self._say(EndEpoch(epoch, loss))
+        self._scheduled.end_epoch(epoch, loss)
+        self._hear_done()
+
+    def state_dict(self) -> State:
+        """That of the first shard, and with it those of the others, whose tensors lie in files without a name."""
+        files = [nameless_file(self.directory) for _ in self.others]
+        for shard, file in zip(self.others, files, strict=True):
+            shard.say(Save(), file)
+        self._hear_done()
+        states = [state_from_file(file) for file in files]
+        for file in files:
+            file.close()
+        return self.own.state_dict() | {_SHARDS: states}
+
+    def load_state_dict(self, state: State) -> None:
+        """Goes on from :meth:`state_dict`, of as many shards."""
+        for shard, its in zip(self.others, state[_SHARDS], strict=True):
+            with nameless_file(self.directory) as file:
+                state_to_file(_as_the_first(its, state), file)
+                shard.say(Load(), file)
+        self.own.load_state_dict(state)
+        self._hear_done()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for shard in self.others:
+            shard.close()
+
+    @property
+    def _scheduled(self) -> ScheduledRule:
+        assert isinstance(self.own, ScheduledRule)
+        return self.own
+
+    def _norm_of_all(self, norm: Tensor) -> Tensor:
+        """In the middle of an update: the norm of the whole gradient, the same in all shards."""
+        squared = float(norm) ** 2
+        for answer in self._hear():
+            assert isinstance(answer, Norm)
+            squared += answer.squared
+        self._say(NormOfAll(squared))
+        return torch.tensor(squared, dtype=torch.float64).sqrt().to(norm.dtype)
+
+    def _say(self, command: Message) -> None:
+        for shard in self.others:
+            shard.say(command)
+
+    def _hear(self) -> list[Message]:
+        """The answer of each, in the order of the shards."""
+        return [shard.hear() for shard in self.others]
+
+    def _hear_done(self) -> None:
+        for answer in self._hear():
+            if not isinstance(answer, Done):
+                raise HalfAppliedError(f"a shard of the server answers {answer}")
+
+
+def _as_the_first(state: State, first: State) -> State:
+    """A shard's state with the schedule and the optimizer's options of the first shard's, which a user may change."""
+    if "schedule" not in first:
+        return state
+    groups = zip(state["optimizer"]["param_groups"], first["optimizer"]["param_groups"], strict=True)
+    optimizer = state["optimizer"] | {"param_groups": [its | own | {"params": its["params"]} for its, own in groups]}
+    return state | {"schedule": first["schedule"], "optimizer": optimizer}

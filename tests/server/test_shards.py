@@ -1,0 +1,197 @@
+"""A server in shards takes the steps of one that is a single process; each shard is a real process here."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms import Rule, Update
+from fairseq_async.config import HybridOptions, ServerOptions
+from fairseq_async.errors import ConfigurationError, HalfAppliedError, RefusedError
+from fairseq_async.exchange import SharedMemory
+from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
+from fairseq_async.methods import outer_rule
+from fairseq_async.server import Layout, gradient_main, local_sgd_main
+from fairseq_async.server.parameter_server import ParameterServer, Status
+from fairseq_async.server.plan import EpochPlan
+from fairseq_async.server.sharded_rule import Build, ShardedRule, build_sharded, shared_copy
+from fairseq_async.server.torch_optimizer import OptimizerSpec, ParameterGroup
+
+SIZES = (7, 70_001, 33, 1, 65_537, 900)
+LAYOUT = Layout.of([(f"t{number}", torch.zeros(size)) for number, size in enumerate(SIZES)])
+ADAM = OptimizerSpec("Adam", [ParameterGroup([0, 1, 3], {"lr": 0.1}), ParameterGroup([2, 4, 5], {"lr": 0.02})])
+OUTER = ("diloco", "nesterov", "buffered_nesterov", "delayed_nesterov", "sgd")
+
+
+def hybrid(shards: int, inner: OptimizerSpec = ADAM) -> MethodSpec:
+    options = HybridOptions(updates_per_step=2)
+    return hybrid_spec(options, 2, ServerOptions(server_shards=shards), inner.to_json(), 0)
+
+
+def local_sgd(shards: int, outer: str) -> MethodSpec:
+    return local_sgd_spec(outer_rule(outer).options(outer=outer), 2, [], ServerOptions(server_shards=shards), {})
+
+
+class Served:
+    """A parameter server with two workers' slots."""
+
+    def __init__(self, build: Build, spec: MethodSpec, directory: Path) -> None:
+        self.memory = SharedMemory.create(LAYOUT.size, 2)
+        self.parameters = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(1))
+        self.rule: Rule
+        if spec.server.server_shards > 1:
+            self.parameters = shared_copy(self.parameters)
+            self.rule, self.plan = build_sharded(build, spec, LAYOUT, self.parameters, self.memory, directory)
+        else:
+            self.rule, self.plan = build(spec, LAYOUT, self.parameters)
+        self.server = ParameterServer(self.parameters, self.rule)
+
+    def push(self, first: int, count: int, change: Callable[[Tensor], object] = lambda delta: None) -> list[Any]:
+        """So many updates, from both workers in turn; what their receipts say."""
+        receipts = []
+        for number in range(first, first + count):
+            slot = self.memory.slot(number % 2)
+            slot.copy_(torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(100 + number)))
+            change(slot)
+            update = Update(number % 2, self.server.sequences.get(number % 2, -1) + 1, 0, 1.0 + number, slot)
+            receipts.append(self.server.push(update))
+        return receipts
+
+
+@contextmanager
+def served(build: Build, spec: MethodSpec, directory: Path) -> Iterator[Served]:
+    made = Served(build, spec, directory)
+    try:
+        yield made
+    finally:
+        if isinstance(made.rule, ShardedRule):
+            made.rule.close()
+        made.memory.close()
+
+
+def results(build: Build, spec: Callable[[int], MethodSpec], directory: Path) -> list[tuple[Tensor, list[Any]]]:
+    found = []
+    for shards in (1, 2, 3):
+        with served(build, spec(shards), directory) as made:
+            receipts = made.push(0, 7)
+            found.append((made.parameters.clone(), receipts))
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "SGD"])
+def test_an_optimizer_that_takes_each_element_by_itself_steps_equally_in_any_number_of_shards(
+    optimizer: str, tmp_path: Path
+) -> None:
+    groups = [replace(each, options=each.options | {"weight_decay": 0.01}) for each in ADAM.parameter_groups]
+    inner = OptimizerSpec(optimizer, groups)
+    (alone, receipts), *others = results(gradient_main.build, lambda shards: hybrid(shards, inner), tmp_path)
+    for parameters, said in others:
+        assert torch.equal(parameters, alone)
+        assert list(map(repr, said)) == list(map(repr, receipts))
+
+
+@pytest.mark.parametrize("outer", OUTER)
+def test_an_outer_rule_steps_equally_in_any_number_of_shards(outer: str, tmp_path: Path) -> None:
+    (alone, receipts), *others = results(local_sgd_main.build, lambda shards: local_sgd(shards, outer), tmp_path)
+    for parameters, said in others:
+        assert torch.equal(parameters, alone)
+        for ours, theirs in zip(said, receipts, strict=True):
+            assert ours.cosine == pytest.approx(theirs.cosine, rel=1e-4, abs=1e-6, nan_ok=True)
+            assert repr(replace(ours, cosine=0.0)) == repr(replace(theirs, cosine=0.0))
+
+
+def test_a_gradient_is_clipped_by_the_norm_of_all_shards(tmp_path: Path) -> None:
+    inner = OptimizerSpec("SGD", [ParameterGroup(list(range(len(SIZES))), {"lr": 1.0})], clip_norm=0.5)
+    for shards in (2, 3):
+        with served(gradient_main.build, hybrid(shards, inner), tmp_path) as made:
+            before = made.parameters.double()
+            made.push(0, 2)
+            step = before - made.parameters.double()
+        noise = [torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(100 + n)).double() for n in (0, 1)]
+        mean = (noise[0] + 2 * noise[1]) / 3
+        torch.testing.assert_close(step, 0.5 * mean / mean.norm(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_nan_in_one_shard_keeps_the_update_out_of_all(tmp_path: Path) -> None:
+    with served(gradient_main.build, hybrid(3), tmp_path) as made:
+        before = made.parameters.clone()
+        (receipt,) = made.push(0, 1, lambda delta: delta[-1].fill_(float("nan")))
+        assert receipt.status is Status.REFUSED
+        assert torch.equal(made.parameters, before)
+        made.push(1, 2)
+        assert not torch.equal(made.parameters, before) and torch.isfinite(made.parameters).all()
+
+
+@pytest.mark.parametrize("method", ["hybrid", "delayed_nesterov"])
+def test_a_server_goes_on_from_the_state_of_another_in_as_many_shards(method: str, tmp_path: Path) -> None:
+    build: Build = gradient_main.build if method == "hybrid" else local_sgd_main.build
+    spec = hybrid(3) if method == "hybrid" else local_sgd(3, method)
+    path = tmp_path / "state.pt"
+    with served(build, spec, tmp_path) as first:
+        first.push(0, 3)  # one waits for its step
+        torch.save(first.server.state_dict(), path)
+        first.push(3, 3)
+        with served(build, spec, tmp_path) as second:
+            second.server.load_state_dict(torch.load(path, weights_only=True))
+            second.push(3, 3)
+            assert torch.equal(second.parameters, first.parameters)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["state.pt"]
+
+
+def test_a_shard_that_was_killed_ends_the_server(tmp_path: Path) -> None:
+    with served(gradient_main.build, hybrid(3), tmp_path) as made:
+        assert isinstance(made.rule, ShardedRule)
+        made.push(0, 2)
+        os.kill(made.rule.others[1].pid, signal.SIGKILL)
+        with pytest.raises(HalfAppliedError):
+            made.push(2, 1)
+
+
+def test_epochs_and_limits_of_rounds_reach_every_shard(tmp_path: Path) -> None:
+    rates = [[0.5, 0.5], [0.25, 0.25]]  # of both groups, for the first step and all later ones
+    parameters = []
+    for shards in (1, 2):
+        with served(gradient_main.build, hybrid(shards, replace(ADAM, learning_rates=rates)), tmp_path) as made:
+            assert isinstance(made.plan, EpochPlan)
+            made.rule.limit_round(1)  # every gradient is a step now
+            made.plan.schedule.begin_epoch(1)
+            made.push(0, 2)
+            made.plan.schedule.end_epoch(1, 2.0)
+            assert (made.plan.schedule.learning_rate, made.plan.schedule.steps) == (0.25, 2.0)
+            parameters.append(made.parameters.clone())
+    assert torch.equal(*parameters)
+
+
+def test_more_shards_than_tensors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="--server-shards is 7: the model has 6 tensors"):
+        Served(gradient_main.build, hybrid(7), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"fragments": 2}, "--fragments"),
+        ({"staleness_power": -0.5}, "--staleness-power"),
+        ({"delay_compensation": 0.1}, "--delay-compensation"),
+        ({"look_ahead": True}, "--look-ahead"),
+        ({"compress": "int8"}, "--compress"),
+        ({"outer": "heloco"}, "--outer heloco|--look-ahead"),
+    ],
+)
+def test_what_does_not_go_with_shards_is_refused(given: dict[str, Any], named: str) -> None:
+    options = outer_rule(given.get("outer", "delayed_nesterov")).options(**given)
+    with pytest.raises(ConfigurationError, match=named):
+        local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
+    assert asdict(local_sgd_spec(options, 2, [], ServerOptions(), {}))["server"]["server_shards"] == 1
+
+
+def test_a_recording_does_not_go_with_shards() -> None:
+    with pytest.raises(ConfigurationError, match="--record"):
+        hybrid_spec(HybridOptions(), 2, ServerOptions(server_shards=2, record=True), {}, 0)
