@@ -9,7 +9,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, TypeAlias, cast
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, with_config
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -179,10 +179,12 @@ def of_tensors(framework: JsonObject, tensors: slice) -> JsonObject:
     groups = framework.get("parameter_groups")
     if not isinstance(groups, list):
         return framework  # of another server program, which names no tensors
-    own = []
+    own: list[JsonValue] = []
     for group in groups:
         assert isinstance(group, dict) and isinstance(numbers := group["tensors"], list)
-        inside = [n - tensors.start for n in numbers if isinstance(n, int) and tensors.start <= n < tensors.stop]
+        inside: list[JsonValue] = [
+            n - tensors.start for n in numbers if isinstance(n, int) and tensors.start <= n < tensors.stop
+        ]
         own.append(group | {"tensors": inside})
     return framework | {"parameter_groups": own}
 

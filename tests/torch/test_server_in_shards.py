@@ -1,0 +1,81 @@
+"""Jobs whose server is in shards, as a user starts them; a shard of one is killed."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairseq_async.reporting.audit import audit
+from tests.helpers.commands import HELPERS, ROOT, Processes, command
+from tests.helpers.forking import command_line
+from tests.helpers.launched import count
+from tests.helpers.run_files import snapshot_versions
+from tests.helpers.waiting import wait_until
+
+SCRIPT = """
+import time
+import torch
+from fairseq_async.torch import AsyncLocalSGD, HybridAsync
+
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+with METHOD as worker:
+    torch.manual_seed(worker.worker)
+    while not worker.finished:
+        inputs = torch.randn(16, 8)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)).backward()
+        optimizer.step()
+        time.sleep(0.01)
+if worker.worker == 0:
+    torch.save(model(torch.eye(8)), "answers.pt")
+"""
+HYBRID = "HybridAsync(model, optimizer, total_steps=200, server_shards=2, snapshot_seconds=0.5)"
+LOCAL_SGD = (
+    "AsyncLocalSGD(model, optimizer, local_steps=5, total_steps=300, server_shards=2, snapshot_seconds=0.5, "
+    "outer='delayed_nesterov', outer_momentum=0.0, outer_lr=0.5)"
+)
+
+
+def shards_of(folder: Path) -> list[int]:
+    """What the server of the job in this folder has forked: its shard, and at times the writer of a snapshot."""
+    server = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_server(pid, folder)]
+    return [pid for pid in server if _parent(pid) in server]
+
+
+def _is_server(pid: int, folder: Path) -> bool:
+    try:
+        words, _ = command_line(pid)
+        return "--listener" in words and Path(f"/proc/{pid}/cwd").readlink() == folder
+    except OSError:
+        return False
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return -1
+
+
+@pytest.mark.parametrize("method", [HYBRID, LOCAL_SGD], ids=["hybrid", "local SGD"])
+def test_a_shard_that_is_killed_takes_the_run_back_to_a_snapshot_and_no_further(
+    processes: Processes, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is started again with all its shards; the run ends as it should, and its log is whole."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT.replace("METHOD", method))
+    launcher = [command("fairseq-async"), "launch", "--workers", 2, "--", "python", "train.py"]
+    job = processes.start(launcher, PYTHONPATH=f"{HELPERS / 'without_fairseq'}:{ROOT}")
+    run_dir = Path("async_training")
+    wait_until(lambda: count(run_dir, 0) > 10 and snapshot_versions(run_dir), 90)
+    os.kill(min(shards_of(tmp_path)), signal.SIGKILL)
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, output
+    assert "was started again from version-" in output
+    assert audit(run_dir).applied > 10
+    torch.testing.assert_close(torch.load("answers.pt", weights_only=True), torch.ones(8, 1), atol=0.2, rtol=0)
+    wait_until(lambda: not shards_of(tmp_path), 20)
