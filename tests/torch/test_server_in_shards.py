@@ -1,4 +1,4 @@
-"""Jobs whose server is in shards, as a user starts them; a shard of one is killed."""
+"""A job whose server is in shards, as a user starts it; one of them is killed."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from tests.helpers.waiting import wait_until
 SCRIPT = """
 import time
 import torch
-from fairseq_async.torch import AsyncLocalSGD, HybridAsync
+from fairseq_async.torch import HybridAsync
 
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
@@ -34,10 +34,6 @@ if worker.worker == 0:
     torch.save(model(torch.eye(8)), "answers.pt")
 """
 HYBRID = "HybridAsync(model, optimizer, total_steps=200, server_shards=2, snapshot_seconds=0.5)"
-LOCAL_SGD = (
-    "AsyncLocalSGD(model, optimizer, local_steps=5, total_steps=300, server_shards=2, snapshot_seconds=0.5, "
-    "outer='delayed_nesterov', outer_momentum=0.0, outer_lr=0.5)"
-)
 
 
 def shards_of(folder: Path) -> list[int]:
@@ -61,13 +57,12 @@ def _parent(pid: int) -> int:
         return -1
 
 
-@pytest.mark.parametrize("method", [HYBRID, LOCAL_SGD], ids=["hybrid", "local SGD"])
 def test_a_shard_that_is_killed_takes_the_run_back_to_a_snapshot_and_no_further(
-    processes: Processes, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server is started again with all its shards; the run ends as it should, and its log is whole."""
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(SCRIPT.replace("METHOD", method))
+    Path("train.py").write_text(SCRIPT.replace("METHOD", HYBRID))
     launcher = [command("fairseq-async"), "launch", "--workers", 2, "--", "python", "train.py"]
     job = processes.start(launcher, PYTHONPATH=f"{HELPERS / 'without_fairseq'}:{ROOT}")
     run_dir = Path("async_training")
