@@ -7,8 +7,8 @@ that a thousand workers take seconds.
 
 What is assumed: links and server serve one update after another, in the order in which they come. The server's link is
 as fast as a worker's. Shards are equal and stay in step, so that one of S stands for all: it has 1/S of the server's
-time, and 1/S of the bytes on a link of its own, while a worker's link has all of them. Real servers in shards do not
-exist yet: S > 1 is a projection.
+time, and 1/S of the bytes on a link of its own, while a worker's link has all of them. Real shards share one link, and
+were not timed beside this: S > 1 is a projection.
 """
 
 from collections import deque
