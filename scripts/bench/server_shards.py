@@ -1,0 +1,114 @@
+"""Updates a second of a server that is one process on one core and on two, and of one in two shards.
+
+What is timed is all that an update costs the server but its way there: admission, accumulation, step. Sides alternate.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from fairseq_async.algorithms import Update  # noqa: E402
+from fairseq_async.algorithms.threads import set_threads  # noqa: E402
+from fairseq_async.config import HybridOptions, ServerOptions  # noqa: E402
+from fairseq_async.exchange import SharedMemory  # noqa: E402
+from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec  # noqa: E402
+from fairseq_async.methods import outer_rule  # noqa: E402
+from fairseq_async.server import Layout, gradient_main, local_sgd_main  # noqa: E402
+from fairseq_async.server.parameter_server import ParameterServer  # noqa: E402
+from fairseq_async.server.sharded_rule import ShardedRule, build_sharded, shared_copy  # noqa: E402
+from fairseq_async.server.torch_optimizer import OptimizerSpec, ParameterGroup  # noqa: E402
+from scripts.bench.report import Report  # noqa: E402
+
+BOUND = 1.6
+TENSORS = 24
+SIDES = {"one process, one core": (1, 1), "one process, two cores": (1, 2), "two shards, a core each": (2, 2)}
+
+
+def specification(method: str, shards: int) -> MethodSpec:
+    """Two gradients a step of Adam, or an outer rule."""
+    server = ServerOptions(server_shards=shards)
+    if method == "Adam":
+        adam = OptimizerSpec("Adam", [ParameterGroup(list(range(TENSORS)), {"lr": 1e-3})])
+        return hybrid_spec(HybridOptions(updates_per_step=2), 2, server, adam.to_json(), 0)
+    return local_sgd_spec(outer_rule(method).options(outer=method), 2, [], server, {})
+
+
+class Side:
+    """A server with two workers, whose updates are always the same."""
+
+    def __init__(self, method: str, shards: int, threads: int, layout: Layout, directory: Path) -> None:
+        self.threads, self.memory = threads, SharedMemory.create(layout.size, 2)
+        build, spec = (gradient_main if method == "Adam" else local_sgd_main).build, specification(method, shards)
+        parameters = torch.zeros(layout.size)
+        if shards > 1:
+            parameters = shared_copy(parameters)
+            self.rule, _ = build_sharded(build, spec, layout, parameters, self.memory, directory)
+        else:
+            self.rule, _ = build(spec, layout, parameters)
+        self.server = ParameterServer(parameters, self.rule)
+        for worker in range(2):
+            self.memory.slot(worker).normal_(std=1e-3)
+
+    def seconds(self, updates: int) -> float:
+        """Of an update, from both workers in turn."""
+        set_threads(self.threads)
+        begun = time.perf_counter()
+        for number in range(updates):
+            worker = number % 2
+            sequence = self.server.sequences.get(worker, -1) + 1
+            self.server.push(Update(worker, sequence, self.server.version, 1.0, self.memory.slot(worker)))
+        return (time.perf_counter() - begun) / updates
+
+    def close(self) -> None:
+        if isinstance(self.rule, ShardedRule):
+            self.rule.close()
+        self.memory.close()
+
+
+@contextmanager
+def sides(method: str, layout: Layout) -> Iterator[dict[str, Side]]:
+    """All of them, at once."""
+    with TemporaryDirectory() as directory, ExitStack() as stack:
+        made = {}
+        for name, (shards, threads) in SIDES.items():
+            made[name] = Side(method, shards, threads, layout, Path(directory))
+            stack.callback(made[name].close)
+        yield made
+
+
+def main(
+    parameters: Annotated[float, typer.Option(help="Of the model.")] = 25e6,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each side, in turn.")] = 15,
+    updates: Annotated[int, typer.Option(min=2, help="In a round.")] = 8,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
+) -> None:
+    """Compare the sides; exit code 1 if two cores do not give 1.6 times the updates of one."""
+    report = Report(f"A server in shards: {parameters / 1e6:g} million parameters in {TENSORS} tensors, two cores")
+    layout = Layout.of([(f"t{number}", torch.empty(int(parameters) // TENSORS)) for number in range(TENSORS)])
+    for method in ("Adam", "delayed_nesterov"):
+        with sides(method, layout) as made:
+            for side in made.values():
+                side.seconds(updates)  # the first steps make the optimizer's state
+            taken = [{name: side.seconds(updates) for name, side in made.items()} for _ in range(rounds)]
+        rate = {name: 1 / median(each[name] for each in taken) for name in SIDES}
+        alone = rate["one process, one core"]
+        rows = [{"server": name, "updates/s": each, "of one core": each / alone} for name, each in rate.items()]
+        report.table(method, rows)
+        report.bound(f"{method}: the better of two, over one core", max(rate.values()) / alone, BOUND, at_least=True)
+    report.end(json)
+
+
+if __name__ == "__main__":
+    typer.run(main)
