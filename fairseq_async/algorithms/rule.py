@@ -1,5 +1,6 @@
 """What every server rule offers."""
 
+from abc import abstractmethod
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -57,9 +58,9 @@ class Rule(Protocol):
 class ComparingRule(Rule):
     """A rule whose momentum is not in this process: it says itself how an update lies to it."""
 
+    @abstractmethod
     def cosine(self, update: Update, norm: float) -> float:
         """Of the update, whose L2 norm this is, and the momentum before it; NaN where there is none."""
-        raise NotImplementedError
 
 
 def fills(count: int, size: int, ahead: int) -> bool:
