@@ -25,10 +25,9 @@ class HybridAccumulation:
     a synchronous run would take on the same batches. With N = 1 this is plain asynchronous SGD, and the
     optimizer sees the worker's gradient unchanged, to the bit.
 
-    A partial step, of n < N gradients, is n/N of a step: it is taken with n/N of the learning rate, and counts as so
-    much in the schedule. So a gradient moves the parameters as far as in a whole step, whoever it steps with (the
-    linear scaling of Goyal et al. 2017, arXiv 1706.02677, section 2.1, downwards). Gradients that all have weight 0
-    make no step.
+    A partial step, of n < N gradients, is n/N of a step: it counts as so much in the schedule, and has a lower learning
+    rate, so that a gradient moves the parameters about as far as in a whole step (:func:`partial_rate`). Gradients that
+    all have weight 0 make no step.
 
     Args:
         optimizer: a torch optimizer over ``parameters``, as one tensor or as views into it.
@@ -91,7 +90,7 @@ class HybridAccumulation:
         if self.clip_norm:
             self._clip(mean, norm)
         share = min(1.0, self.count / self.whole_step) if self.partial_steps else 1.0
-        with _scaled_learning_rate(self.optimizer, share):
+        with _scaled_learning_rate(self.optimizer, partial_rate(self.optimizer, share)):
             step_in_threads(self.optimizer) if self.elementwise else self.optimizer.step()
         self.weight, self.count = 0.0, 0
         return share
@@ -141,6 +140,17 @@ class HybridAccumulation:
         if norm + 1e-6 > self.clip_norm:
             factor = self.clip_norm / (norm + 1e-6)
             in_threads(lambda part: part.mul_(factor), mean.split(PIECE))
+
+
+def partial_rate(optimizer: torch.optim.Optimizer, share: float) -> float:
+    """The share of the learning rate for a step with this share of a whole step's gradients.
+
+    Where the optimizer adds gradients up, as SGD does, it is the same (linear scaling: Goyal et al. 2017, arXiv
+    1706.02677, section 2.1). Adam, and every optimizer with ``betas``, divides by the root of the mean square of what
+    it steps with. The mean of fewer gradients is noisier, its mean square is larger by 1 / share where noise prevails,
+    and the step is shorter by itself: the square root of the share is left (Malladi et al. 2022, arXiv 2205.10287).
+    """
+    return share**0.5 if "betas" in optimizer.param_groups[0] else share
 
 
 def _as_it_is(norm: Tensor) -> Tensor:

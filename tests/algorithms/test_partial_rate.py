@@ -1,0 +1,51 @@
+"""The learning rate of steps with fewer gradients, by what it is for."""
+
+from itertools import repeat
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.algorithms.hybrid import partial_rate
+
+STEPS, SIZE = 300, 20_000  # whole steps of 4 gradients; parameters
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_a_whole_step_has_the_whole_rate_to_the_bit(make: type[torch.optim.Optimizer]) -> None:
+    assert partial_rate(make([torch.zeros(1)], lr=0.1), 1.0) == 1.0  # type: ignore[call-arg]
+
+
+def moved(n: int, make: type[torch.optim.Optimizer], signal: float, noise: float) -> float:
+    """How far an optimizer goes in steps of n of 4 gradients, in the mean of many parameters."""
+    random = torch.Generator().manual_seed(1)
+    parameters = torch.zeros(SIZE)
+    rule = HybridAccumulation(make([parameters], lr=0.001), 4, partial_steps=True)  # type: ignore[call-arg]
+
+    def gradient() -> Tensor:
+        return signal + noise * torch.randn(SIZE, generator=random)
+
+    shares = 0.0
+    for _ in repeat(None, STEPS * 4 // n):
+        rule.limit_round(n)
+        shares += sum(rule.apply(parameters, Update(0, 0, 0, 1.0, gradient())) for _ in range(n))
+    assert shares == pytest.approx(STEPS)
+    return -float(parameters.mean())
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_noisy_gradients_move_the_parameters_as_far_as_in_whole_steps(
+    n: int, make: type[torch.optim.Optimizer]
+) -> None:
+    """With n/k of the learning rate Adam would go half as far by single gradients."""
+    assert moved(n, make, signal=0.05, noise=1.0) == pytest.approx(moved(4, make, 0.05, 1.0), rel=0.05)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_gradients_without_noise_move_sgd_as_far_and_adam_further(n: int) -> None:
+    """The price of not knowing how much of a gradient is noise: at most the square root of k/n."""
+    sgd, adam = torch.optim.SGD, torch.optim.Adam
+    assert moved(n, sgd, 1.0, 0.0) == pytest.approx(moved(4, sgd, 1.0, 0.0), rel=1e-4)
+    assert moved(n, adam, 1.0, 0.0) == pytest.approx((4 / n) ** 0.5 * moved(4, adam, 1.0, 0.0), rel=1e-3)
