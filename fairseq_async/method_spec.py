@@ -245,7 +245,20 @@ def _check_fragments(options: LocalSGDOptions, server: ServerOptions | None) -> 
         )
 
 
-_IN_SHARDS = ("accumulation", "diloco", "nesterov", "buffered_nesterov", "delayed_nesterov", "sgd")
+_IN_SHARDS = (  # each looks at elements or whole tensors alone; of a rule of one's own that is not known
+    "accumulation",
+    "diloco",
+    "nesterov",
+    "buffered_nesterov",
+    "delayed_nesterov",
+    "sgd",
+    "mla",
+    "heloco",
+    "direction_averaging",
+    "heavy_ball",
+    "adam",
+    "adamw",
+)
 
 
 def _check_shards(options: HybridOptions | LocalSGDOptions, rule: str, server: ServerOptions | None) -> None:
@@ -256,9 +269,7 @@ def _check_shards(options: HybridOptions | LocalSGDOptions, rule: str, server: S
     if server is None or server.server_shards == 1:
         return
     given = {name: getattr(options, name, None) for name in ("upstream", "staleness_power", "delay_compensation")}
-    given |= {"compress": options.compress != compression.Compress(), "record": server.record}
-    if isinstance(options, LocalSGDOptions):
-        given["look_ahead"] = getattr(options, "look_ahead", False)
+    given["record"] = server.record
     if isinstance(options, FragmentOptions):
         given["fragments"] = options.fragments > 1
     refused = [option(name) for name, value in given.items() if value]

@@ -48,6 +48,13 @@ class LimitRound:
 
 
 @message
+class Dispatch:
+    """Write what local steps start from into the memory for it."""
+
+    kind: Literal["dispatch"] = "dispatch"
+
+
+@message
 class BeginEpoch:
     """Of the learning-rate schedule."""
 
@@ -111,7 +118,19 @@ class Failed:
 
 
 Message: TypeAlias = (
-    Apply | NormOfAll | Compare | LimitRound | BeginEpoch | EndEpoch | Save | Load | Norm | Compared | Done | Failed
+    Apply
+    | NormOfAll
+    | Compare
+    | LimitRound
+    | Dispatch
+    | BeginEpoch
+    | EndEpoch
+    | Save
+    | Load
+    | Norm
+    | Compared
+    | Done
+    | Failed
 )
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
@@ -24,6 +25,7 @@ from fairseq_async.server.shard_messages import (
     BeginEpoch,
     Compare,
     Compared,
+    Dispatch,
     Done,
     EndEpoch,
     Failed,
@@ -38,6 +40,19 @@ from fairseq_async.server.shard_messages import (
 )
 
 
+@dataclass(frozen=True)
+class ShardMemory:
+    """A shard's part of what all processes of a server see.
+
+    Attributes:
+        slots: of a worker, with its update.
+        starts: what local steps start from, where that is not the parameters.
+    """
+
+    slots: Callable[[int], Tensor]
+    starts: Tensor
+
+
 class ShardProcess:
     """A process that applies updates to its shard, as it is told.
 
@@ -48,16 +63,16 @@ class ShardProcess:
     Args:
         number: of the shard.
         build: makes its rule and its parameters, in the process.
-        slots: a worker's slot, of which the shard sees its part.
+        memory: the shard's part of the memory that all processes share.
     """
 
-    def __init__(self, number: int, build: Callable[[], tuple[Rule, Tensor]], slots: Callable[[int], Tensor]) -> None:
+    def __init__(self, number: int, build: Callable[[], tuple[Rule, Tensor]], memory: ShardMemory) -> None:
         self.number = number
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         server = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            _run(theirs, server, build, slots)
+            _run(theirs, server, build, memory)
         theirs.close()
 
     def say(self, command: Message, file: IO[bytes] | None = None) -> None:
@@ -117,9 +132,7 @@ def compare(delta: Tensor, momentum: Tensor) -> Compared:
     return Compared(float(torch.dot(delta, momentum)), float(torch.linalg.vector_norm(momentum)) ** 2)
 
 
-def _run(
-    connection: socket.socket, server: int, build: Callable[[], tuple[Rule, Tensor]], slots: Callable[[int], Tensor]
-) -> None:
+def _run(connection: socket.socket, server: int, build: Callable[[], tuple[Rule, Tensor]], memory: ShardMemory) -> None:
     """The process, which does not return from here."""
     try:
         end_with_parent(signal.SIGKILL, server)
@@ -131,7 +144,7 @@ def _run(
         os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
         forget_threads()
         rule, parameters = build()
-        _Shard(connection, rule, parameters, slots).serve()
+        _Shard(connection, rule, parameters, memory).serve()
     except BaseException as error:  # whatever it is, the server is to know
         connection.send(encode(Failed(f"{type(error).__name__}: {error}"[:1000])))
     finally:
@@ -141,10 +154,8 @@ def _run(
 class _Shard:
     """Carries out commands until the server is gone."""
 
-    def __init__(
-        self, connection: socket.socket, rule: Rule, parameters: Tensor, slots: Callable[[int], Tensor]
-    ) -> None:
-        self.connection, self.rule, self.parameters, self.slots = connection, rule, parameters, slots
+    def __init__(self, connection: socket.socket, rule: Rule, parameters: Tensor, memory: ShardMemory) -> None:
+        self.connection, self.rule, self.parameters, self.memory = connection, rule, parameters, memory
         if (clips := accumulation(rule)) is not None:
             clips.norm_of_all = self._norm_of_all
 
@@ -159,11 +170,13 @@ class _Shard:
         match command:
             case Compare():
                 assert self.rule.momentum_buffer is not None
-                return compare(self.slots(command.worker), self.rule.momentum_buffer)
+                return compare(self.memory.slots(command.worker), self.rule.momentum_buffer)
             case Apply():
                 self._apply(command)
             case LimitRound():
                 self.rule.limit_round(command.updates)
+            case Dispatch():
+                self.memory.starts.copy_(self.rule.dispatch(self.parameters))
             case BeginEpoch() if isinstance(self.rule, ScheduledRule):
                 self.rule.begin_epoch(command.epoch)
             case EndEpoch() if isinstance(self.rule, ScheduledRule):
@@ -180,7 +193,7 @@ class _Shard:
 
     def _apply(self, told: Apply) -> None:
         set_threads(told.threads)
-        delta = self.slots(told.worker)
+        delta = self.memory.slots(told.worker)
         update = Update(told.worker, told.sequence, told.base_version, told.weight, delta, told.tokens)
         self.rule.apply(self.parameters, update)
 

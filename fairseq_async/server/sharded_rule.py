@@ -22,6 +22,7 @@ from fairseq_async.server.shard_messages import (
     BeginEpoch,
     Compare,
     Compared,
+    Dispatch,
     Done,
     EndEpoch,
     LimitRound,
@@ -32,6 +33,7 @@ from fairseq_async.server.shard_messages import (
     Save,
 )
 from fairseq_async.server.shard_process import (
+    ShardMemory,
     ShardProcess,
     accumulation,
     compare,
@@ -47,8 +49,12 @@ _SHARDS = "shards"
 
 def shared_copy(parameters: Tensor) -> Tensor:
     """The parameters in memory that this process shares with those that it forks from now on."""
-    shared = torch.frombuffer(mmap.mmap(-1, 4 * parameters.numel()), dtype=torch.float32)
-    return shared.copy_(parameters)
+    return _shared(parameters.numel()).copy_(parameters)
+
+
+def _shared(size: int) -> Tensor:
+    """Zeros in memory that takes no space before it is written to."""
+    return torch.frombuffer(mmap.mmap(-1, 4 * size), dtype=torch.float32)
 
 
 def build_sharded(
@@ -73,6 +79,9 @@ def build_sharded(
             f"{option('server_shards')} is {spec.server.server_shards}: {error}".replace("fragments", "shards")
         ) from error
 
+    looks_ahead = spec.method == "local_sgd" and bool(spec.options.get("look_ahead"))
+    starts = _shared(layout.size)
+
     def build_shard(shard: Fragment) -> tuple[Rule, Plan, Tensor]:
         part = torch.from_numpy(shard.of(parameters).numpy())  # a storage of its own, which begins with the shard
         own = replace(spec, framework=of_tensors(spec.framework, shard.tensors))
@@ -83,11 +92,13 @@ def build_sharded(
             rule, _, part = build_shard(shard)
             return rule, part
 
-        return ShardProcess(number, build_other, lambda worker: shard.of(memory.slot(worker)))
+        return ShardProcess(
+            number, build_other, ShardMemory(lambda worker: shard.of(memory.slot(worker)), shard.of(starts))
+        )
 
     rule, plan, _ = build_shard(shards[0])
     others = [start(number, shard) for number, shard in enumerate(shards[1:], 1)]
-    sharded = ShardedRule(rule, shards[0], others, directory)
+    sharded = ShardedRule(rule, shards[0], others, directory, starts if looks_ahead else None)
     if isinstance(plan, EpochPlan):
         plan.schedule = sharded
     return sharded, plan
@@ -104,10 +115,18 @@ class ShardedRule(ComparingRule):
         shard: the first.
         others: the processes of the others.
         directory: where their states go on their way.
+        starts: shared memory for what local steps start from; None where that is the parameters.
     """
 
-    def __init__(self, own: Rule, shard: Fragment, others: Sequence[ShardProcess], directory: Path) -> None:
-        self.own, self.shard, self.others, self.directory = own, shard, others, directory
+    def __init__(
+        self,
+        own: Rule,
+        shard: Fragment,
+        others: Sequence[ShardProcess],
+        directory: Path,
+        starts: Tensor | None = None,
+    ) -> None:
+        self.own, self.shard, self.others, self.directory, self.starts = own, shard, others, directory, starts
         if (clips := accumulation(own)) is not None:
             clips.norm_of_all = self._norm_of_all
 
@@ -127,6 +146,15 @@ class ShardedRule(ComparingRule):
 
     def moves_parameters(self, ahead: int = 0) -> bool:
         return self.own.moves_parameters(ahead)
+
+    def dispatch(self, parameters: Tensor) -> Tensor:
+        """The parameters, or the shared memory where every shard has written its own part."""
+        if self.starts is None:
+            return parameters
+        self._say(Dispatch())
+        self.shard.of(self.starts).copy_(self.own.dispatch(self.shard.of(parameters)))
+        self._hear_done()
+        return self.starts
 
     def cosine(self, update: Update, norm: float) -> float:
         """Of the update, with this norm, and the momentum of all shards; NaN where there is none."""

@@ -33,6 +33,7 @@ with METHOD as worker:
 if worker.worker == 0:
     torch.save(model(torch.eye(8)), "answers.pt")
 """
+INT8 = "local_steps=5, compress={'push': 'int8', 'pull': 'int8'}"
 HYBRID = "HybridAsync(model, optimizer, total_steps=200, server_shards=2, snapshot_seconds=0.5)"
 
 
@@ -74,3 +75,25 @@ def test_a_shard_that_is_killed_takes_the_run_back_to_a_snapshot_and_no_further(
     assert audit(run_dir).applied > 10
     torch.testing.assert_close(torch.load("answers.pt", weights_only=True), torch.ones(8, 1), atol=0.2, rtol=0)
     wait_until(lambda: not shards_of(tmp_path), 20)
+
+
+def test_compressed_updates_and_starts_ahead_are_those_of_one_process(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker, whose updates come in one order: the results are equal to the bit."""
+    answers = []
+    for shards in (1, 3):
+        folder = tmp_path / str(shards)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        method = f"AsyncLocalSGD(model, optimizer, outer='mla', total_steps=40, server_shards={shards}, {INT8})"
+        script = (
+            SCRIPT.replace("HybridAsync", "AsyncLocalSGD").replace("METHOD", method).replace("optim.Adam", "optim.SGD")
+        )
+        Path("train.py").write_text(script)
+        launcher = [command("fairseq-async"), "launch", "--workers", 1, "--", "python", "train.py"]
+        job = processes.start(launcher, PYTHONPATH=f"{HELPERS / 'without_fairseq'}:{ROOT}")
+        output, _ = job.communicate(timeout=120)
+        assert job.returncode == 0, output
+        answers.append(torch.load("answers.pt", weights_only=True))
+    assert torch.isfinite(answers[0]).all() and torch.equal(*answers)
