@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +32,11 @@ class Method(str, Enum):
 
 @dataclass(frozen=True)
 class Training:
-    """A training run with Adam; `settings` are further flags of fairseq-train, without the dashes."""
+    """A training run with Adam.
+
+    `settings` are further flags of fairseq-train, without the dashes. `slowdown` is how many times slower each of the
+    asynchronous workers is to be, as `fairseq-async launch` takes it.
+    """
 
     data: Path
     save_dir: Path
@@ -40,6 +44,7 @@ class Training:
     workers: int
     max_tokens: int
     settings: Mapping[str, object]
+    slowdown: str = field(default="", kw_only=True)
 
     @property
     def log(self) -> Path:
@@ -120,8 +125,9 @@ def train_local(run: Training) -> None:
 
 def train_asynchronous(run: Training) -> None:
     """Server and workers on this machine; `fairseq-async launch` shows their progress and keeps their logs."""
-    launch = [console_script("fairseq-async"), "launch", "--workers", str(run.workers), "--"]
-    code = subprocess.run(launch + run.command(), env=environment()).returncode
+    launch = [console_script("fairseq-async"), "launch", "--workers", str(run.workers)]
+    slower = ["--slowdown", run.slowdown] if run.slowdown else []
+    code = subprocess.run([*launch, *slower, "--", *run.command()], env=environment()).returncode
     if code == 128 + signal.SIGINT:  # or another polite signal
         raise SystemExit(code)  # the launcher has said what is kept and how to go on
     if code:
@@ -170,14 +176,16 @@ def statistics(log: Path, name: str) -> Iterator[dict]:
 
 
 def measure(run: Training) -> dict:
-    """Target tokens, applied updates and seconds (from fairseq's own clock, which counts on after a restart)."""
-    epochs = list(statistics(run.log, "train"))
+    """Target tokens, applied updates, seconds (from fairseq's own clock, which counts on after a restart), and the last
+    validation loss, which is in bits and of smoothed labels."""
+    epochs, validations = list(statistics(run.log, "train")), list(statistics(run.log, "valid"))
     if not epochs:
         raise RecipeError(f"no epoch was finished: see {run.log}")
     return {
         "target_tokens": target_tokens(run, epochs),
         "updates": int(epochs[-1]["train_num_updates"]),
         "seconds": float(epochs[-1]["train_wall"]),
+        "valid_loss": float(validations[-1]["valid_loss"]) if validations else None,
     }
 
 

@@ -127,19 +127,27 @@ def main(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per batch of one worker.")] = None,
     seed: Annotated[int, typer.Option(min=1, help="Seed of initialisation, order and dropout.")] = 1,
     fp16: Annotated[bool, typer.Option("--fp16", help="Half precision; needs a GPU.")] = False,
+    slowdown: Annotated[
+        str, typer.Option(metavar="X,X,...", help="Times slower that each asynchronous worker is made.")
+    ] = "",
 ) -> None:
     """Train Multi30k en-de, average the last checkpoints, translate test_2016_flickr and print sacreBLEU."""
     methods = chosen(method)
     if fp16 and not torch.cuda.is_available():
         raise RecipeError("--fp16 needs a GPU, and torch sees none: leave it out")
+    if slowdown and (waiting := [each.value for each in methods if each in (Method.SINGLE, Method.SYNC)]):
+        raise RecipeError(f"--slowdown is for asynchronous workers: --method {waiting[0]} has none")
     preset = adjusted(PRESETS[size], epochs=epochs, lr=lr, warmup=warmup, max_tokens=max_tokens)
     settings = preset.settings() | {"seed": seed} | ({"fp16": True} if fp16 else {})
     prepared, results = prepare(size, data, out), []
     for each in methods:
-        save_dir = out / f"{size.value}-{each.value}-seed{seed}"
+        slower = f"-slowdown-{slowdown}" if slowdown else ""
+        save_dir = out / f"{size.value}-{each.value}-seed{seed}{slower}"
         print(f"{each.value}: training into {save_dir}", flush=True)
         length = end(preset, each, workers)
-        run = Training(prepared.binary, save_dir, each, workers, preset.max_tokens, settings | length)
+        run = Training(
+            prepared.binary, save_dir, each, workers, preset.max_tokens, settings | length, slowdown=slowdown
+        )
         results.append(evaluate(run, prepared, preset.average))
         record(out / "results.json", results[-1])
     show(results)

@@ -1,4 +1,5 @@
-"""BLEU on Multi30k by method and seed, from the recipe's results: hybrid beside synchronous and plain async."""
+"""BLEU and last validation loss on Multi30k by method and seed, from the recipe's results: hybrid, also with a slow
+worker, beside synchronous and plain async."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from scripts.bench.report import Report  # noqa: E402
 
 RECIPE = jobs.ROOT / "recipes" / "multi30k_en_de" / "run.py"
 BELOW_SYNCHRONOUS = 0.3
+LOSS_WITH_A_SLOW_WORKER = 1.02  # of the synchronous run's
 NEEDED = (Method.HYBRID, Method.SYNC)
 
 Results = dict[tuple[str, int], dict[str, Any]]
@@ -30,7 +32,7 @@ Results = dict[tuple[str, int], dict[str, Any]]
 
 
 def load(path: Path, size: Size) -> Results:
-    """The recorded runs of models of this size; the recipe names them size-method-seedN."""
+    """The recorded runs of models of this size; the recipe names them size-method-seedN, or …-slowdown-FACTORS."""
     if not path.exists():
         return {}
     try:
@@ -38,8 +40,13 @@ def load(path: Path, size: Size) -> Results:
         names = {result["run"]: result for result in recorded}
     except (ValueError, KeyError, TypeError) as error:
         raise RecipeError(f"{path} is not a results.json of recipes/multi30k_en_de/run.py: {error!r}") from error
-    found = {re.fullmatch(rf"{size.value}-(\w+)-seed(\d+)", name): result for name, result in names.items()}
-    return {(match[1], int(match[2])): result for match, result in found.items() if match}
+    pattern = rf"{size.value}-(\w+)-seed(\d+)(?:-slowdown-(.+))?"
+    found = {re.fullmatch(pattern, name): result for name, result in names.items()}
+    return {(_named(match[1], match[3]), int(match[2])): result for match, result in found.items() if match}
+
+
+def _named(method: str, slowdown: str | None) -> str:
+    return f"{method}, slowed {slowdown}" if slowdown else method
 
 
 def missing(results: Results, seeds: Sequence[int]) -> list[tuple[str, int]]:
@@ -64,6 +71,7 @@ def by_run(results: Results) -> list[dict[str, Any]]:
             "seed": seed,
             "BLEU": result["bleu"],
             "target tokens": result["target_tokens"],
+            "last validation loss": result.get("valid_loss"),
             "updates": result["updates"],
             "seconds": result["seconds"],
         }
@@ -94,6 +102,16 @@ def check(results: Results, path: Path) -> list[int]:
     return seeds
 
 
+def losses_beside_synchronous(results: Results) -> dict[str, float]:
+    """Of hybrid with slow workers: the last validation loss over the synchronous run's, in the mean of seeds."""
+    ratios: dict[str, list[float]] = {}
+    for (method, seed), result in results.items():
+        loss, reference = result.get("valid_loss"), results.get(("sync", seed), {}).get("valid_loss")
+        if method.startswith("hybrid, slowed") and loss and reference:
+            ratios.setdefault(method, []).append(loss / reference)
+    return {method: mean(each) for method, each in sorted(ratios.items())}
+
+
 def main(
     out: Annotated[Path, typer.Option(help="The recipe's --out, with its results.json.")] = Path("runs/multi30k_en_de"),
     size: Annotated[Size, typer.Option(help="The recipe's --size.")] = Size.BASE,
@@ -102,7 +120,8 @@ def main(
     recipe_flags: Annotated[list[str] | None, typer.Argument(metavar="[-- RECIPE FLAGS]", show_default=False)] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
 ) -> None:
-    """Compare the BLEU of the methods; exit code 1 if hybrid is more than 0.3 below synchronous."""
+    """Compare the BLEU of the methods; exit code 1 if hybrid is more than 0.3 below synchronous, or has, with slow
+    workers, a last validation loss of more than 1.02 of its."""
     report = Report(f"Quality: Multi30k en-de, {size.value} model, sacreBLEU on test_2016_flickr")
     if recipe_flags and not run_missing:
         raise RecipeError(f"{recipe_flags[0]}: flags for the recipe are of use with --run only")
@@ -117,6 +136,8 @@ def main(
     differences = [results["hybrid", seed]["bleu"] - results["sync", seed]["bleu"] for seed in shared]
     what = f"hybrid minus sync, mean over seeds {', '.join(map(str, shared))}"
     report.bound(what, mean(differences), -BELOW_SYNCHRONOUS, at_least=True)
+    for method, ratio in losses_beside_synchronous(results).items():
+        report.bound(f"last validation loss of {method}, over synchronous", ratio, LOSS_WITH_A_SLOW_WORKER)
     report.end(json)
 
 
