@@ -37,7 +37,7 @@ class LocalSGDOptions(Options):
     """
 
     method: Literal["local_sgd"] = "local_sgd"
-    outer: str = Field("delayed_nesterov", description="what the server does with the workers' local steps")
+    outer: str = Field("sgd", description="what the server does with the workers' local steps")
     local_steps: int = Field(
         50, ge=1, description="steps H that the fastest worker takes between two exchanges with the server"
     )
@@ -191,10 +191,10 @@ class DelayedNesterovOptions(AsyncLocalSGDOptions):
 
 
 class OuterSGDOptions(AsyncLocalSGDOptions):
-    """``outer sgd``: one plain step per arrival."""
+    """``outer sgd``: one plain step per arrival, the default: ``docs/results/outer_rules.md`` says why."""
 
     outer: Literal["sgd"] = "sgd"
-    outer_lr: OuterLearningRate = 0.7
+    outer_lr: OuterLearningRate = 1.2
 
 
 def _number(text: str) -> object:

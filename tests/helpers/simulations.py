@@ -25,7 +25,7 @@ BASE: dict[str, Any] = {
     "schedule": {"type": "cosine", "warmup": 3, "minimum": 0.1},
     "cluster": {"workers": 3, "seconds_per_step": [1.0, 1.5, 4.0]},
 }
-DN = {"method": "local_sgd", "local_steps": 3}
+DN = {"method": "local_sgd", "outer": "delayed_nesterov", "local_steps": 3}
 METHODS = {
     "hybrid": {"method": "hybrid_async"},
     "synchronous": {"method": "hybrid_async", "barrier": True},

@@ -12,7 +12,7 @@ from fairseq_async.simulation.trial import Trial
 from scripts.faults.digest import digest
 from tests.helpers.gaussian_trials import Log, trial
 
-DN = {"method": "local_sgd", "local_steps": 2}
+DN = {"method": "local_sgd", "outer": "delayed_nesterov", "local_steps": 2}
 METHODS: dict[str, dict[str, Any]] = {
     "hybrid": {"method": "hybrid_async"},
     "synchronous": {"method": "hybrid_async", "barrier": True},

@@ -132,7 +132,8 @@ def test_equal_workers_take_dilocos_steps(start: Start, options: dict[str, Any])
 
 def test_asynchronous_workers_take_the_steps_that_the_events_tell(start: Start, tmp_path: Path) -> None:
     """Who comes when is up to the machine: the run is repeated in float64 in the order that the server has noted."""
-    workers = train(start(2), 2, [0.001, 0.004], local_steps=5, total_steps=150, outer_lr=0.4)
+    options = {"outer": "delayed_nesterov", "outer_lr": 0.4, "local_steps": 5, "total_steps": 150}
+    workers = train(start(2), 2, [0.001, 0.004], **options)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
     reference = DelayedNesterov64(torch.zeros(3), 0.4, 0.9, delay=2)
     versions = [reference.theta]
@@ -264,7 +265,7 @@ def test_steps_go_on_while_an_answer_is_on_its_way_and_none_is_lost(start: Start
         ({"local_steps": 0}, '"local_steps": .*greater than or equal to 1 .*it is 0'),
         ({"outer": "diloco", "delay": 4}, '"delay" is of no use with "outer" diloco'),
         ({"outer": "nesterov", "c": 0.1}, '"c" is of no use with "outer" nesterov'),
-        ({"delay": 0}, '"delay"'),
+        ({"outer": "delayed_nesterov", "delay": 0}, '"delay"'),
         ({"overlap": True, "grace_period": 1.0}, "--overlap and --grace-period do not go together"),
     ],
 )
