@@ -9,6 +9,7 @@ from fairseq_async.config import AsyncLocalSGDOptions, LocalSGDOptions
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.validation import checked
 
+_RULE = "delayed_nesterov"  # the paper's, where none is named
 _ALSO_OF_REGIONS = {"outer", "staleness_power", "staleness_limit"}
 _OF_WORKERS = ({*AsyncLocalSGDOptions.model_fields} | {"look_ahead"}) - _ALSO_OF_REGIONS
 
@@ -53,7 +54,7 @@ def global_server(kind: object, given: object, where: str) -> GlobalServer | Non
     if kind != "local_sgd" or not isinstance(given, dict):
         raise ConfigurationError(f"{where}: is a mapping, with an outer rule, of method local_sgd")
     keys = checked(_Keys, {key: given[key] for key in given if key in _Keys.model_fields}, where)
-    rule = {key: value for key, value in given.items() if key not in _Keys.model_fields}
+    rule = {"outer": _RULE} | {key: value for key, value in given.items() if key not in _Keys.model_fields}
     for key in rule:
         if key in _OF_WORKERS:
             raise ConfigurationError(f'{where}: "{key}" is for workers, not for regions: leave it out')

@@ -257,7 +257,11 @@ def test_an_option_with_the_name_of_one_of_the_servers_is_refused() -> None:
             ["--outer", "sgd", "--delay", "2"],
             "--optimizer local_sgd: --delay is of no use with --outer sgd: leave it out",
         ),
-        ("local_sgd", ["--outer", "delayed_nesterov", "--c", "0.6"], "--c is 0.6: with --delay 2 it must be in [0, 1/2]"),
+        (
+            "local_sgd",
+            ["--outer", "delayed_nesterov", "--c", "0.6"],
+            "--c is 0.6: with --delay 2 it must be in [0, 1/2]",
+        ),
         ("local_sgd", ["--outer", "mla", "--look-ahead", "ahead"], "--look-ahead: Input should be a valid boolean"),
         ("local_sgd", ["--outer", "sgd", "--look-ahead", "on"], "--look-ahead is of no use with --outer sgd: leave"),
         ("local_sgd", ["--outer", "direction_averaging", "--quorum", "3"], "--quorum is 3: there are only 2 workers"),

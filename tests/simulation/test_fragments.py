@@ -15,7 +15,13 @@ from fairseq_async.simulation.gaussians import Gaussians
 from tests.helpers.references import DelayedNesterov64
 from tests.helpers.simulations import DN, experiment, finish, run, trial
 
-STREAMING: dict[str, Any] = {"method": "local_sgd", "local_steps": 4, "fragments": 2, "fragment_delay": 1}
+STREAMING: dict[str, Any] = {
+    "method": "local_sgd",
+    "outer": "delayed_nesterov",
+    "local_steps": 4,
+    "fragments": 2,
+    "fragment_delay": 1,
+}
 PLAIN: dict[str, Any] = {"optimizer": {"type": "sgd", "lr": 0.1}, "schedule": {}}
 EQUAL: dict[str, Any] = {"cluster": {"workers": 2, "seconds_per_step": 1.0}}
 
