@@ -15,6 +15,7 @@ grid() {
         --json "runs/outer_rules/$name.json" --processes "$(nproc)" "$@"
 }
 grid outer_rules
+grid outer_recommended --rates 1
 grid outer_rules_from_scratch --scheduling none
 grid outer_rules_sources --scheduling none
 grid outer_optimizers --scheduling none

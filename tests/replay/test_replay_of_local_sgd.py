@@ -120,7 +120,8 @@ def test_each_version_of_the_replay_is_that_of_the_run(
 
 def test_a_recording_that_says_nothing_of_it_weighs_a_round_as_it_was_weighed_then(tmp_path: Path) -> None:
     """Before, the updates of a round were as stale as when they arrived, all of them."""
-    chosen = methods.parse(LocalSGDOptions, {"outer": "sgd", "grace_period": 60.0, "staleness_power": -0.5}, "test")
+    given = {"outer": "sgd", "outer_lr": 0.7, "grace_period": 60.0, "staleness_power": -0.5}
+    chosen = methods.parse(LocalSGDOptions, given, "test")
     described = json.loads(json.dumps(local_sgd_spec(chosen, 2, [], ServerOptions(record=True), {}).to_json()))
     del described["counts_in_rounds"], described["quorum"]
     spec = MethodSpec.from_json(described)
