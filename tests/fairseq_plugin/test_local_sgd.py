@@ -148,7 +148,7 @@ def test_a_resumed_run_goes_on_with_what_it_had_not_sent(alone: Alone, tmp_path:
     [
         (["--outer", "adagrad"], "--optimizer local_sgd: --outer: Input should be 'diloco'"),
         (["--compress", "gzip"], "--compress: there is no codec 'gzip'"),
-        (["--c", 0.9], "--c is 0.9: with --delay 2 it must be in"),
+        (["--outer", "delayed_nesterov", "--c", 0.9], "--c is 0.9: with --delay 2 it must be in"),
         (["--amp"], "--amp: not possible with --optimizer local_sgd"),
     ],
 )
