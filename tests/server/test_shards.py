@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import Rule, Update
-from fairseq_async.config import HybridOptions, ServerOptions
+from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
 from fairseq_async.errors import ConfigurationError, HalfAppliedError, RefusedError
 from fairseq_async.exchange import SharedMemory
 from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
@@ -47,9 +47,12 @@ def hybrid(shards: int, inner: OptimizerSpec = ADAM) -> MethodSpec:
     return hybrid_spec(options, 2, ServerOptions(server_shards=shards), inner.to_json(), 0)
 
 
+def options_of(outer: str) -> LocalSGDOptions:
+    return outer_rule(outer).options(outer=outer, **OUTER[outer])
+
+
 def local_sgd(shards: int, outer: str) -> MethodSpec:
-    options = outer_rule(outer).options(outer=outer, **OUTER[outer])
-    return local_sgd_spec(options, 2, [], ServerOptions(server_shards=shards), {})
+    return local_sgd_spec(options_of(outer), 2, [], ServerOptions(server_shards=shards), {})
 
 
 class Served:
@@ -114,8 +117,7 @@ def test_an_optimizer_that_takes_each_element_by_itself_steps_equally_in_any_num
 @pytest.mark.parametrize("outer", OUTER)
 def test_an_outer_rule_steps_equally_in_any_number_of_shards(outer: str, tmp_path: Path) -> None:
     (alone, receipts), *others = results(local_sgd_main.build, lambda shards: local_sgd(shards, outer), tmp_path)
-    looks_ahead = getattr(outer_rule(outer).options(outer=outer, **OUTER[outer]), "look_ahead", False)
-    assert looks_ahead != torch.equal(*alone)
+    assert getattr(options_of(outer), "look_ahead", False) != torch.equal(*alone)
     for parameters, said in others:
         assert torch.equal(parameters, alone)
         for ours, theirs in zip(said, receipts, strict=True):
@@ -203,6 +205,12 @@ def test_what_does_not_go_with_shards_is_refused(given: dict[str, Any], named: s
     with pytest.raises(ConfigurationError, match=named):
         local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
     assert asdict(local_sgd_spec(options, 2, [], ServerOptions(), {}))["server"]["server_shards"] == 1
+
+
+def test_a_rule_of_ones_own_is_refused_where_it_may_look_at_the_whole_model() -> None:
+    options = options_of("sgd").model_copy(update={"outer": "mine"})
+    with pytest.raises(ConfigurationError, match="--server-shards 2 does not go with --outer mine"):
+        local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
 
 
 def test_a_recording_does_not_go_with_shards() -> None:
