@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fairseq_async.environment import SLOWDOWN
 from fairseq_async.launch.certificates import make
 from fairseq_async.reporting.audit import audit
 from scripts.faults.hosts import Host
@@ -95,7 +96,10 @@ def test_the_tasks_of_srun_find_each_other_also_when_the_first_is_killed_and_sta
 def test_fairseq_under_torchrun_on_two_machines_with_certificates(
     host: Host, processes: Processes, data: Path, tmp_path: Path
 ) -> None:
-    """Nobody tells it an address or a token; worker 1 has neither the server's memory nor its loopback address."""
+    """Nobody tells it an address or a token; worker 1 has neither the server's memory nor its loopback address.
+
+    Both are slow, so that neither has taken all steps before the other has come, whenever its imports are done.
+    """
     make(tmp_path / "server", [host.near])
     (tmp_path / "worker").mkdir(mode=0o700)
     for name in ("authority.pem", "worker.pem", "worker.key"):
@@ -103,7 +107,7 @@ def test_fairseq_under_torchrun_on_two_machines_with_certificates(
     method = ["--optimizer", "local_sgd", "--local-steps", 5, "--max-update", 40, "--save-dir", tmp_path / "run"]
     nodes = []
     for rank, prefix, directory in ((0, (), "server"), (1, host.prefix, "worker")):
-        variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, SLOWDOWN: "20,20"}
         store = {"MASTER_ADDR": host.near, "MASTER_PORT": "1"}
         line = [*prefix, *WORKER, "fairseq-train", data, *MODEL, *method, "--tls", tmp_path / directory]
         nodes.append(processes.start(line, **{name: str(value) for name, value in (variables | store).items()}))
