@@ -15,6 +15,7 @@ from fairseq_async.fairseq_plugin.compat.checkpoints import checkpoint_errors
 from fairseq_async.fairseq_plugin.compat.optimizers import trainable_parameters
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.session import WorkerSession
+from fairseq_async.server.protocol import Welcome
 from fairseq_async.worker.async_worker import AsyncWorker
 
 logger = logging.getLogger(__name__)
@@ -123,13 +124,17 @@ class AsynchronousTrainer(Trainer, ABC):
         return trainable_parameters(self.model, self.criterion)
 
     def load_fairseq_checkpoint(
-        self, running: bool, filename: str, *args: object, **kwargs: object
+        self, welcome: Welcome, filename: str, *args: object, **kwargs: object
     ) -> StateDict | None:
         """What fairseq loads from a checkpoint; its extra state.
 
-        Into a run that is going on (``running``), parameters come from the server, and worker 0 may be writing this
-        file now: a file that cannot be read is left.
+        Into a run that is going on, parameters come from the server, and worker 0 may be writing this file now: a file
+        that cannot be read is left. A worker that comes late to a run that began without a checkpoint reads none: what
+        is there has worker 0's place in the data, and what is before it in this worker's own part would be left out.
         """
+        running = welcome.initialised
+        if running and not welcome.from_checkpoint and not welcome.sequence:
+            return None
         with checkpoint_errors(filename):
             try:
                 extra_state: StateDict | None = super().load_checkpoint(filename, *args, **kwargs)

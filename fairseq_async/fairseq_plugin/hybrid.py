@@ -6,7 +6,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 
 import torch
@@ -227,10 +227,11 @@ class HybridTrainer(AsynchronousTrainer):
         """Joins the run and loads what fairseq loads, of which worker 0 brings a new server its state."""
         checkpoint = self.cfg.checkpoint
         welcome = self.worker.join(self.session.spec)
-        extra_state = self.load_fairseq_checkpoint(welcome.initialised, filename, *args, **kwargs)
+        extra_state = self.load_fairseq_checkpoint(welcome, filename, *args, **kwargs)
         if not welcome.initialised:
             self.optimizer.reset_restored(checkpoint.reset_lr_scheduler, checkpoint.reset_dataloader)
-            welcome = self.session.with_file(self.optimizer.restored, self.worker.bring_parameters)
+            bring = partial(self.worker.bring_parameters, from_checkpoint=extra_state is not None)
+            welcome = self.session.with_file(self.optimizer.restored, bring)
         self.optimizer.start_from(welcome)
         self.set_num_updates(self._updates)
         return self.resume_data(extra_state, welcome.position)

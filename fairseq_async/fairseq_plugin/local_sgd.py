@@ -103,12 +103,12 @@ class LocalSGDTrainer(AsynchronousTrainer):
             self._describe_shards()
         welcome = self.worker.join(self.session.spec)
         before = self.optimizer
-        extra_state = self.load_fairseq_checkpoint(welcome.initialised, filename, reset_optimizer, *args, **kwargs)
+        extra_state = self.load_fairseq_checkpoint(welcome, filename, reset_optimizer, *args, **kwargs)
         if self.optimizer is before:
             self._build_optimizer()  # the masters of a half-precision model are still those of before
         self.worker.replica = replica_of(self.trainable_parameters(), self.optimizer)
         if not welcome.initialised:
-            welcome = self._initialise(None if reset_optimizer else (extra_state or {}).get("async_server"))
+            welcome = self._initialise(extra_state, reset_optimizer)
         elif extra_state is None and welcome.sequence:
             logger.warning("worker %d is back; its inner optimizer begins anew", self.session.context.worker)
         self.worker.begin(welcome)
@@ -116,11 +116,13 @@ class LocalSGDTrainer(AsynchronousTrainer):
         self.set_num_updates(int(self.worker.progress))
         return self.resume_data(extra_state, welcome.position)
 
-    def _initialise(self, state: StateDict | None) -> Welcome:
+    def _initialise(self, extra_state: StateDict | None, reset_optimizer: bool) -> Welcome:
+        state = None if reset_optimizer else (extra_state or {}).get("async_server")
         if state is not None and self.cfg.checkpoint.reset_dataloader:
             state["positions"] = {}
             state["plan"]["epochs"] = 0.0
-        return self.session.with_file(state, self.worker.bring_parameters)
+        bring = partial(self.worker.bring_parameters, from_checkpoint=extra_state is not None)
+        return self.session.with_file(state, bring)
 
     # Data
 

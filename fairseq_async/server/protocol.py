@@ -67,9 +67,11 @@ class Initialise:
 
     Attributes:
         restored: a server's whole state is in the file that :class:`Welcome` names.
+        from_checkpoint: worker 0 has begun from a checkpoint, which the other workers are to read as well.
     """
 
     restored: bool
+    from_checkpoint: bool = False
     kind: Literal["initialise"] = "initialise"
 
 
@@ -197,6 +199,8 @@ class Welcome:
         sequence: the number of this worker's next update.
         position: where this worker was in its data with its last update.
         refused: how many of this worker's updates had NaN or Inf.
+        from_checkpoint: the run has begun from a checkpoint that its workers are to read. Otherwise a checkpoint that
+            lies in its directory is this run's own, with worker 0's place in the data.
     """
 
     initialised: bool
@@ -209,6 +213,7 @@ class Welcome:
     position: JsonObject | None = None
     refused: int = 0
     finished: bool = False
+    from_checkpoint: bool = False
     assignment: Assignment = field(default_factory=Assignment)
     kind: Literal["welcome"] = "welcome"
 

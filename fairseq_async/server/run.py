@@ -45,6 +45,7 @@ class Run:
 
     Attributes:
         upstream: what it is to a global server, of which its own is a worker; None without one.
+        from_checkpoint: whether it has begun from a checkpoint that every worker is to read.
     """
 
     def __init__(self, run_dir: Path, spec: MethodSpec, layout: Layout, slots: int, tell: Tell = tell_log) -> None:
@@ -55,6 +56,7 @@ class Run:
         self.payloads = Payloads(spec, layout, self._fragments)
         self._coordinator: Coordinator | None = None
         self.upstream: Upstream | None = None
+        self.from_checkpoint = False
         self._published = -1
         self._first_batches = FirstBatches(tell)
 
@@ -191,6 +193,7 @@ class Run:
             position=coordinator.positions.get(worker),
             refused=server.refused.get(worker, 0),
             finished=instruction.finished,
+            from_checkpoint=self.from_checkpoint,
             assignment=instruction.assignment,
         )
 
@@ -225,7 +228,8 @@ class Run:
 
     def snapshot(self) -> State:
         """All that another server needs to go on by itself, while the workers wait for it."""
-        return self.state_dict() | self.coordinator.snapshot() | {"spec": self.spec.to_json()}
+        own = {"spec": self.spec.to_json(), "from_checkpoint": self.from_checkpoint}
+        return self.state_dict() | self.coordinator.snapshot() | own
 
     def save_state(self, worker: int) -> StateSaved:
         """Writes :meth:`state_dict` into a file that the worker takes away."""

@@ -162,6 +162,7 @@ class Service(Connections):
             return "the beginning"
         path, state = found
         run = self._describe(MethodSpec.from_json(state["spec"]), Layout.from_json(state["layout"]))
+        run.from_checkpoint = bool(state.get("from_checkpoint"))
         now, parameters = self.wall_clock(), torch.zeros(run.layout.size)
         run.begin(self.build, parameters, state, f"snapshot {path.name}", self.membership, now)
         return path.name
@@ -187,7 +188,7 @@ class Service(Connections):
         run = self.described
         match request:
             case protocol.Initialise():
-                return self._initialise(peer, request.restored)
+                return self._initialise(peer, request)
             case protocol.Push():
                 return self._push(peer, request, accepted)
             case protocol.Pull():
@@ -252,16 +253,17 @@ class Service(Connections):
     def _welcome(self, run: Run, worker: int) -> Answer:
         return run.welcome(worker, self.membership.capacity, self.clock())
 
-    def _initialise(self, peer: Peer, in_file: bool) -> Answer | None:
+    def _initialise(self, peer: Peer, request: protocol.Initialise) -> Answer | None:
         """Worker 0 brings the parameters, in its slot or, with all the rest of the state, in a file."""
         run = self.described
         if peer.worker != 0:
             raise RefusedError("worker 0 brings the parameters")
         if run.begun:  # the answer was lost, and it asks again
             return self._welcome(run, 0)
-        restored = read_state(restored_path(self.run_dir)) if in_file else None
+        restored = read_state(restored_path(self.run_dir)) if request.restored else None
         source, state = newest_state(run, restored, self.snapshots, self.resumes, self.tell)
         run.payloads.take_parameters(peer, run.memory.slot(0))
+        run.from_checkpoint = request.from_checkpoint
         return self._begin(run, run.memory.slot(0).clone(), state, source)
 
     def _begin(self, run: Run, parameters: Tensor, state: State | None, source: str) -> Answer | None:

@@ -82,11 +82,11 @@ class AsyncWorker:
         """Joins the run; the welcome says whether the server has parameters."""
         return self.client.join(self.replica.layout, spec)
 
-    def bring_parameters(self, state: str | None) -> Welcome:
+    def bring_parameters(self, state: str | None, from_checkpoint: bool = False) -> Welcome:
         """Worker 0's parameters, or the server state in a file, to a new server."""
         self.pin_exchanged()
         self.replica.read(self.client.slot)
-        return self.client.initialise(state)
+        return self.client.initialise(state, from_checkpoint)
 
     def begin(self, welcome: Welcome) -> None:
         """Starts from the server's parameters, and counts on from what the server has of this worker."""

@@ -53,11 +53,11 @@ class Client(LastingConnection):
         self._may_reject = spec.server.max_update_norm_ratio is not None or spec.staleness_limit is not None
         return super().join(layout, spec)
 
-    def initialise(self, state: str | None) -> Welcome:
+    def initialise(self, state: str | None, from_checkpoint: bool = False) -> Welcome:
         """Worker 0 brings a new server the parameters in its slot, or all of a state in a file; a server on another
-        machine has to see the same disk."""
+        machine has to see the same disk. The workers read a checkpoint, too, if it has begun from one."""
         with nullcontext() if state is None else placed(Path(state), Path(self._state_path)):
-            welcome = self._ask(protocol.Initialise(state is not None), Welcome, lambda: self._sent)
+            welcome = self._ask(protocol.Initialise(state is not None, from_checkpoint), Welcome, lambda: self._sent)
         self._initialised = True
         return welcome
 

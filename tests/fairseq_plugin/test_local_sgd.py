@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fairseq_async.environment import PLUGINS, SLOWDOWN, WORKER
 from tests.helpers.checkpoints import load, relative_differences
-from tests.helpers.commands import MODEL, NAN_USER_DIR, PACKAGE, Processes, command
+from tests.helpers.commands import HYBRID, MODEL, NAN_USER_DIR, PACKAGE, Processes, command
 from tests.helpers.run_files import events, valid_losses
 
 Alone = Callable[..., dict[str, tuple[int, str]]]
@@ -55,6 +56,28 @@ def test_two_workers_learn_and_leave_what_was_promised(processes: Processes, dat
     generate = [command("fairseq-generate"), data, "--path", tmp_path / "checkpoint_best.pt", "--beam", 1, "--cpu"]
     code, output = processes.run(generate)  # plain fairseq, without our directory
     assert code == 0 and "BLEU4" in output, output
+
+
+@pytest.mark.parametrize("method", [LOCAL + ["--local-steps", "3"], HYBRID], ids=["local_sgd", "hybrid"])
+def test_a_worker_that_comes_after_the_first_checkpoint_begins_with_its_own_data(
+    processes: Processes, data: Path, tmp_path: Path, method: list[str]
+) -> None:
+    """It does not go on where worker 0 was when it saved; a replay, which has no checkpoint, finds the same."""
+    last, comes_late = tmp_path / "run" / "checkpoint_last.pt", tmp_path / "comes_late.py"
+    comes_late.write_text(
+        "import os, time\n"
+        f"while os.environ.get({WORKER!r}) == '1' and not os.path.exists({str(last)!r}):\n"
+        "    time.sleep(0.01)\n"
+    )
+    launch = [command("fairseq-async"), "launch", "--workers", 2, "--", "fairseq-train", data, *MODEL, *method]
+    flags = ["--max-update", 60, "--disable-validation", "--record", "--save-dir", last.parent]
+    code, output = processes.run([*launch, *flags], **{PLUGINS: str(comes_late), SLOWDOWN: "8,1"})
+    assert code == 0, output
+    first = next(event for event in events(last.parent) if event["worker"] == 1)
+    place = first["position"]["epoch"], first["position"]["iterations_in_epoch"]
+    assert first["base_version"] > 0 and place == (1, first.get("local_steps", 1)), first
+    code, output = processes.run([command("fairseq-async"), "replay", last.parent])
+    assert code == 0 and "all equal to the recorded ones" in output, output
 
 
 def test_a_batch_that_fills_up_an_epoch_takes_none_from_those_accumulated_with_it(
