@@ -9,6 +9,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -298,7 +299,7 @@ def replay(
     logging.disable(logging.WARNING)
     repeated = Replay(recording, _recorded(recording))
     last = recording.events[-1].version_after
-    with Progress() as progress:
+    with Progress() as progress, closing(repeated):
         task = progress.add_task("replaying", total=min(last, until or last))
         for version in repeated.steps(until):
             progress.update(task, completed=version)

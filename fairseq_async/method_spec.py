@@ -268,8 +268,7 @@ def _check_shards(options: HybridOptions | LocalSGDOptions, rule: str, server: S
     """
     if server is None or server.server_shards == 1:
         return
-    given = {name: getattr(options, name, None) for name in ("upstream", "staleness_power", "delay_compensation")}
-    given["record"] = server.record
+    given = {"upstream": getattr(options, "upstream", None)}
     if isinstance(options, FragmentOptions):
         given["fragments"] = options.fragments > 1
     refused = [option(name) for name, value in given.items() if value]

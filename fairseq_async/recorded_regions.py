@@ -40,7 +40,6 @@ class RecordedRegions:
     threads = 1
 
     def __init__(self, recording: Recording) -> None:
-        self._spec: MethodSpec = recording.spec
         self.workers = {
             region: RecordedRegion(
                 recording.run_dir, recording.layout, [event for event in recording.events if event.worker == region]
@@ -48,5 +47,5 @@ class RecordedRegions:
             for region in range(recording.spec.workers)
         }
 
-    def build(self, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
-        return local_sgd_main.build(self._spec, layout, parameters)
+    def build(self, spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
+        return local_sgd_main.build(spec, layout, parameters)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
+from tempfile import gettempdir
 from typing import Protocol
 
 import torch
@@ -25,6 +26,7 @@ from fairseq_async.server.outcome import Settled
 from fairseq_async.server.parameter_server import OPEN, SETTLED
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Push, Report, ScheduleEvent
+from fairseq_async.server.sharded_rule import ShardedRule, build_sharded, shared_copy, shared_zeros
 
 
 class DifferenceError(AsyncError):
@@ -54,7 +56,7 @@ class Run(Protocol):
     @property
     def workers(self) -> Mapping[int, Worker]: ...
 
-    def build(self, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]: ...
+    def build(self, spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]: ...
 
 
 @dataclass(frozen=True)
@@ -148,11 +150,11 @@ class Replay:
         for worker in run.workers.values():
             if difference := layout.difference(worker.layout):
                 raise ConfigurationError(f"{recording.run_dir}: the recorded model is not this command's: {difference}")
-        self.parameters: Tensor = recording.start["server"]["parameters"].clone()
-        rule, plan = run.build(layout, self.parameters)
+        self.parameters, rule, plan = _built(recording, run)
         # the log says when a round is complete: no round of the replay is complete, or ends, by itself
         held = replace(spec, barrier=OPEN if spec.barrier else 0, grace_seconds=None, closes_early=False, quorum=0)
         membership = Membership(spec.workers, now=0.0)
+        self._close = rule.close if isinstance(rule, ShardedRule) else lambda: None
         self.coordinator = build_coordinator(held, rule, plan, self.parameters, membership)
         self.server = self.coordinator.server
         self.server.load_state_dict(recording.start["server"])
@@ -182,6 +184,10 @@ class Replay:
             if group[-1].checksum is not None:
                 self.compared += 1
                 yield self.server.version
+
+    def close(self) -> None:
+        """Ends the processes of a server in shards."""
+        self._close()
 
     def _begin(self) -> None:
         """Whoever computed from this version takes it now, or when its update in hand is settled."""
@@ -264,6 +270,16 @@ class Replay:
             raise _first(event, f"it was {was[0]} to {was[1]}, is {is_[0]} to {is_[1]}")
         if event.checksum is not None and event.checksum != (here := checksum(self.parameters)):
             raise _first(event, f"the parameters' checksum after it was {event.checksum}, is {here}")
+
+
+def _built(recording: Recording, run: Run) -> tuple[Tensor, Rule, Plan]:
+    """The first parameters, with rule and plan, which are in shards where the run's server was."""
+    spec, layout, parameters = recording.spec, recording.layout, recording.start["server"]["parameters"]
+    if spec.server.server_shards == 1:
+        return (own := parameters.clone(), *run.build(spec, layout, own))
+    slots = {worker: shared_zeros(layout.size) for worker in run.workers}
+    own = shared_copy(parameters)
+    return (own, *build_sharded(run.build, spec, layout, own, slots.__getitem__, Path(gettempdir())))
 
 
 def _recorded_report(event: Event) -> Report:

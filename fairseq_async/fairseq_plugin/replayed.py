@@ -213,11 +213,11 @@ class FairseqRun:
         own = {w: [event for event in events if event.worker == w] for w in {event.worker for event in events}}
         self.workers = {w: ReplayedWorker(self.cfg, spec, WorkerContext(w, spec.workers), own[w]) for w in sorted(own)}
 
-    def build(self, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
+    def build(self, spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
         """The rule and the plan, as the server of the run had them."""
-        if self.spec.method == "hybrid_async":
-            return server.build(self.spec, layout, parameters)
-        return local_sgd_main.build(self.spec, layout, parameters)
+        if spec.method == "hybrid_async":
+            return server.build(spec, layout, parameters)
+        return local_sgd_main.build(spec, layout, parameters)
 
 
 def _check(run_dir: Path, cfg: FairseqConfig, spec: MethodSpec) -> None:

@@ -101,7 +101,7 @@ class Run:
         """
         if self.spec.server.server_shards > 1:
             parameters = shared_copy(parameters)
-            rule, plan = build_sharded(build, self.spec, self.layout, parameters, self.memory, self.run_dir)
+            rule, plan = build_sharded(build, self.spec, self.layout, parameters, self.memory.slot, self.run_dir)
         else:
             rule, plan = build(self.spec, self.layout, parameters)
         coordinator = build_coordinator(self.spec, rule, plan, parameters, membership)

@@ -12,7 +12,6 @@ from fairseq_async.algorithms import Fragment, Rule, Update, fragments_of
 from fairseq_async.algorithms.rule import ComparingRule, State
 from fairseq_async.algorithms.threads import set_threads, thread_count
 from fairseq_async.errors import HalfAppliedError, RefusedError, option
-from fairseq_async.exchange import SharedMemory
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.plan import EpochPlan, Plan
@@ -49,23 +48,28 @@ _SHARDS = "shards"
 
 def shared_copy(parameters: Tensor) -> Tensor:
     """The parameters in memory that this process shares with those that it forks from now on."""
-    return _shared(parameters.numel()).copy_(parameters)
+    return shared_zeros(parameters.numel()).copy_(parameters)
 
 
-def _shared(size: int) -> Tensor:
-    """Zeros in memory that takes no space before it is written to."""
+def shared_zeros(size: int) -> Tensor:
+    """Zeros in such memory, which takes no space before it is written to."""
     return torch.frombuffer(mmap.mmap(-1, 4 * size), dtype=torch.float32)
 
 
 def build_sharded(
-    build: Build, spec: MethodSpec, layout: Layout, parameters: Tensor, memory: SharedMemory, directory: Path
+    build: Build,
+    spec: MethodSpec,
+    layout: Layout,
+    parameters: Tensor,
+    slot: Callable[[int], Tensor],
+    directory: Path,
 ) -> tuple[Rule, Plan]:
     """Rule and plan of a server in shards, of which this process has the first.
 
     Args:
         build: makes those of a server that is one process.
         parameters: of :func:`shared_copy`.
-        memory: has the workers' slots.
+        slot: of a worker, in memory that all shards share.
         directory: where the states of shards go on their way, in files without a name.
 
     Raises:
@@ -80,7 +84,7 @@ def build_sharded(
         ) from error
 
     looks_ahead = spec.method == "local_sgd" and bool(spec.options.get("look_ahead"))
-    starts = _shared(layout.size)
+    starts = shared_zeros(layout.size)
 
     def build_shard(shard: Fragment) -> tuple[Rule, Plan, Tensor]:
         part = torch.from_numpy(shard.of(parameters).numpy())  # a storage of its own, which begins with the shard
@@ -92,13 +96,12 @@ def build_sharded(
             rule, _, part = build_shard(shard)
             return rule, part
 
-        return ShardProcess(
-            number, build_other, ShardMemory(lambda worker: shard.of(memory.slot(worker)), shard.of(starts))
-        )
+        memory = ShardMemory(lambda worker: shard.of(slot(worker)), shard.of(starts))
+        return ShardProcess(number, build_other, memory)
 
     rule, plan, _ = build_shard(shards[0])
     others = [start(number, shard) for number, shard in enumerate(shards[1:], 1)]
-    sharded = ShardedRule(rule, shards[0], others, directory, starts if looks_ahead else None)
+    sharded = ShardedRule(rule, shards[0], others, slot, directory, starts if looks_ahead else None)
     if isinstance(plan, EpochPlan):
         plan.schedule = sharded
     return sharded, plan
@@ -114,6 +117,7 @@ class ShardedRule(ComparingRule):
         own: the rule of the first shard. What is the same in all shards, as counts and learning rates, is read from it.
         shard: the first.
         others: the processes of the others.
+        slot: of a worker, in memory that all share.
         directory: where their states go on their way.
         starts: shared memory for what local steps start from; None where that is the parameters.
     """
@@ -123,15 +127,18 @@ class ShardedRule(ComparingRule):
         own: Rule,
         shard: Fragment,
         others: Sequence[ShardProcess],
+        slot: Callable[[int], Tensor],
         directory: Path,
         starts: Tensor | None = None,
     ) -> None:
-        self.own, self.shard, self.others, self.directory, self.starts = own, shard, others, directory, starts
+        self.own, self.shard, self.others, self._slot = own, shard, others, slot
+        self.directory, self.starts = directory, starts
         if (clips := accumulation(own)) is not None:
             clips.norm_of_all = self._norm_of_all
 
     def apply(self, parameters: Tensor, update: Update) -> float:
-        """One update, whose ``delta`` is the slot of its worker."""
+        """One update. What is not in the slot of its worker, as an update that was weighted, is copied there."""
+        self._share(update)
         threads = thread_count()
         each = max(1, threads // (1 + len(self.others)))
         self._say(Apply(update.worker, update.sequence, update.base_version, update.weight, update.tokens, each))
@@ -161,6 +168,7 @@ class ShardedRule(ComparingRule):
         momentum = self.own.momentum_buffer
         if momentum is None:
             return float("nan")
+        self._share(update)
         self._say(Compare(update.worker))
         parts = [compare(self.shard.of(update.delta), momentum)]
         for answer in self._hear():
@@ -223,6 +231,11 @@ class ShardedRule(ComparingRule):
     def _scheduled(self) -> ScheduledRule:
         assert isinstance(self.own, ScheduledRule)
         return self.own
+
+    def _share(self, update: Update) -> None:
+        slot = self._slot(update.worker)
+        if update.delta.data_ptr() != slot.data_ptr():
+            slot.copy_(update.delta)
 
     def _norm_of_all(self, norm: Tensor) -> Tensor:
         """In the middle of an update: the norm of the whole gradient, the same in all shards."""

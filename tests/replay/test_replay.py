@@ -19,6 +19,7 @@ from fairseq_async import cli, compression
 from fairseq_async.algorithms import Rule, Update
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin.replayed import FairseqRun
+from fairseq_async.method_spec import MethodSpec
 from fairseq_async.replay import DifferenceError, Recording, Replay
 from fairseq_async.server import Layout, ParameterServer, Segment
 from fairseq_async.server.event_log import EventLog, Recorder
@@ -109,8 +110,8 @@ class HalvingRun:
         self.spec = sgd_spec(updates_per_step=n, workers=3)
         self.workers = {worker: Halving() for worker in range(3)}
 
-    def build(self, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
-        return build(self.spec, layout, parameters)
+    def build(self, spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
+        return build(spec, layout, parameters)
 
 
 def record(run_dir: Path, n: int, pushes: list[tuple[int, bool]]) -> Tensor:
@@ -251,8 +252,9 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(hybrid: Path, tmp_path: 
     [
         ["hybrid_async", "--compress", "adacomp,pull=bf16"],
         ["local_sgd", "--local-steps", 2, "--compress", "dqsgd:bits=6,pull=int8"],
+        ["hybrid_async", "--compress", "e3m0,pull=int8", "--server-shards", 2],
     ],
-    ids=["adacomp", "dqsgd"],
+    ids=["adacomp", "dqsgd", "in shards"],
 )
 def test_a_compressed_run_is_repeated_payload_by_payload(
     processes: Processes, data: Path, tmp_path: Path, method: list[object]

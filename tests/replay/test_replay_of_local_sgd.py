@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ class LocalRun:
     def __init__(self, spec: MethodSpec) -> None:
         self.spec, self.workers = spec, {worker: LocalWorker(worker) for worker in (0, 1)}
 
-    def build(self, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
-        return local_sgd_main.build(self.spec, layout, parameters)
+    def build(self, spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
+        return local_sgd_main.build(spec, layout, parameters)
 
 
 class Live:
@@ -101,19 +102,20 @@ def in_rounds(live: Live) -> None:
     ],
     ids=["MLA", "HeLoCo", "DN ahead", "AdamW", "direction averaging", "weights in rounds"],
 )
+@pytest.mark.parametrize("shards", [1, 2])
 def test_each_version_of_the_replay_is_that_of_the_run(
-    tmp_path: Path, options: dict[str, Any], work: Callable[[Live], None]
+    tmp_path: Path, options: dict[str, Any], work: Callable[[Live], None], shards: int
 ) -> None:
     chosen = methods.parse(LocalSGDOptions, options, "test")
-    spec = local_sgd_spec(chosen, 2, [], ServerOptions(record=True), {})
+    spec = local_sgd_spec(chosen, 2, [], ServerOptions(record=True, server_shards=shards), {})
     live = Live(tmp_path, spec)
     try:
         work(live)
         expected = live.server.service.described.coordinator.server.parameters.clone()
     finally:
         live.server.stop()
-    replay = Replay(Recording.read(tmp_path), LocalRun(spec))
-    versions = list(replay.steps())
+    with closing(Replay(Recording.read(tmp_path), LocalRun(spec))) as replay:
+        versions = list(replay.steps())
     assert len(versions) == replay.compared >= 4
     assert torch.equal(replay.parameters, expected)
 

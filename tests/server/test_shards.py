@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Rule, Update
+from fairseq_async.algorithms import Rule, StalenessPolicy, Update
 from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
 from fairseq_async.errors import ConfigurationError, HalfAppliedError, RefusedError
 from fairseq_async.exchange import SharedMemory
@@ -58,16 +58,16 @@ def local_sgd(shards: int, outer: str) -> MethodSpec:
 class Served:
     """A parameter server with two workers' slots."""
 
-    def __init__(self, build: Build, spec: MethodSpec, directory: Path) -> None:
+    def __init__(self, build: Build, spec: MethodSpec, directory: Path, staleness: StalenessPolicy | None) -> None:
         self.memory = SharedMemory.create(LAYOUT.size, 2)
         self.parameters = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(1))
         self.rule: Rule
         if spec.server.server_shards > 1:
             self.parameters = shared_copy(self.parameters)
-            self.rule, self.plan = build_sharded(build, spec, LAYOUT, self.parameters, self.memory, directory)
+            self.rule, self.plan = build_sharded(build, spec, LAYOUT, self.parameters, self.memory.slot, directory)
         else:
             self.rule, self.plan = build(spec, LAYOUT, self.parameters)
-        self.server = ParameterServer(self.parameters, self.rule)
+        self.server = ParameterServer(self.parameters, self.rule, staleness=staleness)
 
     def push(self, first: int, count: int, change: Callable[[Tensor], object] = lambda delta: None) -> list[Any]:
         """So many updates, from both workers in turn; what their receipts say."""
@@ -82,8 +82,10 @@ class Served:
 
 
 @contextmanager
-def served(build: Build, spec: MethodSpec, directory: Path) -> Iterator[Served]:
-    made = Served(build, spec, directory)
+def served(
+    build: Build, spec: MethodSpec, directory: Path, staleness: StalenessPolicy | None = None
+) -> Iterator[Served]:
+    made = Served(build, spec, directory, staleness)
     try:
         yield made
     finally:
@@ -92,11 +94,15 @@ def served(build: Build, spec: MethodSpec, directory: Path) -> Iterator[Served]:
         made.memory.close()
 
 
-def results(build: Build, spec: Callable[[int], MethodSpec], directory: Path) -> list[tuple[Tensor, list[Any]]]:
+def results(
+    build: Build, spec: Callable[[int], MethodSpec], directory: Path, staleness: StalenessPolicy | None = None
+) -> list[tuple[Tensor, list[Any]]]:
     """The parameters with what work starts from, and the receipts, in 1, 2 and 3 shards."""
     found = []
     for shards in (1, 2, 3):
-        with served(build, spec(shards), directory) as made:
+        with served(build, spec(shards), directory, staleness) as made:
+            for worker in (0, 1):
+                made.server.note_pull(worker, made.parameters)
             receipts = made.push(0, 7)
             found.append((torch.stack([made.parameters, made.server.dispatch()]), receipts))
     return found
@@ -123,6 +129,14 @@ def test_an_outer_rule_steps_equally_in_any_number_of_shards(outer: str, tmp_pat
         for ours, theirs in zip(said, receipts, strict=True):
             assert ours.cosine == pytest.approx(theirs.cosine, rel=1e-4, abs=1e-6, nan_ok=True)
             assert repr(replace(ours, cosine=0.0)) == repr(replace(theirs, cosine=0.0))
+
+
+@pytest.mark.parametrize("staleness", [StalenessPolicy(power=-0.5), StalenessPolicy(compensation=0.3)], ids=repr)
+def test_what_a_stale_update_is_worth_is_the_same_in_all_shards(staleness: StalenessPolicy, tmp_path: Path) -> None:
+    (plain, _), *_ = results(local_sgd_main.build, lambda shards: local_sgd(shards, "mla"), tmp_path)
+    (alone, _), *others = results(local_sgd_main.build, lambda shards: local_sgd(shards, "mla"), tmp_path, staleness)
+    assert not torch.equal(plain, alone)
+    assert all(torch.equal(parameters, alone) for parameters, _ in others)
 
 
 def test_a_gradient_is_clipped_by_the_norm_of_all_shards(tmp_path: Path) -> None:
@@ -189,20 +203,12 @@ def test_epochs_and_limits_of_rounds_reach_every_shard(tmp_path: Path) -> None:
 
 def test_more_shards_than_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="--server-shards is 7: the model has 6 tensors"):
-        Served(gradient_main.build, hybrid(7), tmp_path)
+        Served(gradient_main.build, hybrid(7), tmp_path, None)
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"fragments": 2}, "--fragments"),
-        ({"staleness_power": -0.5}, "--staleness-power"),
-        ({"delay_compensation": 0.1}, "--delay-compensation"),
-    ],
-)
-def test_what_does_not_go_with_shards_is_refused(given: dict[str, Any], named: str) -> None:
-    options = outer_rule(given.get("outer", "delayed_nesterov")).options(**given)
-    with pytest.raises(ConfigurationError, match=named):
+def test_fragments_do_not_go_with_shards() -> None:
+    options = outer_rule("delayed_nesterov").options(fragments=2)
+    with pytest.raises(ConfigurationError, match="--fragments"):
         local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
     assert asdict(local_sgd_spec(options, 2, [], ServerOptions(), {}))["server"]["server_shards"] == 1
 
@@ -211,8 +217,3 @@ def test_a_rule_of_ones_own_is_refused_where_it_may_look_at_the_whole_model() ->
     options = options_of("sgd").model_copy(update={"outer": "mine"})
     with pytest.raises(ConfigurationError, match="--server-shards 2 does not go with --outer mine"):
         local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
-
-
-def test_a_recording_does_not_go_with_shards() -> None:
-    with pytest.raises(ConfigurationError, match="--record"):
-        hybrid_spec(HybridOptions(), 2, ServerOptions(server_shards=2, record=True), {}, 0)

@@ -47,8 +47,8 @@ class HalfRun:
         self.spec = spec
         self.workers = {worker: AsyncWorker(worker, wrong) for worker in (0, 1)}
 
-    def build(self, layout: Layout, parameters: Tensor) -> tuple[Any, Plan]:
-        return halving.build(self.spec, layout, parameters)
+    def build(self, spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Any, Plan]:
+        return halving.build(spec, layout, parameters)
 
 
 class Live:

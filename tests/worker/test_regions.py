@@ -178,8 +178,8 @@ class ComputingRun:
     def __init__(self, spec: MethodSpec) -> None:
         self.spec, self.workers = spec, {worker: Computing() for worker in (0, 1)}
 
-    def build(self, layout: Layout, parameters: torch.Tensor) -> tuple[Rule, Plan]:
-        return local_sgd_main.build(self.spec, layout, parameters)
+    def build(self, spec: MethodSpec, layout: Layout, parameters: torch.Tensor) -> tuple[Rule, Plan]:
+        return local_sgd_main.build(spec, layout, parameters)
 
 
 def test_a_region_and_the_global_run_are_replayed_to_the_bit(tmp_path: Path) -> None:
