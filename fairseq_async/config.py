@@ -109,10 +109,6 @@ class AsyncLocalSGDOptions(LocalSGDOptions, FragmentOptions):
             )
         others = {
             "overlap": (self.overlap, f"{option('fragment_delay')} says how long a worker goes on"),
-            "compress": (
-                self.compress.pull is not None,
-                "pull= encodes whole parameters; give a codec of updates alone",
-            ),
             "upstream": (self.upstream is not None, "a region merges the whole model"),
             "delay_compensation": (self.delay_compensation > 0, "fragments start from several versions"),
         }

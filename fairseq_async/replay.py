@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Region, Rule, Update
+from fairseq_async.algorithms import Region, Rule, Update, in_turn
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.method_spec import MethodSpec
@@ -159,7 +159,7 @@ class Replay:
         self.server = self.coordinator.server
         self.server.load_state_dict(recording.start["server"])
         self._level = Region(self.parameters, merge=spec.upstream.above.merge) if spec.upstream else None
-        self._starts = starts.compressed_starts(spec)
+        self._starts, self._fragments = starts.compressed_starts(spec), layout.fragments(spec.fragments)
         self._ahead = {w: [event for event in recording.events if event.worker == w] for w in run.workers}
         self._kept: dict[int, Parameters] = {}  # by worker: what it goes on from once its update in hand is settled
         self._begin()
@@ -208,15 +208,26 @@ class Replay:
     def _start(self, event: Event) -> Tensor:
         """The present parameters, or ahead of them, as the worker of this update took them."""
         if self._starts is not None and event.start_payload is not None:
-            payload = self._starts.payload(self.server, event.look_ahead or 0.0)
-            if (here := starts.checksum(payload)) != event.start_payload or payload is None:
-                raise _first(event, f"the checksum of what it started from was {event.start_payload}, is {here}")
-            return self._starts.decode(payload)
+            return self._compressed_start(event, self._starts)
         if not event.look_ahead:
             return self.server.dispatch()
         ahead = torch.empty_like(self.parameters)
         self.server.write_ahead(ahead, event.look_ahead)
         return ahead
+
+    def _compressed_start(self, event: Event, given: starts.CompressedFragments) -> Tensor:
+        """The parameters, of which the fragment of the update before, or all, came in a payload."""
+        before = event.sequence - 1
+        encoded = given.of(before)
+        assert encoded is not None
+        payload = encoded.payload(self.server, event.look_ahead or 0.0)
+        if (here := starts.checksum(payload)) != event.start_payload or payload is None:
+            raise _first(event, f"the checksum of what it started from was {event.start_payload}, is {here}")
+        if len(self._fragments) == 1:
+            return encoded.decode(payload)
+        start = self.server.dispatch()  # a new tensor
+        in_turn(self._fragments, before).of(start).copy_(encoded.decode(payload))
+        return start
 
     def _computed(self, event: Event) -> tuple[Update, Report, float | None]:
         """The update, its report, and its norm where its worker knew it."""

@@ -1,5 +1,7 @@
 """The parameters from which workers start, in few bytes: encoded once for each version, for all of them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,8 @@ from fairseq_async.server.parameter_server import ParameterServer
 class CompressedStarts:
     """Encodes what work starts from at each version of the parameters, θ_v or what a rule's ``dispatch`` makes of it.
 
+    Where the model is exchanged in fragments they are those of one fragment, and its versions.
+
     A payload has whole parameters, not what has changed of them, and every worker that starts from a version is given
     the same one: no error adds up, nothing depends on what a worker has had before, and an answer that was lost is
     asked for again. With bf16 these are the rounded parameters. What int8 loses of one version is added to the next::
@@ -26,11 +30,15 @@ class CompressedStarts:
 
     Parameters with NaN or Inf have no payload: they are given in fp32.
 
+    Args:
+        turn: the number of an update of the fragment.
+
     Attributes:
         version: of the parameters that were encoded last.
     """
 
-    def __init__(self, options: compression.PullOptions) -> None:
+    def __init__(self, options: compression.PullOptions, turn: int = 0) -> None:
+        self._turn = turn
         self._codec = compression.build(options)
         self._keeps_loss = isinstance(options, compression.Int8Options)
         self._carried: Tensor | None = None  # c_v: the payload is a function of it, and a checkpoint has it alone
@@ -40,10 +48,10 @@ class CompressedStarts:
 
     def follow(self, server: ParameterServer) -> None:
         """Encodes the server's present version, unless that has happened."""
-        if server.version == self.version:
+        if (version := server.changed_at(self._turn)) == self.version:
             return
-        start = server.dispatch()
-        self.version, self._size = server.version, start.numel()
+        start = server.dispatch_fragment(self._turn)
+        self.version, self._size = version, start.numel()
         if self._keeps_loss:
             start = self._carry(start)
         self._payload = self._encoded(start)
@@ -93,10 +101,42 @@ class CompressedStarts:
             return None
 
 
-def compressed_starts(spec: MethodSpec) -> CompressedStarts | None:
+class CompressedFragments:
+    """The starts of each fragment of the model; of a model that is exchanged whole, its only one.
+
+    A worker that takes all of several fragments at once, when it joins, is given them in fp32.
+    """
+
+    def __init__(self, fragments: Sequence[CompressedStarts]) -> None:
+        self._fragments = fragments
+
+    def follow(self, server: ParameterServer) -> None:
+        """Encodes what has changed of the server's parameters since the last call."""
+        for each in self._fragments:
+            each.follow(server)
+
+    def of(self, sequence: int | None) -> CompressedStarts | None:
+        """Those of the fragment of an update of this number; of the whole model for None, where there are any."""
+        if sequence is not None:
+            return self._fragments[sequence % len(self._fragments)]
+        return self._fragments[0] if len(self._fragments) == 1 else None
+
+    def state_dict(self) -> State:
+        """What the payloads of later versions depend on."""
+        if len(self._fragments) == 1:
+            return self._fragments[0].state_dict()
+        return {"fragments": [each.state_dict() for each in self._fragments]}
+
+    def load_state_dict(self, state: State) -> None:
+        """Goes on from :meth:`state_dict`, of as many fragments."""
+        for each, own in zip(self._fragments, state.get("fragments", [state]), strict=True):
+            each.load_state_dict(own)
+
+
+def compressed_starts(spec: MethodSpec) -> CompressedFragments | None:
     """Those of a run; None where workers are given fp32."""
     pull = spec.compress.pull
-    return None if pull is None else CompressedStarts(pull)
+    return None if pull is None else CompressedFragments([CompressedStarts(pull, p) for p in range(spec.fragments)])
 
 
 def checksum(payload: Tensor | None) -> str | None:

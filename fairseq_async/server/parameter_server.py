@@ -120,6 +120,7 @@ class ParameterServer:
         self.started_from: dict[int, Parameters] = {}
         self.before_last_step = parameters.clone() if keeps_last_step else None
         self.counts_in_rounds = counts_in_rounds
+        self._changed_at = [0] * (len(rule.fragments) if isinstance(rule, FragmentedRule) else 0)
         self._held: dict[int, tuple[Update, Receipt]] = {}
         self._released: list[Receipt] = []
         self._restarted = False
@@ -165,10 +166,14 @@ class ParameterServer:
             copy(out, self.dispatch() if starts else self.parameters)
         self.note_pull(worker, out)
 
-    def give_fragment(self, sequence: int, out: Tensor) -> None:
-        """Writes what a worker goes on from in the fragment of its update of this number, into ``out`` of its size."""
+    def dispatch_fragment(self, sequence: int) -> Tensor:
+        """What a worker goes on from in the fragment of its update of this number; to be copied at once."""
         rule, parameters = self._part(sequence)
-        copy(out, rule.dispatch(parameters))
+        return rule.dispatch(parameters)
+
+    def changed_at(self, sequence: int) -> int:
+        """The version at which the fragment of an update of this number has changed last."""
+        return self._changed_at[sequence % len(self._changed_at)] if self._changed_at else self.version
 
     def note_pull(self, worker: int, start: Tensor) -> None:
         """The worker starts from these, which delay compensation compares with later parameters."""
@@ -291,6 +296,7 @@ class ParameterServer:
             "rejected": self.rejected,
             "norms": self.gate.state_dict(),
             "before_last_step": self.before_last_step,
+            "changed_at": self._changed_at,
             "started_from": {worker: (start.version, start.values) for worker, start in self.started_from.items()},
         }
 
@@ -306,6 +312,7 @@ class ParameterServer:
         if self.before_last_step is not None:  # a state without them has no last step to look along
             before = state.get("before_last_step")
             self.before_last_step.copy_(state["parameters"] if before is None else before)
+        self._changed_at = list(state.get("changed_at", [self.version] * len(self._changed_at)))
         starts = state.get("started_from", {})  # not in a state of the first edition
         self.started_from = {worker: Parameters(*start) for worker, start in starts.items()}
 
@@ -331,6 +338,8 @@ class ParameterServer:
             raise HalfAppliedError(f"the update of worker {update.worker} was not applied to its end") from error
         self._use_up(update)
         self.version += changes
+        if changes and self._changed_at:
+            self._changed_at[update.sequence % len(self._changed_at)] = self.version
         return replace(receipt, version=self.version, cosine=cosine)
 
     def _part(self, sequence: int) -> tuple[Rule, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from fairseq_async.algorithms import Fragment, Rule, Update, in_turn
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
-from fairseq_async.exchange import SharedMemory, linux
+from fairseq_async.exchange import SharedMemory, copy, linux
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.compressed_starts import compressed_starts
 from fairseq_async.server.coordinator import Coordinator, build_coordinator
@@ -151,17 +151,15 @@ class Run:
     def hand_out(self, worker: int, pull: Pull) -> tuple[PullReply, Tensor]:
         """The answer to a worker that asks for parameters, and these: a payload, or the worker's slot, into which they
         are written."""
-        server, slot = self.coordinator.server, self.memory.slot(worker)
-        if pull.fragment_of is not None:
-            part = self.fragment(pull.fragment_of).of(slot)
-            server.give_fragment(pull.fragment_of, part)
+        server, slot, sequence = self.coordinator.server, self.memory.slot(worker), pull.fragment_of
+        starts = None if self._starts is None or not pull.starts else self._starts.of(sequence)
+        if starts is not None and (payload := starts.payload(server, pull.look_ahead)) is not None:
+            if server.staleness.compensation:
+                server.note_pull(worker, starts.decode(payload))
+            return PullReply(server.version, compressed=True), payload
+        if sequence is not None:
+            copy(part := self.fragment(sequence).of(slot), server.dispatch_fragment(sequence))
             return PullReply(server.version), part
-        if self._starts is not None and pull.starts:
-            payload = self._starts.payload(server, pull.look_ahead)
-            if payload is not None:
-                if server.staleness.compensation:
-                    server.note_pull(worker, self._starts.decode(payload))
-                return PullReply(server.version, compressed=True), payload
         server.give(worker, slot, pull.look_ahead, pull.starts)
         return PullReply(server.version), slot
 

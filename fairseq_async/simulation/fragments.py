@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fairseq_async.algorithms import Fragment, blend, in_turn
 from fairseq_async.fragment_options import FragmentOptions
@@ -40,22 +41,27 @@ class FragmentedWork:
         return in_turn(self.fragments, worker.sequence - 1)
 
     def compute(
-        self, worker: LogicalWorker, assignment: Assignment, server: ParameterServer
+        self, worker: LogicalWorker, assignment: Assignment, server: ParameterServer, given: Tensor | None
     ) -> tuple[int, float, float]:
         """Takes the steps until the next exchange; ``worker.delta`` becomes the update of the fragment whose turn it
-        is. Returns steps, mean loss and tokens."""
+        is. Returns steps, mean loss and tokens.
+
+        Args:
+            given: the parameters that the worker takes, or the fragment, where they come compressed.
+        """
         meanwhile = self.meanwhile(worker)
         steps = max(meanwhile, assignment.local_steps)
         flat, losses, tokens = self.model.flat, list[float](), 0.0
         if worker.streamed is None:
-            taken = torch.empty_like(flat).copy_(server.dispatch())
+            taken = torch.empty_like(flat).copy_(server.dispatch() if given is None else given)
             flat.copy_(taken)
         else:
             taken = worker.streamed.taken
             flat.copy_(worker.streamed.local)
             losses, tokens = self._steps(worker, worker.streamed.meanwhile, range(meanwhile))
             fragment = self._answered(worker)
-            server.give_fragment(worker.sequence - 1, fragment.of(taken))
+            came = server.dispatch_fragment(worker.sequence - 1) if given is None else given
+            fragment.of(taken).copy_(came)
             blend(fragment.of(flat), fragment.of(taken), meanwhile)
         more, more_tokens = self._steps(worker, assignment, range(meanwhile, steps))
         following = in_turn(self.fragments, worker.sequence)

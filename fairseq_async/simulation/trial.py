@@ -13,7 +13,7 @@ from fairseq_async.algorithms import Update
 from fairseq_async.algorithms.rule import State
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server import Receipt
-from fairseq_async.server.compressed_starts import checksum, compressed_starts
+from fairseq_async.server.compressed_starts import CompressedStarts, checksum, compressed_starts
 from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
@@ -162,11 +162,13 @@ class Trial:
             self._deliver(self.coordinator.wait(worker.id, self.clock.now))
             return
         worker.base_version = self.server.version
-        payload = None if self.starts is None else self.starts.payload(self.server, assignment.look_ahead)
+        starts = self._compressed_starts(worker)
+        payload = None if starts is None else starts.payload(self.server, assignment.look_ahead)
         pulled = self._pulled_bytes(worker, payload)
         answered = max(self.clock.now, self.answers_at) + self._pulling(self.exchanges[worker.id], pulled)
         meanwhile = 0 if self.fragments is None else self.fragments.meanwhile(worker)
-        steps, loss, tokens = self._compute(worker, assignment, payload)
+        given = None if starts is None or payload is None else starts.decode(payload)
+        steps, loss, tokens = self._compute(worker, assignment, given)
         seconds = [self.seconds[worker.id].of_step(worker.steps + step) for step in range(steps)]
         presence, ready, before = self.presence[worker.id], since, 0.0
         if meanwhile:
@@ -214,23 +216,29 @@ class Trial:
             seconds += exchange.transfer(self.sketched.values)
         return seconds
 
-    def _start(self, assignment: Assignment, payload: Tensor | None) -> Tensor:
+    def _compressed_starts(self, worker: LogicalWorker) -> CompressedStarts | None:
+        """Of what the worker takes now: None where that is not compressed."""
+        if self.starts is None:
+            return None
+        takes_all = self.fragments is None or worker.streamed is None
+        return self.starts.of(None if takes_all else worker.sequence - 1)
+
+    def _start(self, assignment: Assignment, given: Tensor | None) -> Tensor:
         """What a worker starts from; to be copied, or used at once."""
-        if self.starts is not None and payload is not None:
-            return self.starts.decode(payload)
+        if given is not None:
+            return given
         if not assignment.look_ahead:
             return self.server.dispatch()
         ahead = torch.empty_like(self.parameters)
         self.server.write_ahead(ahead, assignment.look_ahead)
         return ahead
 
-    def _compute(
-        self, worker: LogicalWorker, assignment: Assignment, payload: Tensor | None
-    ) -> tuple[int, float, float]:
-        """Steps, loss and tokens of the worker's next update, which is computed here."""
+    def _compute(self, worker: LogicalWorker, assignment: Assignment, given: Tensor | None) -> tuple[int, float, float]:
+        """Steps, loss and tokens of the worker's next update, which is computed here; ``given`` is what came
+        compressed."""
         if self.fragments is not None:
-            return self.fragments.compute(worker, assignment, self.server)
-        start = self._start(assignment, payload)
+            return self.fragments.compute(worker, assignment, self.server, given)
+        start = self._start(assignment, given)
         self.server.note_pull(worker.id, start)
         if self.sends_gradients:
             with self._computing_at(start):

@@ -25,7 +25,6 @@ class ParameterReceiver:
     def __init__(self, spec: MethodSpec, layout: Layout) -> None:
         pull = spec.compress.pull
         self._codec = None if pull is None else compression.build(pull)
-        self._size = layout.size
         most = 0 if self._codec is None else self._codec.most_bytes([layout.size])
         self._room = torch.empty(max(4 * layout.size, most) if most else 0, dtype=torch.uint8)
         self.payload: str | None = None
@@ -36,10 +35,11 @@ class ParameterReceiver:
         channel.room = slot if self._codec is None else self._room
 
     def take(self, channel: Channel, reply: PullReply, slot: Tensor) -> int:
-        """Writes the parameters of the answer that came last into the slot; returns their bytes.
+        """Writes the parameters of the answer that came last into the slot, or the part of it that was asked for;
+        returns their bytes.
 
         Raises:
-            ProtocolError: they are not there, or not of the model's size.
+            ProtocolError: they are not there, or not of its size.
             CodecError: the payload is none of this run's codec.
         """
         self.payload = None
@@ -48,10 +48,10 @@ class ParameterReceiver:
         size = channel.tensor_bytes if channel.with_tensor else 0
         data = memoryview(self._room.numpy().data)[:size]
         if reply.compressed:
-            slot.copy_(self._codec.decode(data, self._size))
+            slot.copy_(self._codec.decode(data, slot.numel()))
             self.payload = f"{checksum_of(data):08x}"
-        elif size != 4 * self._size:
-            raise ProtocolError(f"parameters of {size} bytes came: the model has {4 * self._size}")
+        elif size != 4 * slot.numel():
+            raise ProtocolError(f"parameters of {size} bytes came: {4 * slot.numel()} were asked for")
         else:
             slot.view(torch.uint8).copy_(self._room[:size])
         return size

@@ -118,7 +118,7 @@ def record(run_dir: Path, n: int, pushes: list[tuple[int, bool]]) -> Tensor:
     """Workers push in this order, and go on from what is published then, or ("early") still was during the step before,
     if their update came then and was only added to others. Returns the last parameters."""
     run, parameters = HalvingRun(n), torch.tensor([1.0, -2.0, 3.0])
-    server = ParameterServer(parameters, run.build(LAYOUT, parameters)[0])
+    server = ParameterServer(parameters, run.build(run.spec, LAYOUT, parameters)[0])
     recorder, log = Recorder(run_dir, server, resumed=False), EventLog(run_dir, {}, "the beginning", 0.0)
     before, in_step = parameters.clone(), set[int]()  # whose pushes may have been accepted during the last step
     for worker in run.workers.values():
@@ -155,7 +155,7 @@ def test_who_pulled_during_a_step_is_repeated_from_where_it_started(n: int, push
     [
         pytest.param(["--outer", "diloco", "--local-steps", 4], id="DiLoCo"),
         pytest.param(
-            ["--local-steps", 4, "--fragments", 2, "--fragment-delay", 1, "--compress", "e3m0"],
+            ["--local-steps", 4, "--fragments", 2, "--fragment-delay", 1, "--compress", "e3m0,pull=int8"],
             id="compressed fragments with a delay",
         ),
         pytest.param(

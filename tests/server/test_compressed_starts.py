@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairseq_async import compression
-from fairseq_async.algorithms import BF16, Update
-from fairseq_async.server.compressed_starts import CompressedStarts
+from fairseq_async.algorithms import BF16, FragmentedRule, Update, fragments_of
+from fairseq_async.server.compressed_starts import CompressedFragments, CompressedStarts
 from fairseq_async.server.parameter_server import ParameterServer
 
 
@@ -32,6 +32,12 @@ class Adder:
 
     def dispatch(self, parameters: Tensor) -> Tensor:
         return parameters + self.ahead if self.ahead else parameters
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        pass
 
 
 class Server:
@@ -157,3 +163,52 @@ def test_bf16_is_what_its_codec_makes() -> None:
     it = Server("bf16", [0.1, -3e38, 7.7])
     payload = it.starts.payload(it.server)
     assert payload is not None and payload.numpy().tobytes() == BF16().encode(it.parameters)
+
+
+class InFragments:
+    """Two fragments, of two values and of one, and what is given of each."""
+
+    def __init__(self) -> None:
+        self.parameters = torch.tensor([127.0, 0.4, 127.0])
+        rule = FragmentedRule(fragments_of([2, 1], 2), [Adder(), Adder()])  # type: ignore[list-item]
+        self.server = ParameterServer(self.parameters, rule)
+        pull = compression.parse("pull=int8").pull
+        assert pull is not None
+        self.starts = CompressedFragments([CompressedStarts(pull, fragment) for fragment in (0, 1)])
+        self.starts.follow(self.server)
+
+    def push(self, values: list[float]) -> None:
+        sequence = self.server.sequences.get(0, -1) + 1
+        self.server.push(Update(0, sequence, self.server.version, 1.0, torch.tensor(values)))
+        self.starts.follow(self.server)
+
+    def given(self, fragment: int) -> list[float]:
+        starts = self.starts.of(fragment)
+        assert starts is not None
+        payload = starts.payload(self.server)
+        assert payload is not None
+        found: list[float] = starts.decode(payload).tolist()
+        return found
+
+
+def test_a_fragment_is_encoded_when_it_has_changed_and_not_with_the_others() -> None:
+    """0.4 is given as 0, then 0.8 as 1, as for a model of its own; the whole model has no payload."""
+    it = InFragments()
+    found = [it.given(0)]
+    for sequence in range(4):
+        it.push([0.0, 0.0] if sequence % 2 == 0 else [0.0])
+        found.append(it.given(0))
+    assert [values[1] for values in found] == [0, 1, 1, 0, 0]
+    assert it.given(1) == it.given(3) == [127.0] and it.starts.of(None) is None
+
+
+def test_fragments_go_on_from_the_state_of_others() -> None:
+    it, other = InFragments(), InFragments()
+    for sequence in range(3):
+        it.push([0.0, 0.1] if sequence % 2 == 0 else [-1.0])
+    other.server.load_state_dict(deepcopy(it.server.state_dict()))
+    other.starts.load_state_dict(deepcopy(it.starts.state_dict()))
+    for each in (it, other):
+        each.push([-1.0])
+        each.push([0.0, 0.1])
+    assert it.given(0) == other.given(0) and it.given(1) == other.given(1)

@@ -102,6 +102,19 @@ def test_an_update_has_the_bytes_of_its_fragment_and_so_has_the_answer(tmp_path:
     assert [report.bytes_received for report in own] == [sum(sizes), *sizes, *sizes, sizes[0]]
 
 
+@pytest.mark.parametrize(("codec", "bytes_a_value"), [("bf16", 2), ("int8:block=8", 1 + 4 / 8)])
+def test_a_fragment_comes_back_in_few_bytes_and_the_first_whole_model_in_fp32(
+    tmp_path: Path, codec: str, bytes_a_value: float
+) -> None:
+    simulated, log = run(tmp_path, STREAMING | {"compress": f"pull={codec}"}, **EQUAL)
+    sizes = [fragment.size for fragment in simulated.model.layout.fragments(2)]
+    received = [report.bytes_received for _, receipt, report in log.events if receipt.worker == 0]
+    header = 100
+    assert received[0] == 4 * sum(sizes)
+    for got, size in zip(received[1:], [*sizes, *sizes, sizes[0]], strict=True):
+        assert got is not None and bytes_a_value * size <= got <= bytes_a_value * (size + 8) + header
+
+
 def test_a_worker_waits_only_for_what_is_longer_than_the_delay(tmp_path: Path) -> None:
     """A way takes 0.4 s, and steps 1 s: an answer is there 0.8 s after the update was sent."""
     slow = {"cluster": {"workers": 1, "seconds_per_step": 1.0, "exchange": {"seconds": 0.4}}}
@@ -131,7 +144,6 @@ def test_training_helps(tmp_path: Path) -> None:
     [
         ({"local_steps": 5}, "--local-steps is 5: with --fragments 2 give a multiple of it"),
         ({"fragment_delay": 3}, "--fragment-delay is 3: the next fragment goes after 2 local steps; give at most 2"),
-        ({"compress": "pull=bf16"}, "--compress does not go with --fragments: pull= encodes whole parameters"),
         ({"delay_compensation": 0.5}, "--delay-compensation does not go with --fragments"),
         ({"global": {}}, '"fragments" do not go with "global"'),
         ({"outer": "diloco"}, '"fragments" is of no use with "outer" diloco'),

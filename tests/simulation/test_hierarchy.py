@@ -129,9 +129,10 @@ def test_after_a_merge_workers_start_from_what_was_merged_also_where_that_is_com
     assert isinstance(run, Hierarchy)
     while run.advance():
         for trial in (region.trial for region in run.regions):
-            payload = trial.starts.payload(trial.server) if trial.starts else None
-            assert trial.starts is not None and payload is not None
-            assert torch.equal(trial.starts.decode(payload), trial.parameters.bfloat16().float())
+            starts = trial.starts.of(None) if trial.starts else None
+            payload = starts.payload(trial.server) if starts else None
+            assert starts is not None and payload is not None
+            assert torch.equal(starts.decode(payload), trial.parameters.bfloat16().float())
     assert run.version == 4
 
 

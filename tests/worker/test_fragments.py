@@ -57,8 +57,9 @@ def parameters(server: ThreadServer) -> Tensor:
     return server.service.described.coordinator.server.parameters
 
 
-def streaming64(turns: int, delay: int) -> tuple[Tensor, Tensor]:
-    """The server's parameters and the worker's, after so many turns of two steps each, of one worker alone."""
+def streaming64(turns: int, delay: int, rounded: bool = False) -> tuple[Tensor, Tensor]:
+    """The server's parameters and the worker's, after so many turns of two steps each, of one worker alone, which is
+    given bf16 if ``rounded``."""
     target = TARGETS[0].double()
     servers = [DelayedNesterov64(torch.zeros(place.stop - place.start), 0.7, 0.9, 1) for place in PLACES]
     theta, taken = torch.zeros(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
@@ -72,6 +73,7 @@ def streaming64(turns: int, delay: int) -> tuple[Tensor, Tensor]:
                 theta[before] = 0.5 * theta[before] + 0.5 * answer
         place = PLACES[turn % 3]
         answer = servers[turn % 3].arrive(taken[place] - theta[place]).clone()
+        answer = answer.bfloat16().double() if rounded else answer
         if not delay:
             taken[place] = theta[place] = answer
     return torch.cat([server.theta for server in servers]), theta
@@ -79,14 +81,17 @@ def streaming64(turns: int, delay: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"], ids=["shared memory", "TCP"])
 @pytest.mark.parametrize("delay", [0, 1, 2])
-def test_a_worker_alone_takes_the_papers_steps_in_float64(start: Start, host: str, delay: int) -> None:
+@pytest.mark.parametrize("compress", [None, "pull=bf16"])
+def test_a_worker_alone_takes_the_papers_steps_in_float64(
+    start: Start, host: str, delay: int, compress: str | None
+) -> None:
     """Ten fragments go: three rounds of three, and one more."""
     server = start(1, host=host)
-    worker = Descent(client(server), streaming(delay), 1)
+    worker = Descent(client(server), streaming(delay, compress=compress), 1)
     for _ in range(20):
         worker.step()
     worker.local.settle()
-    expected, theta = streaming64(10, delay)
+    expected, theta = streaming64(10, delay, rounded=compress is not None)
     assert torch.allclose(parameters(server).double(), expected, rtol=0, atol=1e-5)
     assert torch.allclose(worker.theta.double(), theta, rtol=0, atol=1e-5)
 
@@ -124,19 +129,25 @@ def real_steps(model: SharedModel, workers: list[Any], simulated: Trial) -> None
 
 
 @pytest.mark.parametrize(
-    ("workers", "method"),
-    [(1, {}), (2, {"grace_period": 60.0}), (1, {"compress": "e3m0"})],
-    ids=["alone", "two in rounds", "compressed"],
+    ("workers", "host", "method"),
+    [
+        (1, "127.0.0.1", {}),
+        (2, "127.0.0.1", {"grace_period": 60.0}),
+        (1, "127.0.0.1", {"compress": "e3m0"}),
+        (1, "127.0.0.1", {"compress": "e3m0,pull=int8"}),
+        (2, "127.0.0.2", {"grace_period": 60.0, "compress": "e3m0,pull=int8"}),
+    ],
+    ids=["alone", "two in rounds", "compressed", "both ways", "both ways by TCP in rounds"],
 )
 def test_a_real_run_is_the_simulated_one_to_the_bit(
-    start: Start, tmp_path: Path, workers: int, method: dict[str, Any]
+    start: Start, tmp_path: Path, workers: int, host: str, method: dict[str, Any]
 ) -> None:
     options = DelayedNesterovOptions(local_steps=4, fragments=2, fragment_delay=1, total_steps=12, **method)
     given = DN | {"local_steps": 4, "fragments": 2, "fragment_delay": 1} | method
     cluster = {"workers": workers, "seconds_per_step": 1.0}
     described = experiment(tmp_path, methods={"it": given}, cluster=cluster)
     simulated, other = trial(described), trial(described)
-    server, model = start(workers), other.model
+    server, model = start(workers, host=host), other.model
     own = [model.flat.clone() for _ in range(workers)]
     entered = []
     for worker in range(workers):
@@ -352,7 +363,6 @@ def test_masters_in_parts_are_read_and_written_by_fragment() -> None:
     ("changes", "server", "said"),
     [
         ({"upstream": "10.0.0.1:29500"}, {}, "--upstream does not go with --fragments: a region merges the whole"),
-        ({"compress": "e3m0,pull=int8"}, {}, "--compress does not go with --fragments: pull= encodes whole parameters"),
         ({}, {"max_update_norm_ratio": 5.0}, "--max-update-norm-ratio does not go with --fragments: the norms"),
         ({"local_steps": 7}, {}, "--local-steps is 7: with --fragments 2 give a multiple of it"),
     ],
