@@ -65,7 +65,7 @@ class DQSGDOptions(_Parameters):
 CodecOptions = BF16Options | Int8Options | E3M0Options | TopKOptions | AdaCompOptions | DQSGDOptions
 _CODECS: TypeAdapter[CodecOptions] = TypeAdapter(Annotated[CodecOptions, Field(discriminator="codec")])
 NAMES = tuple(str(model.model_fields["codec"].default) for model in CodecOptions.__args__)
-PullOptions = BF16Options | Int8Options
+PullOptions = BF16Options | Int8Options | E3M0Options
 _SKETCH = (
     "sketch finds its largest values in a second round between all workers of a step, which only gs_sgd of the "
     "simulator has; choose another codec"
@@ -144,7 +144,13 @@ def _pull_codec(given: object) -> PullOptions | None:
     options = _codec(given)
     if options is None or isinstance(options, PullOptions):
         return options
-    raise ValueError(f"pull is {options.codec}: whoever starts from parameters needs all of them; give bf16 or int8")
+    raise ValueError(f"pull is {options.codec}: a worker needs all parameters; give bf16, int8 or e3m0")
+
+
+def sends_changes(pull: PullOptions) -> bool:
+    """Whether the codec is too coarse for parameters, so that a worker is sent what has changed since it took them
+    last."""
+    return isinstance(pull, E3M0Options)
 
 
 def _from_text(text: str) -> dict[str, str] | None:

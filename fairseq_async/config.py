@@ -26,7 +26,7 @@ _AUTO: Shown = {"default": "auto"}
 _COMPRESS: Shown = {"default": "none", "metavar": "NAME"}
 _COMPRESS_HELP = (
     "send updates in fewer bytes: bf16, int8, e3m0, topk, adacomp or dqsgd, with parameters as in topk:keep=32,bits=4; "
-    "pull=bf16 or pull=int8, alone or as in e3m0,pull=int8: parameters too"
+    "pull=bf16, pull=int8 or pull=e3m0, alone or as in e3m0,pull=e3m0: parameters too"
 )
 
 

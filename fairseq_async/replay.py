@@ -17,6 +17,7 @@ from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, Parameters, Receipt
 from fairseq_async.server import compressed_starts as starts
+from fairseq_async.server.compressed_changes import CompressedChanges
 from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.description import RunDescription
 from fairseq_async.server.event_log import EVENTS, START, checksum, merge_path, read_vector
@@ -159,7 +160,8 @@ class Replay:
         self.server = self.coordinator.server
         self.server.load_state_dict(recording.start["server"])
         self._level = Region(self.parameters, merge=spec.upstream.above.merge) if spec.upstream else None
-        self._starts, self._fragments = starts.compressed_starts(spec), layout.fragments(spec.fragments)
+        self._starts, self._fragments = starts.compressed_starts(spec, layout), layout.fragments(spec.fragments)
+        self._started: dict[int, tuple[int, Tensor]] = {}  # by worker: what came compressed, and for which update
         self._ahead = {w: [event for event in recording.events if event.worker == w] for w in run.workers}
         self._kept: dict[int, Parameters] = {}  # by worker: what it goes on from once its update in hand is settled
         self._begin()
@@ -207,25 +209,33 @@ class Replay:
 
     def _start(self, event: Event) -> Tensor:
         """The present parameters, or ahead of them, as the worker of this update took them."""
-        if self._starts is not None and event.start_payload is not None:
-            return self._compressed_start(event, self._starts)
+        if self._starts is not None:
+            sequence, start = self._started.get(event.worker, (-1, self.parameters))
+            if sequence != event.sequence:  # what it has was sent once
+                start = self._compressed_start(event, self._starts)
+                self._started[event.worker] = event.sequence, start
+            return start
         if not event.look_ahead:
             return self.server.dispatch()
+        return self._ahead_by(event.look_ahead)
+
+    def _ahead_by(self, versions: float) -> Tensor:
         ahead = torch.empty_like(self.parameters)
-        self.server.write_ahead(ahead, event.look_ahead)
+        self.server.write_ahead(ahead, versions)
         return ahead
 
-    def _compressed_start(self, event: Event, given: starts.CompressedFragments) -> Tensor:
-        """The parameters, of which the fragment of the update before, or all, came in a payload."""
+    def _compressed_start(self, event: Event, given: starts.CompressedFragments | CompressedChanges) -> Tensor:
+        """The parameters, of which the fragment of the update before, or all, came in a payload; in a new tensor."""
         before = event.sequence - 1
-        encoded = given.of(before)
-        assert encoded is not None
-        payload = encoded.payload(self.server, event.look_ahead or 0.0)
-        if (here := starts.checksum(payload)) != event.start_payload or payload is None:
+        start = self._ahead_by(event.look_ahead) if event.look_ahead else self.server.dispatch().clone()
+        if event.start_payload is None:
+            given.took(event.worker, start, None)
+            return start
+        encoded = given.of(event.worker, before)
+        payload = None if encoded is None else encoded.payload(self.server, event.look_ahead or 0.0)
+        here = starts.checksum(payload)
+        if here != event.start_payload or encoded is None or payload is None:
             raise _first(event, f"the checksum of what it started from was {event.start_payload}, is {here}")
-        if len(self._fragments) == 1:
-            return encoded.decode(payload)
-        start = self.server.dispatch()  # a new tensor
         in_turn(self._fragments, before).of(start).copy_(encoded.decode(payload))
         return start
 

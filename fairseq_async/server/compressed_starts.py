@@ -10,6 +10,8 @@ from fairseq_async.algorithms.codecs.payload import checksum_of
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import CodecError
 from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.compressed_changes import CompressedChanges
+from fairseq_async.server.layout import Layout
 from fairseq_async.server.parameter_server import ParameterServer
 
 
@@ -115,11 +117,18 @@ class CompressedFragments:
         for each in self._fragments:
             each.follow(server)
 
-    def of(self, sequence: int | None) -> CompressedStarts | None:
-        """Those of the fragment of an update of this number; of the whole model for None, where there are any."""
+    def of(self, worker: int, sequence: int | None) -> CompressedStarts | None:
+        """Those of the fragment of an update of this number; of the whole model for None, where there are any. They are
+        the same for every worker."""
         if sequence is not None:
             return self._fragments[sequence % len(self._fragments)]
         return self._fragments[0] if len(self._fragments) == 1 else None
+
+    def took(self, worker: int, values: Tensor, sequence: int | None) -> None:
+        """Nothing depends on what a worker has."""
+
+    def forget(self, worker: int) -> None:
+        """Nothing is known of it."""
 
     def state_dict(self) -> State:
         """What the payloads of later versions depend on."""
@@ -133,10 +142,14 @@ class CompressedFragments:
             each.load_state_dict(own)
 
 
-def compressed_starts(spec: MethodSpec) -> CompressedFragments | None:
-    """Those of a run; None where workers are given fp32."""
+def compressed_starts(spec: MethodSpec, layout: Layout) -> CompressedFragments | CompressedChanges | None:
+    """What encodes those of a run; None where workers are given fp32."""
     pull = spec.compress.pull
-    return None if pull is None else CompressedFragments([CompressedStarts(pull, p) for p in range(spec.fragments)])
+    if pull is None:
+        return None
+    if compression.sends_changes(pull):
+        return CompressedChanges(pull, layout.fragments(spec.fragments))
+    return CompressedFragments([CompressedStarts(pull, fragment) for fragment in range(spec.fragments)])
 
 
 def checksum(payload: Tensor | None) -> str | None:

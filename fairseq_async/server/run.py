@@ -11,7 +11,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
 from fairseq_async.exchange import SharedMemory, copy, linux
 from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.compressed_starts import compressed_starts
+from fairseq_async.server.compressed_starts import CompressedFragments, compressed_starts
 from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.event_log import EventLog, Recorder, record_vector, update_path
 from fairseq_async.server.first_batches import FirstBatches
@@ -50,7 +50,7 @@ class Run:
 
     def __init__(self, run_dir: Path, spec: MethodSpec, layout: Layout, slots: int, tell: Tell = tell_log) -> None:
         self.run_dir, self.spec, self.layout, self._tell = run_dir, spec, layout, tell
-        self._starts = compressed_starts(spec)
+        self._starts = compressed_starts(spec, layout)
         self.memory = SharedMemory.create(layout.size, slots, spec.publishes and self._starts is None)
         self._fragments = layout.fragments(spec.fragments)
         self.payloads = Payloads(spec, layout, self._fragments)
@@ -108,7 +108,7 @@ class Run:
         if state is not None:
             self._check_state(state)
             coordinator.load_state_dict(state)
-            if self._starts is not None and "starts" in state:
+            if isinstance(self._starts, CompressedFragments) and "starts" in state:
                 self._starts.load_state_dict(state["starts"])
         self.upstream = self._upstream(coordinator, state or {})
         server = coordinator.server
@@ -151,17 +151,27 @@ class Run:
     def hand_out(self, worker: int, pull: Pull) -> tuple[PullReply, Tensor]:
         """The answer to a worker that asks for parameters, and these: a payload, or the worker's slot, into which they
         are written."""
-        server, slot, sequence = self.coordinator.server, self.memory.slot(worker), pull.fragment_of
-        starts = None if self._starts is None or not pull.starts else self._starts.of(sequence)
+        server, sequence = self.coordinator.server, pull.fragment_of
+        compressed = self._starts if pull.starts else None
+        starts = None if compressed is None else compressed.of(worker, sequence)
         if starts is not None and (payload := starts.payload(server, pull.look_ahead)) is not None:
             if server.staleness.compensation:
                 server.note_pull(worker, starts.decode(payload))
             return PullReply(server.version, compressed=True), payload
-        if sequence is not None:
-            copy(part := self.fragment(sequence).of(slot), server.dispatch_fragment(sequence))
-            return PullReply(server.version), part
-        server.give(worker, slot, pull.look_ahead, pull.starts)
-        return PullReply(server.version), slot
+        given = self.memory.slot(worker)
+        if sequence is None:
+            server.give(worker, given, pull.look_ahead, pull.starts)
+        else:
+            given = self.fragment(sequence).of(given)
+            copy(given, server.dispatch_fragment(sequence))
+        if compressed is not None:
+            compressed.took(worker, given, sequence)
+        return PullReply(server.version), given
+
+    def meet(self, worker: int) -> None:
+        """The worker has connected, as it does again when a connection was lost: an answer may not have come."""
+        if self._starts is not None:
+            self._starts.forget(worker)
 
     def log(self, settled: list[Settled], time: float) -> None:
         """Writes the events of updates that were settled together; ``time`` in seconds since 1970."""
@@ -218,7 +228,7 @@ class Run:
         own: State = {"method": self.spec.name, "inner_optimizer": inner_optimizer(self.spec)}
         own["fragments"], own["server_shards"] = self.spec.fragments, self.spec.server.server_shards
         own["layout"] = self.layout.to_json()  # which an export names the tensors by
-        if self._starts is not None:
+        if isinstance(self._starts, CompressedFragments):  # what single workers have they will be given anew
             own["starts"] = self._starts.state_dict()
         if self.upstream is not None:
             own["upstream"] = self.upstream.state_dict()

@@ -13,7 +13,7 @@ from fairseq_async.algorithms import Update
 from fairseq_async.algorithms.rule import State
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server import Receipt
-from fairseq_async.server.compressed_starts import CompressedStarts, checksum, compressed_starts
+from fairseq_async.server.compressed_starts import checksum, compressed_starts
 from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
@@ -59,7 +59,7 @@ class Trial:
         self.membership = Membership(cluster.workers, now=0.0, timeout=inf, arrival_timeout=inf)
         self.coordinator = build_coordinator(built.spec, built.rule, built.plan, self.parameters, self.membership)
         self.server = self.coordinator.server
-        self.sketched, self.starts = built.sketched, compressed_starts(self.spec)
+        self.sketched, self.starts = built.sketched, compressed_starts(self.spec, model.layout)
         self.exchanges = [cluster.exchange_of(worker) for worker in range(cluster.workers)]
         self.clock = Clock()
         self.workers = [LogicalWorker(w, torch.zeros_like(start)) for w in range(cluster.workers)]
@@ -154,6 +154,8 @@ class Trial:
         """As where the connection of a real one closes."""
         worker.incarnation += 1
         self.membership.leave(worker.id, for_good=False, now=self.clock.now)
+        if self.starts is not None:
+            self.starts.forget(worker.id)
         self._deliver(self.coordinator.depart(worker.id, self.clock.now))
 
     def _begin(self, worker: LogicalWorker, assignment: Assignment, since: float) -> None:
@@ -162,12 +164,10 @@ class Trial:
             self._deliver(self.coordinator.wait(worker.id, self.clock.now))
             return
         worker.base_version = self.server.version
-        starts = self._compressed_starts(worker)
-        payload = None if starts is None else starts.payload(self.server, assignment.look_ahead)
+        given, payload = self._given(worker, assignment)
         pulled = self._pulled_bytes(worker, payload)
         answered = max(self.clock.now, self.answers_at) + self._pulling(self.exchanges[worker.id], pulled)
         meanwhile = 0 if self.fragments is None else self.fragments.meanwhile(worker)
-        given = None if starts is None or payload is None else starts.decode(payload)
         steps, loss, tokens = self._compute(worker, assignment, given)
         seconds = [self.seconds[worker.id].of_step(worker.steps + step) for step in range(steps)]
         presence, ready, before = self.presence[worker.id], since, 0.0
@@ -216,12 +216,19 @@ class Trial:
             seconds += exchange.transfer(self.sketched.values)
         return seconds
 
-    def _compressed_starts(self, worker: LogicalWorker) -> CompressedStarts | None:
-        """Of what the worker takes now: None where that is not compressed."""
+    def _given(self, worker: LogicalWorker, assignment: Assignment) -> tuple[Tensor | None, Tensor | None]:
+        """What the worker is given, and the payload in which it comes; None where nothing is compressed, or this is
+        not."""
         if self.starts is None:
-            return None
-        takes_all = self.fragments is None or worker.streamed is None
-        return self.starts.of(None if takes_all else worker.sequence - 1)
+            return None, None
+        sequence = None if self.fragments is None or worker.streamed is None else worker.sequence - 1
+        starts = self.starts.of(worker.id, sequence)
+        payload = None if starts is None else starts.payload(self.server, assignment.look_ahead)
+        if starts is not None and payload is not None:
+            return starts.decode(payload), payload
+        whole = self._start(assignment, None) if sequence is None else self.server.dispatch_fragment(sequence)
+        self.starts.took(worker.id, whole, sequence)
+        return whole, None
 
     def _start(self, assignment: Assignment, given: Tensor | None) -> Tensor:
         """What a worker starts from; to be copied, or used at once."""

@@ -145,7 +145,7 @@ class Client(LastingConnection):
             request = protocol.Pull(look_ahead, starts, fragment_of)
             reply = self._ask(request, protocol.PullReply, lambda: self._make_room(fragment_of))
             self._restored_version = None
-            self._received += self._receiver.take(self._channel, reply, self._part(fragment_of))
+            self._received += self._receiver.take(self._channel, reply, self.slot, request)
         copy(self.slot)
         return reply.version
 

@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from fairseq_async import compression
+from fairseq_async.algorithms import in_turn
 from fairseq_async.algorithms.codecs.payload import checksum_of
 from fairseq_async.errors import ProtocolError
 from fairseq_async.exchange import Channel
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout
-from fairseq_async.server.protocol import PullReply
+from fairseq_async.server.protocol import Pull, PullReply
 
 
 class ParameterReceiver:
@@ -25,6 +26,11 @@ class ParameterReceiver:
     def __init__(self, spec: MethodSpec, layout: Layout) -> None:
         pull = spec.compress.pull
         self._codec = None if pull is None else compression.build(pull)
+        self._fragments = layout.fragments(spec.fragments)
+        changes = pull is not None and compression.sends_changes(pull)
+        self._reference = (
+            torch.zeros(layout.size) if changes else None
+        )  # what was taken last, to which changes are added
         most = 0 if self._codec is None else self._codec.most_bytes([layout.size])
         self._room = torch.empty(max(4 * layout.size, most) if most else 0, dtype=torch.uint8)
         self.payload: str | None = None
@@ -34,24 +40,35 @@ class ParameterReceiver:
         channel.any_length = self._codec is not None
         channel.room = slot if self._codec is None else self._room
 
-    def take(self, channel: Channel, reply: PullReply, slot: Tensor) -> int:
-        """Writes the parameters of the answer that came last into the slot, or the part of it that was asked for;
-        returns their bytes.
+    def take(self, channel: Channel, reply: PullReply, slot: Tensor, pull: Pull) -> int:
+        """Writes the parameters of the answer that came last, to ``pull``, into their place in the slot; returns their
+        bytes.
 
         Raises:
             ProtocolError: they are not there, or not of its size.
             CodecError: the payload is none of this run's codec.
         """
-        self.payload = None
-        if self._codec is None or not (channel.with_tensor or reply.compressed):
-            return 4 * slot.numel()  # they are there
+        whole = pull.fragment_of is None
+        place = slice(None) if whole else in_turn(self._fragments, pull.fragment_of or 0).elements
+        part, self.payload = slot[place], None
         size = channel.tensor_bytes if channel.with_tensor else 0
-        data = memoryview(self._room.numpy().data)[:size]
         if reply.compressed:
-            slot.copy_(self._codec.decode(data, slot.numel()))
-            self.payload = f"{checksum_of(data):08x}"
-        elif size != 4 * slot.numel():
-            raise ProtocolError(f"parameters of {size} bytes came: {4 * slot.numel()} were asked for")
-        else:
-            slot.view(torch.uint8).copy_(self._room[:size])
-        return size
+            self._decode(memoryview(self._room.numpy().data)[:size], place, part)
+            return size
+        if self._codec is not None and channel.with_tensor:
+            self._unpack(size, part)
+        if self._reference is not None and pull.starts:
+            self._reference[place] = part
+        return 4 * part.numel()
+
+    def _decode(self, data: memoryview, place: slice, part: Tensor) -> None:
+        if self._codec is None:
+            raise ProtocolError("a payload came: nothing is compressed in this run")
+        values = self._codec.decode(data, part.numel())
+        part.copy_(values if self._reference is None else self._reference[place].add_(values))
+        self.payload = f"{checksum_of(data):08x}"
+
+    def _unpack(self, size: int, part: Tensor) -> None:
+        if size != 4 * part.numel():
+            raise ProtocolError(f"parameters of {size} bytes came: {4 * part.numel()} were asked for")
+        part.view(torch.uint8).copy_(self._room[:size])

@@ -159,6 +159,10 @@ def test_who_pulled_during_a_step_is_repeated_from_where_it_started(n: int, push
             id="compressed fragments with a delay",
         ),
         pytest.param(
+            ["--local-steps", 3, "--compress", "topk:chunk=64,keep=8,pull=e3m0", "--delay-compensation", 0.5],
+            id="changes of the parameters, with compensation",
+        ),
+        pytest.param(
             ["--local-steps", 4, "--dynamic-local-steps", "--grace-period", 0.01]
             + ["--staleness-power", -0.5, "--delay-compensation", 0.5],
             id="delayed Nesterov with dynamic steps, grace, weights and compensation",

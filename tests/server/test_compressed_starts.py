@@ -183,7 +183,7 @@ class InFragments:
         self.starts.follow(self.server)
 
     def given(self, fragment: int) -> list[float]:
-        starts = self.starts.of(fragment)
+        starts = self.starts.of(0, fragment)
         assert starts is not None
         payload = starts.payload(self.server)
         assert payload is not None
@@ -199,7 +199,7 @@ def test_a_fragment_is_encoded_when_it_has_changed_and_not_with_the_others() -> 
         it.push([0.0, 0.0] if sequence % 2 == 0 else [0.0])
         found.append(it.given(0))
     assert [values[1] for values in found] == [0, 1, 1, 0, 0]
-    assert it.given(1) == it.given(3) == [127.0] and it.starts.of(None) is None
+    assert it.given(1) == it.given(3) == [127.0] and it.starts.of(0, None) is None
 
 
 def test_fragments_go_on_from_the_state_of_others() -> None:

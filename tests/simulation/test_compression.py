@@ -99,7 +99,7 @@ def test_an_experiment_without_feedback_needs_a_codec_that_has_it(
         ("int8:keep=3", "int8: keep: Extra inputs are not permitted"),
         ("topk:chunk=8,keep=9", "topk: keep is 9: a chunk has only 8 values"),
         ({"both": "bf16"}, "'both' is not compressed; 'push' is"),
-        ({"pull": "e3m0"}, "pull is e3m0: whoever starts from parameters needs all of them; give bf16 or int8"),
+        ({"pull": "dqsgd"}, "pull is dqsgd: a worker needs all parameters; give bf16, int8 or e3m0"),
         ("pull=topk:keep=3", "pull is topk"),
         ("int8,pull=bf16,push=e3m0", "'push' or 'pull' is given twice"),
         ({"push": 3}, "give the name of a codec"),

@@ -102,7 +102,7 @@ def test_an_update_has_the_bytes_of_its_fragment_and_so_has_the_answer(tmp_path:
     assert [report.bytes_received for report in own] == [sum(sizes), *sizes, *sizes, sizes[0]]
 
 
-@pytest.mark.parametrize(("codec", "bytes_a_value"), [("bf16", 2), ("int8:block=8", 1 + 4 / 8)])
+@pytest.mark.parametrize(("codec", "bytes_a_value"), [("bf16", 2), ("int8:block=8", 1 + 4 / 8), ("e3m0", 0.5)])
 def test_a_fragment_comes_back_in_few_bytes_and_the_first_whole_model_in_fp32(
     tmp_path: Path, codec: str, bytes_a_value: float
 ) -> None:

@@ -129,7 +129,7 @@ def test_after_a_merge_workers_start_from_what_was_merged_also_where_that_is_com
     assert isinstance(run, Hierarchy)
     while run.advance():
         for trial in (region.trial for region in run.regions):
-            starts = trial.starts.of(None) if trial.starts else None
+            starts = trial.starts.of(0, None) if trial.starts else None
             payload = starts.payload(trial.server) if starts else None
             assert starts is not None and payload is not None
             assert torch.equal(starts.decode(payload), trial.parameters.bfloat16().float())

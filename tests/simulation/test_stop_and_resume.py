@@ -31,6 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "compressed": DN | {"compress": "topk:chunk=3,keep=1", "staleness_limit": 1},
     "rounded": {"method": "hybrid_async", "compress": "dqsgd,pull=int8:block=8"},
     "rounded starts": DN | {"compress": "pull=int8", "delay_compensation": 0.5},
+    "changes": DN | {"compress": "e3m0:block=8,pull=e3m0:block=8"},
     "adasum": {"method": "adasum", "local_steps": 2},
     "gs-SGD": {"method": "gs_sgd", "columns": 8, "keep": 3},
     "adascale": {"method": "adascale", "optimizer": {"type": "sgd", "lr": 0.1}},

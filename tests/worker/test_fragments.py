@@ -136,8 +136,9 @@ def real_steps(model: SharedModel, workers: list[Any], simulated: Trial) -> None
         (1, "127.0.0.1", {"compress": "e3m0"}),
         (1, "127.0.0.1", {"compress": "e3m0,pull=int8"}),
         (2, "127.0.0.2", {"grace_period": 60.0, "compress": "e3m0,pull=int8"}),
+        (2, "127.0.0.2", {"grace_period": 60.0, "compress": "e3m0,pull=e3m0"}),
     ],
-    ids=["alone", "two in rounds", "compressed", "both ways", "both ways by TCP in rounds"],
+    ids=["alone", "two in rounds", "compressed", "both ways", "both ways by TCP in rounds", "changes by TCP in rounds"],
 )
 def test_a_real_run_is_the_simulated_one_to_the_bit(
     start: Start, tmp_path: Path, workers: int, host: str, method: dict[str, Any]
