@@ -231,13 +231,16 @@ class Replay:
         if event.start_payload is None:
             given.took(event.worker, start, None)
             return start
-        encoded = given.of(event.worker, before)
-        payload = None if encoded is None else encoded.payload(self.server, event.look_ahead or 0.0)
+        fragment = in_turn(self._fragments, before).of(start)
+        for _ in ("as the worker goes on", "as it has connected again"):
+            encoded = given.of(event.worker, before)
+            payload = None if encoded is None else encoded.payload(self.server, event.look_ahead or 0.0)
+            if encoded is not None and payload is not None and starts.checksum(payload) == event.start_payload:
+                fragment.copy_(encoded.decode(payload))
+                return start
+            given.forget(event.worker)
         here = starts.checksum(payload)
-        if here != event.start_payload or encoded is None or payload is None:
-            raise _first(event, f"the checksum of what it started from was {event.start_payload}, is {here}")
-        in_turn(self._fragments, before).of(start).copy_(encoded.decode(payload))
-        return start
+        raise _first(event, f"the checksum of what it started from was {event.start_payload}, is {here}")
 
     def _computed(self, event: Event) -> tuple[Update, Report, float | None]:
         """The update, its report, and its norm where its worker knew it."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async import compression
-from fairseq_async.algorithms import Fragment
+from fairseq_async.algorithms import Fragment, Int8
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import CodecError
 from fairseq_async.server.parameter_server import ParameterServer
@@ -16,12 +16,18 @@ class WorkersChanges:
     """Encodes for one worker, and one fragment of the model, what takes it to the present version.
 
     Args:
-        reference: the worker's parameters in this fragment, of which it has a copy; both add what is sent to them.
+        options: of the codec of changes.
+        known: the books of the worker by fragment, in which its parameters may be missing.
         turn: the number of an update of the fragment.
+
+    Attributes:
+        adds: whether the payload is to be added to what the worker has; otherwise it has the parameters themselves.
     """
 
-    def __init__(self, options: compression.PullOptions, reference: Tensor, turn: int) -> None:
-        self._codec, self._reference, self._turn = compression.build(options), reference, turn
+    def __init__(self, options: compression.PullOptions, known: dict[int, Tensor], turn: int) -> None:
+        self.adds = turn in known
+        self._codec = compression.build(options) if self.adds else Int8()
+        self._known, self._turn = known, turn
 
     def payload(self, server: ParameterServer, look_ahead: float = 0.0) -> Tensor | None:
         """The payload (uint8), which the worker must be sent; None where something has NaN or Inf.
@@ -29,22 +35,20 @@ class WorkersChanges:
         Args:
             look_ahead: versions ahead of the present one.
         """
+        start = torch.empty_like(server.parameters) if look_ahead else server.dispatch_fragment(self._turn)
         if look_ahead:
-            change = torch.empty_like(self._reference)
-            server.write_ahead(change, look_ahead)
-            change.sub_(self._reference)
-        else:
-            change = server.dispatch_fragment(self._turn) - self._reference
+            server.write_ahead(start, look_ahead)
         try:
-            data = self._codec.encode(change)
+            data = self._codec.encode(start - self._known[self._turn] if self.adds else start)
         except CodecError:
             return None
-        self._reference.add_(self._codec.decode(data, change.numel()))
+        values = self._codec.decode(data, start.numel())
+        self._known[self._turn] = self._known[self._turn] + values if self.adds else values
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def decode(self, payload: Tensor) -> Tensor:
-        """What the worker has after the last payload: flat, fp32; to be copied at once."""
-        return self._reference
+        """What the worker has after the last payload: flat, fp32; it does not change."""
+        return self._known[self._turn]
 
 
 class CompressedChanges:
@@ -59,25 +63,24 @@ class CompressedChanges:
     parameters would not survive. It takes one copy of the parameters for each worker in the server, and one in the
     worker.
 
-    A worker takes all parameters in fp32 when it joins, comes back or connects again, and both sides begin from these.
-    So they agree without a word about it: on one connection answers come in order, and each once.
+    A worker takes all parameters when it joins, comes back or connects again, in int8 or, where it takes several
+    fragments at once, in fp32, and both sides begin from these. So they agree without a word about it: on one
+    connection answers come in order, and each once.
     """
 
     def __init__(self, options: compression.PullOptions, fragments: Sequence[Fragment]) -> None:
         self._options, self._fragments = options, fragments
-        self._references: dict[int, dict[int, Tensor]] = {}  # r_w, by worker and fragment
+        self._known: dict[int, dict[int, Tensor]] = {}  # r_w, by worker and fragment
 
     def follow(self, server: ParameterServer) -> None:
         """Nothing is encoded before a worker asks."""
 
     def of(self, worker: int, sequence: int | None) -> WorkersChanges | None:
-        """Those of the fragment of the worker's update of this number; None where nothing is known of what the worker
-        has, or it takes several fragments at once."""
-        turn = (sequence or 0) % len(self._fragments)
-        reference = self._references.get(worker, {}).get(turn)
-        if reference is None or (sequence is None and len(self._fragments) > 1):
+        """Those of the fragment of the worker's update of this number; None where it takes several at once."""
+        if sequence is None and len(self._fragments) > 1:
             return None
-        return WorkersChanges(self._options, reference, turn)
+        turn = (sequence or 0) % len(self._fragments)
+        return WorkersChanges(self._options, self._known.setdefault(worker, {}), turn)
 
     def took(self, worker: int, values: Tensor, sequence: int | None) -> None:
         """The worker has taken these in fp32, of all parameters or of a fragment."""
@@ -85,17 +88,17 @@ class CompressedChanges:
             parts = {turn: fragment.of(values).clone() for turn, fragment in enumerate(self._fragments)}
         else:
             parts = {sequence % len(self._fragments): values.clone()}
-        self._references.setdefault(worker, {}).update(parts)
+        self._known.setdefault(worker, {}).update(parts)
 
     def forget(self, worker: int) -> None:
         """The worker connects anew."""
-        self._references.pop(worker, None)
+        self._known.pop(worker, None)
 
     def state_dict(self) -> State:
         """What each worker has. A server that is started again does without: its workers connect anew."""
-        return {"references": {worker: dict(parts) for worker, parts in self._references.items()}}
+        return {"known": {worker: dict(parts) for worker, parts in self._known.items()}}
 
     def load_state_dict(self, state: State) -> None:
         """Goes on from :meth:`state_dict`."""
-        given = state["references"].items()
-        self._references = {worker: {turn: part.clone() for turn, part in parts.items()} for worker, parts in given}
+        given = state["known"].items()
+        self._known = {worker: {turn: part.clone() for turn, part in parts.items()} for worker, parts in given}

@@ -39,6 +39,8 @@ class CompressedStarts:
         version: of the parameters that were encoded last.
     """
 
+    adds = False  # a payload has the parameters themselves
+
     def __init__(self, options: compression.PullOptions, turn: int = 0) -> None:
         self._turn = turn
         self._codec = compression.build(options)

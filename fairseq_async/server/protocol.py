@@ -245,11 +245,13 @@ class PullReply:
     """The parameters of this version are in the worker's slot, or behind this answer.
 
     Attributes:
-        compressed: a payload of the run's codec is behind it.
+        compressed: a payload is behind it.
+        adds: it is to be added to what this connection has brought before.
     """
 
     version: int
     compressed: bool = False
+    adds: bool = False
     kind: Literal["pull_reply"] = "pull_reply"
 
 

@@ -157,7 +157,7 @@ class Run:
         if starts is not None and (payload := starts.payload(server, pull.look_ahead)) is not None:
             if server.staleness.compensation:
                 server.note_pull(worker, starts.decode(payload))
-            return PullReply(server.version, compressed=True), payload
+            return PullReply(server.version, compressed=True, adds=starts.adds), payload
         given = self.memory.slot(worker)
         if sequence is None:
             server.give(worker, given, pull.look_ahead, pull.starts)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async import compression
-from fairseq_async.algorithms import in_turn
+from fairseq_async.algorithms import Int8, in_turn
 from fairseq_async.algorithms.codecs.payload import checksum_of
 from fairseq_async.errors import ProtocolError
 from fairseq_async.exchange import Channel
@@ -24,15 +24,14 @@ class ParameterReceiver:
     """
 
     def __init__(self, spec: MethodSpec, layout: Layout) -> None:
-        pull = spec.compress.pull
+        pull, size = spec.compress.pull, layout.size
         self._codec = None if pull is None else compression.build(pull)
         self._fragments = layout.fragments(spec.fragments)
-        changes = pull is not None and compression.sends_changes(pull)
-        self._reference = (
-            torch.zeros(layout.size) if changes else None
-        )  # what was taken last, to which changes are added
-        most = 0 if self._codec is None else self._codec.most_bytes([layout.size])
-        self._room = torch.empty(max(4 * layout.size, most) if most else 0, dtype=torch.uint8)
+        # what was taken last, to which changes are added
+        self._reference = torch.zeros(size) if pull is not None and compression.sends_changes(pull) else None
+        codecs = [] if self._codec is None else [self._codec, Int8()]  # int8 is what changes begin from
+        most = max([4 * size, *(codec.most_bytes([size]) for codec in codecs)])
+        self._room = torch.empty(most if codecs else 0, dtype=torch.uint8)
         self.payload: str | None = None
 
     def open(self, channel: Channel, slot: Tensor | None) -> None:
@@ -53,7 +52,7 @@ class ParameterReceiver:
         part, self.payload = slot[place], None
         size = channel.tensor_bytes if channel.with_tensor else 0
         if reply.compressed:
-            self._decode(memoryview(self._room.numpy().data)[:size], place, part)
+            self._decode(memoryview(self._room.numpy().data)[:size], reply.adds, place, part)
             return size
         if self._codec is not None and channel.with_tensor:
             self._unpack(size, part)
@@ -61,11 +60,15 @@ class ParameterReceiver:
             self._reference[place] = part
         return 4 * part.numel()
 
-    def _decode(self, data: memoryview, place: slice, part: Tensor) -> None:
+    def _decode(self, data: memoryview, adds: bool, place: slice, part: Tensor) -> None:
         if self._codec is None:
             raise ProtocolError("a payload came: nothing is compressed in this run")
-        values = self._codec.decode(data, part.numel())
-        part.copy_(values if self._reference is None else self._reference[place].add_(values))
+        if self._reference is None:
+            part.copy_(self._codec.decode(data, part.numel()))
+        elif adds:
+            part.copy_(self._reference[place].add_(self._codec.decode(data, part.numel())))
+        else:
+            part.copy_(self._reference[place].copy_(Int8().decode(data, part.numel())))
         self.payload = f"{checksum_of(data):08x}"
 
     def _unpack(self, size: int, part: Tensor) -> None:

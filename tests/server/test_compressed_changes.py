@@ -91,13 +91,12 @@ def test_parameters_that_stay_are_come_to_in_the_end() -> None:
     torch.testing.assert_close(given, it.parameters, rtol=1e-5, atol=1e-6)
 
 
-def test_a_worker_of_which_nothing_is_known_is_given_fp32() -> None:
-    it = Server([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert it.changes.of(0, None) is None
-    it.take(0)
-    assert it.give(0) is not None and it.changes.of(1, None) is None
+def test_a_worker_of_which_nothing_is_known_is_given_int8() -> None:
+    it = Server([127.0, 2.4, 3.0, 4.0, 5.0])
+    assert it.give(0).tolist() == [127.0, 2.0, 3.0, 4.0, 5.0]  # type: ignore[union-attr]
+    assert torch.equal(it.give(0), it.parameters)  # type: ignore[arg-type]
     it.changes.forget(0)
-    assert it.changes.of(0, None) is None
+    assert it.give(0).tolist() == [127.0, 2.0, 3.0, 4.0, 5.0]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -110,6 +109,7 @@ def test_parameters_with_nan_have_no_payload_and_those_after_them_have(bad: floa
     it.parameters[1] = 2.0
     assert it.give(0) is None  # what the worker has is no number
     it.take(0)
+    it.parameters[0] = 3.0
     assert torch.equal(it.give(0), it.parameters)  # type: ignore[arg-type]
 
 
@@ -131,7 +131,7 @@ def test_a_fragment_is_encoded_by_itself_and_several_at_once_are_not() -> None:
     assert it.give(0, 1).tolist() == [2.0, 4.0, 8.0]  # type: ignore[union-attr]
     assert it.give(0, 0).tolist() == [1.0, 0.5]  # type: ignore[union-attr]
     it.changes.took(0, torch.tensor([7.0, 7.0]), 2)
-    parts = it.changes.state_dict()["references"][0]
+    parts = it.changes.state_dict()["known"][0]
     assert {turn: part.tolist() for turn, part in parts.items()} == {0: [7.0, 7.0], 1: [2.0, 4.0, 8.0]}
 
 
@@ -139,11 +139,11 @@ def test_a_fragment_is_encoded_by_itself_and_several_at_once_are_not() -> None:
 
 
 def both_agree(worker: Descent, server: Any) -> bool:
-    """On what the worker has: of all fragments of which the server believes to know it."""
+    """On what the worker has, of all fragments of which the server knows it."""
     starts = server.service.described._starts
     own = worker.local.client._receiver._reference
     assert isinstance(starts, CompressedChanges) and own is not None
-    known = starts._references.get(0, {})
+    known = starts._known.get(0, {})
     return all(torch.equal(starts._fragments[turn].of(own), part) for turn, part in known.items())
 
 
