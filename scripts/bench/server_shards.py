@@ -54,7 +54,7 @@ class Side:
         parameters = torch.zeros(layout.size)
         if shards > 1:
             parameters = shared_copy(parameters)
-            self.rule, _ = build_sharded(build, spec, layout, parameters, self.memory, directory)
+            self.rule, _ = build_sharded(build, spec, layout, parameters, self.memory.slot, directory)
         else:
             self.rule, _ = build(spec, layout, parameters)
         self.server = ParameterServer(parameters, self.rule)
