@@ -60,10 +60,10 @@ class IslandClient:
         self._size = layout.size
         return self._broadcast_answer(lambda client: client.join(layout, spec), Welcome)
 
-    def initialise(self, state: str | None) -> Welcome:
+    def initialise(self, state: str | None, from_checkpoint: bool = False) -> Welcome:
         """See :meth:`Client.initialise`; each rank has written its part of the parameters before."""
         self._barrier()  # all parts are in the slot before rank 0 says so
-        return self._broadcast_answer(lambda client: client.initialise(state), Welcome)
+        return self._broadcast_answer(lambda client: client.initialise(state, from_checkpoint), Welcome)
 
     def push(self, write: Callable[[Tensor], object], push: Push) -> PushReply:
         """See :meth:`Client.push`; ``write`` writes this rank's part."""
