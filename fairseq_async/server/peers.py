@@ -11,7 +11,7 @@ from fairseq_async.exchange.authentication import challenge, proof, proves
 from fairseq_async.exchange.channel import LARGEST
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.notices import tell_log
-from fairseq_async.server.protocol import Greeting, Hello, Introduce, Introduced, Request
+from fairseq_async.server.protocol import Greeting, Hello, Introduce, Introduced, Push, Request
 
 SMALL = 1 << 10  # bytes that a peer may send at a time before it has proved that it knows the token
 USUAL = 1 << 18  # the same of a worker whose model is known
@@ -31,6 +31,7 @@ class Peer:
         since: when the connection was made.
         address: from which it was made.
         secured: it has shown in a handshake of TLS that its certificate is of the run's authority.
+        push: its update that waits for an answer.
     """
 
     channel: Channel
@@ -43,6 +44,7 @@ class Peer:
     since: float = 0.0
     address: str = ""
     secured: bool = False
+    push: Push | None = None
 
     @property
     def id(self) -> int:

@@ -1,7 +1,8 @@
 """The messages between workers and server: frozen dataclasses, checked once, when a message is parsed.
 
 A message is a JSON object whose ``kind`` says which class it is. The tensors of updates and parameters travel beside it
-(:mod:`fairseq_async.exchange`). Every request but :class:`Alive` gets one answer, in the order of the requests.
+(:mod:`fairseq_async.exchange`). Every request but :class:`Alive` gets one answer, in the order of the requests; a
+:class:`Push` may get a second one.
 """
 
 from dataclasses import field
@@ -86,6 +87,8 @@ class Push:
         wait: answer only when the update is settled, even if it will only be added to others.
         norm: the update's L2 norm where the worker knows it; NaN or Inf where it is compressed and has these, for which
             there is no payload.
+        pulls: the worker will ask for the parameters next, to start from them. One on another machine may have them
+            behind the answer, which saves a way there and back.
     """
 
     sequence: int
@@ -94,6 +97,7 @@ class Push:
     report: Report = field(default_factory=Report)
     wait: bool = True
     norm: float | None = None
+    pulls: bool = False
     kind: Literal["push"] = "push"
 
 
@@ -226,6 +230,7 @@ class PushReply:
         refused: how many of this worker's updates had NaN or Inf, this one included.
         finished: the run is over.
         taken: the update is in the parameters, or will be; otherwise it has changed nothing, and never will.
+        with_parameters: a :class:`PullReply` comes next, with the parameters to start from, for which nobody has asked.
     """
 
     status: Status
@@ -237,6 +242,7 @@ class PushReply:
     norm: float = 0.0
     cosine: float = 0.0
     taken: bool = True
+    with_parameters: bool = False
     kind: Literal["push_reply"] = "push_reply"
 
 

@@ -19,7 +19,7 @@ from fairseq_async.server.layout import Layout
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.outcome import Instruction, Settled
-from fairseq_async.server.parameter_server import SETTLED
+from fairseq_async.server.parameter_server import SETTLED, Status
 from fairseq_async.server.payloads import Payloads
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Pull, PullReply, Push, PushReply, StateSaved, Welcome, WorkReply
@@ -167,6 +167,15 @@ class Run:
         if compressed is not None:
             compressed.took(worker, given, sequence)
         return PullReply(server.version), given
+
+    def next_pull(self, push: Push, reply: PushReply | WorkReply) -> Pull | None:
+        """What a worker with this answer to its update will ask for, if that is known."""
+        if not push.pulls or not isinstance(reply, PushReply) or reply.finished or reply.assignment.idle:
+            return None
+        if reply.status is Status.REFUSED or reply.version == push.base_version:
+            return None
+        fragment_of = push.sequence if len(self._fragments) > 1 else None
+        return Pull(reply.assignment.look_ahead, starts=True, fragment_of=fragment_of)
 
     def meet(self, worker: int) -> None:
         """The worker has connected, as it does again when a connection was lost: an answer may not have come."""

@@ -212,7 +212,17 @@ class Service(Connections):
         for instruction in outcome.instructions:
             peer = self.peers.get(instruction.worker)
             if peer is not None:
-                self.answer(peer, run.reply(instruction))
+                self._instruct(run, peer, run.reply(instruction))
+
+    def _instruct(self, run: Run, peer: Peer, reply: protocol.PushReply | protocol.WorkReply) -> None:
+        """Answers a worker. One on another machine that would ask for parameters next has them behind the answer."""
+        push, peer.push = peer.push, None
+        pull = run.next_pull(push, reply) if peer.remote and push is not None else None
+        if pull is None or not isinstance(reply, protocol.PushReply):
+            return self.answer(peer, reply)
+        brought, parameters = run.hand_out(peer.id, pull)
+        self.answer(peer, replace(reply, with_parameters=True))
+        self.answer(peer, brought, parameters)
 
     # Coming in
 
@@ -300,7 +310,7 @@ class Service(Connections):
             if not accepted:
                 self.answer(peer, run.reply(coordinator.accept(update, coordinator.server.version, now)))
         else:
-            waits = True
+            waits, peer.push = True, push
             self.membership.wait(peer.id, "push")
         use_idle_cores(self.peers, self.membership, run.spec.server.server_threads)
         report = replace(push.report, server_seconds=peer.server_seconds, payload=payload)
@@ -319,7 +329,8 @@ class Service(Connections):
     def _pull(self, peer: Peer, pull: protocol.Pull) -> None:
         """Gives parameters to a worker that does not read the published copy: in its slot, or behind the answer.
 
-        Not with the answer to an update: until that is heard, the slot must keep the update for a second attempt.
+        In shared memory not with the answer to an update: until that is heard, the slot must keep the update for a
+        second attempt.
         """
         reply, parameters = self.described.hand_out(peer.id, pull)
         self.answer(peer, reply, parameters if peer.remote or reply.compressed else None)

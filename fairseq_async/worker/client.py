@@ -41,6 +41,7 @@ class Client(LastingConnection):
         tls: Path | None = None,
     ) -> None:
         self._schedule_events, self._received = 0, 0  # the second: bytes of parameters, since the last push
+        self._brought: tuple[protocol.Pull, int] | None = None  # what came behind an answer, and its version
         self.compressor: Compressor | None = None
         self._fragments: tuple[Fragment, ...]
         self._may_reject = False
@@ -73,8 +74,10 @@ class Client(LastingConnection):
             push = replace(push, report=replace(push.report, bytes_received=self._received, start_payload=start))
             compressor = self.compressor
             answer = self._push(push) if compressor is None else self._push_compressed(push, compressor)
-            self._received = 0
+            self._received, self._brought = 0, None
             self._in_slot = push.sequence if answer.status is Status.ACCEPTED else -1
+            if answer.with_parameters:
+                self._take_brought(push, answer)
         return answer
 
     def _push(self, push: Push) -> PushReply:
@@ -143,10 +146,29 @@ class Client(LastingConnection):
                         self._reconnect(error)
         with self.lock:
             request = protocol.Pull(look_ahead, starts, fragment_of)
-            reply = self._ask(request, protocol.PullReply, lambda: self._make_room(fragment_of))
-            self._restored_version = None
-            self._received += self._receiver.take(self._channel, reply, self.slot, request)
+            brought, self._brought = self._brought, None
+            if brought is not None and brought[0] == request and self._restored_version is None:
+                version = brought[1]
+            else:
+                reply = self._ask(request, protocol.PullReply, lambda: self._make_room(fragment_of))
+                version = self._take(reply, request)
         copy(self.slot)
+        return version
+
+    def _take_brought(self, push: Push, answer: PushReply) -> None:
+        """Takes the parameters behind an answer, for the :meth:`pull` to come; without them it asks as always."""
+        fragment_of = push.sequence if len(self._fragments) > 1 else None
+        request = protocol.Pull(answer.assignment.look_ahead, starts=True, fragment_of=fragment_of)
+        try:
+            self._make_room(fragment_of)
+            self._brought = request, self._take(self._channel.answer(protocol.PullReply), request)
+        except ExchangeError as error:
+            self._reconnect(error)
+
+    def _take(self, reply: protocol.PullReply, request: protocol.Pull) -> int:
+        """Brings parameters that have come into the slot; returns their version."""
+        self._restored_version = None
+        self._received += self._receiver.take(self._channel, reply, self.slot, request)
         return reply.version
 
     def schedule_event(

@@ -124,7 +124,7 @@ class HybridWorker(AsyncWorker):
             look_ahead=self.look_ahead or None,
             first_batch=self.take_first_batch(),
         )
-        answer = self.client.push(write, Push(self.sequence, self.version, weight, timed, wait, norm))
+        answer = self.client.push(write, Push(self.sequence, self.version, weight, timed, wait, norm, pulls=True))
         pushed = time.perf_counter()
         self.sequence += 1
         self.finished = answer.finished

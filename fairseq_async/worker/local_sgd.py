@@ -130,7 +130,7 @@ class LocalSGDWorker(AsyncWorker):
 
     def message(self, position: JsonObject | None) -> Push:
         """The message that goes with the pseudo-gradient."""
-        return Push(self.sequence, self.version, float(self.done), self._report(position))
+        return Push(self.sequence, self.version, float(self.done), self._report(position), pulls=True)
 
     def _wait_while_idle(self, finished: bool, assignment: Assignment) -> tuple[bool, Assignment]:
         """Whether the run is over, and the assignment; where that is to do nothing, the next one, as late as it may
