@@ -98,8 +98,8 @@ class Connection(Channel):
         return self._happens(select.POLLRDHUP, seconds)
 
     def is_readable(self, seconds: float) -> bool:
-        """Whether something arrives within this time, or the connection ends."""
-        return self._happens(select.POLLIN, seconds)
+        """Whether something is there, arrives within this time, or the connection ends."""
+        return self.has_message or self._happens(select.POLLIN, seconds)
 
     def _happens(self, event: int, seconds: float) -> bool:
         poll = select.poll()

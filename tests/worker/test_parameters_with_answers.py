@@ -16,6 +16,7 @@ from fairseq_async.server.protocol import PullReply, PushReply
 from fairseq_async.server.run import Run
 from fairseq_async.server.service import Service
 from fairseq_async.worker.client import Client
+from scripts.faults.sgd_server import build
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.fragments import Descent, streaming
 from tests.helpers.hybrid_job import HybridJob
@@ -59,7 +60,6 @@ def train(run_dir: Path, host: str, given: AsyncLocalSGDOptions) -> tuple[Tensor
         options(),
         options(compress="e3m0,pull=int8"),
         options(compress="pull=e3m0"),
-        options(overlap=True),
         streaming(delay=1, total_steps=2 * ROUNDS),
         streaming(delay=0, total_steps=2 * ROUNDS, compress="pull=bf16"),
     ],
@@ -79,6 +79,11 @@ def test_only_the_first_and_the_last_parameters_are_asked_for_and_all_are_the_sa
     ]
 
 
+def test_a_worker_that_goes_on_during_the_exchange_does_not_ask_either(tmp_path: Path, pulls: list[int]) -> None:
+    train(tmp_path, "127.0.0.2", options(overlap=True))
+    assert len(pulls) == 2
+
+
 def test_in_shared_memory_the_slot_keeps_the_update_until_its_answer_is_heard(tmp_path: Path, pulls: list[int]) -> None:
     _, events = train(tmp_path, "127.0.0.1", options())
     assert len(pulls) == 1 + len(events)
@@ -87,7 +92,6 @@ def test_in_shared_memory_the_slot_keeps_the_update_until_its_answer_is_heard(tm
 def test_parameters_that_are_lost_behind_their_answer_are_asked_for(
     tmp_path: Path, pulls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = options(compress="pull=e3m0")
     wanted, events = train(tmp_path / "whole", "127.0.0.2", options())
     pulls.clear()
     server = ThreadServer(1, tmp_path / "cut", "127.0.0.2", local_sgd_main.build)
@@ -113,13 +117,10 @@ def test_parameters_that_are_lost_behind_their_answer_are_asked_for(
     assert len(pulls) == 3 and torch.equal(descent.theta, wanted)
     cut = list(read_events(tmp_path / "cut" / "events.jsonl"))
     assert [event.sequence for event in cut] == [event.sequence for event in events]
-    assert given.compress is not None
 
 
 def test_hybrid_workers_have_parameters_behind_the_answer_to_a_step(tmp_path: Path, pulls: list[int]) -> None:
     """A gradient that completes no step is answered without any: what its worker has is the newest."""
-    from scripts.faults.sgd_server import build
-
     server = ThreadServer(1, tmp_path, "127.0.0.2", build)
     try:
         job = HybridJob(join(server, 0, updates_per_step=2, last_version=3))
