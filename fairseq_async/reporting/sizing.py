@@ -147,7 +147,7 @@ def _bottleneck(sizing: Sizing, row: Row) -> str:
         return f"the servers' {row.gradients.bottleneck}"
     parts = {
         "a worker's own link": costs.pushing + costs.pulling,
-        "the latency": 4 * costs.latency,
+        "the latency": 2 * costs.latency,
         "the server's time": costs.server / costs.servers,
         "copies": costs.exchange - costs.server,
     }

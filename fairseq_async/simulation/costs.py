@@ -31,7 +31,7 @@ class Costs:
         server: of ``exchange``, what the server cannot spend on another worker at the same time.
         parameters: number of parameters, of 4 bytes each.
         link: bytes per second in each direction; infinite on one machine.
-        latency: of a message over the link, one way: update, answer, request of the parameters, and these.
+        latency: of a message over the link, one way: the update, and the answer with the parameters behind it.
         push: bytes of an update, for each parameter.
         pull: bytes of the parameters that come back, for each.
         servers: shards of the parameters, in equal parts, each on a server with a link of its own.
@@ -55,7 +55,7 @@ class Costs:
     @property
     def exchanging(self) -> float:
         """Seconds of an exchange of a single worker."""
-        sent = self.pushing + self.pulling + 4 * self.latency
+        sent = self.pushing + self.pulling + 2 * self.latency
         return self.exchange - self.server + self.server / self.servers + sent
 
     @property

@@ -248,10 +248,10 @@ class ServerQueue:
         self._totals.staleness.append(self._version - self._workers[worker].base)
         ends = self._serve()
         if self._taken % self.exchanges.updates_per_step:
-            self._answer(worker, now)  # it is only added to others
+            self._acknowledge(worker)
         else:
             self._step(ends)
-            self._answer(worker, ends)
+            self._give(worker, ends)
 
     @property
     def _at_work(self) -> list[int]:
@@ -266,7 +266,7 @@ class ServerQueue:
         near.close()
         for worker in held:
             near.begin_work(worker, self._clock.now)
-            self._answer(worker, ends)
+            self._give(worker, ends)
 
     def _serve(self) -> float:
         """When the server has worked off one more update."""
@@ -278,12 +278,16 @@ class ServerQueue:
         self._version += 1
         self._steps_end.append(ends)
 
-    def _answer(self, worker: int, at: float) -> None:
-        latency = self.costs.latency
-        if at == self._clock.now and self._version_at(at) == self._workers[worker].base:
-            self._begin(worker, at + self._way + latency)  # it has these parameters
+    def _acknowledge(self, worker: int) -> None:
+        """An update is only added to others."""
+        now, latency = self._clock.now, self.costs.latency
+        if self._version_at(now) == self._workers[worker].base:
+            self._begin(worker, now + self._way + latency)  # it has these parameters
         else:
-            self._schedule(at + 2 * latency, EventKind.PULLS, worker)  # the answer, and the request that follows
+            self._give(worker, now + 2 * latency)  # the answer, and the request that follows
+
+    def _give(self, worker: int, at: float) -> None:
+        self._schedule(at, EventKind.PULLS, worker)
 
     def _pull(self, number: int) -> None:
         """The parameters, as they are now, begin to go out."""
