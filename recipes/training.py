@@ -35,7 +35,7 @@ class Training:
     """A training run with Adam.
 
     `settings` are further flags of fairseq-train, without the dashes. `slowdown` is how many times slower each of the
-    asynchronous workers is to be, as `fairseq-async launch` takes it.
+    asynchronous workers is to be, as `fairseq-async launch` takes it; `compress` is the flag of that name.
     """
 
     data: Path
@@ -45,6 +45,7 @@ class Training:
     max_tokens: int
     settings: Mapping[str, object]
     slowdown: str = field(default="", kw_only=True)
+    compress: str = field(default="", kw_only=True)
 
     @property
     def log(self) -> Path:
@@ -68,6 +69,8 @@ class Training:
         if self.method in (Method.SINGLE, Method.SYNC):
             return {"optimizer": "adam"}
         ours: dict[str, object] = {"optimizer": "hybrid_async", "inner-optimizer": "adam"}
+        if self.compress:
+            ours["compress"] = self.compress
         if self.method is Method.HYBRID:
             return ours
         return ours | {"updates-per-step": self.workers if self.method is Method.PAPER else 1, "look-ahead": "off"}

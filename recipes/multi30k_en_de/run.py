@@ -130,23 +130,34 @@ def main(
     slowdown: Annotated[
         str, typer.Option(metavar="X,X,...", help="Times slower that each asynchronous worker is made.")
     ] = "",
+    compress: Annotated[
+        str, typer.Option(metavar="CODEC", help="Of asynchronous updates, as fairseq-train takes it.")
+    ] = "",
 ) -> None:
     """Train Multi30k en-de, average the last checkpoints, translate test_2016_flickr and print sacreBLEU."""
     methods = chosen(method)
     if fp16 and not torch.cuda.is_available():
         raise RecipeError("--fp16 needs a GPU, and torch sees none: leave it out")
-    if slowdown and (waiting := [each.value for each in methods if each in (Method.SINGLE, Method.SYNC)]):
-        raise RecipeError(f"--slowdown is for asynchronous workers: --method {waiting[0]} has none")
+    for flag in ("slowdown" if slowdown else "", "compress" if compress else ""):
+        if flag and (waiting := [each.value for each in methods if each in (Method.SINGLE, Method.SYNC)]):
+            raise RecipeError(f"--{flag} is for asynchronous workers: --method {waiting[0]} has none")
     preset = adjusted(PRESETS[size], epochs=epochs, lr=lr, warmup=warmup, max_tokens=max_tokens)
     settings = preset.settings() | {"seed": seed} | ({"fp16": True} if fp16 else {})
     prepared, results = prepare(size, data, out), []
     for each in methods:
-        slower = f"-slowdown-{slowdown}" if slowdown else ""
-        save_dir = out / f"{size.value}-{each.value}-seed{seed}{slower}"
+        changed = (f"-slowdown-{slowdown}" if slowdown else "") + (f"-compress-{compress}" if compress else "")
+        save_dir = out / f"{size.value}-{each.value}-seed{seed}{changed}"
         print(f"{each.value}: training into {save_dir}", flush=True)
         length = end(preset, each, workers)
         run = Training(
-            prepared.binary, save_dir, each, workers, preset.max_tokens, settings | length, slowdown=slowdown
+            prepared.binary,
+            save_dir,
+            each,
+            workers,
+            preset.max_tokens,
+            settings | length,
+            slowdown=slowdown,
+            compress=compress,
         )
         results.append(evaluate(run, prepared, preset.average))
         record(out / "results.json", results[-1])

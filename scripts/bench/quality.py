@@ -1,5 +1,5 @@
 """BLEU and last validation loss on Multi30k by method and seed, from the recipe's results: hybrid, also with a slow
-worker, beside synchronous and plain async."""
+worker and with compressed updates, beside synchronous and plain async."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from scripts.bench.report import Report  # noqa: E402
 
 RECIPE = jobs.ROOT / "recipes" / "multi30k_en_de" / "run.py"
 BELOW_SYNCHRONOUS = 0.3
+COMPRESSED_BELOW = 0.5
 LOSS_WITH_A_SLOW_WORKER = 1.02  # of the synchronous run's
 NEEDED = (Method.HYBRID, Method.SYNC)
 
@@ -32,7 +33,8 @@ Results = dict[tuple[str, int], dict[str, Any]]
 
 
 def load(path: Path, size: Size) -> Results:
-    """The recorded runs of models of this size; the recipe names them size-method-seedN, or …-slowdown-FACTORS."""
+    """The recorded runs of models of this size; the recipe names them size-method-seedN, with -slowdown-FACTORS and
+    -compress-CODEC behind it."""
     if not path.exists():
         return {}
     try:
@@ -40,13 +42,13 @@ def load(path: Path, size: Size) -> Results:
         names = {result["run"]: result for result in recorded}
     except (ValueError, KeyError, TypeError) as error:
         raise RecipeError(f"{path} is not a results.json of recipes/multi30k_en_de/run.py: {error!r}") from error
-    pattern = rf"{size.value}-(\w+)-seed(\d+)(?:-slowdown-(.+))?"
+    pattern = rf"{size.value}-(\w+)-seed(\d+)(?:-slowdown-(.+?))?(?:-compress-(.+))?"
     found = {re.fullmatch(pattern, name): result for name, result in names.items()}
-    return {(_named(match[1], match[3]), int(match[2])): result for match, result in found.items() if match}
+    return {(_named(match[1], match[3], match[4]), int(match[2])): result for match, result in found.items() if match}
 
 
-def _named(method: str, slowdown: str | None) -> str:
-    return f"{method}, slowed {slowdown}" if slowdown else method
+def _named(method: str, slowdown: str | None, compress: str | None) -> str:
+    return method + (f", slowed {slowdown}" if slowdown else "") + (f", {compress}" if compress else "")
 
 
 def missing(results: Results, seeds: Sequence[int]) -> list[tuple[str, int]]:
@@ -102,6 +104,15 @@ def check(results: Results, path: Path) -> list[int]:
     return seeds
 
 
+def scores_beside_plain(results: Results) -> dict[str, float]:
+    """Of hybrid with compressed updates: BLEU less that without, in the mean of seeds."""
+    differences: dict[str, list[float]] = {}
+    for (method, seed), result in results.items():
+        if method.startswith("hybrid, ") and "slowed" not in method and ("hybrid", seed) in results:
+            differences.setdefault(method, []).append(result["bleu"] - results["hybrid", seed]["bleu"])
+    return {method: mean(each) for method, each in sorted(differences.items())}
+
+
 def losses_beside_synchronous(results: Results) -> dict[str, float]:
     """Of hybrid with slow workers: the last validation loss over the synchronous run's, in the mean of seeds."""
     ratios: dict[str, list[float]] = {}
@@ -120,8 +131,8 @@ def main(
     recipe_flags: Annotated[list[str] | None, typer.Argument(metavar="[-- RECIPE FLAGS]", show_default=False)] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
 ) -> None:
-    """Compare the BLEU of the methods; exit code 1 if hybrid is more than 0.3 below synchronous, or has, with slow
-    workers, a last validation loss of more than 1.02 of its."""
+    """Compare the BLEU of the methods; exit code 1 if hybrid is more than 0.3 below synchronous, or with compressed updates
+    0.5 below itself, or if its last validation loss with slow workers is more than 1.02 of synchronous."""
     report = Report(f"Quality: Multi30k en-de, {size.value} model, sacreBLEU on test_2016_flickr")
     if recipe_flags and not run_missing:
         raise RecipeError(f"{recipe_flags[0]}: flags for the recipe are of use with --run only")
@@ -136,6 +147,8 @@ def main(
     differences = [results["hybrid", seed]["bleu"] - results["sync", seed]["bleu"] for seed in shared]
     what = f"hybrid minus sync, mean over seeds {', '.join(map(str, shared))}"
     report.bound(what, mean(differences), -BELOW_SYNCHRONOUS, at_least=True)
+    for method, difference in scores_beside_plain(results).items():
+        report.bound(f"{method}, minus hybrid, mean over seeds", difference, -COMPRESSED_BELOW, at_least=True)
     for method, ratio in losses_beside_synchronous(results).items():
         report.bound(f"last validation loss of {method}, over synchronous", ratio, LOSS_WITH_A_SLOW_WORKER)
     report.end(json)
