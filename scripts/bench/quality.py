@@ -131,8 +131,8 @@ def main(
     recipe_flags: Annotated[list[str] | None, typer.Argument(metavar="[-- RECIPE FLAGS]", show_default=False)] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
 ) -> None:
-    """Compare the BLEU of the methods; exit code 1 if hybrid is more than 0.3 below synchronous, or with compressed updates
-    0.5 below itself, or if its last validation loss with slow workers is more than 1.02 of synchronous."""
+    """Compare the BLEU of the methods; exit code 1 if hybrid is more than 0.3 below synchronous, or with compressed
+    updates 0.5 below itself, or if its last validation loss with slow workers is more than 1.02 of synchronous."""
     report = Report(f"Quality: Multi30k en-de, {size.value} model, sacreBLEU on test_2016_flickr")
     if recipe_flags and not run_missing:
         raise RecipeError(f"{recipe_flags[0]}: flags for the recipe are of use with --run only")
