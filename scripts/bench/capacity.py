@@ -1,19 +1,22 @@
 """How well a server's load is predicted: from one real worker, the updates a second and the staleness of two and four.
 
 Workers sleep in place of computing, so that more of them than cores can be measured, and some sleep longer than
-others; in one case the server sleeps with each update, too, and is saturated. Pushes, pulls and the server are real, in
-processes of their own. Each round measures one worker, predicts, and measures the others: what counts is the median of
-the rounds.
+others; in one case the server sleeps with each update, too, and is saturated. In some the workers are on another host,
+a network namespace behind a cable, and exchange the model whole or in fragments. Pushes, pulls and the server are real,
+in processes of their own. Each round measures one worker on this host that exchanges the model whole, predicts, and
+measures the others: what counts is the median of the rounds.
 """
 
 from __future__ import annotations
 
 import json as jsonlib
+import math
 import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
@@ -30,39 +33,66 @@ from fairseq_async.method_spec import local_sgd_spec  # noqa: E402
 from fairseq_async.reporting.capacity import Measured, measure  # noqa: E402
 from fairseq_async.server.process import ServerProcess  # noqa: E402
 from fairseq_async.simulation.cluster import Cluster, Distribution, Seconds  # noqa: E402
-from fairseq_async.simulation.server_queue import Load, ServerQueue  # noqa: E402
+from fairseq_async.simulation.costs import Link  # noqa: E402
+from fairseq_async.simulation.server_queue import Exchanges, Load, ServerQueue  # noqa: E402
 from fairseq_async.worker.client import Client  # noqa: E402
 from fairseq_async.worker.hybrid import HybridWorker  # noqa: E402
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker  # noqa: E402
 from fairseq_async.worker.replica import TensorReplica  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.bench.slow_server import SECONDS  # noqa: E402
+from scripts.faults.hosts import Cable, Host, other_host  # noqa: E402
 from scripts.faults.sgd_server import sgd_spec  # noqa: E402
 
 WITHIN = 0.15
 SLOWER = (1.0, 1.5, 2.0, 3.0)  # of the workers, times the step
 WORKERS = (1, 2, 4)
+LATENCY = 0.05  # seconds from one end of a cable to the other
+LONGER, SMALLER = 4, 4  # of runs over a cable: updates are fewer, and so are parameters
+HERE = Host((), "127.0.0.1", "127.0.0.1")
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: seconds of a step of the fastest worker, and for which the server sleeps; local steps, where
-    gradients are not sent at each."""
+    """What is measured.
+
+    Attributes:
+        step: seconds, of the fastest worker.
+        server: seconds for which the server sleeps with each update.
+        local_steps: from exchange to exchange; 0 where every gradient is sent.
+        fragments: in which the model is exchanged, one step ahead.
+        mbit: of the cable between workers and server, in Mbit/s each way; 0 for workers on the server's host.
+    """
 
     name: str
     step: float
     server: float = 0.0
     local_steps: int = 0
+    fragments: int = 1
+    mbit: float = 0.0
 
     @property
     def program(self) -> str:
         return "fairseq_async.server.local_sgd_main" if self.local_steps else "scripts.bench.slow_server"
+
+    @property
+    def options(self) -> NesterovOptions:
+        delay = 1 if self.fragments > 1 else 0
+        return NesterovOptions(local_steps=self.local_steps, fragments=self.fragments, fragment_delay=delay)
+
+    @property
+    def whole(self) -> Case:
+        """The same on one host, and not in fragments: what predictions are made from."""
+        return replace(self, fragments=1, mbit=0.0)
 
 
 CASES = (
     Case("gradients", 0.1),
     Case("gradients, a slow server", 0.1, server=0.04),
     Case("local SGD, H = 4", 0.05, local_steps=4),
+    Case("gradients, 100 Mbit/s", 0.1, mbit=100),
+    Case("local SGD, H = 8, 100 Mbit/s", 0.05, local_steps=8, mbit=100),
+    Case("local SGD, H = 8 in 4 fragments, 100 Mbit/s", 0.05, local_steps=8, fragments=4, mbit=100),
 )
 
 
@@ -80,9 +110,10 @@ def send_gradients(client: Client, case: Case, workers: int, parameters: int, un
 
 def take_local_steps(client: Client, case: Case, workers: int, parameters: int, until: Until) -> None:
     """One worker that exchanges after several sleeps."""
-    options = NesterovOptions(local_steps=case.local_steps)
-    worker = local_sgd_worker(client, TensorReplica([("all", torch.nn.Parameter(torch.randn(parameters)))]), options)
-    welcome = worker.join(local_sgd_spec(options, workers, [], None, {}))
+    parts = torch.randn(parameters).chunk(4)
+    replica = TensorReplica([(str(number), torch.nn.Parameter(part)) for number, part in enumerate(parts)])
+    worker = local_sgd_worker(client, replica, case.options)
+    welcome = worker.join(local_sgd_spec(case.options, workers, [], None, {}))
     worker.begin(welcome if welcome.initialised else worker.bring_parameters(None))
     until.begin()
     while until.goes_on():
@@ -120,13 +151,21 @@ def work(address: str, token: str, given: str) -> None:
 
 def run(case: Case, workers: int, parameters: int, seconds: float, out: Path) -> tuple[float, float]:
     """A real run; returns its updates a second and their mean staleness, by the events of its middle."""
-    server = ServerProcess(case.program, workers, out, out / "server.log")
+    cable = Cable(seconds=LATENCY, bytes_per_second=case.mbit * 1e6 / 8)
+    with other_host(cable) if case.mbit else nullcontext(HERE) as host:
+        return run_on(host, case, workers, parameters, seconds, out)
+
+
+def run_on(host: Host, case: Case, workers: int, parameters: int, seconds: float, out: Path) -> tuple[float, float]:
+    """The same with workers on this host."""
+    server = ServerProcess(case.program, workers, out, out / "server.log", host=host.near)
     try:
         processes = []
         for worker in range(workers):
             given = {"case": asdict(case), "worker": worker, "workers": workers}
             given |= {"parameters": parameters, "seconds": seconds}
-            line = [sys.executable, __file__, "worker", server.address, server.token, jsonlib.dumps(given)]
+            told = [server.address, server.token, jsonlib.dumps(given)]
+            line = [*host.prefix, sys.executable, __file__, "worker", *told]
             own = os.environ | environment() | {"OMP_NUM_THREADS": "1"}
             pipe = subprocess.PIPE
             processes.append(subprocess.Popen(line, env=own, stdin=pipe, stdout=pipe, text=True))
@@ -149,31 +188,40 @@ def run(case: Case, workers: int, parameters: int, seconds: float, out: Path) ->
 
 
 def predict(case: Case, workers: int, alone: Measured) -> tuple[float, Load]:
-    """Updates a second by the asymptotic bound, and the simulated load, from a run of one worker."""
-    costs, slept = alone.costs, case.step * max(1, case.local_steps)
-    steps: list[Seconds] = [costs.step + (slower - 1) * slept for slower in SLOWER[:workers]]
+    """Updates a second by the asymptotic bound, NaN in fragments, and the simulated load: from a run of one worker."""
+    each, costs = max(1, case.local_steps), alone.costs
+    steps = [costs.step / each + (slower - 1) * case.step for slower in SLOWER[:workers]]
+    if case.mbit:
+        costs = costs.over(Link(case.mbit / 1000, 1000 * LATENCY))
+    exchanges = Exchanges(each, case.fragments, delay=int(case.fragments > 1))
     served = Distribution(distribution="lognormal", mean=costs.server, spread=alone.server_spread)
-    simulated = ServerQueue(Cluster(workers=workers, seconds_per_step=steps), costs, served=served).run()
-    each = [1 / (float(step) + costs.exchange) for step in steps if isinstance(step, float)]
-    return min(sum(each), 1 / costs.busiest), simulated
+    cluster = Cluster(workers=workers, seconds_per_step=list[Seconds](steps))
+    bound = min(sum(1 / (each * step + costs.exchanging) for step in steps), 1 / costs.busiest)
+    return bound if case.fragments == 1 else math.nan, ServerQueue(cluster, costs, exchanges, served=served).run()
 
 
 def measure_case(case: Case, parameters: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
     """Rows of all numbers of workers; medians over the rounds."""
     found: dict[int, list[tuple[float, ...]]] = {workers: [] for workers in WORKERS}
+    if case.mbit:
+        parameters, seconds = parameters // SMALLER, seconds * LONGER
     for _ in range(rounds):
         with TemporaryDirectory() as directory:
+            run(case.whole, 1, parameters, seconds, Path(directory) / "alone")
+            alone = measure(Path(directory) / "alone")
             for workers in WORKERS:
-                out = Path(directory) / str(workers)
-                rate, stale = run(case, workers, parameters, seconds, out)
-                if workers == 1:
-                    alone = measure(out)
+                rate, stale = run(case, workers, parameters, seconds, Path(directory) / str(workers))
                 bound, load = predict(case, workers, alone)
                 found[workers].append((rate, bound, load.updates_per_second, stale, load.staleness))
     rows = []
     for workers, rounds_ in found.items():
         rate, bound, simulated, stale, simulated_stale = (median(column) for column in zip(*rounds_, strict=True))
-        rates = {"updates/s": rate, "bound": bound, "simulated": simulated, "ratio": simulated / rate}
+        rates = {
+            "updates/s": rate,
+            "bound": None if math.isnan(bound) else bound,
+            "simulated": simulated,
+            "ratio": simulated / rate,
+        }
         stales = {"staleness": stale, "simulated staleness": simulated_stale}
         rows.append({"case": case.name, "workers": workers} | rates | stales)
     return rows
@@ -183,12 +231,14 @@ def main(
     parameters: Annotated[int, typer.Option(min=1)] = 1_000_000,
     seconds: Annotated[float, typer.Option(min=1, help="Of each run.")] = 6,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Cases with this in their name.")] = "",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
 ) -> None:
     """Predict and measure; exit code 1 if a prediction is more than 15% off."""
-    report = Report(f"Capacity: {parameters:,} parameters, shared memory, workers that sleep")
+    report = Report(f"Capacity: {parameters:,} parameters, a quarter of them over a cable; workers that sleep")
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
-    rows = [row for case in CASES for row in measure_case(case, parameters, seconds, rounds)]
+    chosen = [case for case in CASES if only in case.name]
+    rows = [row for case in chosen for row in measure_case(case, parameters, seconds, rounds)]
     report.table("updates a second, and their staleness", rows)
     report.bound("largest error of simulated updates a second", max(abs(row["ratio"] - 1) for row in rows), WITHIN)
     stale = [abs(row["simulated staleness"] / row["staleness"] - 1) for row in rows if row["workers"] > 1]
