@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from fairseq_async.addresses import LOOPBACK
 from fairseq_async.errors import AsyncError, ConfigurationError, as_key, spell_options
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def launch(
 ) -> None:
     """Train one job with several workers on this machine: fairseq-train, or a script that calls fairseq_async."""
     from fairseq_async.launch.programs import is_fairseq  # start-up time
-    from fairseq_async.launch.start import LOOPBACK, Launch, launch_fairseq, launch_script
+    from fairseq_async.launch.start import Launch, launch_fairseq, launch_script
 
     restarts = _MAX_RESTARTS if max_restarts is None else max_restarts
     asynchronous = {"--slowdown": slowdown, "--max-restarts": max_restarts, "--host": host, "--token-file": token_file}

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "fairseq_async"
 INTERFACES = {"fairseq_plugin", "deepspeed_plugin", "torch", "launch", "ray_launch"}
 # from the lowest: a module imports from lower layers, and from its own
 LAYERS = [
-    {"errors", "environment"},
+    {"addresses", "errors", "environment"},
     {"algorithms"},
     {"exchange"},
     {

@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fairseq_async.addresses import LOOPBACK
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.exchange.addresses import LOOPBACK
 from fairseq_async.exchange.tls import AUTHORITY, SERVER, WORKER
 
 _DAYS, _AUTHORITYS_DAYS = 365, 3650

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from fairseq_async.addresses import ANY, LOOPBACK
 from fairseq_async.environment import RENDEZVOUS, SLOWDOWN, TLS, TOKEN, WORKER, WORKERS
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.exchange.addresses import ANY, LOOPBACK
 from fairseq_async.exchange.authentication import new_token, read_token
 from fairseq_async.exchange.tls import worker_context
 from fairseq_async.launch.command import WorkerCommand

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
+from fairseq_async.addresses import LOOPBACK, is_loopback
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.script import ScriptCommand
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Launch:
         Raises:
             ConfigurationError: flags that do not fit together.
         """
-        if self.host != LOOPBACK and not self.token_file and not _is_loopback(self.host):
+        if self.host != LOOPBACK and not self.token_file and not is_loopback(self.host):
             raise ConfigurationError(
                 f"--host {self.host}: other machines can reach this address; give a secret with --token-file FILE, "
                 "made with: (umask 077; openssl rand -hex 16 > FILE)"
@@ -96,9 +95,3 @@ def _launch(command: WorkerCommand | ScriptCommand, options: Launch) -> None:
 
     restarts, address = options.max_restarts, (options.port, options.host)
     Launcher(command, options.workers, options.slowdown, restarts, *address, options.token_file, options.tls).run()
-
-
-def _is_loopback(host: str) -> bool:
-    from fairseq_async.exchange.addresses import is_loopback  # start-up time: torch comes with it
-
-    return is_loopback(host)

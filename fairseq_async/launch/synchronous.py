@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fairseq_async.addresses import LOOPBACK
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.exchange.addresses import LOOPBACK
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from fairseq_async.launch.task import LOOPBACK
+from fairseq_async.addresses import LOOPBACK
 from fairseq_async.worker.rendezvous import ServerRequest
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import ray
 
+from fairseq_async.addresses import ANY
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.exchange.addresses import ANY
 from fairseq_async.ray_launch.registry import Ended, Place, State
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.server.snapshots import DIRECTORY, Snapshots

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from fairseq_async.addresses import LOOPBACK, is_loopback
 from fairseq_async.environment import TOKEN
 from fairseq_async.errors import ConfigurationError, option
-from fairseq_async.exchange.addresses import LOOPBACK, is_loopback
 from fairseq_async.exchange.authentication import new_token, write_token
 from fairseq_async.exchange.linux import environment
 from fairseq_async.exchange.tls import server_context

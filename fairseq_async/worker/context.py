@@ -14,10 +14,10 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from fairseq_async.addresses import ANY, LOOPBACK, is_loopback
 from fairseq_async.config import ServerOptions
 from fairseq_async.environment import HOST, JOINS, MEETING, RENDEZVOUS, SERVER, SLOWDOWN, TLS, TOKEN, WORKER, WORKERS
 from fairseq_async.errors import AsyncError, ConfigurationError, ExchangeError, RefusedError, option
-from fairseq_async.exchange.addresses import ANY, LOOPBACK, is_loopback
 from fairseq_async.exchange.authentication import new_token, read_token
 from fairseq_async.exchange.linux import end_with_parent
 from fairseq_async.server.process import ServerProcess, say

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fairseq_async.addresses import ANY
 from fairseq_async.errors import as_flag
-from fairseq_async.exchange.addresses import ANY
 from fairseq_async.validation import split_address
 
 _ANY = (ANY, "::")  # the server listens on every address of its machine

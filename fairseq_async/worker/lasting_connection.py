@@ -15,9 +15,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fairseq_async.addresses import LOOPBACK
 from fairseq_async.errors import ExchangeError, RefusedError
 from fairseq_async.exchange import SharedMemory
-from fairseq_async.exchange.addresses import LOOPBACK
 from fairseq_async.exchange.tls import worker_context
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, protocol
