@@ -92,7 +92,7 @@ class Run:
     def begin(
         self, build: Build, parameters: Tensor, state: State | None, source: str, membership: Membership, time: float
     ) -> None:
-        """Takes the parameters (flat, fp32, the run's own from now on), or a state that has others in it.
+        """Copies the parameters (flat, fp32), or takes a state that has others in it.
 
         Args:
             state: of :meth:`state_dict`, to go on from; None begins anew.
@@ -100,9 +100,10 @@ class Run:
             time: seconds since 1970.
         """
         if self.spec.server.server_shards > 1:
-            parameters = shared_copy(parameters)
+            parameters = shared_copy(parameters)  # no other copy may be in memory now: the shards would keep it
             rule, plan = build_sharded(build, self.spec, self.layout, parameters, self.memory.slot, self.run_dir)
         else:
+            parameters = parameters.clone()
             rule, plan = build(self.spec, self.layout, parameters)
         coordinator = build_coordinator(self.spec, rule, plan, parameters, membership)
         if state is not None:

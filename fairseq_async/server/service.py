@@ -275,7 +275,7 @@ class Service(Connections):
         source, state = newest_state(run, restored, self.snapshots, self.resumes, self.tell)
         run.payloads.take_parameters(peer, run.memory.slot(0))
         run.from_checkpoint = request.from_checkpoint
-        return self._begin(run, run.memory.slot(0).clone(), state, source)
+        return self._begin(run, run.memory.slot(0), state, source)
 
     def _begin(self, run: Run, parameters: Tensor, state: State | None, source: str) -> Answer | None:
         """Begins the run; the answer is worker 0's."""

@@ -17,7 +17,7 @@ from fairseq_async.algorithms import HybridAccumulation, Rule, Update
 from fairseq_async.algorithms.rule import State
 from fairseq_async.algorithms.threads import forget_threads, set_threads
 from fairseq_async.errors import HalfAppliedError
-from fairseq_async.exchange.linux import end_with_parent
+from fairseq_async.exchange.linux import end_with_parent, trim
 from fairseq_async.server.scheduled_rule import ScheduledRule
 from fairseq_async.server.shard_messages import (
     LARGEST,
@@ -156,6 +156,7 @@ class _Shard:
 
     def __init__(self, connection: socket.socket, rule: Rule, parameters: Tensor, memory: ShardMemory) -> None:
         self.connection, self.rule, self.parameters, self.memory = connection, rule, parameters, memory
+        self._stepped = False
         if (clips := accumulation(rule)) is not None:
             clips.norm_of_all = self._norm_of_all
 
@@ -195,7 +196,11 @@ class _Shard:
         set_threads(told.threads)
         delta = self.memory.slots(told.worker)
         update = Update(told.worker, told.sequence, told.base_version, told.weight, delta, told.tokens)
+        steps = self.rule.moves_parameters()
         self.rule.apply(self.parameters, update)
+        if steps and not self._stepped:
+            trim()  # the first step leaves the heap in pieces between the optimizer's moments
+        self._stepped = self._stepped or steps
 
     def _norm_of_all(self, norm: Tensor) -> Tensor:
         self.connection.send(encode(Norm(float(norm) ** 2)))

@@ -1,7 +1,8 @@
 """How much memory server and workers need, in copies of the parameters (fp32).
 
 The server: real, with fairseq's Adam; what it needs more than with a quarter of the parameters, so that what does not
-grow with the model drops out. The worker: fairseq-train with hybrid_async against plain fairseq-train of the same model
+grow with the model drops out. A server in shards beside one process, both counted by the shares of their processes in
+the pages that they use. The worker: fairseq-train with hybrid_async against plain fairseq-train of the same model
 on the same batches, the peak while it trains, and when it also saves a checkpoint while gradients wait in the server's
 accumulator. What a process shares with the others (parameters to read from, slots) is counted at the server, and shown
 beside a worker's own.
@@ -9,10 +10,12 @@ beside a worker's own.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 from typing import Annotated, Any
@@ -21,7 +24,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.config import HybridOptions  # noqa: E402
+from fairseq_async.config import HybridOptions, ServerOptions  # noqa: E402
 from fairseq_async.method_spec import JsonObject, hybrid_spec  # noqa: E402
 from fairseq_async.server import Layout
 from fairseq_async.server.process import ServerProcess  # noqa: E402
@@ -32,8 +35,9 @@ from recipes.training import Method, Training  # noqa: E402
 from scripts.bench import exchange_times, jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
-COPIES_IN_SERVER = 5.0  # parameters, a copy to read from, accumulator, Adam's two moments
+COPIES_IN_SERVER = 6.0  # parameters, a copy to read from, accumulator, Adam's two moments, the last step to look ahead along
 COPIES_IN_WORKER = 1.0
+SHARDS, IN_SHARDS = 2, 1.01  # the sum of their memory, of one process's
 WORKERS = 2
 UPDATES = 6
 LR: JsonObject = {"lr": [1e-4]}
@@ -49,7 +53,6 @@ FRAMEWORK: JsonObject = {
     "lr_scheduler": {"_name": "fixed", "force_anneal": None, "lr_shrink": 0.1, "warmup_updates": 0, **LR},
     "clip_norm": 1.0,
 }
-SPEC = hybrid_spec(HybridOptions(), WORKERS, None, FRAMEWORK, total_steps=0)
 MODEL = {
     "arch": "transformer",
     "share-all-embeddings": True,
@@ -77,14 +80,27 @@ class Memory:
     @classmethod
     def of(cls, process: int) -> Memory:
         """Now; a process that is gone has none."""
-        try:
-            lines = Path(f"/proc/{process}/status").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError):
-            return cls()
-        fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
-        size = {name: 1024 * int(rest[0]) for name, rest in fields.items() if rest[-1:] == ["kB"]}
-        get = size.get
+        get = sizes(process, "status").get
         return cls(get("RssAnon", 0) + get("RssFile", 0), get("RssShmem", 0), get("VmHWM", 0))
+
+    @classmethod
+    def of_all(cls, process: int) -> Memory:
+        """Of a process and its children together, now and without the pages of libraries; a page that several of them
+        have counts once, one that they share with this process, too."""
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+        each = [sizes(number, "smaps_rollup") for number in (str(process), *children)]
+        shared = sum(of.get("Pss_Shmem", 0) for of in [*each, sizes(os.getpid(), "smaps_rollup")])
+        return cls(sum(of.get("Pss_Anon", 0) for of in each), shared)
+
+
+def sizes(process: object, file: str) -> dict[str, int]:
+    """The sizes in a file of the kernel about a process, in bytes; none of a process that is gone."""
+    try:
+        lines = Path(f"/proc/{process}/{file}").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+    return {name: 1024 * int(rest[0]) for name, rest in fields.items() if rest[-1:] == ["kB"]}
 
 
 def watch(process: Popen[Any]) -> Memory:
@@ -100,19 +116,23 @@ def watch(process: Popen[Any]) -> Memory:
 # The server
 
 
-def hybrid_server(parameters: int, out: Path) -> dict[str, Memory]:
+def hybrid_server(
+    parameters: int, out: Path, shards: int = 1, memory: Callable[[int], Memory] = Memory.of
+) -> dict[str, Memory]:
     """A server's memory after some updates, and after it has also written its state for a checkpoint."""
+    server = ServerOptions(server_shards=shards) if shards > 1 else None
+    spec = hybrid_spec(HybridOptions(), WORKERS, server, FRAMEWORK, total_steps=0)
     process = ServerProcess("fairseq_async.fairseq_server", WORKERS, out, out / "server.log")
     try:
         clients = [Client(process.address, process.token, number) for number in range(WORKERS)]
-        workers = [exchange_times.join(client, parameters, SPEC) for client in clients]
+        workers = [exchange_times.join(client, parameters, spec) for client in clients]
         for _ in range(UPDATES):
             for each in workers:
                 each.multiply_grads(1.0)
                 each.step()
-        updated = Memory.of(process.process.pid)
+        updated = memory(process.process.pid)
         clients[0].save_state(str(out.resolve() / "state.pt"))
-        saved = Memory.of(process.process.pid)
+        saved = memory(process.process.pid)
         for each in workers:
             each.worker.client.leave(finished=True)
     finally:
@@ -128,6 +148,7 @@ def server_rows(parameters: int, out: Path, server: Callable[[int, Path], dict[s
     return [
         {
             "server": phase,
+            "parameters MB": 4 * large / 1e6,
             "MB": (more[phase].own + more[phase].shared) / 1e6,
             "own copies": (more[phase].own - less[phase].own) / unit,
             "shared copies": (more[phase].shared - less[phase].shared) / unit,
@@ -135,6 +156,18 @@ def server_rows(parameters: int, out: Path, server: Callable[[int, Path], dict[s
         }
         for phase in more
     ]
+
+
+def shard_rows(parameters: int, out: Path) -> list[dict[str, Any]]:
+    """After some updates: copies in all processes together, and megabytes that do not grow with the model."""
+    rows = []
+    for shards in (1, SHARDS):
+        server = partial(hybrid_server, shards=shards, memory=Memory.of_all)
+        row = server_rows(parameters, out / f"shards-{shards}", server)[0]
+        copies = row["own copies"] + row["shared copies"]
+        rest = row["MB"] - copies * row["parameters MB"]
+        rows.append({"shards": shards, "MB": row["MB"], "copies": copies, "MB beside them": rest})
+    return rows
 
 
 # The worker
@@ -204,10 +237,13 @@ def main(
     jobs.claim(out)
     servers = server_rows(parameters, out / "memory", hybrid_server)
     report.table(f"server, {parameters:,} parameters", servers)
+    shards = shard_rows(parameters, out / "memory")
+    report.table("server in shards, after updates", shards)
     workers = worker_rows(jobs.corpus(None, out), out / "memory")
     report.table("worker, peak of the process", workers)
     most = max(round(row["own copies"] + row["shared copies"], 2) for row in servers)
     report.bound(f"server, with {WORKERS} slots", most, COPIES_IN_SERVER + WORKERS)
+    report.bound(f"{SHARDS} shards, copies of one process's", shards[1]["copies"] / shards[0]["copies"], IN_SHARDS)
     report.bound("worker, copies more than plain", max(row["copies more"] for row in workers), COPIES_IN_WORKER)
     report.end(json)
 
