@@ -264,7 +264,7 @@ def main(
     codecs: Annotated[str, typer.Option(help="With commas between them.")] = ",".join(COMPRESS),
     seeds: Annotated[int, typer.Option(min=1, help="Seeds 1 to this number.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Of a run.")] = 12,
-    longer: Annotated[float, typer.Option(min=1, help="Rounds of topk, e3m0, adacomp and dqsgd, in those of fp32.")] = 2.0,
+    longer: Annotated[float, typer.Option(min=1, help="Rounds of all but bf16 and int8, in those of fp32.")] = 2.0,
     local_steps: Annotated[int, typer.Option(min=1, help="H.")] = 10,
     out: Annotated[Path, typer.Option(help="What was run, to go on from.")] = Path("runs/bench/slow_lines"),
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
