@@ -123,7 +123,8 @@ def hybrid_server(
 ) -> dict[str, Memory]:
     """A server's memory after some updates, and after it has also written its state for a checkpoint."""
     server = ServerOptions(server_shards=shards) if shards > 1 else None
-    spec = hybrid_spec(HybridOptions(), WORKERS, server, FRAMEWORK, total_steps=0)
+    options = HybridOptions(grace_period=0.01)  # both workers are of one thread here: none comes while another waits
+    spec = hybrid_spec(options, WORKERS, server, FRAMEWORK, total_steps=0)
     process = ServerProcess("fairseq_async.fairseq_server", WORKERS, out, out / "server.log")
     try:
         clients = [Client(process.address, process.token, number) for number in range(WORKERS)]
