@@ -169,11 +169,10 @@ class Run:
             compressed.took(worker, given, sequence)
         return PullReply(server.version), given
 
-    def next_pull(self, push: Push, reply: PushReply | WorkReply) -> Pull | None:
-        """What a worker with this answer to its update will ask for, if that is known."""
-        if not push.pulls or not isinstance(reply, PushReply) or reply.finished or reply.assignment.idle:
-            return None
-        if reply.status is Status.REFUSED or reply.version == push.base_version:
+    def next_pull(self, push: Push, reply: PushReply) -> Pull | None:
+        """What a worker with this answer to its update will ask for; None where it asks for nothing, or not yet."""
+        waits = reply.finished or reply.assignment.idle or reply.status is Status.REFUSED
+        if not push.pulls or waits or reply.version == push.base_version:
             return None
         fragment_of = push.sequence if len(self._fragments) > 1 else None
         return Pull(reply.assignment.look_ahead, starts=True, fragment_of=fragment_of)

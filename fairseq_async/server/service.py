@@ -217,12 +217,12 @@ class Service(Connections):
     def _instruct(self, run: Run, peer: Peer, reply: protocol.PushReply | protocol.WorkReply) -> None:
         """Answers a worker. One on another machine that would ask for parameters next has them behind the answer."""
         push, peer.push = peer.push, None
-        pull = run.next_pull(push, reply) if peer.remote and push is not None else None
-        if pull is None or not isinstance(reply, protocol.PushReply):
-            return self.answer(peer, reply)
-        brought, parameters = run.hand_out(peer.id, pull)
-        self.answer(peer, replace(reply, with_parameters=True))
-        self.answer(peer, brought, parameters)
+        if peer.remote and push is not None and isinstance(reply, protocol.PushReply):
+            if (pull := run.next_pull(push, reply)) is not None:
+                brought, parameters = run.hand_out(peer.id, pull)
+                self.answer(peer, replace(reply, with_parameters=True))
+                return self.answer(peer, brought, parameters)
+        self.answer(peer, reply)
 
     # Coming in
 

@@ -17,6 +17,7 @@ from sacrebleu.metrics import BLEU
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from fairseq_async.compression import parse  # noqa: E402
 from recipes import training, translation  # noqa: E402
 from recipes.multi30k_en_de.data import BPE_FILES, PAIR, RAW_FILES, corpus  # noqa: E402
 from recipes.multi30k_en_de.presets import PRESETS, Preset, Size  # noqa: E402
@@ -102,6 +103,18 @@ def chosen(names: list[str]) -> list[Method]:
     return list(Method) if "all" in names else [Method(name) for name in dict.fromkeys(names)]
 
 
+def check_codecs(compress: str) -> None:
+    """Says what is wrong with them before anything is prepared; none is "".
+
+    Raises:
+        RecipeError: fairseq-train would refuse them.
+    """
+    try:
+        parse(compress or "none")
+    except ValueError as error:
+        raise RecipeError(f"--compress {compress}: {error}") from error
+
+
 def adjusted(preset: Preset, **options: Any) -> Preset:
     """The preset with the options that were given; a number of epochs replaces a number of updates."""
     given = {name: value for name, value in options.items() if value is not None}
@@ -138,9 +151,11 @@ def main(
     methods = chosen(method)
     if fp16 and not torch.cuda.is_available():
         raise RecipeError("--fp16 needs a GPU, and torch sees none: leave it out")
-    for flag in ("slowdown" if slowdown else "", "compress" if compress else ""):
-        if flag and (waiting := [each.value for each in methods if each in (Method.SINGLE, Method.SYNC)]):
-            raise RecipeError(f"--{flag} is for asynchronous workers: --method {waiting[0]} has none")
+    synchronous = [each.value for each in methods if each in (Method.SINGLE, Method.SYNC)]
+    for flag, given in (("--slowdown", slowdown), ("--compress", compress)):
+        if given and synchronous:
+            raise RecipeError(f"{flag} is for asynchronous workers: --method {synchronous[0]} has none")
+    check_codecs(compress)
     preset = adjusted(PRESETS[size], epochs=epochs, lr=lr, warmup=warmup, max_tokens=max_tokens)
     settings = preset.settings() | {"seed": seed} | ({"fp16": True} if fp16 else {})
     prepared, results = prepare(size, data, out), []

@@ -35,13 +35,14 @@ from recipes.training import Method, Training  # noqa: E402
 from scripts.bench import exchange_times, jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
-# parameters, a copy to read from, accumulator, Adam's two moments, the last step, along which late workers look ahead
-COPIES_IN_SERVER = 6.0
-HEAP = 0.05  # of a copy: what Python's heap may grow by meanwhile
+COPIES_IN_SERVER = 5.0  # parameters, a copy to read from, accumulator, Adam's two moments
+COPIES_TO_LOOK_AHEAD = 1.0  # the last step
 COPIES_IN_WORKER = 1.0
 SHARDS, IN_SHARDS = 2, 1.01  # the sum of their memory, of one process's
 WORKERS = 2
 UPDATES = 6
+DEFAULT = HybridOptions(grace_period=0.01)  # both workers are of one thread here: none comes while the other waits
+WITHOUT_LOOK_AHEAD = DEFAULT.model_copy(update={"look_ahead": 0.0})
 LR: JsonObject = {"lr": [1e-4]}
 ADAM: JsonObject = {
     "_name": "adam",
@@ -119,12 +120,14 @@ def watch(process: Popen[Any]) -> Memory:
 
 
 def hybrid_server(
-    parameters: int, out: Path, shards: int = 1, memory: Callable[[int], Memory] = Memory.of
+    parameters: int,
+    out: Path,
+    options: HybridOptions = DEFAULT,
+    shards: int = 1,
+    memory: Callable[[int], Memory] = Memory.of,
 ) -> dict[str, Memory]:
     """A server's memory after some updates, and after it has also written its state for a checkpoint."""
-    server = ServerOptions(server_shards=shards) if shards > 1 else None
-    options = HybridOptions(grace_period=0.01)  # both workers are of one thread here: none comes while another waits
-    spec = hybrid_spec(options, WORKERS, server, FRAMEWORK, total_steps=0)
+    spec = hybrid_spec(options, WORKERS, ServerOptions(server_shards=shards), FRAMEWORK, total_steps=0)
     process = ServerProcess("fairseq_async.fairseq_server", WORKERS, out, out / "server.log")
     try:
         clients = [Client(process.address, process.token, number) for number in range(WORKERS)]
@@ -238,14 +241,17 @@ def main(
     """Measure the memory of server and worker; exit code 1 if a bound is broken."""
     report = Report(f"Memory: {WORKERS} workers, Adam, in copies of the fp32 parameters")
     jobs.claim(out)
+    plain = server_rows(parameters, out / "memory", partial(hybrid_server, options=WITHOUT_LOOK_AHEAD))
+    report.table(f"server without look-ahead, {parameters:,} parameters", plain)
     servers = server_rows(parameters, out / "memory", hybrid_server)
     report.table(f"server, {parameters:,} parameters", servers)
     shards = shard_rows(parameters, out / "memory")
     report.table("server in shards, after updates", shards)
     workers = worker_rows(jobs.corpus(None, out), out / "memory")
     report.table("worker, peak of the process", workers)
-    most = max(round(row["own copies"] + row["shared copies"], 2) for row in servers)
-    report.bound(f"server, with {WORKERS} slots", most, COPIES_IN_SERVER + WORKERS + HEAP)
+    most, ahead = (max(round(row["own copies"] + row["shared copies"], 2) for row in rows) for rows in (plain, servers))
+    report.bound(f"server without look-ahead, with {WORKERS} slots", most, COPIES_IN_SERVER + WORKERS)
+    report.bound(f"server, with {WORKERS} slots", ahead, COPIES_IN_SERVER + COPIES_TO_LOOK_AHEAD + WORKERS)
     report.bound(f"{SHARDS} shards, copies of one process's", shards[1]["copies"] / shards[0]["copies"], IN_SHARDS)
     report.bound("worker, copies more than plain", max(row["copies more"] for row in workers), COPIES_IN_WORKER)
     report.end(json)

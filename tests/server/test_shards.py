@@ -1,5 +1,6 @@
 """A server in shards takes the steps of one that is a single process; each shard is a real process here."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -18,11 +19,14 @@ from fairseq_async.errors import ConfigurationError, HalfAppliedError, RefusedEr
 from fairseq_async.exchange import SharedMemory
 from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.methods import outer_rule
-from fairseq_async.server import Layout, gradient_main, local_sgd_main
+from fairseq_async.server import Layout, gradient_main, local_sgd_main, sharded_rule
 from fairseq_async.server.parameter_server import ParameterServer, Status
 from fairseq_async.server.plan import EpochPlan
+from fairseq_async.server.protocol import Hello, Initialise, Welcome
+from fairseq_async.server.shard_process import ShardProcess
 from fairseq_async.server.sharded_rule import Build, ShardedRule, build_sharded, shared_copy
 from fairseq_async.server.torch_optimizer import OptimizerSpec, ParameterGroup
+from tests.helpers.in_process import Connection, end, new_service
 
 SIZES = (7, 70_001, 33, 1, 65_537, 900)
 LAYOUT = Layout.of([(f"t{number}", torch.zeros(size)) for number, size in enumerate(SIZES)])
@@ -217,3 +221,37 @@ def test_a_rule_of_ones_own_is_refused_where_it_may_look_at_the_whole_model() ->
     options = options_of("sgd").model_copy(update={"outer": "mine"})
     with pytest.raises(ConfigurationError, match="--server-shards 2 does not go with --outer mine"):
         local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
+
+
+def copies_in_own_memory() -> set[int]:
+    """Where vectors of the model's size begin that this process does not share with others."""
+    gc.collect()
+    found = {each.data_ptr() for each in gc.get_objects() if isinstance(each, Tensor) and each.numel() == LAYOUT.size}
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    private = [[int(end, 16) for end in span.split("-")] for span, access, *_ in lines if access.endswith("p")]
+    return {begin for begin in found if any(low <= begin < high for low, high in private)}
+
+
+def test_a_shard_inherits_no_copy_of_the_parameters_which_it_would_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a process has in memory when another is forked from it stays in the other's."""
+    inherited: list[set[int]] = []
+
+    class Noted(ShardProcess):
+        def __init__(self, *given: Any) -> None:
+            inherited.append(copies_in_own_memory() - before)
+            super().__init__(*given)
+
+    monkeypatch.setattr(sharded_rule, "ShardProcess", Noted)
+    service = new_service(2, tmp_path, gradient_main.build, lambda: 1000.0)
+    before = copies_in_own_memory()
+    worker = Connection(service)
+    worker.introduce(0)
+    worker.ask(Hello(hybrid(3), LAYOUT, remote=False), Welcome)
+    worker.ask(Initialise(False), Welcome)
+    try:
+        assert inherited == [set(), set()]
+    finally:
+        service.described.coordinator.server.rule.close()  # type: ignore[attr-defined]
+        end(service)
