@@ -300,6 +300,14 @@ class ServerOptions(Options):
         description="directory of certificates, with which every connection is encrypted",
         json_schema_extra={"metavar": "DIR"},
     )
+    streams: int = Field(
+        1,
+        ge=1,
+        le=16,
+        description="connections of a worker to a server on another machine, each of which carries a piece of every "
+        "large tensor",
+        json_schema_extra={"metavar": "N"},
+    )
     worker_timeout: float = Field(
         60.0,
         gt=0,

@@ -1,28 +1,34 @@
 """Messages between workers and server over TCP: each a body of bytes, with a flat fp32 tensor behind it or without.
 
 Between machines this is the whole exchange: one connection a worker, so that one port needs to be open, a tunnel can
-carry it, and a peer's death is seen by its own connection and by no other.
+carry it, and a peer's death is seen by its own connection and by no other. On long lines, where one connection does not
+fill the line, a worker may have several: then each carries a piece of every large tensor.
 """
 
+import select
 import socket
 import struct
-from collections import deque
 
 import torch
 from torch import Tensor
 
-from fairseq_async.errors import ExchangeError, ProtocolError
+from fairseq_async.errors import ProtocolError
+from fairseq_async.exchange.stream import Stream
 from fairseq_async.exchange.tls import decrypted
 
 _HEADER = struct.Struct("!IQ")  # bytes of the body, bytes of the tensor behind it
 AT_A_TIME = 16  # messages of one peer, before the others have their turn
 LARGEST = 1 << 24  # bytes; a model's layout is the largest message and needs about 100 bytes a tensor
+LEAST_PIECE = 1 << 14  # bytes; a tensor with less for each stream goes on the first one
 
 
 class Channel:
-    """One connection. ``receive`` gives whole messages only; a peer that ends in the middle of one sends nothing.
+    """One peer. ``receive`` gives whole messages only; a peer that ends in the middle of one sends nothing.
 
     Attributes:
+        connection: of the first stream, which carries the messages.
+        streams: the first one, and others, on which there are pieces of tensors only. Both ends have them in the same
+            order, and divide a tensor alike.
         room: where the tensor behind a message is received; None takes none. It is overwritten as the bytes arrive.
         largest: bytes of a message that the peer may send.
         any_length: the tensor behind a message may be shorter than its room: it is a payload.
@@ -31,73 +37,62 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, largest: int = LARGEST) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
+        self._first = Stream(connection)
+        self.streams = [self._first]
         self.largest = largest
         self.with_tensor = self.any_length = False
         self.tensor_bytes = 0
         self.room: Tensor | None = None
         self._received = bytearray()
         self._body: bytes | None = None  # of a message whose tensor is on its way
-        self._missing = memoryview(b"")
-        self._outgoing: deque[memoryview] = deque()
+
+    def add(self, other: "Channel") -> None:
+        """Takes over the connection of another channel, which both ends do between two messages.
+
+        Raises:
+            ProtocolError: something came on it that nobody has read.
+        """
+        if other.has_begun:
+            raise ProtocolError("more than an introduction came on a connection for pieces of tensors")
+        self.streams.append(other._first)
 
     def notice_death(self, seconds: float) -> None:
-        """Lets the kernel close the connection when a peer's machine has not been heard of for this long.
+        """Lets the kernel close the connections when a peer's machine has not been heard of for this long.
 
-        A peer that ends closes it by itself; one whose machine or network is gone closes nothing.
+        A peer that ends closes them by itself; one whose machine or network is gone closes nothing.
         """
-        third = max(1, round(seconds / 3))
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, third)
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, third)
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
+        for stream in self.streams:
+            stream.notice_death(seconds)
 
     def send(self, body: bytes, tensor: Tensor | None = None) -> None:
         """Sends one message; returns when all of it is on its way."""
         self.queue(body, tensor)
-        try:
-            while self._outgoing:
-                self.connection.sendall(self._outgoing.popleft())
-        except OSError as error:
-            raise _closed(error) from error
+        if len(self.streams) == 1:
+            return self._first.send()
+        while not self.flush():
+            _wait([stream for stream in self.streams if stream.unsent], select.POLLOUT)
 
     def queue(self, body: bytes, tensor: Tensor | None = None) -> None:
         """Leaves one message to :meth:`flush`; the tensor must not change before."""
         bulk = memoryview(b"") if tensor is None else _bytes(tensor)
-        self._outgoing.append(memoryview(_HEADER.pack(len(body), bulk.nbytes) + body))
-        if bulk.nbytes:
-            self._outgoing.append(bulk)
+        self._first.queue(memoryview(_HEADER.pack(len(body), bulk.nbytes) + body))
+        for stream, piece in zip(self.streams, self._pieces(bulk), strict=True):
+            stream.queue(piece)
 
     def flush(self) -> bool:
-        """Sends what the connection takes without waiting; True when nothing is left."""
-        while self._outgoing:
-            part = self._outgoing[0]
-            try:
-                sent = self.connection.send(part, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return False
-            except OSError as error:
-                raise _closed(error) from error
-            self._outgoing.popleft()
-            if sent < part.nbytes:
-                self._outgoing.appendleft(part[sent:])
-        return True
-
-    @property
-    def busy(self) -> bool:
-        """Whether :meth:`flush` has something left."""
-        return bool(self._outgoing)
+        """Sends what the connections take without waiting; True when nothing is left."""
+        return all([stream.flush() for stream in self.streams])
 
     @property
     def unsent(self) -> int:
         """How many parts of messages wait for :meth:`flush`."""
-        return len(self._outgoing)
+        return sum(stream.unsent for stream in self.streams)
 
     def drop(self) -> None:
-        """Ends the connection without what was to be sent."""
-        self._outgoing.clear()
+        """Ends the connections without what was to be sent."""
+        for stream in self.streams:
+            stream.drop()
         self.end()
 
     def receive(self) -> bytes:
@@ -107,7 +102,12 @@ class Channel:
             ExchangeError: the peer closed the connection, or, a ProtocolError, announced a message that is too large.
         """
         while (message := self._next()) is None:
-            self._read()
+            awaited = self.awaited
+            if len(awaited) == 1:
+                self._read(awaited[0])
+            else:
+                _wait(awaited, select.POLLIN)
+                self._read_what_is_there()
         return message
 
     def messages(self) -> list[bytes]:
@@ -120,10 +120,7 @@ class Channel:
         """
         complete: list[bytes] = []
         if not self.has_message:
-            try:
-                self._read(socket.MSG_DONTWAIT)
-            except BlockingIOError:  # another thread has read it
-                return complete
+            self._read_what_is_there()
         while len(complete) < AT_A_TIME and not (complete and self._tensor_is_next):
             if (message := self._next()) is None:
                 break
@@ -143,50 +140,56 @@ class Channel:
 
     @property
     def has_message(self) -> bool:
-        """Whether a whole message was read and not taken yet, which no selector will tell."""
+        """Whether a message was read and not taken yet, which no selector will tell. Pieces may be to come."""
         if self._body is not None:
-            return not self._missing.nbytes
+            return self._complete
         if len(self._received) < _HEADER.size:
             return False
         length, bulk = _HEADER.unpack_from(self._received)
-        return bool(length > self.largest or len(self._received) >= _HEADER.size + length + bulk)
+        first = _sizes(bulk, len(self.streams))[0]
+        return bool(length > self.largest or len(self._received) >= _HEADER.size + length + first)
+
+    @property
+    def awaited(self) -> list[Stream]:
+        """Those from which something is to be read. While a piece of a tensor is to come, nothing behind it is."""
+        return [stream for stream in self.streams if stream.missing.nbytes] or [self._first]
 
     def end(self) -> None:
-        """Both sides will find the connection closed; what was sent before still arrives."""
-        try:
-            self.connection.shutdown(socket.SHUT_RDWR)  # wakes also a thread that watches the connection
-        except OSError:
-            pass  # the peer was faster
+        """Both sides will find the connections closed; what was sent before still arrives."""
+        for stream in self.streams:
+            stream.end()
 
     def close(self) -> None:
         self.end()
-        self.connection.close()
+        for stream in self.streams:
+            stream.connection.close()
 
-    def _read(self, flags: int = 0) -> None:
-        self._read_once(flags)
-        while decrypted(self.connection):
-            self._read_once(flags)
+    @property
+    def _complete(self) -> bool:
+        return not any(stream.missing.nbytes for stream in self.streams)
 
-    def _read_once(self, flags: int) -> None:
-        try:
-            if self._missing.nbytes:  # straight into its place: it may be as large as the model
-                count = self.connection.recv_into(self._missing, 0, flags)
-                self._missing = self._missing[count:]
-            else:
-                data = self.connection.recv(1 << 16, flags)
-                count = len(data)
-                self._received += data
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise _closed(error) from error
-        if not count:
-            raise ExchangeError("the peer closed the connection")
+    def _read_what_is_there(self) -> None:
+        for stream in self.awaited:
+            try:
+                self._read(stream, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass  # another thread has read it, or it is another stream that has something
+
+    def _read(self, stream: Stream, flags: int = 0) -> None:
+        self._read_once(stream, flags)
+        while decrypted(stream.connection) and (stream is self._first or stream.missing.nbytes):
+            self._read_once(stream, flags)
+
+    def _read_once(self, stream: Stream, flags: int) -> None:
+        if stream.missing.nbytes:
+            stream.fill(flags)  # straight into its place: it may be as large as the model
+        else:
+            self._received += stream.read(flags)
 
     def _next(self) -> bytes | None:
         if self._body is None:
             self._begin_message()
-        if self._missing.nbytes:
+        if not self._complete:
             return None
         body, self._body = self._body, None
         return body
@@ -205,16 +208,38 @@ class Channel:
         if len(self._received) < end:
             return
         self._body = bytes(self._received[_HEADER.size : end])
-        here = min(len(self._received) - end, bulk)
-        room[:here] = self._received[end : end + here]
+        first, *others = self._pieces(room[:bulk])
+        here = min(len(self._received) - end, first.nbytes)
+        first[:here] = self._received[end : end + here]
         del self._received[: end + here]
-        self._missing = room[here:bulk]
+        self._first.expect(first[here:])
+        for stream, piece in zip(self.streams[1:], others, strict=True):
+            stream.expect(piece)
         self.with_tensor, self.tensor_bytes = bulk > 0, bulk
+
+    def _pieces(self, bulk: memoryview) -> list[memoryview]:
+        pieces, begin = [], 0
+        for size in _sizes(bulk.nbytes, len(self.streams)):
+            pieces.append(bulk[begin : begin + size])
+            begin += size
+        return pieces
+
+
+def _sizes(size: int, streams: int) -> list[int]:
+    """Bytes of a tensor on each stream."""
+    if size < streams * LEAST_PIECE:
+        return [size] + [0] * (streams - 1)
+    each, more = divmod(size, streams)
+    return [each + (number < more) for number in range(streams)]
+
+
+def _wait(streams: list[Stream], event: int) -> None:
+    """Until one of them is ready, or has ended."""
+    poll = select.poll()
+    for stream in streams:
+        poll.register(stream.connection, event)
+    poll.poll()
 
 
 def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().view(torch.uint8).numpy().data)
-
-
-def _closed(error: OSError) -> ExchangeError:
-    return ExchangeError(f"the peer closed the connection ({error.strerror or error})")

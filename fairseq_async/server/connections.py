@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fairseq_async.errors import AsyncError
+from fairseq_async.errors import AsyncError, RefusedError
 from fairseq_async.server import protocol
 from fairseq_async.server.membership import Membership
-from fairseq_async.server.peers import Handshake, Peer, RefusalLog
-from fairseq_async.server.protocol import Answer, Request
+from fairseq_async.server.peers import MOST_STREAMS, Handshake, Peer, RefusalLog
+from fairseq_async.server.protocol import Answer, Introduce, Request
 
 _UNREAD = 32  # answers that may wait for a peer to take them; a worker waits for one at a time
 
@@ -51,12 +51,14 @@ class Connections:
             del self.peers[peer.id]
 
     def introduce(self, peer: Peer, request: Request) -> Answer:
-        """Makes a peer that proves to know the token a worker.
+        """Makes a peer that proves to know the token a worker, or one more stream of a worker.
 
         Raises:
             RefusedError: it does not, or there is no room for it.
         """
         introduce = self.handshake.checked(peer, request)
+        if introduce.stream_of is not None:
+            return self._add_stream(peer, introduce, introduce.stream_of)
         now, instance = self.clock(), introduce.instance[:64]
         worker = self.membership.number(introduce.worker, introduce.joins, instance, now)
         if (before := self.peers.get(worker)) is not None:  # its connection broke, or it was silent
@@ -65,6 +67,17 @@ class Connections:
         self.peers[worker] = peer
         self.membership.enter(worker, instance, now, ready=False)
         return self.handshake.complete(peer, introduce, worker, self.membership)
+
+    def _add_stream(self, peer: Peer, introduce: Introduce, challenge: str) -> Answer:
+        """Makes a connection one on which there are pieces of a worker's tensors."""
+        main = next((other for other in self.peers.values() if other.challenge == challenge), None)
+        if main is None or main.admitted:
+            raise RefusedError("there is no worker that has introduced itself, and not said hello, by that challenge")
+        if len(main.channel.streams) >= MOST_STREAMS:
+            raise RefusedError(f"a worker has {MOST_STREAMS} connections at most")
+        main.channel.add(peer.channel)
+        peer.stream_of = main
+        return self.handshake.complete(peer, introduce, main.id, self.membership)
 
     def answer(self, peer: Peer, answer: Answer, tensor: Tensor | None = None) -> None:
         """Sends an answer, or leaves it to the event loop where the connection does not take it at once."""

@@ -72,7 +72,7 @@ class EventLoop:
                     self._accept()
                 self._serve_all([(key.data, events) for key, events in selected if key.data is not None])
                 self._close_strangers()
-                self._watch_writers()
+                self._watch()
                 # After what has come was read: it may be of those who seem to be silent.
                 wait = self.service.tick()
                 if any(peer.channel.has_message for peer in self.peers):
@@ -82,9 +82,13 @@ class EventLoop:
     def _serve_all(self, ready: Sequence[tuple[Peer, int]]) -> None:
         """Each peer has its turn: those whose sockets are ready, and those of whom more was read than was handled."""
         left = [(peer, selectors.EVENT_READ) for peer in self.peers if peer.channel.has_message]
-        turns = {id(peer): (peer, events) for peer, events in [*left, *ready]}
-        for peer, events in turns.values():
+        turns: dict[Peer, int] = {}
+        for peer, events in [*left, *ready]:
+            turns[peer] = turns.get(peer, 0) | events
+        for peer, events in turns.items():
             self._serve(peer, events)
+            if peer.stream_of is not None and peer in self.peers:
+                self.peers.remove(peer)  # its connection is another peer's now
             if self._handle_background():
                 return  # connections were read: which of them are ready is to be asked again
 
@@ -152,7 +156,9 @@ class EventLoop:
 
     def _close(self, peer: Peer) -> None:
         self.peers.remove(peer)
-        self._selector.unregister(peer.channel.connection)
+        for stream in peer.channel.streams:
+            if stream.connection in self._selector.get_map():
+                self._selector.unregister(stream.connection)
         self.service.disconnected(peer)
         peer.channel.close()
 
@@ -172,12 +178,22 @@ class EventLoop:
                 self.service.refusals.count("no introduction", peer.name, "closed")
                 self._close(peer)
 
-    def _watch_writers(self) -> None:
-        """Watches for when a peer that does not take an answer at once can take it."""
+    def _watch(self) -> None:
+        """Watches for what each peer is to send, and for when one that does not take an answer at once can take it."""
         for peer in self.peers:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.channel.busy else 0)
-            if events != self._selector.get_key(peer.channel.connection).events:
-                self._selector.modify(peer.channel.connection, events, peer)
+            awaited = peer.channel.awaited
+            for stream in peer.channel.streams:
+                reads = selectors.EVENT_READ if stream in awaited else 0
+                self._select(peer, stream.connection, reads | (selectors.EVENT_WRITE if stream.unsent else 0))
+
+    def _select(self, peer: Peer, connection: socket.socket, events: int) -> None:
+        known = self._selector.get_map().get(connection)
+        if known is None and events:
+            self._selector.register(connection, events, peer)
+        elif known is not None and not events:
+            self._selector.unregister(connection)
+        elif known is not None and (known.events, known.data) != (events, peer):
+            self._selector.modify(connection, events, peer)
 
     def _over(self) -> bool:
         now = self.service.clock()

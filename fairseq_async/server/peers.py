@@ -15,6 +15,7 @@ from fairseq_async.server.protocol import Greeting, Hello, Introduce, Introduced
 
 SMALL = 1 << 10  # bytes that a peer may send at a time before it has proved that it knows the token
 USUAL = 1 << 18  # the same of a worker whose model is known
+MOST_STREAMS = 16  # connections of a worker
 
 
 @dataclass(eq=False)
@@ -32,6 +33,7 @@ class Peer:
         address: from which it was made.
         secured: it has shown in a handshake of TLS that its certificate is of the run's authority.
         push: its update that waits for an answer.
+        stream_of: the peer whose tensors this connection carries pieces of.
     """
 
     channel: Channel
@@ -45,6 +47,7 @@ class Peer:
     address: str = ""
     secured: bool = False
     push: Push | None = None
+    stream_of: "Peer | None" = None
 
     @property
     def id(self) -> int:
@@ -123,6 +126,6 @@ class Handshake:
 
     def complete(self, peer: Peer, introduce: Introduce, worker: int, membership: Membership) -> Introduced:
         """Makes the peer a worker; the answer has this side's proof."""
-        peer.worker, peer.channel.largest = worker, LARGEST
+        peer.worker, peer.channel.largest = worker, LARGEST if peer.stream_of is None else SMALL
         own = proof(self._token, "server", peer.challenge, introduce.challenge)
         return Introduced(own, worker, membership.announced, self._instance, membership.timeout)

@@ -38,6 +38,8 @@ class Introduce:
         joins: it was not announced.
         instance: names the process, which may connect again.
         challenge: what the server has to prove the token with.
+        stream_of: the server's challenge on another connection of this worker, which has not said hello yet: the new
+            one carries pieces of its tensors, and no messages. None for a connection of its own.
     """
 
     proof: str
@@ -45,6 +47,7 @@ class Introduce:
     worker: int | None
     joins: bool
     instance: str
+    stream_of: str | None = None
     kind: Literal["introduce"] = "introduce"
 
 

@@ -171,7 +171,8 @@ class Service(Connections):
         """The answer to a request; None if there is none, or it was given already, or comes later."""
         if peer.worker is None:
             answer = self.introduce(peer, request)
-            self.journal("connected", f"worker {peer.id} is connected, and loads its data and model")
+            if peer.stream_of is None:
+                self.journal("connected", f"worker {peer.id} is connected, and loads its data and model")
             return answer
         match request:
             case protocol.Alive():

@@ -39,13 +39,14 @@ class Client(LastingConnection):
         patience: float = 0.0,
         on_loss: Callable[[str], None] | None = None,
         tls: Path | None = None,
+        streams: int = 1,
     ) -> None:
         self._schedule_events, self._received = 0, 0  # the second: bytes of parameters, since the last push
         self._brought: tuple[protocol.Pull, int] | None = None  # what came behind an answer, and its version
         self.compressor: Compressor | None = None
         self._fragments: tuple[Fragment, ...]
         self._may_reject = False
-        super().__init__(address, token, worker, patience, on_loss, tls)
+        super().__init__(address, token, worker, patience, on_loss, tls, streams)
 
     def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
         """Introduces the worker; waits until the server has parameters, unless this is worker 0, who brings them."""

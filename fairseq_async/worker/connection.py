@@ -28,6 +28,8 @@ class Connection(Channel):
         joins: it was not announced.
         instance: this process, which may connect again.
         encryption: of the connection; None for none.
+        streams: how many connections are made, each of which carries a piece of every large tensor.
+        stream_of: the server's challenge on the connection whose tensors this one carries pieces of.
 
     Attributes:
         worker: its id.
@@ -48,18 +50,22 @@ class Connection(Channel):
         joins: bool,
         instance: str,
         encryption: ssl.SSLContext | None = None,
+        streams: int = 1,
+        stream_of: str | None = None,
     ) -> None:
         super().__init__(_open(address, encryption))
         theirs = self._greeting(address).challenge
         self.connection.settimeout(CONNECT_SECONDS)
         ours = challenge()
         own = proof(token, "worker", theirs, ours)
-        self.send(encode(Introduce(own, ours, worker, joins, instance)))
+        self.send(encode(Introduce(own, ours, worker, joins, instance, stream_of)))
         introduced = parse_answer(self.receive(), Introduced)
         if not proves(introduced.proof, token, "server", theirs, ours):
             raise RefusedError(f"the server at {address} does not know this run's token: it is another's")
         self.connection.settimeout(None)
         self.worker, self.workers, self.server = introduced.worker, introduced.workers, introduced.server
+        for _ in range(streams - 1):
+            self.add(Connection(address, token, self.worker, joins, instance, encryption, stream_of=theirs))
         self.give_up_after(introduced.timeout)  # also a machine that goes before it answers the next words
 
     def _greeting(self, address: str) -> Greeting:

@@ -125,7 +125,7 @@ class WorkerContext:
         address, token, process = self._find_server(module, options, run_dir, resumes)
         number, patience = None if self.joins else self.worker, options.server_timeout
         try:
-            client = Client(address, token, number, patience, on_loss, _certificates(options))
+            client = Client(address, token, number, patience, on_loss, _certificates(options), options.streams)
         except AsyncError as error:
             if process is None:
                 raise

@@ -47,6 +47,7 @@ class LastingConnection:
             again; the server knows the updates that it has settled.
         on_loss: called in a second thread, with the reason, when the server stays away while this worker computes.
         tls: directory of certificates, of a server whose connections are encrypted.
+        streams: connections to a server on another machine, each of which carries a piece of every large tensor.
 
     Attributes:
         worker: this worker's id.
@@ -61,10 +62,12 @@ class LastingConnection:
         patience: float = 0.0,
         on_loss: Callable[[str], None] | None = None,
         tls: Path | None = None,
+        streams: int = 1,
     ) -> None:
         self.address, self.patience = address, patience
         self._encryption = None if tls is None else worker_context(tls)
         self.remote = address.rpartition(":")[0] != LOOPBACK
+        self._streams = streams if self.remote else 1
         self.memory: SharedMemory | None = None
         self._token, self._instance, self._joins = token, uuid.uuid4().hex, worker is None
         self._slot: Tensor | None = None
@@ -179,7 +182,8 @@ class LastingConnection:
     # The connection
 
     def _connect(self, worker: int | None) -> Connection:
-        return Connection(self.address, self._token, worker, self._joins, self._instance, self._encryption)
+        own = self._joins, self._instance, self._encryption, self._streams
+        return Connection(self.address, self._token, worker, *own)
 
     def _hello(self) -> Welcome:
         assert self._joined_with is not None

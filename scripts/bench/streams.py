@@ -1,0 +1,114 @@
+"""What several connections of one worker gain on a long line that loses packets.
+
+The server is on this host and the worker on another one, a network namespace behind a cable. The worker sends
+gradients that take a step each, so that an exchange brings a model there and another one back.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from fairseq_async.server import Layout  # noqa: E402
+from fairseq_async.server.process import ServerProcess  # noqa: E402
+from fairseq_async.server.protocol import Push  # noqa: E402
+from fairseq_async.worker.client import Client  # noqa: E402
+from scripts.bench.report import Report  # noqa: E402
+from scripts.faults.hosts import Cable, other_host  # noqa: E402
+from scripts.faults.sgd_server import sgd_spec  # noqa: E402
+
+STREAMS = (1, 2, 4, 8)
+LOSSES = (0.0, 0.001)
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+_PATIENCE = 600.0  # seconds for all exchanges of one case
+
+
+def main(
+    parameters: Annotated[int, typer.Option(help="Of the model.")] = 2_000_000,
+    mbit: Annotated[float, typer.Option(help="Of the cable.")] = 100.0,
+    latency: Annotated[float, typer.Option(help="Seconds from one end of the cable to the other.")] = 0.05,
+    exchanges: Annotated[int, typer.Option(help="Of each case, after the first.")] = 8,
+    congestion: Annotated[str, typer.Option(help="TCP's congestion control, as cubic or bbr.")] = "cubic",
+    json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
+) -> None:
+    """Measures exchanges with 1, 2, 4 and 8 streams, without lost packets and with one in a thousand lost."""
+    os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+    report = Report("Several connections of one worker to a server on another machine")
+    rows = []
+    with congestion_control(congestion):
+        for loss in LOSSES:
+            found = [measure(Cable(latency, loss, mbit * 1e6 / 8), count, parameters, exchanges) for count in STREAMS]
+            for streams, seconds in zip(STREAMS, found, strict=True):
+                speed = {"Mbit/s": 64e-6 * parameters / seconds, "times sooner": found[0] / seconds}
+                rows.append({"loss": loss, "streams": streams, "s": seconds} | speed)
+    report.table(f"an exchange of {parameters:,} parameters at {mbit:g} Mbit/s, {latency:g} s, {congestion}", rows)
+    report.end(json)
+
+
+def work(address: str, token: str, streams: int, parameters: int, exchanges: int) -> None:
+    """One worker; prints the seconds of each exchange."""
+    client = Client(address, token, 0, streams=streams)
+    spec, layout = sgd_spec(workers=1, publishes=False), Layout.of([("weight", torch.zeros(parameters))])
+    if not client.join(layout, spec).initialised:
+        client.slot.zero_()
+        client.initialise(None)
+    gradient, taken, seconds = torch.ones(parameters), torch.empty(parameters), []
+    for number in range(exchanges + 1):
+        began = time.perf_counter()
+        client.push(lambda slot: slot.copy_(gradient), Push(number, number, 1.0))
+        client.pull(taken.copy_)
+        seconds.append(time.perf_counter() - began)
+        assert torch.equal(taken, -(number + 1) * gradient)
+    client.leave(finished=True)
+    print(jsonlib.dumps(seconds))
+
+
+@contextmanager
+def congestion_control(name: str) -> Iterator[None]:
+    """TCP with this algorithm, also in network namespaces that are made meanwhile."""
+    before = _CONGESTION.read_text()
+    try:
+        _CONGESTION.write_text(name)
+        yield
+    except OSError as error:
+        raise SystemExit(f"--congestion {name}: {error}") from error
+    finally:
+        _CONGESTION.write_text(before)
+
+
+def measure(cable: Cable, streams: int, parameters: int, exchanges: int) -> float:
+    """The median of the seconds of an exchange over this cable; the first one does not count."""
+    with other_host(cable) as host, tempfile.TemporaryDirectory() as out:
+        server = ServerProcess("scripts.faults.sgd_server", 1, Path(out), Path(out) / "server.log", host=host.near)
+        try:
+            told = [server.address, server.token, *map(str, (streams, parameters, exchanges))]
+            line = [*host.prefix, sys.executable, __file__, "worker", *told]
+            own = os.environ | {"OMP_NUM_THREADS": "1"}
+            done = subprocess.run(line, env=own, capture_output=True, timeout=_PATIENCE)
+        finally:
+            server.stop()
+    if done.returncode:
+        sys.exit(done.stderr.decode())
+    return median(jsonlib.loads(done.stdout)[1:])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        address, token, *numbers = sys.argv[2:]
+        work(address, token, *map(int, numbers))
+    else:
+        typer.run(main)
