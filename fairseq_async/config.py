@@ -21,7 +21,7 @@ _FILE: Shown = {"metavar": "FILE"}
 _WORKERS: Shown = {"default": "number of workers"}  # in place of None, in help and tables
 _OFF: Shown = {"default": "off"}
 _AUTO: Shown = {"default": "auto"}
-
+MOST_STREAMS = 16  # connections of a worker
 
 _COMPRESS: Shown = {"default": "none", "metavar": "NAME"}
 _COMPRESS_HELP = (
@@ -303,7 +303,7 @@ class ServerOptions(Options):
     streams: int = Field(
         1,
         ge=1,
-        le=16,
+        le=MOST_STREAMS,
         description="connections of a worker to a server on another machine, each of which carries a piece of every "
         "large tensor",
         json_schema_extra={"metavar": "N"},

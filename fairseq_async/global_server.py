@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict, Field
 
 from fairseq_async import methods
-from fairseq_async.config import AsyncLocalSGDOptions, LocalSGDOptions
+from fairseq_async.config import MOST_STREAMS, AsyncLocalSGDOptions, LocalSGDOptions
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.validation import checked
 
@@ -79,11 +79,13 @@ class Upstream:
     Attributes:
         address: HOST:PORT of the global server.
         region: number of this region, from 0, and of this worker of the global server.
+        streams: connections to it, each of which carries a piece of every large tensor.
         above: the global server's rule, the same in all regions.
     """
 
     address: str
     region: int
+    streams: int
     above: GlobalServer
 
 
@@ -91,6 +93,7 @@ class _Region(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     region: int = Field(0, ge=0)
+    streams: int = Field(1, ge=1, le=MOST_STREAMS)
 
 
 def parse_upstream(text: str) -> Upstream:
@@ -107,7 +110,7 @@ def parse_upstream(text: str) -> Upstream:
         if not equals or name in values:
             raise ConfigurationError(f"{where} {text}: write HOST:PORT,region=1,outer_lr=0.15, each key once")
         values[name] = value.strip()
-    region = checked(_Region, {key: values.pop(key) for key in ("region",) if key in values}, where)
+    own = checked(_Region, {key: values.pop(key) for key in _Region.model_fields if key in values}, where)
     above = global_server("local_sgd", values, where)
     assert above is not None  # values are given
-    return Upstream(address, region.region, above)
+    return Upstream(address, own.region, own.streams, above)

@@ -15,7 +15,6 @@ from fairseq_async.server.protocol import Greeting, Hello, Introduce, Introduced
 
 SMALL = 1 << 10  # bytes that a peer may send at a time before it has proved that it knows the token
 USUAL = 1 << 18  # the same of a worker whose model is known
-MOST_STREAMS = 16  # connections of a worker
 
 
 @dataclass(eq=False)

@@ -28,7 +28,9 @@ _PAUSE, _LONGEST_PAUSE = 0.2, 5.0  # seconds between two attempts to join
 class RegionClient(Client):
     """A client whose server may stay away for as long as it likes."""
 
-    def _loss(self) -> str:
+    @property
+    def loss(self) -> str:
+        """What to say when the global server stays away."""
         return f"the global server at {self.address} is gone; this region goes on without it"
 
 
@@ -130,7 +132,13 @@ class UpstreamLink:
         where = f"{option('upstream')} {self.given.address}"
         try:
             client = RegionClient(
-                self.given.address, self._token, self.given.region, math.inf, self._on_loss, tls=self._tls
+                self.given.address,
+                self._token,
+                self.given.region,
+                math.inf,
+                self._on_loss,
+                tls=self._tls,
+                streams=self.given.streams,
             )
         except ExchangeError as error:
             raise ExchangeError(f"{where}: there is no global server: {error.__cause__ or error}") from error

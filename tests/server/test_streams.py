@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fairseq_async.config import MOST_STREAMS
 from fairseq_async.errors import RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.exchange.authentication import challenge, proof
@@ -15,7 +16,6 @@ from fairseq_async.exchange.channel import LEAST_PIECE
 from fairseq_async.launch import certificates
 from fairseq_async.server import Layout
 from fairseq_async.server.events import read_events
-from fairseq_async.server.peers import MOST_STREAMS
 from fairseq_async.server.protocol import Greeting, Introduce, Introduced, Push, encode, parse_answer
 from fairseq_async.worker.client import Client
 from scripts.faults.adder import adder_spec

@@ -108,6 +108,25 @@ def test_the_run_ends_with_the_steps_of_all_regions_and_its_parameters_stay(tmp_
         assert parameter_server(above).version == 2 and not above.thread.is_alive()
 
 
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_region_on_another_machine_has_the_connections_that_it_asks_for_and_goes_on_when_one_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, streams: int
+) -> None:
+    with ExitStack() as stack:
+        above = stack.enter_context(global_server(tmp_path / "global", regions=1, host="127.0.0.2"))
+        server = stack.enter_context(region_server(tmp_path / "region0"))
+        worker = RegionWorker(server, 0, region_spec(f"{above.address},streams={streams},updates=1,merge=1,{RULE}"))
+        for version in (2, 4):
+            worker.push(torch.ones(5))
+            wait_until(lambda version=version: _version(server) == version)  # type: ignore[misc]
+            assert torch.equal(worker.pull(), parameter_server(above).parameters)
+            assert len(above.service.peers[0].channel.streams) == streams
+            above.service.peers[0].channel.streams[-1].end()
+        above.stop()
+        worker.push(torch.ones(5))
+        wait_until(lambda: "is gone; this region goes on without it; trying again" in caplog.text)
+
+
 def test_the_end_of_the_global_run_is_that_of_a_region(tmp_path: Path) -> None:
     with global_server(tmp_path / "global", regions=1) as above, region_server(tmp_path / "region0") as server:
         worker = RegionWorker(server, 0, region_spec(f"{above.address},updates=1,{RULE}"))
