@@ -115,6 +115,13 @@ class MethodSpec:
         assert isinstance(given, int)
         return given
 
+    def of_a_fragment(self) -> "MethodSpec":
+        """The same for one fragment as if it was the whole model, which is exchanged after as many local steps."""
+        if self.fragments == 1:
+            return self
+        turn = int(str(self.options["local_steps"])) // self.fragments
+        return replace(self, options=self.options | {"fragments": 1, "fragment_delay": 0, "local_steps": turn})
+
     @property
     def compress(self) -> compression.Compress:
         """How tensors are compressed on their way."""
@@ -268,15 +275,10 @@ def _check_shards(options: HybridOptions | LocalSGDOptions, rule: str, server: S
     """
     if server is None or server.server_shards == 1:
         return
-    given = {"upstream": getattr(options, "upstream", None)}
-    if isinstance(options, FragmentOptions):
-        given["fragments"] = options.fragments > 1
-    refused = [option(name) for name, value in given.items() if value]
     if rule not in _IN_SHARDS:
-        refused.append(f"{option('outer' if isinstance(options, LocalSGDOptions) else 'gradient_rule')} {rule}")
-    if refused:
+        kind = option("outer" if isinstance(options, LocalSGDOptions) else "gradient_rule")
         raise ConfigurationError(
-            f"{option('server_shards')} {server.server_shards} does not go with {refused[0]}: leave one of them out"
+            f"{option('server_shards')} {server.server_shards} does not go with {kind} {rule}: leave one of them out"
         )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import gettempdir
@@ -27,7 +28,7 @@ from fairseq_async.server.outcome import Settled
 from fairseq_async.server.parameter_server import OPEN, SETTLED
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Push, Report, ScheduleEvent
-from fairseq_async.server.sharded_rule import ShardedRule, build_sharded, shared_copy, shared_zeros
+from fairseq_async.server.sharded_rule import build_sharded, close_shards, shared_copy, shared_zeros
 
 
 class DifferenceError(AsyncError):
@@ -155,7 +156,7 @@ class Replay:
         # the log says when a round is complete: no round of the replay is complete, or ends, by itself
         held = replace(spec, barrier=OPEN if spec.barrier else 0, grace_seconds=None, closes_early=False, quorum=0)
         membership = Membership(spec.workers, now=0.0)
-        self._close = rule.close if isinstance(rule, ShardedRule) else lambda: None
+        self._close = partial(close_shards, rule)
         self.coordinator = build_coordinator(held, rule, plan, self.parameters, membership)
         self.server = self.coordinator.server
         self.server.load_state_dict(recording.start["server"])

@@ -11,6 +11,14 @@ LARGEST = 1 << 16  # bytes of a message; an error is cut before
 
 
 @message
+class Select:
+    """What follows is about this fragment of the model. There is no answer."""
+
+    fragment: int
+    kind: Literal["select"] = "select"
+
+
+@message
 class Apply:
     """Take in the update in a worker's slot, on so many threads."""
 
@@ -118,7 +126,8 @@ class Failed:
 
 
 Message: TypeAlias = (
-    Apply
+    Select
+    | Apply
     | NormOfAll
     | Compare
     | LimitRound

@@ -35,20 +35,23 @@ from fairseq_async.server.shard_messages import (
     Norm,
     NormOfAll,
     Save,
+    Select,
     encode,
     parse,
 )
 
 
 @dataclass(frozen=True)
-class ShardMemory:
-    """A shard's part of what all processes of a server see.
+class ShardPart:
+    """What a shard has of the model, or of one of its fragments: a rule, and its part of what all processes see.
 
     Attributes:
         slots: of a worker, with its update.
         starts: what local steps start from, where that is not the parameters.
     """
 
+    rule: Rule
+    parameters: Tensor
     slots: Callable[[int], Tensor]
     starts: Tensor
 
@@ -62,18 +65,24 @@ class ShardProcess:
 
     Args:
         number: of the shard.
-        build: makes its rule and its parameters, in the process.
-        memory: the shard's part of the memory that all processes share.
+        build: makes its parts of fragments, by their numbers, in the process.
     """
 
-    def __init__(self, number: int, build: Callable[[], tuple[Rule, Tensor]], memory: ShardMemory) -> None:
+    def __init__(self, number: int, build: Callable[[], dict[int, ShardPart]]) -> None:
         self.number = number
+        self._fragment: int | None = None
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         server = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            _run(theirs, server, build, memory)
+            _run(theirs, server, build)
         theirs.close()
+
+    def select(self, fragment: int) -> None:
+        """Commands are about this fragment from now on."""
+        if fragment != self._fragment:
+            self.say(Select(fragment))
+            self._fragment = fragment
 
     def say(self, command: Message, file: IO[bytes] | None = None) -> None:
         """Gives a command, with a file where it is about one."""
@@ -132,7 +141,7 @@ def compare(delta: Tensor, momentum: Tensor) -> Compared:
     return Compared(float(torch.dot(delta, momentum)), float(torch.linalg.vector_norm(momentum)) ** 2)
 
 
-def _run(connection: socket.socket, server: int, build: Callable[[], tuple[Rule, Tensor]], memory: ShardMemory) -> None:
+def _run(connection: socket.socket, server: int, build: Callable[[], dict[int, ShardPart]]) -> None:
     """The process, which does not return from here."""
     try:
         end_with_parent(signal.SIGKILL, server)
@@ -143,8 +152,7 @@ def _run(connection: socket.socket, server: int, build: Callable[[], tuple[Rule,
         os.closerange(3, kept)
         os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
         forget_threads()
-        rule, parameters = build()
-        _Shard(connection, rule, parameters, memory).serve()
+        _Shard(connection, build()).serve()
     except BaseException as error:  # whatever it is, the server is to know
         connection.send(encode(Failed(f"{type(error).__name__}: {error}"[:1000])))
     finally:
@@ -154,50 +162,56 @@ def _run(connection: socket.socket, server: int, build: Callable[[], tuple[Rule,
 class _Shard:
     """Carries out commands until the server is gone."""
 
-    def __init__(self, connection: socket.socket, rule: Rule, parameters: Tensor, memory: ShardMemory) -> None:
-        self.connection, self.rule, self.parameters, self.memory = connection, rule, parameters, memory
-        self._stepped = False
-        if (clips := accumulation(rule)) is not None:
-            clips.norm_of_all = self._norm_of_all
+    def __init__(self, connection: socket.socket, parts: dict[int, ShardPart]) -> None:
+        self.connection, self.parts, self._stepped = connection, parts, False
+        self._part: ShardPart
+        for part in parts.values():
+            if (clips := accumulation(part.rule)) is not None:
+                clips.norm_of_all = self._norm_of_all
 
     def serve(self) -> None:
         while True:
             body, files, _, _ = socket.recv_fds(self.connection, LARGEST, 1)
             if not body:
                 return
-            self.connection.send(encode(self._answer(parse(body), files)))
+            command = parse(body)
+            if isinstance(command, Select):
+                self._part = self.parts[command.fragment]
+            else:
+                self.connection.send(encode(self._answer(command, files)))
 
     def _answer(self, command: Message, files: list[int]) -> Message:
+        part, rule = self._part, self._part.rule
         match command:
             case Compare():
-                assert self.rule.momentum_buffer is not None
-                return compare(self.memory.slots(command.worker), self.rule.momentum_buffer)
+                assert rule.momentum_buffer is not None
+                return compare(part.slots(command.worker), rule.momentum_buffer)
             case Apply():
                 self._apply(command)
             case LimitRound():
-                self.rule.limit_round(command.updates)
+                rule.limit_round(command.updates)
             case Dispatch():
-                self.memory.starts.copy_(self.rule.dispatch(self.parameters))
-            case BeginEpoch() if isinstance(self.rule, ScheduledRule):
-                self.rule.begin_epoch(command.epoch)
-            case EndEpoch() if isinstance(self.rule, ScheduledRule):
-                self.rule.end_epoch(command.epoch, command.loss)
+                part.starts.copy_(rule.dispatch(part.parameters))
+            case BeginEpoch() if isinstance(rule, ScheduledRule):
+                rule.begin_epoch(command.epoch)
+            case EndEpoch() if isinstance(rule, ScheduledRule):
+                rule.end_epoch(command.epoch, command.loss)
             case Save():
                 with open(files[0], "wb") as file:
-                    state_to_file(self.rule.state_dict(), file)
+                    state_to_file(rule.state_dict(), file)
             case Load():
                 with open(files[0], "rb") as file:
-                    self.rule.load_state_dict(state_from_file(file))
+                    rule.load_state_dict(state_from_file(file))
             case _:
                 raise AssertionError(f"{command} is no command")
         return Done()
 
     def _apply(self, told: Apply) -> None:
         set_threads(told.threads)
-        delta = self.memory.slots(told.worker)
+        delta, rule = self._part.slots(told.worker), self._part.rule
         update = Update(told.worker, told.sequence, told.base_version, told.weight, delta, told.tokens)
-        steps = self.rule.moves_parameters()
-        self.rule.apply(self.parameters, update)
+        steps = rule.moves_parameters()
+        rule.apply(self._part.parameters, update)
         if steps and not self._stepped:
             trim()  # the first step leaves the heap in pieces between the optimizer's moments
         self._stepped = self._stepped or steps

@@ -3,12 +3,14 @@
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Fragment, Rule, Update, fragments_of
+from fairseq_async.algorithms import Fragment, FragmentedRule, Rule, Update, fragments_of
 from fairseq_async.algorithms.rule import ComparingRule, State
 from fairseq_async.algorithms.threads import set_threads, thread_count
 from fairseq_async.errors import HalfAppliedError, RefusedError, option
@@ -32,7 +34,7 @@ from fairseq_async.server.shard_messages import (
     Save,
 )
 from fairseq_async.server.shard_process import (
-    ShardMemory,
+    ShardPart,
     ShardProcess,
     accumulation,
     compare,
@@ -76,39 +78,62 @@ def build_sharded(
         RefusedError: the model has fewer tensors.
         ConfigurationError: of ``build``.
     """
-    try:
-        shards = fragments_of([segment.size for segment in layout.segments], spec.server.server_shards)
-    except ValueError as error:
-        raise RefusedError(
-            f"{option('server_shards')} is {spec.server.server_shards}: {error}".replace("fragments", "shards")
-        ) from error
-
-    looks_ahead = spec.method == "local_sgd" and bool(spec.options.get("look_ahead"))
+    fragments, count = layout.fragments(spec.fragments), spec.server.server_shards
+    shards = _divided(layout, fragments, count)
     starts = shared_zeros(layout.size)
+    looks_ahead = spec.method == "local_sgd" and bool(spec.options.get("look_ahead"))
 
-    def build_shard(shard: Fragment) -> tuple[Rule, Plan, Tensor]:
-        part = torch.from_numpy(shard.of(parameters).numpy())  # a storage of its own, which begins with the shard
-        own = replace(spec, framework=of_tensors(spec.framework, shard.tensors))
-        return *build(own, Layout(layout.segments[shard.tensors]), part), part
+    def build_part(fragment: Fragment, shard: Fragment) -> tuple[Plan, ShardPart]:
+        first = fragment.tensors.start
+        tensors = slice(first + shard.tensors.start, first + shard.tensors.stop)
+        part = torch.from_numpy(shard.of(fragment.of(parameters)).numpy())  # a storage that begins with the shard
+        own = replace(spec.of_a_fragment(), framework=of_tensors(spec.framework, tensors))
+        rule, plan = build(own, Layout(layout.segments[tensors]), part)
+        return plan, ShardPart(rule, part, lambda w: shard.of(fragment.of(slot(w))), shard.of(fragment.of(starts)))
 
-    def start(number: int, shard: Fragment) -> ShardProcess:
-        def build_other() -> tuple[Rule, Tensor]:
-            rule, _, part = build_shard(shard)
-            return rule, part
+    def build_parts(number: int) -> dict[int, ShardPart]:
+        having = [each for each in range(len(fragments)) if number < len(shards[each])]
+        return {each: build_part(fragments[each], shards[each][number])[1] for each in having}
 
-        memory = ShardMemory(lambda worker: shard.of(slot(worker)), shard.of(starts))
-        return ShardProcess(number, build_other, memory)
+    def in_shards(number: int, own: Rule) -> ShardedRule:
+        fragment, its = fragments[number], shards[number]
+        own_starts, own_slot = fragment.of(starts) if looks_ahead else None, lambda w: fragment.of(slot(w))
+        return ShardedRule(own, its[0], others[: len(its) - 1], own_slot, directory, own_starts, number)
 
-    rule, plan, _ = build_shard(shards[0])
-    others = [start(number, shard) for number, shard in enumerate(shards[1:], 1)]
-    sharded = ShardedRule(rule, shards[0], others, slot, directory, starts if looks_ahead else None)
+    first = [build_part(fragment, its[0]) for fragment, its in zip(fragments, shards, strict=True)]
+    others = [ShardProcess(number, partial(build_parts, number)) for number in range(1, count)]
+    rules = [in_shards(number, part.rule) for number, (_, part) in enumerate(first)]
+    plan, _ = first[0]
     if isinstance(plan, EpochPlan):
-        plan.schedule = sharded
-    return sharded, plan
+        plan.schedule = rules[0]
+    return rules[0] if len(rules) == 1 else FragmentedRule(fragments, rules), plan
+
+
+def close_shards(rule: Rule) -> None:
+    """Ends the processes of a rule of :func:`build_sharded`; of another rule there are none."""
+    rules = rule.rules if isinstance(rule, FragmentedRule) else [rule]
+    for shard in {other for each in rules if isinstance(each, ShardedRule) for other in each.others}:
+        shard.close()
+
+
+def _divided(layout: Layout, fragments: Sequence[Fragment], count: int) -> list[tuple[Fragment, ...]]:
+    """The shards of each fragment, which count its tensors and elements from 0; a fragment of fewer tensors has fewer.
+
+    Raises:
+        RefusedError: the model has fewer tensors.
+    """
+    sizes = [segment.size for segment in layout.segments]
+    try:
+        fragments_of(sizes, count)
+    except ValueError as error:
+        raise RefusedError(f"{option('server_shards')} is {count}: {error}".replace("fragments", "shards")) from error
+    of_each = [sizes[fragment.tensors] for fragment in fragments]
+    return [fragments_of(own, min(count, sum(size > 0 for size in own))) for own in of_each]
 
 
 class ShardedRule(ComparingRule):
-    """Applies each update to every shard: to the first by a rule here, to the others in their processes.
+    """Applies each update of the model, or of one of its fragments, to every shard: to the first by a rule here, to the
+    others in their processes.
 
     An update is admitted before, for all shards at once. If a shard fails, a HalfAppliedError says that the parameters
     are of no version any more.
@@ -120,6 +145,7 @@ class ShardedRule(ComparingRule):
         slot: of a worker, in memory that all share.
         directory: where their states go on their way.
         starts: shared memory for what local steps start from; None where that is the parameters.
+        fragment: number of the fragment.
     """
 
     def __init__(
@@ -130,8 +156,9 @@ class ShardedRule(ComparingRule):
         slot: Callable[[int], Tensor],
         directory: Path,
         starts: Tensor | None = None,
+        fragment: int = 0,
     ) -> None:
-        self.own, self.shard, self.others, self._slot = own, shard, others, slot
+        self.own, self.shard, self.others, self._slot, self.fragment = own, shard, others, slot, fragment
         self.directory, self.starts = directory, starts
         if (clips := accumulation(own)) is not None:
             clips.norm_of_all = self._norm_of_all
@@ -206,7 +233,7 @@ class ShardedRule(ComparingRule):
         """That of the first shard, and with it those of the others, whose tensors lie in files without a name."""
         files = [nameless_file(self.directory) for _ in self.others]
         for shard, file in zip(self.others, files, strict=True):
-            shard.say(Save(), file)
+            self._say_to(shard, Save(), file)
         self._hear_done()
         states = [state_from_file(file) for file in files]
         for file in files:
@@ -218,14 +245,9 @@ class ShardedRule(ComparingRule):
         for shard, its in zip(self.others, state[_SHARDS], strict=True):
             with nameless_file(self.directory) as file:
                 state_to_file(_as_the_first(its, state), file)
-                shard.say(Load(), file)
+                self._say_to(shard, Load(), file)
         self.own.load_state_dict(state)
         self._hear_done()
-
-    def close(self) -> None:
-        """Ends the processes."""
-        for shard in self.others:
-            shard.close()
 
     @property
     def _scheduled(self) -> ScheduledRule:
@@ -248,7 +270,11 @@ class ShardedRule(ComparingRule):
 
     def _say(self, command: Message) -> None:
         for shard in self.others:
-            shard.say(command)
+            self._say_to(shard, command)
+
+    def _say_to(self, shard: ShardProcess, command: Message, file: IO[bytes] | None = None) -> None:
+        shard.select(self.fragment)
+        shard.say(command, file)
 
     def _hear(self) -> list[Message]:
         """The answer of each, in the order of the shards."""

@@ -27,7 +27,7 @@ from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec  #
 from fairseq_async.methods import outer_rule  # noqa: E402
 from fairseq_async.server import Layout, gradient_main, local_sgd_main  # noqa: E402
 from fairseq_async.server.parameter_server import ParameterServer  # noqa: E402
-from fairseq_async.server.sharded_rule import ShardedRule, build_sharded, shared_copy  # noqa: E402
+from fairseq_async.server.sharded_rule import build_sharded, close_shards, shared_copy  # noqa: E402
 from fairseq_async.server.torch_optimizer import OptimizerSpec, ParameterGroup  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
@@ -72,8 +72,7 @@ class Side:
         return (time.perf_counter() - begun) / updates
 
     def close(self) -> None:
-        if isinstance(self.rule, ShardedRule):
-            self.rule.close()
+        close_shards(self.rule)
         self.memory.close()
 
 

@@ -27,7 +27,7 @@ from ray.cluster_utils import Cluster  # noqa: E402  # skipped without it
 from fairseq_async.ray_launch.cluster import connect  # noqa: E402  # it needs Ray as well
 
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
-SLOWLY = {"total_steps=200": "total_steps=100_000", ".step()\n": ".step()\n        time.sleep(0.01)\n"}
+SLOWLY = {"total_steps=200": "total_steps=100_000, server_shards=2", ".step()\n": ".step()\n        time.sleep(0.01)\n"}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def end(driver: "subprocess.Popen[str]", number: signal.Signals) -> str:
     return driver.communicate(timeout=90)[0]
 
 
-def test_a_run_outlives_a_node_and_the_servers_actor_and_goes_on_after_its_driver(
+def test_a_run_outlives_a_node_a_shard_and_the_servers_actor_and_goes_on_after_its_driver(
     cluster: Cluster, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -88,7 +88,12 @@ def test_a_run_outlives_a_node_and_the_servers_actor_and_goes_on_after_its_drive
     cluster.add_node(**NODE)
     wait_for_updates(run, workers=3)
 
-    (server,) = find(run, r"fairseq_async\.server")
+    server, shard = sorted(find(run, r"fairseq_async\.server"))
+    os.kill(shard, signal.SIGKILL)
+    wait_until(lambda: server not in find(run, r"fairseq_async\.server"), 60)
+    wait_for_updates(run, workers=3)
+
+    server = min(find(run, r"fairseq_async\.server"))
     actor = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(actor, signal.SIGKILL)
     wait_until(lambda: server not in find(run, r"fairseq_async\.server"), 60)
@@ -117,6 +122,7 @@ def test_fairseq_trains_to_the_same_bits_as_on_one_machine(
     """A barrier makes the order in which the workers' gradients come the same to it."""
     monkeypatch.chdir(tmp_path)
     flags = [*HYBRID, "--barrier", "--inner-optimizer", "adam", "--max-update", 8, "--record", "--no-save"]
+    flags += ["--server-shards", 2]
     launchers = {"ray": under_ray(cluster), "launch": [command("fairseq-async"), "launch"]}
     sums = {}
     for name, launcher in launchers.items():

@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Rule, StalenessPolicy, Update
+from fairseq_async.algorithms import Rule, StalenessPolicy, Update, in_turn
 from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
 from fairseq_async.errors import ConfigurationError, HalfAppliedError, RefusedError
 from fairseq_async.exchange import SharedMemory
 from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.methods import outer_rule
 from fairseq_async.server import Layout, gradient_main, local_sgd_main, sharded_rule
+from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.parameter_server import ParameterServer, Status
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.protocol import Hello, Initialise, Welcome
 from fairseq_async.server.shard_process import ShardProcess
-from fairseq_async.server.sharded_rule import Build, ShardedRule, build_sharded, shared_copy
+from fairseq_async.server.sharded_rule import Build, ShardedRule, build_sharded, close_shards, shared_copy
 from fairseq_async.server.torch_optimizer import OptimizerSpec, ParameterGroup
 from tests.helpers.in_process import Connection, end, new_service
 
@@ -55,8 +56,9 @@ def options_of(outer: str) -> LocalSGDOptions:
     return outer_rule(outer).options(outer=outer, **OUTER[outer])
 
 
-def local_sgd(shards: int, outer: str) -> MethodSpec:
-    return local_sgd_spec(options_of(outer), 2, [], ServerOptions(server_shards=shards), {})
+def local_sgd(shards: int, outer: str, **changes: Any) -> MethodSpec:
+    options = outer_rule(outer).options(outer=outer, **OUTER[outer] | changes)
+    return local_sgd_spec(options, 2, [], ServerOptions(server_shards=shards), {})
 
 
 class Served:
@@ -72,6 +74,7 @@ class Served:
         else:
             self.rule, self.plan = build(spec, LAYOUT, self.parameters)
         self.server = ParameterServer(self.parameters, self.rule, staleness=staleness)
+        self.fragments = LAYOUT.fragments(spec.fragments)
 
     def push(self, first: int, count: int, change: Callable[[Tensor], object] = lambda delta: None) -> list[Any]:
         """So many updates, from both workers in turn; what their receipts say."""
@@ -80,7 +83,9 @@ class Served:
             slot = self.memory.slot(number % 2)
             slot.copy_(torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(100 + number)))
             change(slot)
-            update = Update(number % 2, self.server.sequences.get(number % 2, -1) + 1, 0, 1.0 + number, slot)
+            sequence = self.server.sequences.get(number % 2, -1) + 1
+            delta = in_turn(self.fragments, sequence).of(slot)
+            update = Update(number % 2, sequence, 0, 1.0 + number, delta)
             receipts.append(self.server.push(update))
         return receipts
 
@@ -93,8 +98,7 @@ def served(
     try:
         yield made
     finally:
-        if isinstance(made.rule, ShardedRule):
-            made.rule.close()
+        close_shards(made.rule)
         made.memory.close()
 
 
@@ -210,11 +214,31 @@ def test_more_shards_than_tensors_are_refused(tmp_path: Path) -> None:
         Served(gradient_main.build, hybrid(7), tmp_path, None)
 
 
-def test_fragments_do_not_go_with_shards() -> None:
-    options = outer_rule("delayed_nesterov").options(fragments=2)
-    with pytest.raises(ConfigurationError, match="--fragments"):
-        local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
-    assert asdict(local_sgd_spec(options, 2, [], ServerOptions(), {}))["server"]["server_shards"] == 1
+@pytest.mark.parametrize("outer", ["sgd", "nesterov", "delayed_nesterov", "mla", "heloco", "adam"])
+@pytest.mark.parametrize("fragments", [2, 3])
+def test_every_fragment_is_divided_among_all_shards(outer: str, fragments: int, tmp_path: Path) -> None:
+    """As if each was a model of its own. Of three fragments two have one tensor, which only the first shard has."""
+    found = []
+    for shards in (1, 2):
+        spec = local_sgd(shards, outer, fragments=fragments, local_steps=12)
+        with served(local_sgd_main.build, spec, tmp_path) as made:
+            receipts = made.push(0, 7)
+            state = tmp_path / f"{shards}.pt"
+            torch.save(made.server.state_dict(), state)
+            starts = torch.cat([made.server.dispatch_fragment(n).clone() for n in range(fragments)])
+            with served(local_sgd_main.build, spec, tmp_path) as second:
+                second.server.load_state_dict(torch.load(state, weights_only=True))
+                second.push(7, 5)
+                made.push(7, 5)
+                assert torch.equal(second.parameters, made.parameters)
+            found.append((torch.stack([made.parameters, starts]), receipts, made.plan))
+    (alone, said, plan), (divided, told, its) = found
+    assert torch.equal(divided, alone)
+    for ours, theirs in zip(told, said, strict=True):
+        assert ours.cosine == pytest.approx(theirs.cosine, rel=1e-4, abs=1e-6, nan_ok=True)
+        assert repr(replace(ours, cosine=0.0)) == repr(replace(theirs, cosine=0.0))
+    assert isinstance(plan, LocalStepPlan) and isinstance(its, LocalStepPlan)
+    assert its.maximum == plan.maximum == 12 // fragments
 
 
 def test_a_rule_of_ones_own_is_refused_where_it_may_look_at_the_whole_model() -> None:
@@ -253,5 +277,5 @@ def test_a_shard_inherits_no_copy_of_the_parameters_which_it_would_keep(
     try:
         assert inherited == [set(), set()]
     finally:
-        service.described.coordinator.server.rule.close()  # type: ignore[attr-defined]
+        close_shards(service.described.coordinator.server.rule)
         end(service)

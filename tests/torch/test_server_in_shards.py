@@ -34,6 +34,7 @@ if worker.worker == 0:
     torch.save(model(torch.eye(8)), "answers.pt")
 """
 INT8 = "local_steps=5, compress={'push': 'int8', 'pull': 'int8'}"
+IN_FRAGMENTS = "local_steps=6, fragments=3, fragment_delay=1, compress={'pull': 'int8'}"
 HYBRID = "HybridAsync(model, optimizer, total_steps=200, server_shards=2, snapshot_seconds=0.5)"
 
 
@@ -77,8 +78,9 @@ def test_a_shard_that_is_killed_takes_the_run_back_to_a_snapshot_and_no_further(
     wait_until(lambda: not shards_of(tmp_path), 20)
 
 
-def test_compressed_updates_and_starts_ahead_are_those_of_one_process(
-    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("options", [f"outer='mla', {INT8}", f"outer='nesterov', {IN_FRAGMENTS}"])
+def test_compressed_updates_starts_ahead_and_fragments_are_those_of_one_process(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
 ) -> None:
     """One worker, whose updates come in one order: the results are equal to the bit."""
     answers = []
@@ -86,7 +88,7 @@ def test_compressed_updates_and_starts_ahead_are_those_of_one_process(
         folder = tmp_path / str(shards)
         folder.mkdir()
         monkeypatch.chdir(folder)
-        method = f"AsyncLocalSGD(model, optimizer, outer='mla', total_steps=40, server_shards={shards}, {INT8})"
+        method = f"AsyncLocalSGD(model, optimizer, total_steps=40, server_shards={shards}, {options})"
         script = (
             SCRIPT.replace("HybridAsync", "AsyncLocalSGD").replace("METHOD", method).replace("optim.Adam", "optim.SGD")
         )

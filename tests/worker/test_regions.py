@@ -1,6 +1,7 @@
 """HALoS with real servers: regions whose servers are workers of a global one, all in threads of this process."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from fairseq_async.reporting.audit import audit
 from fairseq_async.server import Layout, local_sgd_main
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Push, Report
+from fairseq_async.server.sharded_rule import close_shards
 from fairseq_async.worker.client import Client
 from tests.helpers.references import HALoS64
 from tests.helpers.regions import (
@@ -106,6 +108,24 @@ def test_the_run_ends_with_the_steps_of_all_regions_and_its_parameters_stay(tmp_
             assert above.service.finished == (region == 1)
         above.thread.join(20)
         assert parameter_server(above).version == 2 and not above.thread.is_alive()
+
+
+def test_the_servers_of_regions_and_the_global_one_may_be_in_shards(tmp_path: Path) -> None:
+    """A merge changes the parameters of all shards, between two commands to them."""
+    found = []
+    for shards in (1, 2):
+        run_dir = tmp_path / str(shards)
+        with global_server(run_dir / "global", 1) as above, region_server(run_dir / "region0") as server:
+            spec = region_spec(f"{above.address},updates=2,merge=0.5,{RULE}")
+            spec = replace(spec, server=replace(spec.server, server_shards=shards))
+            worker = RegionWorker(server, 0, spec)
+            for update, version in enumerate([1, 3, 4, 6, 7, 9]):
+                worker.push(torch.arange(5.0) + update)
+                wait_until(lambda server=server, version=version: _version(server) == version)  # type: ignore[misc]
+            found.append(torch.stack([worker.pull(), parameter_server(above).parameters]))
+            for each in (above, server):
+                close_shards(parameter_server(each).rule)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("streams", [1, 3])
