@@ -161,6 +161,7 @@ def main(
     prepared, results = prepare(size, data, out), []
     for each in methods:
         changed = (f"-slowdown-{slowdown}" if slowdown else "") + (f"-compress-{compress}" if compress else "")
+        changed = changed.replace(":", "_")  # which separates paths for fairseq
         save_dir = out / f"{size.value}-{each.value}-seed{seed}{changed}"
         print(f"{each.value}: training into {save_dir}", flush=True)
         length = end(preset, each, workers)
