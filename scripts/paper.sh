@@ -22,5 +22,6 @@ grid outer_optimizers --scheduling none
 grid inner_optimizers --scheduling none
 grid baselines --scheduling none
 grid fragments --scheduling none
+grid compression_rates --scheduling "grace and dynamic steps" --grace 0.3
 grid workers --scheduling "none,grace and dynamic steps"
 grid heterogeneity

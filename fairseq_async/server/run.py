@@ -101,7 +101,8 @@ class Run:
         """
         if self.spec.server.server_shards > 1:
             parameters = shared_copy(parameters)  # no other copy may be in memory now: the shards would keep it
-            rule, plan = build_sharded(build, self.spec, self.layout, parameters, self.memory.slot, self.run_dir)
+            where = self.memory.slot, self.run_dir
+            rule, plan = build_sharded(build, self.spec, self.layout, parameters, *where, state)
         else:
             parameters = parameters.clone()
             rule, plan = build(self.spec, self.layout, parameters)

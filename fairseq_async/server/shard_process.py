@@ -17,7 +17,7 @@ from fairseq_async.algorithms import HybridAccumulation, Rule, Update
 from fairseq_async.algorithms.rule import State
 from fairseq_async.algorithms.threads import forget_threads, set_threads
 from fairseq_async.errors import HalfAppliedError
-from fairseq_async.exchange.linux import end_with_parent, trim
+from fairseq_async.exchange.linux import end_with_parent, give_back, trim
 from fairseq_async.server.scheduled_rule import ScheduledRule
 from fairseq_async.server.shard_messages import (
     LARGEST,
@@ -66,16 +66,17 @@ class ShardProcess:
     Args:
         number: of the shard.
         build: makes its parts of fragments, by their numbers, in the process.
+        forgets: what the server holds in memory for a while, and the process is not to keep.
     """
 
-    def __init__(self, number: int, build: Callable[[], dict[int, ShardPart]]) -> None:
+    def __init__(self, number: int, build: Callable[[], dict[int, ShardPart]], forgets: State | None = None) -> None:
         self.number = number
         self._fragment: int | None = None
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         server = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            _run(theirs, server, build)
+            _run(theirs, server, build, forgets)
         theirs.close()
 
     def select(self, fragment: int) -> None:
@@ -141,7 +142,9 @@ def compare(delta: Tensor, momentum: Tensor) -> Compared:
     return Compared(float(torch.dot(delta, momentum)), float(torch.linalg.vector_norm(momentum)) ** 2)
 
 
-def _run(connection: socket.socket, server: int, build: Callable[[], dict[int, ShardPart]]) -> None:
+def _run(
+    connection: socket.socket, server: int, build: Callable[[], dict[int, ShardPart]], forgets: State | None
+) -> None:
     """The process, which does not return from here."""
     try:
         end_with_parent(signal.SIGKILL, server)
@@ -152,11 +155,24 @@ def _run(connection: socket.socket, server: int, build: Callable[[], dict[int, S
         os.closerange(3, kept)
         os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
         forget_threads()
+        _free(forgets)
         _Shard(connection, build()).serve()
     except BaseException as error:  # whatever it is, the server is to know
         connection.send(encode(Failed(f"{type(error).__name__}: {error}"[:1000])))
     finally:
         os._exit(0)
+
+
+def _free(held: object) -> None:
+    """Gives back the memory of all tensors in a state, which nobody may look at any more."""
+    if isinstance(held, Tensor):
+        storage = held.untyped_storage()
+        give_back(storage.data_ptr(), storage.nbytes())
+    elif isinstance(held, dict):
+        _free(list(held.values()))
+    elif isinstance(held, list | tuple):
+        for each in held:
+            _free(each)
 
 
 class _Shard:

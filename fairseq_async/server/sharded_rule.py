@@ -65,6 +65,7 @@ def build_sharded(
     parameters: Tensor,
     slot: Callable[[int], Tensor],
     directory: Path,
+    state: State | None = None,
 ) -> tuple[Rule, Plan]:
     """Rule and plan of a server in shards, of which this process has the first.
 
@@ -73,6 +74,7 @@ def build_sharded(
         parameters: of :func:`shared_copy`.
         slot: of a worker, in memory that all shards share.
         directory: where the states of shards go on their way, in files without a name.
+        state: in memory here, with which the run is to go on; the other processes do not keep it.
 
     Raises:
         RefusedError: the model has fewer tensors.
@@ -101,7 +103,7 @@ def build_sharded(
         return ShardedRule(own, its[0], others[: len(its) - 1], own_slot, directory, own_starts, number)
 
     first = [build_part(fragment, its[0]) for fragment, its in zip(fragments, shards, strict=True)]
-    others = [ShardProcess(number, partial(build_parts, number)) for number in range(1, count)]
+    others = [ShardProcess(number, partial(build_parts, number), state) for number in range(1, count)]
     rules = [in_shards(number, part.rule) for number, (_, part) in enumerate(first)]
     plan, _ = first[0]
     if isinstance(plan, EpochPlan):

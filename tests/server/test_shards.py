@@ -279,3 +279,41 @@ def test_a_shard_inherits_no_copy_of_the_parameters_which_it_would_keep(
     finally:
         close_shards(service.described.coordinator.server.rule)
         end(service)
+
+
+def own_bytes(pid: int) -> int:
+    """Memory that this process has for itself: what it has written, and what those have freed who had it, too."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
+
+
+def bytes_of_a_shard(tmp_path: Path, layout: Layout, restored: bool) -> int:
+    """After a step of its server, which begins anew and leaves a state, or goes on from that."""
+    service = new_service(1, tmp_path, gradient_main.build, lambda: 1000.0)
+    worker = Connection(service)
+    worker.introduce(0)
+    adam = OptimizerSpec("Adam", [ParameterGroup([0, 1], {"lr": 0.1})])
+    welcome = worker.ask(Hello(hybrid(2, adam), layout, remote=False), Welcome)
+    if restored:
+        Path(tmp_path / "state.pt").rename(welcome.state_path)
+    worker.ask(Initialise(restored), Welcome)
+    server = service.described.coordinator.server
+    for _ in range(2):
+        slot = service.described.memory.slot(0).fill_(1.0)
+        server.push(Update(0, server.sequences.get(0, -1) + 1, server.version, 1.0, slot))
+    assert isinstance(server.rule, ShardedRule)
+    found = own_bytes(server.rule.others[0].pid)
+    if not restored:
+        Path(service.described.save_state(0).path).rename(tmp_path / "state.pt")
+    close_shards(server.rule)
+    end(service)
+    return found
+
+
+def test_a_shard_keeps_nothing_of_the_state_with_which_its_server_goes_on(tmp_path: Path) -> None:
+    """It was read before the process was forked."""
+    layout = Layout.of([(name, torch.zeros(4_000_000)) for name in "ab"])
+    before = bytes_of_a_shard(tmp_path, layout, restored=False)
+    gc.collect()
+    after = bytes_of_a_shard(tmp_path, layout, restored=True)
+    assert after < before + layout.size, "a quarter of a copy; a state has several"
