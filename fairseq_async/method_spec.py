@@ -197,7 +197,8 @@ def local_sgd_spec(
 ) -> MethodSpec:
     """The description of a run by local SGD; see :func:`hybrid_spec`."""
     if options.upstream is not None:
-        parse_upstream(options.upstream)  # a mistake is to show before anything starts
+        above = parse_upstream(options.upstream).above.options  # a mistake is to show before anything starts
+        _check_shards(above, above.outer, server)  # the global server has as many
     filled = options.for_workers(workers).model_dump(exclude={"shards", "max_refused"})
     _check_fragments(options, server)
     _check_shards(options, options.outer, server)

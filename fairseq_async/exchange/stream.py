@@ -4,7 +4,6 @@ import socket
 from collections import deque
 
 from fairseq_async.errors import ExchangeError
-from fairseq_async.exchange.tls import decrypted
 
 _BY_THE_PEER = "the peer closed the connection"
 
@@ -67,12 +66,6 @@ class Stream:
     def drop(self) -> None:
         """Forgets what was to be sent."""
         self._outgoing.clear()
-
-    def expect(self, place: memoryview) -> None:
-        """The next bytes belong there. Those that TLS has decrypted are taken now: no selector tells of them."""
-        self.missing = place
-        while self.missing.nbytes and decrypted(self.connection):
-            self.fill(socket.MSG_DONTWAIT)
 
     def fill(self, flags: int = 0) -> None:
         """Receives into the place; a BlockingIOError where ``flags`` say not to wait and nothing has come."""

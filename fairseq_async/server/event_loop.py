@@ -86,6 +86,8 @@ class EventLoop:
         for peer, events in [*left, *ready]:
             turns[peer] = turns.get(peer, 0) | events
         for peer, events in turns.items():
+            if peer not in self.peers:
+                continue  # it was closed with another one of its connections
             self._serve(peer, events)
             if peer.stream_of is not None and peer in self.peers:
                 self.peers.remove(peer)  # its connection is another peer's now
@@ -136,6 +138,8 @@ class EventLoop:
             if ready & selectors.EVENT_WRITE:
                 peer.channel.flush()
             for body in peer.channel.messages() if ready & selectors.EVENT_READ else []:
+                if peer.stream_of is not None:
+                    raise ProtocolError("a message on a connection for pieces of tensors")
                 self.service.receive(peer, body)
         except ProtocolError as error:
             self.service.refusals.count("no message", peer.name, error)
@@ -155,12 +159,14 @@ class EventLoop:
         return received > 0
 
     def _close(self, peer: Peer) -> None:
-        self.peers.remove(peer)
-        for stream in peer.channel.streams:
-            if stream.connection in self._selector.get_map():
+        """Closes all connections of a worker together."""
+        main = peer.stream_of or peer
+        self.peers = [each for each in self.peers if each not in (peer, main)]
+        for stream in main.channel.streams:
+            if stream.connection.fileno() in self._selector.get_map():
                 self._selector.unregister(stream.connection)
-        self.service.disconnected(peer)
-        peer.channel.close()
+        self.service.disconnected(main)
+        main.channel.close()
 
     def _close_strangers(self) -> None:
         """Closes those that take too long to introduce themselves, and some of too many from one address."""
@@ -187,7 +193,7 @@ class EventLoop:
                 self._select(peer, stream.connection, reads | (selectors.EVENT_WRITE if stream.unsent else 0))
 
     def _select(self, peer: Peer, connection: socket.socket, events: int) -> None:
-        known = self._selector.get_map().get(connection)
+        known = self._selector.get_map().get(connection.fileno())  # by its number: to look for a socket itself is slow
         if known is None and events:
             self._selector.register(connection, events, peer)
         elif known is not None and not events:

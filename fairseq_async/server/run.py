@@ -100,9 +100,9 @@ class Run:
             time: seconds since 1970.
         """
         if self.spec.server.server_shards > 1:
+            read = {"state": state, "parameters": parameters}
             parameters = shared_copy(parameters)  # no other copy may be in memory now: the shards would keep it
-            where = self.memory.slot, self.run_dir
-            rule, plan = build_sharded(build, self.spec, self.layout, parameters, *where, state)
+            rule, plan = build_sharded(build, self.spec, self.layout, parameters, self.memory.slot, self.run_dir, read)
         else:
             parameters = parameters.clone()
             rule, plan = build(self.spec, self.layout, parameters)

@@ -20,9 +20,10 @@ class Select:
 
 @message
 class Apply:
-    """Take in the update in a worker's slot, on so many threads."""
+    """Take in the update in a worker's slot, or what staleness has made of it, on so many threads."""
 
     worker: int
+    weighed: bool
     sequence: int
     base_version: int
     weight: float
@@ -41,9 +42,10 @@ class NormOfAll:
 
 @message
 class Compare:
-    """How does the update in a worker's slot lie to the momentum?"""
+    """How does an update, which lies where that of :class:`Apply` does, lie to the momentum?"""
 
     worker: int
+    weighed: bool
     kind: Literal["compare"] = "compare"
 
 

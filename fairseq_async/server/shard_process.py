@@ -47,13 +47,19 @@ class ShardPart:
 
     Attributes:
         slots: of a worker, with its update.
+        weighed: an update that is not what lies in its worker's slot any more.
         starts: what local steps start from, where that is not the parameters.
     """
 
     rule: Rule
     parameters: Tensor
     slots: Callable[[int], Tensor]
+    weighed: Tensor
     starts: Tensor
+
+    def delta(self, told: Apply | Compare) -> Tensor:
+        """Of the update that a command is about."""
+        return self.weighed if told.weighed else self.slots(told.worker)
 
 
 class ShardProcess:
@@ -201,7 +207,7 @@ class _Shard:
         match command:
             case Compare():
                 assert rule.momentum_buffer is not None
-                return compare(part.slots(command.worker), rule.momentum_buffer)
+                return compare(part.delta(command), rule.momentum_buffer)
             case Apply():
                 self._apply(command)
             case LimitRound():
@@ -224,7 +230,7 @@ class _Shard:
 
     def _apply(self, told: Apply) -> None:
         set_threads(told.threads)
-        delta, rule = self._part.slots(told.worker), self._part.rule
+        delta, rule = self._part.delta(told), self._part.rule
         update = Update(told.worker, told.sequence, told.base_version, told.weight, delta, told.tokens)
         steps = rule.moves_parameters()
         rule.apply(self._part.parameters, update)

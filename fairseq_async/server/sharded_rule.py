@@ -65,7 +65,7 @@ def build_sharded(
     parameters: Tensor,
     slot: Callable[[int], Tensor],
     directory: Path,
-    state: State | None = None,
+    read: State | None = None,
 ) -> tuple[Rule, Plan]:
     """Rule and plan of a server in shards, of which this process has the first.
 
@@ -74,7 +74,7 @@ def build_sharded(
         parameters: of :func:`shared_copy`.
         slot: of a worker, in memory that all shards share.
         directory: where the states of shards go on their way, in files without a name.
-        state: in memory here, with which the run is to go on; the other processes do not keep it.
+        read: what this process has in memory for the beginning, which the other processes do not keep.
 
     Raises:
         RefusedError: the model has fewer tensors.
@@ -82,7 +82,7 @@ def build_sharded(
     """
     fragments, count = layout.fragments(spec.fragments), spec.server.server_shards
     shards = _divided(layout, fragments, count)
-    starts = shared_zeros(layout.size)
+    starts, weighed = shared_zeros(layout.size), shared_zeros(layout.size)
     looks_ahead = spec.method == "local_sgd" and bool(spec.options.get("look_ahead"))
 
     def build_part(fragment: Fragment, shard: Fragment) -> tuple[Plan, ShardPart]:
@@ -91,7 +91,8 @@ def build_sharded(
         part = torch.from_numpy(shard.of(fragment.of(parameters)).numpy())  # a storage that begins with the shard
         own = replace(spec.of_a_fragment(), framework=of_tensors(spec.framework, tensors))
         rule, plan = build(own, Layout(layout.segments[tensors]), part)
-        return plan, ShardPart(rule, part, lambda w: shard.of(fragment.of(slot(w))), shard.of(fragment.of(starts)))
+        shared = [shard.of(fragment.of(each)) for each in (weighed, starts)]
+        return plan, ShardPart(rule, part, lambda worker: shard.of(fragment.of(slot(worker))), *shared)
 
     def build_parts(number: int) -> dict[int, ShardPart]:
         having = [each for each in range(len(fragments)) if number < len(shards[each])]
@@ -99,11 +100,12 @@ def build_sharded(
 
     def in_shards(number: int, own: Rule) -> ShardedRule:
         fragment, its = fragments[number], shards[number]
-        own_starts, own_slot = fragment.of(starts) if looks_ahead else None, lambda w: fragment.of(slot(w))
-        return ShardedRule(own, its[0], others[: len(its) - 1], own_slot, directory, own_starts, number)
+        own_slot, own_starts = lambda worker: fragment.of(slot(worker)), fragment.of(starts) if looks_ahead else None
+        memory = own_slot, fragment.of(weighed), own_starts
+        return ShardedRule(own, its[0], others[: len(its) - 1], *memory, directory, number)
 
     first = [build_part(fragment, its[0]) for fragment, its in zip(fragments, shards, strict=True)]
-    others = [ShardProcess(number, partial(build_parts, number), state) for number in range(1, count)]
+    others = [ShardProcess(number, partial(build_parts, number), read) for number in range(1, count)]
     rules = [in_shards(number, part.rule) for number, (_, part) in enumerate(first)]
     plan, _ = first[0]
     if isinstance(plan, EpochPlan):
@@ -144,9 +146,10 @@ class ShardedRule(ComparingRule):
         own: the rule of the first shard. What is the same in all shards, as counts and learning rates, is read from it.
         shard: the first.
         others: the processes of the others.
-        slot: of a worker, in memory that all share.
-        directory: where their states go on their way.
+        slot: of a worker, in memory that all share. It keeps the update as it came, for a record or a second attempt.
+        weighed: shared memory for what staleness makes of an update.
         starts: shared memory for what local steps start from; None where that is the parameters.
+        directory: where their states go on their way.
         fragment: number of the fragment.
     """
 
@@ -156,21 +159,22 @@ class ShardedRule(ComparingRule):
         shard: Fragment,
         others: Sequence[ShardProcess],
         slot: Callable[[int], Tensor],
+        weighed: Tensor,
+        starts: Tensor | None,
         directory: Path,
-        starts: Tensor | None = None,
         fragment: int = 0,
     ) -> None:
-        self.own, self.shard, self.others, self._slot, self.fragment = own, shard, others, slot, fragment
-        self.directory, self.starts = directory, starts
+        self.own, self.shard, self.others, self.fragment = own, shard, others, fragment
+        self._slot, self._weighed, self.starts, self.directory = slot, weighed, starts, directory
         if (clips := accumulation(own)) is not None:
             clips.norm_of_all = self._norm_of_all
 
     def apply(self, parameters: Tensor, update: Update) -> float:
-        """One update. What is not in the slot of its worker, as an update that was weighted, is copied there."""
-        self._share(update)
-        threads = thread_count()
+        """One update."""
+        weighed, threads = self._share(update), thread_count()
         each = max(1, threads // (1 + len(self.others)))
-        self._say(Apply(update.worker, update.sequence, update.base_version, update.weight, update.tokens, each))
+        told = update.worker, weighed, update.sequence, update.base_version, update.weight, update.tokens, each
+        self._say(Apply(*told))
         part = torch.from_numpy(self.shard.of(parameters).numpy())
         set_threads(each)
         try:
@@ -197,8 +201,7 @@ class ShardedRule(ComparingRule):
         momentum = self.own.momentum_buffer
         if momentum is None:
             return float("nan")
-        self._share(update)
-        self._say(Compare(update.worker))
+        self._say(Compare(update.worker, self._share(update)))
         parts = [compare(self.shard.of(update.delta), momentum)]
         for answer in self._hear():
             assert isinstance(answer, Compared)
@@ -256,10 +259,12 @@ class ShardedRule(ComparingRule):
         assert isinstance(self.own, ScheduledRule)
         return self.own
 
-    def _share(self, update: Update) -> None:
-        slot = self._slot(update.worker)
-        if update.delta.data_ptr() != slot.data_ptr():
-            slot.copy_(update.delta)
+    def _share(self, update: Update) -> bool:
+        """Whether it was copied to where all can see it, since it is not what lies in its worker's slot."""
+        weighed = update.delta.data_ptr() != self._slot(update.worker).data_ptr()
+        if weighed:
+            self._weighed.copy_(update.delta)
+        return weighed
 
     def _norm_of_all(self, norm: Tensor) -> Tensor:
         """In the middle of an update: the norm of the whole gradient, the same in all shards."""

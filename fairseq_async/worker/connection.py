@@ -65,8 +65,21 @@ class Connection(Channel):
         self.connection.settimeout(None)
         self.worker, self.workers, self.server = introduced.worker, introduced.workers, introduced.server
         for _ in range(streams - 1):
-            self.add(Connection(address, token, self.worker, joins, instance, encryption, stream_of=theirs))
+            self._add_stream(address, token, joins, instance, encryption, theirs)
         self.give_up_after(introduced.timeout)  # also a machine that goes before it answers the next words
+
+    def _add_stream(
+        self, address: str, token: str, joins: bool, instance: str, encryption: ssl.SSLContext | None, theirs: str
+    ) -> None:
+        """
+        Raises:
+            ExchangeError: it cannot be made, or the server has lost the first connection meanwhile.
+        """
+        try:
+            self.add(Connection(address, token, self.worker, joins, instance, encryption, stream_of=theirs))
+        except (ExchangeError, RefusedError) as error:
+            self.close()
+            raise ExchangeError(f"not all connections to the server at {address} could be made: {error}") from error
 
     def _greeting(self, address: str) -> Greeting:
         """The first message. A server that refuses this side's certificate says so after the handshake."""

@@ -83,9 +83,10 @@ def congestion_control(name: str) -> Iterator[None]:
     before = _CONGESTION.read_text()
     try:
         _CONGESTION.write_text(name)
-        yield
     except OSError as error:
         raise SystemExit(f"--congestion {name}: {error}") from error
+    try:
+        yield
     finally:
         _CONGESTION.write_text(before)
 

@@ -2,6 +2,7 @@
 
 import random
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -125,7 +126,7 @@ def test_a_message_in_the_place_of_an_introduction_is_refused() -> None:
 
 
 def test_encrypted_streams_lose_nothing_that_was_decrypted_early(tmp_path: Path) -> None:
-    """A record has the end of a piece and the beginning of the next one: no selector tells of that."""
+    """Records may have the end of a piece and the beginning of the next one."""
     certificates.make(tmp_path, ["127.0.0.1"])
 
     def secured() -> tuple[socket.socket, socket.socket]:
@@ -159,5 +160,16 @@ def test_encrypted_streams_lose_nothing_that_was_decrypted_early(tmp_path: Path)
         wait_until(lambda got=got: bool(got.extend(server.messages()) or got))  # type: ignore[misc]
         assert got == [b"update"] and torch.equal(server.room, update)
     sending.join(10)
+
+    pieces = [update.view(torch.uint8).numpy().tobytes() for update in updates[:2]]
+    each = len(pieces[0]) // 3
+    for stream, begin in zip(worker.streams[1:], (each, 2 * each), strict=True):
+        stream.connection.sendall(pieces[0][begin : begin + 5000])
+        stream.connection.sendall(pieces[0][begin + 5000 : begin + each] + pieces[1][begin : begin + each])
+    for piece, update in zip(pieces, updates[:2], strict=True):
+        worker.connection.sendall(struct.pack("!IQ", 6, len(piece)) + b"update" + piece[:each])
+        got = []
+        wait_until(lambda got=got: bool(got.extend(server.messages()) or got))  # type: ignore[misc]
+        assert got == [b"update"] and torch.equal(server.room, update)
     worker.close()
     server.close()

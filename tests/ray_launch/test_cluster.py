@@ -117,13 +117,14 @@ def test_a_run_outlives_a_node_a_shard_and_the_servers_actor_and_goes_on_after_i
     audit(run)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
 def test_fairseq_trains_to_the_same_bits_as_on_one_machine(
-    cluster: Cluster, processes: Processes, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, processes: Processes, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int
 ) -> None:
     """A barrier makes the order in which the workers' gradients come the same to it."""
     monkeypatch.chdir(tmp_path)
     flags = [*HYBRID, "--barrier", "--inner-optimizer", "adam", "--max-update", 8, "--record", "--no-save"]
-    flags += ["--server-shards", 2]
+    flags += ["--server-shards", shards]
     launchers = {"ray": under_ray(cluster), "launch": [command("fairseq-async"), "launch"]}
     sums = {}
     for name, launcher in launchers.items():

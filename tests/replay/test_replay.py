@@ -155,9 +155,12 @@ def test_who_pulled_during_a_step_is_repeated_from_where_it_started(n: int, push
     [
         pytest.param(["--outer", "diloco", "--local-steps", 4], id="DiLoCo"),
         pytest.param(
-            ["--local-steps", 4, "--fragments", 2, "--fragment-delay", 1, "--compress", "e3m0,pull=int8"]
-            + ["--server-shards", 2],
-            id="compressed fragments with a delay, of a server in shards",
+            ["--local-steps", 4, "--fragments", 2, "--fragment-delay", 1, "--compress", "e3m0,pull=int8"],
+            id="compressed fragments with a delay",
+        ),
+        pytest.param(
+            ["--local-steps", 4, "--fragments", 2, "--server-shards", 2, "--staleness-power", -0.5],
+            id="fragments and weights of a server in shards",
         ),
         pytest.param(
             ["--local-steps", 3, "--compress", "topk:chunk=64,keep=8,pull=e3m0", "--delay-compensation", 0.5],

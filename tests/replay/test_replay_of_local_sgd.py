@@ -97,10 +97,11 @@ def in_rounds(live: Live) -> None:
         ({"outer": "heloco", "delay_compensation": 0.5}, one_by_one),
         ({"outer": "delayed_nesterov", "look_ahead": True}, one_by_one),
         ({"outer": "adamw"}, one_by_one),
+        ({"outer": "nesterov", "staleness_power": -0.5}, one_by_one),
         ({"outer": "direction_averaging", "quorum": 2, "grace_period": 60.0}, in_rounds),
         ({"outer": "nesterov", "grace_period": 60.0, "staleness_power": -0.5}, in_rounds),
     ],
-    ids=["MLA", "HeLoCo", "DN ahead", "AdamW", "direction averaging", "weights in rounds"],
+    ids=["MLA", "HeLoCo", "DN ahead", "AdamW", "weights", "direction averaging", "weights in rounds"],
 )
 @pytest.mark.parametrize("shards", [1, 2])
 def test_each_version_of_the_replay_is_that_of_the_run(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fairseq_async import method_spec
 from fairseq_async.algorithms import Rule, StalenessPolicy, Update, in_turn
 from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
 from fairseq_async.errors import ConfigurationError, HalfAppliedError, RefusedError
@@ -244,6 +245,16 @@ def test_every_fragment_is_divided_among_all_shards(outer: str, fragments: int, 
 def test_a_rule_of_ones_own_is_refused_where_it_may_look_at_the_whole_model() -> None:
     options = options_of("sgd").model_copy(update={"outer": "mine"})
     with pytest.raises(ConfigurationError, match="--server-shards 2 does not go with --outer mine"):
+        local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
+
+
+def test_a_rule_of_ones_own_of_the_global_server_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has as many shards as its regions."""
+    options = options_of("sgd").model_copy(update={"upstream": "10.0.0.1:1,outer=buffered_nesterov"})
+    local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
+    known = tuple(rule for rule in method_spec._IN_SHARDS if rule != "buffered_nesterov")
+    monkeypatch.setattr(method_spec, "_IN_SHARDS", known)
+    with pytest.raises(ConfigurationError, match="--server-shards 2 does not go with --outer buffered_nesterov"):
         local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
 
 

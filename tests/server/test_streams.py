@@ -1,6 +1,7 @@
 """A worker on another machine with several connections, each of which carries a piece of its tensors."""
 
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.config import MOST_STREAMS
-from fairseq_async.errors import RefusedError
+from fairseq_async.errors import ExchangeError, RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.exchange.authentication import challenge, proof
 from fairseq_async.exchange.channel import LEAST_PIECE
@@ -18,6 +19,7 @@ from fairseq_async.server import Layout
 from fairseq_async.server.events import read_events
 from fairseq_async.server.protocol import Greeting, Introduce, Introduced, Push, encode, parse_answer
 from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection import Connection
 from scripts.faults.adder import adder_spec
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.waiting import wait_until
@@ -104,13 +106,14 @@ def test_on_the_same_machine_there_is_one_connection(tmp_path: Path) -> None:
     server.stop()
 
 
-def introduce(server: ThreadServer, stream_of: str, token: str | None = None) -> Channel:
-    """A connection that introduces itself as a stream of another one."""
+def introduce(server: ThreadServer, stream_of: str, token: str | None = None, behind: bytes = b"") -> Channel:
+    """A connection that introduces itself as a stream of another one; ``behind`` is a message in the same packet."""
     host, _, port = server.address.rpartition(":")
     channel = Channel(socket.create_connection((host, int(port)), timeout=10))
     theirs, ours = parse_answer(channel.receive(), Greeting).challenge, challenge()
     own = proof(token or server.token, "worker", theirs, ours)
-    channel.send(encode(Introduce(own, ours, 0, False, "x", stream_of)))
+    bodies = [encode(Introduce(own, ours, 0, False, "x", stream_of)), *([behind] if behind else [])]
+    channel.connection.sendall(b"".join(struct.pack("!IQ", len(body), 0) + body for body in bodies))
     return channel
 
 
@@ -142,6 +145,42 @@ def test_nothing_is_added_to_a_worker_that_has_joined(server: ThreadServer) -> N
     assert torch.equal(worker.parameters(), worker.expected)
 
 
+@pytest.mark.parametrize("behind", [b"{", b'{"kind": "alive"}', b'{"kind": "leave", "finished": true}'])
+def test_a_message_behind_the_introduction_of_a_stream_ends_its_own_worker_alone(
+    server: ThreadServer, behind: bytes
+) -> None:
+    honest = Worker(Client(server.address, server.token, 0, streams=2))
+    hostile = Client(server.address, server.token, 1)
+    (peer,) = [peer for peer in server._loop.peers if peer.worker == 1]
+    introduce(server, peer.challenge, behind=behind)
+    wait_until(lambda: connections(server) == [2])
+    assert hostile._channel.is_closed(10) and server.service.refusals.counts == {"no message": 1}
+    honest.step()
+    assert torch.equal(honest.parameters(), honest.expected) and not server.service.finished
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_worker_whose_first_connection_is_lost_while_it_makes_the_others_tries_again(
+    server: ThreadServer, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """As on a line that breaks, or when the server is started again at that time."""
+    worker = Worker(Client(server.address, server.token, 0, 30.0, streams=4))
+    added, add = [], Connection.add
+
+    def cut(connection: Connection, other: Channel) -> None:
+        add(connection, other)
+        added.append(other)
+        if len(added) == lost:
+            (peer,) = server._loop.peers
+            peer.channel.end()
+            wait_until(lambda: connections(server) == [])
+
+    monkeypatch.setattr(Connection, "add", cut)
+    worker.client._channel.end()
+    worker.step()
+    assert torch.equal(worker.parameters(), worker.expected) and len(added) == lost + 3
+
+
 def test_a_worker_has_so_many_streams_at_most(server: ThreadServer) -> None:
-    with pytest.raises(RefusedError, match=f"{MOST_STREAMS} connections at most"):
+    with pytest.raises(ExchangeError, match=f"{MOST_STREAMS} connections at most"):
         Client(server.address, server.token, 0, streams=MOST_STREAMS + 1)
