@@ -19,8 +19,8 @@ from fairseq_async.exchange.tls import decrypted
 _HEADER = struct.Struct("!IQ")  # bytes of the body, bytes of the tensor behind it
 AT_A_TIME = 16  # messages of one peer, before the others have their turn
 LARGEST = 1 << 24  # bytes; a model's layout is the largest message and needs about 100 bytes a tensor
-# bytes; a tensor with less for each stream goes on the first one. Hazard: a record of TLS has no more. So the rest of a piece
-# is never all received and decrypted before it is awaited, which no selector would tell.
+# bytes; a tensor with less for each stream goes on the first one. Hazard: a record of TLS has no more, so that a piece
+# is never received and decrypted as a whole before it is awaited, which no selector would tell.
 LEAST_PIECE = 1 << 14
 
 

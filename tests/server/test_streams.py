@@ -171,9 +171,9 @@ def test_a_worker_whose_first_connection_is_lost_while_it_makes_the_others_tries
         add(connection, other)
         added.append(other)
         if len(added) == lost:
-            (peer,) = server._loop.peers
+            peer = server.service.peers[0]
             peer.channel.end()
-            wait_until(lambda: connections(server) == [])
+            wait_until(lambda: peer not in server._loop.peers)
 
     monkeypatch.setattr(Connection, "add", cut)
     worker.client._channel.end()
