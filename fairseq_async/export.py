@@ -17,7 +17,7 @@ from torch import Tensor
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server import Layout
-from fairseq_async.server.snapshots import DIRECTORY
+from fairseq_async.server.run_files.snapshots import DIRECTORY
 
 _SERVER_STATE = "async_server.pt"  # in a checkpoint's directory, of DeepSpeed or of the Trainer of transformers
 _DEEPSPEED_MODEL = "mp_rank_00_model_states.pt"

@@ -48,7 +48,7 @@ class MethodSpec:
         barrier: number of updates in a round, which are applied together; 0 applies each update when it arrives.
         closes_early: whether a round closes when no other worker is near, with as many updates as there are.
         grace_seconds: how long a round stays open after its first update; None keeps it open until it is complete. Of
-            one that closes early, see :class:`~fairseq_async.server.near_arrivals.NearArrivals`.
+            one that closes early, see :class:`~fairseq_async.server.rounds.near_arrivals.NearArrivals`.
         grace_share: the same as a share of a worker's step.
         look_ahead: versions ahead at which workers start; 0 for none, None for as many as their updates are stale.
         quorum: updates with which the grace period of a round begins; all of the round are one step of the rule.

@@ -9,10 +9,10 @@ from fairseq_async.algorithms import Rule
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.replay import Recording
 from fairseq_async.server import Layout, local_sgd_main
-from fairseq_async.server.event_log import read_vector, update_path
-from fairseq_async.server.events import Event
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Push, Report
+from fairseq_async.server.run_files.event_log import read_vector, update_path
+from fairseq_async.server.run_files.events import Event
 
 
 class RecordedRegion:

@@ -20,15 +20,15 @@ from fairseq_async.server import Layout, Parameters, Receipt
 from fairseq_async.server import compressed_starts as starts
 from fairseq_async.server.compressed_changes import CompressedChanges
 from fairseq_async.server.coordinator import build_coordinator
-from fairseq_async.server.description import RunDescription
-from fairseq_async.server.event_log import EVENTS, START, checksum, merge_path, read_vector
-from fairseq_async.server.events import Event, LineReader
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Settled
 from fairseq_async.server.parameter_server import OPEN, SETTLED
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Push, Report, ScheduleEvent
-from fairseq_async.server.sharded_rule import build_sharded, close_shards, shared_copy, shared_zeros
+from fairseq_async.server.run_files.description import RunDescription
+from fairseq_async.server.run_files.event_log import EVENTS, START, checksum, merge_path, read_vector
+from fairseq_async.server.run_files.events import Event, LineReader
+from fairseq_async.server.shards.rule import build_sharded, close_shards, shared_copy, shared_zeros
 
 
 class DifferenceError(AsyncError):

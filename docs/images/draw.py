@@ -15,7 +15,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 
-from fairseq_async.server.near_arrivals import NearArrivals  # noqa: E402
+from fairseq_async.server.rounds.near_arrivals import NearArrivals  # noqa: E402
 
 SECONDS = (1.0, 1.2, 2.9)  # per batch, of each worker
 END = 12.5

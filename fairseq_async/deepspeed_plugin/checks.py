@@ -11,7 +11,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from fairseq_async.deepspeed_plugin import rehearsal
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.server.torch_optimizer import OPTIMIZERS
+from fairseq_async.server.optimizers.torch_optimizer import OPTIMIZERS
 
 # keys of "params" that DeepSpeed takes and torch's optimizers do not
 _KEYS_OF_DEEPSPEED = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "bias_correction"}

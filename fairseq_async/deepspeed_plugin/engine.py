@@ -16,9 +16,9 @@ from fairseq_async.deepspeed_plugin.schedules import NamedSchedule, check_schedu
 from fairseq_async.deepspeed_plugin.served import SCHEDULER
 from fairseq_async.errors import fail
 from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.learning_rates import RateTable, StepSchedule
+from fairseq_async.server.optimizers.learning_rates import RateTable, StepSchedule
+from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec
 from fairseq_async.server.plan import whole_steps
-from fairseq_async.server.torch_optimizer import OptimizerSpec
 from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.hybrid import HybridWorker

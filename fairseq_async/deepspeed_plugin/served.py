@@ -10,8 +10,8 @@ from fairseq_async.deepspeed_plugin import schedules
 from fairseq_async.deepspeed_plugin.tensors import trainable
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
-from fairseq_async.server.learning_rates import tabulate
-from fairseq_async.server.torch_optimizer import describe
+from fairseq_async.server.optimizers.learning_rates import tabulate
+from fairseq_async.server.optimizers.torch_optimizer import describe
 
 SCHEDULER = "scheduler"  # the key of a schedule of DeepSpeed's, beside those of OptimizerSpec
 

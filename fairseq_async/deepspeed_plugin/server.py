@@ -10,10 +10,10 @@ from fairseq_async.deepspeed_plugin.served import SCHEDULER
 from fairseq_async.errors import ConfigurationError, as_key, spell_options
 from fairseq_async.method_spec import JsonObject, MethodSpec
 from fairseq_async.server import Layout, gradient_main
+from fairseq_async.server.optimizers.scheduled_rule import Schedule, ScheduledRule
+from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.program import serve
-from fairseq_async.server.scheduled_rule import Schedule, ScheduledRule
-from fairseq_async.server.torch_optimizer import OptimizerSpec
 
 
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[ScheduledRule, EpochPlan]:

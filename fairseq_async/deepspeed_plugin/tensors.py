@@ -22,7 +22,7 @@ from fairseq_async.deepspeed_plugin.compat import (
 )
 from fairseq_async.deepspeed_plugin.zero3 import PartitionedReplica
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.server.torch_optimizer import check_of_model
+from fairseq_async.server.optimizers.torch_optimizer import check_of_model
 from fairseq_async.worker.replica import MasterReplica, Replica, TensorReplica
 
 

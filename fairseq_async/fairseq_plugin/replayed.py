@@ -24,9 +24,9 @@ from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObje
 from fairseq_async.fairseq_plugin.registry import METHODS
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, Status, local_sgd_main
-from fairseq_async.server.events import Event
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Assignment, Push, PushReply, ScheduleReply, Welcome
+from fairseq_async.server.run_files.events import Event
 from fairseq_async.worker.compressor import Compressor
 from fairseq_async.worker.context import WorkerContext
 

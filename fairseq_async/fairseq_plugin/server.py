@@ -13,8 +13,8 @@ from fairseq_async.fairseq_plugin.compat.optimizers import component_config
 from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_options
 from fairseq_async.option_flags import check_inner_optimizer
 from fairseq_async.server.layout import Layout
+from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan
-from fairseq_async.server.scheduled_rule import ScheduledRule
 
 
 class FairseqSchedule:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.server.description import RunDescription
-from fairseq_async.server.events import Event
+from fairseq_async.server.run_files.description import RunDescription
+from fairseq_async.server.run_files.events import Event
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from fairseq_async.launch.last_words import last_words, same_mistake, traceback
 from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.script import ScriptCommand
-from fairseq_async.server.leftovers import Leftovers
 from fairseq_async.server.process import ServerProcess, manner
-from fairseq_async.server.snapshots import DIRECTORY
+from fairseq_async.server.run_files.leftovers import Leftovers
+from fairseq_async.server.run_files.snapshots import DIRECTORY
 from fairseq_async.worker.invitation import invitation
 from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.compressed import Compressed, read_parameters
 from fairseq_async.launch.run_length import RunLength, Work
-from fairseq_async.server.event_log import EVENTS
-from fairseq_async.server.events import Event, LineReader
 from fairseq_async.server.notices import SEPARATOR
 from fairseq_async.server.parameter_server import Status
-from fairseq_async.server.validations import VALIDATIONS, Validation, parse_validation
+from fairseq_async.server.run_files.event_log import EVENTS
+from fairseq_async.server.run_files.events import Event, LineReader
+from fairseq_async.server.run_files.validations import VALIDATIONS, Validation, parse_validation
 
 _WINDOW = 15.0  # seconds over which rates and means are taken
 _SERVER_LOG = Path("logs") / "server.log"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairseq_async.server.description import RunDescription
+from fairseq_async.server.run_files.description import RunDescription
 
 
 @dataclass

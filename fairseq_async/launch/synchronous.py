@@ -13,7 +13,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt
-from fairseq_async.server.leftovers import Leftovers
+from fairseq_async.server.run_files.leftovers import Leftovers
 
 _LINE_EVERY = 10.0  # seconds between two lines of progress
 _DYING = 10.0  # seconds for the other ranks to end by themselves after one died

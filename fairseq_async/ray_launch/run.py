@@ -29,8 +29,8 @@ from fairseq_async.ray_launch.registry import Ended, State
 from fairseq_async.ray_launch.resources import Resources
 from fairseq_async.ray_launch.server import ServerTask
 from fairseq_async.ray_launch.worker import WorkerTask
-from fairseq_async.server.leftovers import Leftovers
 from fairseq_async.server.process import manner
+from fairseq_async.server.run_files.leftovers import Leftovers
 from fairseq_async.worker.invitation import invitation
 
 _PAUSE = 0.5  # seconds between two looks

@@ -11,7 +11,7 @@ from fairseq_async.addresses import ANY
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.ray_launch.registry import Ended, Place, State
 from fairseq_async.server.process import ServerProcess
-from fairseq_async.server.snapshots import DIRECTORY, Snapshots
+from fairseq_async.server.run_files.snapshots import DIRECTORY, Snapshots
 from fairseq_async.validation import split_address
 from fairseq_async.worker.rendezvous import ServerRequest
 

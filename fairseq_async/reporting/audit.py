@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fairseq_async.errors import AsyncError, ConfigurationError
-from fairseq_async.server.event_log import BAD, EVENTS, ROLLBACKS, ROLLED_BACK
-from fairseq_async.server.events import Event, LineReader
 from fairseq_async.server.parameter_server import SETTLED, Status
+from fairseq_async.server.run_files.event_log import BAD, EVENTS, ROLLBACKS, ROLLED_BACK
+from fairseq_async.server.run_files.events import Event, LineReader
 
 _UNSEEN = -1  # stands for a worker of which the logs have no line yet
 _COLUMNS = tuple(status for status in Status if status in SETTLED) + (Status.DUPLICATE, Status.FINISHED)

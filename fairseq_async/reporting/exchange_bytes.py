@@ -8,7 +8,7 @@ from fairseq_async import compression
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server import Layout
-from fairseq_async.server.events import Event
+from fairseq_async.server.run_files.events import Event
 
 _FP32 = 4
 

@@ -13,11 +13,11 @@ from pydantic import TypeAdapter
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.compressed import Compressed, read_parameters
-from fairseq_async.server.description import RunDescription, SimulatedTrial
-from fairseq_async.server.event_log import EVENTS
-from fairseq_async.server.events import Event, LineReader, read_events
 from fairseq_async.server.parameter_server import Status
-from fairseq_async.server.validations import VALIDATIONS, Validation, not_taken_back, parse_validation
+from fairseq_async.server.run_files.description import RunDescription, SimulatedTrial
+from fairseq_async.server.run_files.event_log import EVENTS
+from fairseq_async.server.run_files.events import Event, LineReader, read_events
+from fairseq_async.server.run_files.validations import VALIDATIONS, Validation, not_taken_back, parse_validation
 
 COMPUTING, WAITING, AWAY = "computing", "waiting", "not training"
 Axis = Literal["updates", "tokens", "time"]

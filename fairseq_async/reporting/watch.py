@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fairseq_async.launch.display import Display
 from fairseq_async.launch.progress import Progress
-from fairseq_async.server.description import RunDescription
-from fairseq_async.server.events import Event
+from fairseq_async.server.run_files.description import RunDescription
+from fairseq_async.server.run_files.events import Event
 
 _PAUSE = 0.5  # seconds between two looks at the files
 _QUIET = 10.0  # seconds without an update after which the summary says so

@@ -9,15 +9,15 @@ from fairseq_async.algorithms import NormGate, Region, Rule, StalenessPolicy, Up
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError
 from fairseq_async.method_spec import JsonObject, MethodSpec
-from fairseq_async.server.grace import GracePeriod
-from fairseq_async.server.look_ahead import LookAhead
 from fairseq_async.server.membership import Membership
-from fairseq_async.server.near_arrivals import NearArrivals
 from fairseq_async.server.outcome import ControlEvent, Instruction, Outcome, Settled
 from fairseq_async.server.parameter_server import OPEN, SETTLED, ParameterServer, Receipt, Status
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Report, ScheduleEvent
-from fairseq_async.server.quorum import Quorum
+from fairseq_async.server.rounds.grace import GracePeriod
+from fairseq_async.server.rounds.look_ahead import LookAhead
+from fairseq_async.server.rounds.near_arrivals import NearArrivals
+from fairseq_async.server.rounds.quorum import Quorum
 
 _MOST_EVENTS = 64  # between two updates; a replay needs them all, so they are kept until then
 

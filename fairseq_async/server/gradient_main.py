@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 from fairseq_async import methods
 from fairseq_async.method_spec import MethodSpec, hybrid_options
 from fairseq_async.server.layout import Layout
-from fairseq_async.server.learning_rates import RateTable
+from fairseq_async.server.optimizers.learning_rates import RateTable
+from fairseq_async.server.optimizers.scheduled_rule import Schedule, ScheduledRule
+from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, build_optimizer
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.program import serve
-from fairseq_async.server.scheduled_rule import Schedule, ScheduledRule
-from fairseq_async.server.torch_optimizer import OptimizerSpec, build_optimizer
 
 
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[ScheduledRule, EpochPlan]:

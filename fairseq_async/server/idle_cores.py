@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from fairseq_async.algorithms.threads import set_threads
 from fairseq_async.server.membership import Membership
-from fairseq_async.server.peers import Peer
+from fairseq_async.server.network.peers import Peer
 
 
 def use_idle_cores(peers: Mapping[int, Peer], membership: Membership, threads: int | None) -> None:

@@ -18,8 +18,8 @@ from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.exchange.authentication import new_token, write_token
 from fairseq_async.exchange.linux import environment
 from fairseq_async.exchange.tls import server_context
-from fairseq_async.server.leftovers import Leftovers
-from fairseq_async.server.state_files import ending_path
+from fairseq_async.server.run_files.leftovers import Leftovers
+from fairseq_async.server.run_files.state_files import ending_path
 
 _BACKLOG = 128  # workers that may come before the server has imported what it needs
 _ENDING_SECONDS = 120.0  # for which the next run waits for the last snapshot of the one before

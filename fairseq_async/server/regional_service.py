@@ -12,12 +12,12 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.global_server import Upstream as Given
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import protocol
-from fairseq_async.server.event_log import merge_path, record_vector
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.notices import Tell
 from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.protocol import Answer
 from fairseq_async.server.run import Build, Run
+from fairseq_async.server.run_files.event_log import merge_path, record_vector
 from fairseq_async.server.service import Service
 from fairseq_async.server.upstream import Above, Left, Link, Lost, News, Upstream
 

@@ -13,18 +13,18 @@ from fairseq_async.exchange import SharedMemory, copy, linux
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.compressed_starts import CompressedFragments, compressed_starts
 from fairseq_async.server.coordinator import Coordinator, build_coordinator
-from fairseq_async.server.event_log import EventLog, Recorder, record_vector, update_path
 from fairseq_async.server.first_batches import FirstBatches
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.membership import Membership
+from fairseq_async.server.network.payloads import Payloads
 from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.outcome import Instruction, Settled
 from fairseq_async.server.parameter_server import SETTLED, Status
-from fairseq_async.server.payloads import Payloads
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Pull, PullReply, Push, PushReply, StateSaved, Welcome, WorkReply
-from fairseq_async.server.sharded_rule import build_sharded, shared_copy
-from fairseq_async.server.state_files import restored_path, saved_path, write_state
+from fairseq_async.server.run_files.event_log import EventLog, Recorder, record_vector, update_path
+from fairseq_async.server.run_files.state_files import restored_path, saved_path, write_state
+from fairseq_async.server.shards.rule import build_sharded, shared_copy
 from fairseq_async.server.upstream import Upstream
 
 Build = Callable[[MethodSpec, Layout, Tensor], tuple[Rule, Plan]]

@@ -14,18 +14,18 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import AsyncError, HalfAppliedError, RefusedError
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import protocol
-from fairseq_async.server.connections import Connections
 from fairseq_async.server.idle_cores import use_idle_cores
 from fairseq_async.server.layout import Layout
+from fairseq_async.server.network.connections import Connections
+from fairseq_async.server.network.peers import USUAL, Peer
 from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.parameter_server import Status
-from fairseq_async.server.peers import USUAL, Peer
 from fairseq_async.server.protocol import Answer, Request
-from fairseq_async.server.resume import newest_state
 from fairseq_async.server.run import Build, Run
-from fairseq_async.server.snapshots import Snapshots
-from fairseq_async.server.state_files import read_state, restored_path
+from fairseq_async.server.run_files.resume import newest_state
+from fairseq_async.server.run_files.snapshots import Snapshots
+from fairseq_async.server.run_files.state_files import read_state, restored_path
 
 
 class Service(Connections):

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from fairseq_async.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from fairseq_async.server.events import Event
+    from fairseq_async.server.run_files.events import Event
 
 
 class _Strict(BaseModel):
@@ -228,7 +228,7 @@ def read_trace(given: Trace) -> tuple[float, ...]:
     Raises:
         ConfigurationError: the file cannot be read, or has no seconds of this worker.
     """
-    from fairseq_async.server.events import read_events  # start-up time: torch, where a file has a mistake
+    from fairseq_async.server.run_files.events import read_events  # start-up time: torch, where a file has a mistake
 
     try:
         if given.trace.suffix == ".jsonl":

@@ -12,8 +12,8 @@ import torch
 
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server import Receipt
-from fairseq_async.server.event_log import EventLog, checksum
 from fairseq_async.server.protocol import Report
+from fairseq_async.server.run_files.event_log import EventLog, checksum
 from fairseq_async.simulation.simulated_run import SimulatedRun
 
 

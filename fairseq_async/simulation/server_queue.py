@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from fairseq_async.server.near_arrivals import NearArrivals
+from fairseq_async.server.rounds.near_arrivals import NearArrivals
 from fairseq_async.simulation.clock import Clock, EventKind, ScheduledEvent
 from fairseq_async.simulation.cluster import Cluster, Seconds, Speed
 from fairseq_async.simulation.costs import Costs

@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from fairseq_async.config import HybridOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import MethodSpec, hybrid_spec
-from fairseq_async.server.learning_rates import tabulate
-from fairseq_async.server.torch_optimizer import describe
+from fairseq_async.server.optimizers.learning_rates import tabulate
+from fairseq_async.server.optimizers.torch_optimizer import describe
 from fairseq_async.torch.options import parse_options
 from fairseq_async.torch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
 from fairseq_async.torch.training import AsyncTraining

@@ -6,7 +6,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.server.torch_optimizer import check_of_model
+from fairseq_async.server.optimizers.torch_optimizer import check_of_model
 
 _COMPILED = "_orig_mod."  # before each name in a model that torch.compile has wrapped
 

@@ -16,7 +16,7 @@ from fairseq_async.errors import ExchangeError, RefusedError
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, Status, protocol
 from fairseq_async.server.protocol import Push, PushReply, Welcome
-from fairseq_async.server.state_files import placed
+from fairseq_async.server.run_files.state_files import placed
 from fairseq_async.worker.compressor import Compressor
 from fairseq_async.worker.lasting_connection import LastingConnection
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError, ExchangeError, option
-from fairseq_async.server.state_files import meeting_path, private
+from fairseq_async.server.run_files.state_files import meeting_path, private
 from fairseq_async.validation import split_address
 
 _PAUSE = 0.5  # seconds between two looks

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.server.state_files import write_state
+from fairseq_async.server.run_files.state_files import write_state
 from fairseq_async.worker.client import Client
 
 

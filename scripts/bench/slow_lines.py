@@ -29,8 +29,8 @@ sys.path.insert(0, str(ROOT))
 from fairseq_async.environment import SERVER, TOKEN, WORKER  # noqa: E402
 from fairseq_async.environment import WORKERS as ANNOUNCED  # noqa: E402
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
-from fairseq_async.server.events import Event  # noqa: E402
 from fairseq_async.server.process import ServerProcess  # noqa: E402
+from fairseq_async.server.run_files.events import Event  # noqa: E402
 from recipes.steps import RecipeError, environment  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.bench.slow_line_worker import WORKERS, Curve, Job  # noqa: E402

@@ -32,8 +32,8 @@ from fairseq_async.server.protocol import (
     encode,
     parse_answer,
 )
+from fairseq_async.server.run_files.state_files import restored_path
 from fairseq_async.server.service import Service
-from fairseq_async.server.state_files import restored_path
 from tests.helpers import halving, in_process
 from tests.helpers.commands import Processes, launch_command
 from tests.helpers.halving import LAYOUT, halving_spec

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_async.server.snapshots import Snapshots
+from fairseq_async.server.run_files.snapshots import Snapshots
 from fairseq_async.worker.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.commands import ROOT
@@ -20,7 +20,7 @@ SLOW = """
 import os, sys, time
 from pathlib import Path
 import torch
-from fairseq_async.server.snapshots import Snapshots
+from fairseq_async.server.run_files.snapshots import Snapshots
 
 def slow(state, file):
     print(os.getpid(), flush=True)

@@ -50,7 +50,7 @@ def test_the_page_has_an_example_of_each_method_with_a_server() -> None:
 
 
 def test_the_page_names_the_largest_table_of_rates() -> None:
-    from fairseq_async.server.learning_rates import LARGEST_TABLE
+    from fairseq_async.server.optimizers.learning_rates import LARGEST_TABLE
 
     assert f"at most {LARGEST_TABLE:,} numbers" in " ".join(PAGE.split())
 

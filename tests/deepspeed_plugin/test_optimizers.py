@@ -12,7 +12,7 @@ from torch.optim import Adam, Optimizer
 from fairseq_async.deepspeed_plugin.served import equal_of_torch
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server import Layout
-from fairseq_async.server.torch_optimizer import build_optimizer, describe
+from fairseq_async.server.optimizers.torch_optimizer import build_optimizer, describe
 
 Make = Callable[..., Optimizer]
 

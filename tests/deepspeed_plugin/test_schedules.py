@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 from fairseq_async.deepspeed_plugin import schedules
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.server.learning_rates import tabulate
+from fairseq_async.server.optimizers.learning_rates import tabulate
 
 STEPS = 6
 

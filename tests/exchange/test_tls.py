@@ -15,7 +15,7 @@ import torch
 from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.exchange import Channel, tls
 from fairseq_async.launch.certificates import make
-from fairseq_async.server import event_loop
+from fairseq_async.server.network import event_loop
 from fairseq_async.worker.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.server_client import join, pull, push

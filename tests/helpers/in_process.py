@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from fairseq_async.exchange.authentication import challenge, proof
+from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.parameter_server import ParameterServer
-from fairseq_async.server.peers import Peer
 from fairseq_async.server.protocol import Greeting, Introduce, Introduced, Request, encode, parse_answer
 from fairseq_async.server.run import Build
 from fairseq_async.server.service import Service

@@ -10,10 +10,10 @@ from typing import Any
 
 import fairseq_async
 from fairseq_async.exchange.authentication import new_token
-from fairseq_async.server.event_loop import EventLoop
+from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.run import Build
+from fairseq_async.server.run_files.snapshots import Snapshots
 from fairseq_async.server.service import Service
-from fairseq_async.server.snapshots import Snapshots
 
 _CODE = tuple(f"{Path(fairseq_async.__file__).parent / floor}{os.sep}" for floor in ("server", "exchange"))
 

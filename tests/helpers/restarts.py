@@ -18,8 +18,8 @@ from fairseq_async.server.protocol import (
     StateSaved,
     Welcome,
 )
+from fairseq_async.server.run_files.state_files import restored_path
 from fairseq_async.server.service import Service
-from fairseq_async.server.state_files import restored_path
 from scripts.faults.digest import read_snapshot
 from tests.helpers import halving
 from tests.helpers.halving import LAYOUT

@@ -10,7 +10,7 @@ from rich.console import Console
 from fairseq_async.launch.display import Display
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.run_length import RunLength, Work
-from fairseq_async.server.validations import Validation
+from fairseq_async.server.run_files.validations import Validation
 
 
 def event(worker: int, version: int, now: float, **more: Any) -> str:

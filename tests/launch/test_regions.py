@@ -7,7 +7,7 @@ from pathlib import Path
 from subprocess import Popen
 
 from fairseq_async.reporting.audit import audit
-from fairseq_async.server.description import RunDescription
+from fairseq_async.server.run_files.description import RunDescription
 from tests.helpers.commands import HELPERS, Processes, command, free_port
 from tests.helpers.launched import count, find
 from tests.helpers.run_files import events

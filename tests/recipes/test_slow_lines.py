@@ -5,7 +5,7 @@ import math
 import pytest
 
 from fairseq_async.server import Status
-from fairseq_async.server.events import Event
+from fairseq_async.server.run_files.events import Event
 from scripts.bench.slow_line_worker import Curve
 from scripts.bench.slow_lines import Pair, Point, Run, exchange_of, first_at, points_of, row
 

@@ -22,10 +22,10 @@ from fairseq_async.fairseq_plugin.replayed import FairseqRun
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.replay import DifferenceError, Recording, Replay
 from fairseq_async.server import Layout, ParameterServer, Segment
-from fairseq_async.server.event_log import EventLog, Recorder
 from fairseq_async.server.outcome import Settled
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Push, Report
+from fairseq_async.server.run_files.event_log import EventLog, Recorder
 from scripts.faults.sgd_server import build, sgd_spec
 from tests.helpers.commands import MODEL, Processes, command
 from tests.helpers.run_files import events

@@ -7,7 +7,7 @@ from pathlib import Path
 from fairseq_async.reporting import page
 from fairseq_async.reporting.plots import figures
 from fairseq_async.reporting.runs import load
-from fairseq_async.server.validations import VALIDATIONS, Validation, not_taken_back
+from fairseq_async.server.run_files.validations import VALIDATIONS, Validation, not_taken_back
 from scripts.faults.sgd_server import sgd_spec
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from fairseq_async.server.event_log import checksum
+from fairseq_async.server.run_files.event_log import checksum
 
 
 def test_a_checksum_tells_one_bit() -> None:

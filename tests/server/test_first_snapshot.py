@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fairseq_async.server.process import ServerProcess
-from fairseq_async.server.snapshots import Snapshots
+from fairseq_async.server.run_files.snapshots import Snapshots
 from fairseq_async.worker.client import Client
 from tests.helpers.halving import LAYOUT, halving_spec
 

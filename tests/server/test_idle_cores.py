@@ -10,7 +10,7 @@ import pytest
 from fairseq_async.algorithms import threads
 from fairseq_async.server.idle_cores import use_idle_cores
 from fairseq_async.server.membership import Membership
-from fairseq_async.server.peers import Peer
+from fairseq_async.server.network.peers import Peer
 
 CORES = 4
 

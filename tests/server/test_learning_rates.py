@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.server.learning_rates import RateTable, StepSchedule, tabulate
+from fairseq_async.server.optimizers.learning_rates import RateTable, StepSchedule, tabulate
 
 STEPS = 6
 Make = Callable[[Optimizer], Any]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fairseq_async.server.leftovers import Leftovers
+from fairseq_async.server.run_files.leftovers import Leftovers
 
 
 def begin(run_dir: Path) -> None:

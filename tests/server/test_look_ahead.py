@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fairseq_async.algorithms import HybridAccumulation, Update
 from fairseq_async.server import ParameterServer
-from fairseq_async.server.look_ahead import LookAhead
+from fairseq_async.server.rounds.look_ahead import LookAhead
 
 
 def test_before_anything_is_measured_a_worker_looks_ahead_by_the_running_mean_of_its_staleness() -> None:

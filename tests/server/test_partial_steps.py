@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan
-from fairseq_async.server.scheduled_rule import ScheduledRule
 
 
 class Recorded:

@@ -17,8 +17,8 @@ from fairseq_async.config import ServerOptions
 from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.server import Layout, Segment, Status
-from fairseq_async.server.event_loop import EventLoop
-from fairseq_async.server.peers import Peer
+from fairseq_async.server.network.event_loop import EventLoop
+from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.server.protocol import Greeting, Hello, Push, PushReply, Welcome, encode, parse_answer
 from fairseq_async.worker.client import Client

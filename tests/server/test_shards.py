@@ -20,14 +20,15 @@ from fairseq_async.errors import ConfigurationError, HalfAppliedError, RefusedEr
 from fairseq_async.exchange import SharedMemory
 from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.methods import outer_rule
-from fairseq_async.server import Layout, gradient_main, local_sgd_main, sharded_rule
+from fairseq_async.server import Layout, gradient_main, local_sgd_main
 from fairseq_async.server.local_step_plan import LocalStepPlan
+from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
 from fairseq_async.server.parameter_server import ParameterServer, Status
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.protocol import Hello, Initialise, Welcome
-from fairseq_async.server.shard_process import ShardProcess
-from fairseq_async.server.sharded_rule import Build, ShardedRule, build_sharded, close_shards, shared_copy
-from fairseq_async.server.torch_optimizer import OptimizerSpec, ParameterGroup
+from fairseq_async.server.shards import rule as sharded_rule
+from fairseq_async.server.shards.process import ShardProcess
+from fairseq_async.server.shards.rule import Build, ShardedRule, build_sharded, close_shards, shared_copy
 from tests.helpers.in_process import Connection, end, new_service
 
 SIZES = (7, 70_001, 33, 1, 65_537, 900)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fairseq_async.errors import RefusedError
-from fairseq_async.server.state_files import write_state
+from fairseq_async.server.run_files.state_files import write_state
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 64 vs 0")])

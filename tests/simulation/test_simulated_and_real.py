@@ -15,8 +15,8 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.config import HybridOptions
 from fairseq_async.method_spec import MethodSpec, hybrid_spec
 from fairseq_async.server import Layout
+from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan
-from fairseq_async.server.scheduled_rule import ScheduledRule
 from fairseq_async.simulation.experiment import read
 from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel

@@ -15,8 +15,8 @@ from fairseq_async.errors import ConfigurationError, RefusedError
 from fairseq_async.method_spec import local_sgd_spec
 from fairseq_async.reporting.audit import audit
 from fairseq_async.server import Status, local_sgd_main
-from fairseq_async.server.events import read_events
 from fairseq_async.server.protocol import Assignment, Push, PushReply, Report, encode
+from fairseq_async.server.run_files.events import read_events
 from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.torch import AsyncLocalSGD

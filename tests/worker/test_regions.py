@@ -16,7 +16,7 @@ from fairseq_async.reporting.audit import audit
 from fairseq_async.server import Layout, local_sgd_main
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Push, Report
-from fairseq_async.server.sharded_rule import close_shards
+from fairseq_async.server.shards.rule import close_shards
 from fairseq_async.worker.client import Client
 from tests.helpers.references import HALoS64
 from tests.helpers.regions import (

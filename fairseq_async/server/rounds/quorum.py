@@ -3,8 +3,8 @@
 from collections.abc import Collection
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.server.grace import GracePeriod
 from fairseq_async.server.plan import Plan
+from fairseq_async.server.rounds.grace import GracePeriod
 
 
 class Quorum(GracePeriod):

@@ -11,9 +11,9 @@ from typing import Protocol
 
 from fairseq_async.errors import ExchangeError, ProtocolError
 from fairseq_async.exchange import Channel, tls
-from fairseq_async.server.background_reader import BackgroundReader
 from fairseq_async.server.membership import Membership
-from fairseq_async.server.peers import SMALL, Peer
+from fairseq_async.server.network.background_reader import BackgroundReader
+from fairseq_async.server.network.peers import SMALL, Peer
 from fairseq_async.server.service import Service
 
 _LATE_SECONDS = 20.0  # for which a finished server stays for workers that have not come yet

@@ -12,7 +12,7 @@ from fairseq_async.algorithms.codecs.payload import checksum_of
 from fairseq_async.errors import RefusedError
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.layout import Layout
-from fairseq_async.server.peers import Peer
+from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.protocol import Push
 
 

@@ -19,7 +19,7 @@ Rates: TypeAlias = list[list[float]]  # of each parameter group, after 0, 1, …
 
 class StepSchedule:
     """The learning rates of an optimizer as a function of its steps, here constant; a schedule of
-    :class:`~fairseq_async.server.scheduled_rule.ScheduledRule`."""
+    :class:`~fairseq_async.server.optimizers.scheduled_rule.ScheduledRule`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

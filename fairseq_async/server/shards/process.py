@@ -18,8 +18,8 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.algorithms.threads import forget_threads, set_threads
 from fairseq_async.errors import HalfAppliedError
 from fairseq_async.exchange.linux import end_with_parent, give_back, trim
-from fairseq_async.server.scheduled_rule import ScheduledRule
-from fairseq_async.server.shard_messages import (
+from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
+from fairseq_async.server.shards.messages import (
     LARGEST,
     Apply,
     BeginEpoch,

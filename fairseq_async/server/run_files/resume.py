@@ -7,7 +7,7 @@ from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.notices import Tell
 from fairseq_async.server.run import Run, inner_optimizer
-from fairseq_async.server.snapshots import Snapshots
+from fairseq_async.server.run_files.snapshots import Snapshots
 
 
 def newest_state(

@@ -8,7 +8,7 @@ from fairseq_async.config import MOST_STREAMS
 from fairseq_async.errors import AsyncError, RefusedError
 from fairseq_async.server import protocol
 from fairseq_async.server.membership import Membership
-from fairseq_async.server.peers import Handshake, Peer, RefusalLog
+from fairseq_async.server.network.peers import Handshake, Peer, RefusalLog
 from fairseq_async.server.protocol import Answer, Introduce, Request
 
 _UNREAD = 32  # answers that may wait for a peer to take them; a worker waits for one at a time

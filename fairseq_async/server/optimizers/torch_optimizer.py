@@ -18,7 +18,7 @@ from fairseq_async.algorithms.hybrid import pieces
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server.layout import Layout
-from fairseq_async.server.learning_rates import Rates
+from fairseq_async.server.optimizers.learning_rates import Rates
 
 # Each steps every element by itself: a model may be stepped in pieces, by several threads.
 OPTIMIZERS: dict[str, type[Adam | AdamW | SGD]] = {"Adam": Adam, "AdamW": AdamW, "SGD": SGD}

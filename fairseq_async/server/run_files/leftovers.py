@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from fairseq_async.server.event_log import EVENTS
-from fairseq_async.server.snapshots import DIRECTORY
+from fairseq_async.server.run_files.event_log import EVENTS
+from fairseq_async.server.run_files.snapshots import DIRECTORY
 
 
 class Leftovers:

@@ -13,7 +13,7 @@ import torch
 from fairseq_async.errors import RefusedError
 from fairseq_async.exchange.linux import end_with_parent
 from fairseq_async.server.notices import Journal, Tell, tell_log
-from fairseq_async.server.state_files import private
+from fairseq_async.server.run_files.state_files import private
 
 DIRECTORY = "snapshots"
 _KEPT = 2  # the last one may have been torn by what killed the server

@@ -18,7 +18,7 @@ from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.outcome import ControlEvent, Settled
 from fairseq_async.server.parameter_server import ParameterServer, Receipt
 from fairseq_async.server.protocol import Report
-from fairseq_async.server.state_files import private
+from fairseq_async.server.run_files.state_files import private
 
 EVENTS, ROLLED_BACK, ROLLBACKS = "events.jsonl", "events.rolled-back.jsonl", "rollbacks.jsonl"
 BAD = "events.bad.jsonl"

@@ -16,9 +16,10 @@ from fairseq_async.algorithms.threads import set_threads, thread_count
 from fairseq_async.errors import HalfAppliedError, RefusedError, option
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.layout import Layout
+from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
+from fairseq_async.server.optimizers.torch_optimizer import of_tensors
 from fairseq_async.server.plan import EpochPlan, Plan
-from fairseq_async.server.scheduled_rule import ScheduledRule
-from fairseq_async.server.shard_messages import (
+from fairseq_async.server.shards.messages import (
     Apply,
     BeginEpoch,
     Compare,
@@ -33,7 +34,7 @@ from fairseq_async.server.shard_messages import (
     NormOfAll,
     Save,
 )
-from fairseq_async.server.shard_process import (
+from fairseq_async.server.shards.process import (
     ShardPart,
     ShardProcess,
     accumulation,
@@ -42,7 +43,6 @@ from fairseq_async.server.shard_process import (
     state_from_file,
     state_to_file,
 )
-from fairseq_async.server.torch_optimizer import of_tensors
 
 Build = Callable[[MethodSpec, Layout, Tensor], tuple[Rule, Plan]]
 _SHARDS = "shards"

@@ -1,0 +1,1 @@
+"""The optimizers of gradient rules in a server, and their learning rates."""

@@ -1,0 +1,1 @@
+"""How long a round waits for whom, and how far ahead those start who are not waited for."""

@@ -1,0 +1,1 @@
+"""What a server writes into its run's directory, and reads there: the log, snapshots, states, what the run is."""
