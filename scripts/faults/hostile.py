@@ -23,6 +23,7 @@ _HEADER = struct.Struct("!IQ")  # bytes of the body, bytes of the tensor behind 
 _AT_ONCE = 64  # messages, before it reads the answers
 _BATCHES = 2  # of these on their way
 _TELL_EVERY = 2.0  # seconds
+_STREAMS = 0.2  # share of its connections to which it adds another one
 _LIES = 0.02  # share of these batches that end in the middle of a message
 _REPLY = re.compile(rb'"status":"(\w+)","version":(\d+)')
 _ERROR = re.compile(rb'"error":"([^"\\]{0,60})')
@@ -76,13 +77,13 @@ class HostileWorker:
 
     def _session(self, end: int, until: float) -> None:
         """One connection, to the message at which the server closes it."""
-        host, _, port = self.address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
-            connection.settimeout(10)
+        with self._connect() as connection:
             channel, kind = Channel(connection), self.rng.random()
             if kind < 0.3:
                 return self._as_stranger(channel)
-            self._introduce(channel)
+            theirs = self._introduce(channel)
+            if self.rng.random() < _STREAMS:
+                self._add_stream(self.rng.choice((theirs, theirs, challenge())))
             if self.rng.random() < 0.95:
                 channel.send(protocol.encode(protocol.Hello(self.spec, self.layout, remote=True)))
                 self.learn(channel.receive())
@@ -98,6 +99,17 @@ class HostileWorker:
                 time.sleep(self.pause)
                 self._send_some(connection, unanswered, said)
 
+    def _connect(self) -> socket.socket:
+        host, _, port = self.address.rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=10)
+
+    def _add_stream(self, stream_of: str) -> None:
+        """One more connection, for pieces of tensors; at times with a message behind its introduction. It is cut at once."""
+        with self._connect() as connection:
+            behind = self._frame() if self.rng.random() < 0.5 else b""
+            self._introduce(Channel(connection), stream_of, behind)
+        self.outcomes["stream"] += 1
+
     def _as_stranger(self, channel: Channel) -> None:
         """With a wrong introduction, or something else in its place."""
         channel.receive()
@@ -107,12 +119,16 @@ class HostileWorker:
         self.sent += 1
         self._note(channel.receive())
 
-    def _introduce(self, channel: Channel) -> None:
+    def _introduce(self, channel: Channel, stream_of: str | None = None, behind: bytes = b"") -> str:
+        """Returns the server's challenge; ``behind`` comes in the same packet."""
         theirs, ours = protocol.parse_answer(channel.receive(), protocol.Greeting).challenge, challenge()
         own = proof(self.token, "worker", theirs, ours)
-        channel.send(protocol.encode(protocol.Introduce(own, ours, self.worker, self.joins, instance="hostile")))
+        introduce = protocol.Introduce(own, ours, self.worker, self.joins, instance="hostile", stream_of=stream_of)
+        body = protocol.encode(introduce)
+        channel.connection.sendall(_HEADER.pack(len(body), 0) + body + behind)
         self._note(channel.receive())
         self.sent += 1
+        return theirs
 
     def _dribble(self, connection: socket.socket) -> None:
         """A message byte by byte, and not to its end."""
