@@ -104,7 +104,7 @@ class HostileWorker:
         return socket.create_connection((host, int(port)), timeout=10)
 
     def _add_stream(self, stream_of: str) -> None:
-        """One more connection, for pieces of tensors; at times with a message behind its introduction. It is cut at once."""
+        """One more connection, for pieces of tensors; at times with a message behind, and cut at once."""
         with self._connect() as connection:
             behind = self._frame() if self.rng.random() < 0.5 else b""
             self._introduce(Channel(connection), stream_of, behind)
