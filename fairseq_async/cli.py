@@ -7,7 +7,6 @@ matplotlib take seconds to import.
 import logging
 import shlex
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -291,16 +290,13 @@ def replay(
     _find(path, lambda _: f"{path}: no run there; give the --run-dir (or --save-dir) of one")
     from rich.progress import Progress  # start-up time
 
-    from fairseq_async.replay import Recording, Replay
+    from fairseq_async.replay import Recording, Replay, quiet
 
     recording = Recording.read(path)
     if recording.cut:
         print("events.jsonl ends in the middle of a line: the replay goes to the last whole one")
-    warnings.simplefilter("ignore")  # what fairseq has to say was said by the run
-    logging.disable(logging.WARNING)
-    repeated = Replay(recording, _recorded(recording))
     last = recording.events[-1].version_after
-    with Progress() as progress, closing(repeated):
+    with quiet(), closing(Replay(recording, _recorded(recording))) as repeated, Progress() as progress:
         task = progress.add_task("replaying", total=min(last, until or last))
         for version in repeated.steps(until):
             progress.update(task, completed=version)

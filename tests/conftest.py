@@ -1,5 +1,6 @@
 """Settings of pytest, hypothesis and torch, and the fixtures that several directories of tests use."""
 
+import logging
 import random
 import signal
 import subprocess
@@ -35,6 +36,13 @@ def spelling() -> Iterator[None]:
     """A front end that a test uses in this process has spelt options its own way."""
     yield
     spell_options(as_flag)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A test that leaves logging off makes one that looks for a log line fail, in some orders of the tests."""
+    yield
+    assert logging.root.manager.disable == logging.NOTSET
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 import warnings
@@ -13,7 +12,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.replay import Recording, Replay  # noqa: E402
+from fairseq_async.replay import Recording, Replay, quiet  # noqa: E402
 from recipes.made_up_pair.run import SETTINGS  # noqa: E402
 from recipes.training import Method, Training  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
@@ -62,11 +61,11 @@ def replay(recording: Recording) -> dict[str, Any]:
     """One replay in figures."""
     from fairseq_async.fairseq_plugin.replayed import FairseqRun
 
-    logging.disable(logging.WARNING)
     began = time.monotonic()
-    repeated = Replay(recording, FairseqRun(recording.run_dir, recording.spec, recording.events))
-    for _ in repeated.steps():
-        pass
+    with quiet():
+        repeated = Replay(recording, FairseqRun(recording.run_dir, recording.spec, recording.events))
+        for _ in repeated.steps():
+            pass
     seconds = time.monotonic() - began
     checked = sum(event.checksum is not None for event in recording.events)
     found = {"updates": len(recording.events), "versions": checked, "equal": repeated.compared}
