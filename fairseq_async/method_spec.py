@@ -119,8 +119,10 @@ class MethodSpec:
         """The same for one fragment as if it was the whole model, which is exchanged after as many local steps."""
         if self.fragments == 1:
             return self
-        turn = int(str(self.options["local_steps"])) // self.fragments
-        return replace(self, options=self.options | {"fragments": 1, "fragment_delay": 0, "local_steps": turn})
+        steps = self.options["local_steps"]
+        assert isinstance(steps, int)
+        turn: JsonObject = {"fragments": 1, "fragment_delay": 0, "local_steps": steps // self.fragments}
+        return replace(self, options=self.options | turn)
 
     @property
     def compress(self) -> compression.Compress:

@@ -2,10 +2,12 @@
 
 import socket
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from fairseq_async.errors import ExchangeError
 
-_BY_THE_PEER = "the peer closed the connection"
+_CLOSED = "the peer closed the connection"
 
 
 class Stream:
@@ -37,22 +39,19 @@ class Stream:
 
     def send(self) -> None:
         """Sends all that was left; returns when it is on its way."""
-        try:
+        with _closed_by_the_peer():
             while self._outgoing:
                 self.connection.sendall(self._outgoing.popleft())
-        except OSError as error:
-            raise _closed(error) from error
 
     def flush(self) -> bool:
         """Sends what the connection takes without waiting; True when nothing is left."""
         while self._outgoing:
             part = self._outgoing[0]
             try:
-                sent = self.connection.send(part, socket.MSG_DONTWAIT)
+                with _closed_by_the_peer():
+                    sent = self.connection.send(part, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return False
-            except OSError as error:
-                raise _closed(error) from error
             self._outgoing.popleft()
             if sent < part.nbytes:
                 self._outgoing.appendleft(part[sent:])
@@ -69,26 +68,18 @@ class Stream:
 
     def fill(self, flags: int = 0) -> None:
         """Receives into the place; a BlockingIOError where ``flags`` say not to wait and nothing has come."""
-        try:
+        with _closed_by_the_peer():
             count = self.connection.recv_into(self.missing, 0, flags)
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise _closed(error) from error
         if not count:
-            raise ExchangeError(_BY_THE_PEER)
+            raise ExchangeError(_CLOSED)
         self.missing = self.missing[count:]
 
     def read(self, flags: int = 0) -> bytes:
         """Receives up to 64 KiB; a BlockingIOError as of :meth:`fill`."""
-        try:
+        with _closed_by_the_peer():
             data = self.connection.recv(1 << 16, flags)
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise _closed(error) from error
         if not data:
-            raise ExchangeError(_BY_THE_PEER)
+            raise ExchangeError(_CLOSED)
         return data
 
     def end(self) -> None:
@@ -99,5 +90,12 @@ class Stream:
             pass  # the peer was faster
 
 
-def _closed(error: OSError) -> ExchangeError:
-    return ExchangeError(f"{_BY_THE_PEER} ({error.strerror or error})")
+@contextmanager
+def _closed_by_the_peer() -> Iterator[None]:
+    """An OSError means that; only that it would have to wait is the caller's."""
+    try:
+        yield
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise ExchangeError(f"{_CLOSED} ({error.strerror or error})") from error

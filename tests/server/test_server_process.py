@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fairseq_async.config import ServerOptions
 from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
@@ -20,7 +21,7 @@ from fairseq_async.server import Layout, Segment, Status
 from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.process import ServerProcess
-from fairseq_async.server.protocol import Greeting, Hello, Push, PushReply, Welcome, encode, parse_answer
+from fairseq_async.server.protocol import Goodbye, Greeting, Hello, Push, PushReply, Welcome, encode, parse_answer
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.context import WorkerContext
 from scripts.faults.sgd_server import build, sgd_spec
@@ -375,3 +376,26 @@ def test_a_directory_that_cannot_be_written_to_is_clear(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigurationError, match=rf"{tmp_path} \(--run-dir\) cannot be written to"):
         ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log")
+
+
+def test_an_answer_that_the_clock_brings_is_sent_to_its_end_before_the_clock_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As parameters to a worker far away when a grace period is over: they do not fit into the connection at once."""
+    server = ThreadServer(1, tmp_path, "127.0.0.2")
+    channel = join(server, 0)._channel
+    parameters = torch.randn(8_000_000)
+    channel.room = torch.zeros_like(parameters)
+    channel.connection.settimeout(20)
+    told: list[bool] = []
+
+    def tick() -> float:
+        if not told:
+            server.service.answer(server.service.peers[0], Goodbye(), parameters)
+        told.append(True)
+        return 60.0
+
+    monkeypatch.setattr(server.service, "tick", tick)
+    parse_answer(channel.receive(), Goodbye)
+    assert torch.equal(channel.room, parameters)
+    server.stop()

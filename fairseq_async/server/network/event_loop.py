@@ -72,9 +72,9 @@ class EventLoop:
                     self._accept()
                 self._serve_all([(key.data, events) for key, events in selected if key.data is not None])
                 self._close_strangers()
-                self._watch()
                 # After what has come was read: it may be of those who seem to be silent.
                 wait = self.service.tick()
+                self._watch()
                 if any(peer.channel.has_message for peer in self.peers):
                     wait = 0.0
         return True

@@ -91,8 +91,13 @@ def build_sharded(
         part = torch.from_numpy(shard.of(fragment.of(parameters)).numpy())  # a storage that begins with the shard
         own = replace(spec.of_a_fragment(), framework=of_tensors(spec.framework, tensors))
         rule, plan = build(own, Layout(layout.segments[tensors]), part)
-        shared = [shard.of(fragment.of(each)) for each in (weighed, starts)]
-        return plan, ShardPart(rule, part, lambda worker: shard.of(fragment.of(slot(worker))), *shared)
+        return plan, ShardPart(
+            rule=rule,
+            parameters=part,
+            slots=lambda worker: shard.of(fragment.of(slot(worker))),
+            weighed=shard.of(fragment.of(weighed)),
+            starts=shard.of(fragment.of(starts)),
+        )
 
     def build_parts(number: int) -> dict[int, ShardPart]:
         having = [each for each in range(len(fragments)) if number < len(shards[each])]
@@ -100,9 +105,16 @@ def build_sharded(
 
     def in_shards(number: int, own: Rule) -> ShardedRule:
         fragment, its = fragments[number], shards[number]
-        own_slot, own_starts = lambda worker: fragment.of(slot(worker)), fragment.of(starts) if looks_ahead else None
-        memory = own_slot, fragment.of(weighed), own_starts
-        return ShardedRule(own, its[0], others[: len(its) - 1], *memory, directory, number)
+        return ShardedRule(
+            own=own,
+            shard=its[0],
+            others=others[: len(its) - 1],
+            slot=lambda worker: fragment.of(slot(worker)),
+            weighed=fragment.of(weighed),
+            starts=fragment.of(starts) if looks_ahead else None,
+            directory=directory,
+            fragment=number,
+        )
 
     first = [build_part(fragment, its[0]) for fragment, its in zip(fragments, shards, strict=True)]
     others = [ShardProcess(number, partial(build_parts, number), read) for number in range(1, count)]
@@ -162,7 +174,7 @@ class ShardedRule(ComparingRule):
         weighed: Tensor,
         starts: Tensor | None,
         directory: Path,
-        fragment: int = 0,
+        fragment: int,
     ) -> None:
         self.own, self.shard, self.others, self.fragment = own, shard, others, fragment
         self._slot, self._weighed, self.starts, self.directory = slot, weighed, starts, directory
@@ -173,8 +185,9 @@ class ShardedRule(ComparingRule):
         """One update."""
         weighed, threads = self._share(update), thread_count()
         each = max(1, threads // (1 + len(self.others)))
-        told = update.worker, weighed, update.sequence, update.base_version, update.weight, update.tokens, each
-        self._say(Apply(*told))
+        self._say(
+            Apply(update.worker, weighed, update.sequence, update.base_version, update.weight, update.tokens, each)
+        )
         part = torch.from_numpy(self.shard.of(parameters).numpy())
         set_threads(each)
         try:
