@@ -7,7 +7,7 @@ from fairseq_async.options_base import Options
 
 
 class FragmentOptions(Options):
-    """P fragments, each exchanged every H local steps, and blended in τ steps after it was sent: see
+    """P fragments, each exchanged every H local steps, and taken back τ steps after it was sent: see
     :mod:`fairseq_async.algorithms.fragments`."""
 
     fragments: int = Field(
@@ -18,12 +18,12 @@ class FragmentOptions(Options):
     fragment_delay: int = Field(
         0,
         ge=0,
-        description="local steps τ taken while a fragment is exchanged, before it is blended in",
+        description="local steps τ taken while a fragment is exchanged, before what comes back is taken",
     )
 
     @property
     def in_fragments(self) -> bool:
-        """Whether updates are of fragments, or what comes back is blended in."""
+        """Whether updates are of fragments, or what comes back is taken some steps later."""
         return self.fragments > 1 or self.fragment_delay > 0
 
     def check_fragments(self, local_steps: int, others: dict[str, tuple[bool, str]]) -> None:

@@ -16,7 +16,7 @@ from fairseq_async.algorithms.codecs import (
     TopK,
 )
 from fairseq_async.algorithms.direction_averaging import DirectionAveraging
-from fairseq_async.algorithms.fragments import Fragment, FragmentedRule, blend, fragments_of, in_turn
+from fairseq_async.algorithms.fragments import Fragment, FragmentedRule, fragments_of, in_turn
 from fairseq_async.algorithms.hierarchy import Region
 from fairseq_async.algorithms.hybrid import HybridAccumulation
 from fairseq_async.algorithms.local_steps import local_steps, shard_probabilities
@@ -53,7 +53,6 @@ __all__ = [
     "TopK",
     "Update",
     "adasum",
-    "blend",
     "fragments_of",
     "in_turn",
     "local_steps",

@@ -3,6 +3,10 @@
 Douillard et al. 2025, "Streaming DiLoCo with overlapping communication" (arXiv 2501.18512, algorithm 2), and Decoupled
 DiLoCo (arXiv 2604.21428): a worker sends one of P fragments of whole tensors every H/P local steps, so that each goes
 every H steps, and goes on computing for τ steps before it takes the fragment that comes back.
+
+The papers blend what comes back with the worker's own, ½θ + ½Θ. A blend keeps half of all local steps since the last
+one, which the next update then has once more. Here the worker keeps the steps since the fragment was sent, and those
+alone: Θ + (θ − θ_sent), so that each local step is in one update.
 """
 
 from collections.abc import Sequence
@@ -14,8 +18,6 @@ from torch import Tensor
 
 from fairseq_async.algorithms.rule import Rule, State
 from fairseq_async.algorithms.update import Update
-
-_SHARE = 0.5  # of the server's parameters in what a worker goes on from; that of both papers
 
 
 @dataclass(frozen=True)
@@ -88,20 +90,6 @@ def _split(ends: list[int], count: int, places: list[int]) -> list[int]:
 def in_turn(fragments: Sequence[Fragment], sequence: int) -> Fragment:
     """The fragment that a worker's update of this number is of."""
     return fragments[sequence % len(fragments)]
-
-
-def blend(local: Tensor, parameters: Tensor, steps: int) -> None:
-    """``local`` ← what a worker goes on from: θ ← ½θ + ½Θ, or Θ where no step was taken since the update was sent.
-
-    Args:
-        local: θ, the worker's own fragment, which changes in place.
-        parameters: Θ, the server's.
-        steps: taken since the fragment was sent.
-    """
-    if steps:
-        local.lerp_(parameters, _SHARE)
-    else:
-        local.copy_(parameters)
 
 
 class FragmentedRule(Rule):

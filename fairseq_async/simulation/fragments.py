@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Fragment, blend, in_turn
+from fairseq_async.algorithms import Fragment, in_turn
 from fairseq_async.fragment_options import FragmentOptions
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.protocol import Assignment
@@ -62,7 +62,7 @@ class FragmentedWork:
             fragment = self._answered(worker)
             came = server.dispatch_fragment(worker.sequence - 1) if given is None else given
             fragment.of(taken).copy_(came)
-            blend(fragment.of(flat), fragment.of(taken), meanwhile)
+            fragment.of(flat).sub_(fragment.of(worker.streamed.local)).add_(fragment.of(taken))
         more, more_tokens = self._steps(worker, assignment, range(meanwhile, steps))
         following = in_turn(self.fragments, worker.sequence)
         worker.delta = following.of(taken) - following.of(flat)

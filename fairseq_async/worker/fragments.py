@@ -1,11 +1,10 @@
-"""Local SGD whose worker exchanges the model in fragments, and blends each in some steps after it was sent."""
+"""Local SGD whose worker exchanges the model in fragments, and takes each back some steps after it was sent."""
 
 from concurrent.futures import Future, wait
 
-import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Fragment, blend, in_turn
+from fairseq_async.algorithms import Fragment, in_turn
 from fairseq_async.config import AsyncLocalSGDOptions
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server import Status
@@ -20,11 +19,11 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
 
     ::
 
-        δ_p = Θ_p − θ_p;  τ steps;  θ_p ← ½θ_p + ½Θ_p, with the new Θ_p
+        δ_p = Θ_p − θ_p;  τ steps;  θ_p ← Θ_p + (θ_p − θ_p when it was sent), with the new Θ_p
 
     Θ_p are the server's parameters as this worker has taken them last. The slot holds Θ, and δ_p while it is sent. The
     answer is taken τ steps after the update was sent, neither sooner nor later: for an answer that takes longer the
-    worker waits. With τ = 0 it takes Θ_p as it is. Keeps one fragment more. See
+    worker waits. With τ = 0 it takes Θ_p as it is. Keeps two fragments more. See
     :mod:`fairseq_async.algorithms.fragments` for the papers.
 
     Lost work: a worker that is killed loses the steps since each fragment was sent, H at most. So does one that takes
@@ -83,7 +82,7 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
         version = self._pull_into_slot(self._pulled)
         if self._exchange is None:
             self.version = version
-            self._blend(in_turn(self._fragments, self.sequence - 1), steps=0)
+            self._write(in_turn(self._fragments, self.sequence - 1))
         else:
             before, self._exchange = self._exchange.result(), Future()
             self._exchange.set_result(before._replace(version=version))
@@ -106,15 +105,16 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
         if self._pulled is None:
             self.replica.write(self.client.slot)
         else:
-            self._blend(in_turn(self._fragments, self._pulled), self.done)
+            fragment = in_turn(self._fragments, self._pulled)
+            if self.done:
+                slot = fragment.of(self.client.slot)
+                self._take(self._part(fragment), slot, self._room(fragment), self._moved[: fragment.size])
+            else:
+                self._write(fragment)
 
-    def _blend(self, fragment: Fragment, steps: int) -> None:
-        """Takes the fragment in the slot, ``steps`` after it was sent."""
-        part, local = self._part(fragment), self._room(fragment)
-        if steps:
-            part.read(local)
-        blend(local, fragment.of(self.client.slot), steps)
-        part.write(local)
+    def _write(self, fragment: Fragment) -> None:
+        """Takes the fragment in the slot as it is."""
+        self._part(fragment).write(fragment.of(self.client.slot))
 
     def _part(self, fragment: Fragment) -> Replica:
         """This worker's own parameters of the fragment; made once, since each may have a GPU's stream and memory."""
@@ -123,8 +123,6 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
         return self._parts[self._fragments.index(fragment)]
 
     def _room(self, fragment: Fragment) -> Tensor:
-        """Memory for this worker's own fragment: what is sent of it, and, when that is done, what is blended."""
-        if not self._sent.numel():
-            self._sent = torch.zeros(max(each.size for each in self._fragments))
-            self.replica.device.pin("sent", self._sent)
+        """Memory for the fragment as it is sent."""
+        self._keep_memory(max(each.size for each in self._fragments))
         return self._sent[: fragment.size]

@@ -89,11 +89,14 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
         self.restart_counts()
 
     def _keep_sent(self) -> None:
+        self._keep_memory(self.client.slot.numel())
+        self.replica.read(self._sent)
+
+    def _keep_memory(self, size: int) -> None:
         if not self._sent.numel():
-            self._sent, self._moved = torch.zeros_like(self.client.slot), torch.zeros_like(self.client.slot)
+            self._sent, self._moved = torch.zeros(size), torch.zeros(size)
             self.replica.device.pin("sent", self._sent)
             self.replica.device.pin("moved", self._moved)
-        self.replica.read(self._sent)
 
     def _exchange_in_thread(self, push: Push) -> Exchanged:
         """In the other thread, which has the connection and the slot to itself until the future is done."""
@@ -106,6 +109,9 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
         slot.sub_(self._sent)
 
     def _go_on_from(self, answer: PushReply) -> None:
+        self._take(self.replica, self.client.slot, self._sent, self._moved)
+
+    def _take(self, replica: Replica, slot: Tensor, sent: Tensor, moved: Tensor) -> None:
         """Adds to the server's parameters what was done meanwhile."""
-        self.replica.read(self._moved)
-        self.replica.write(self._moved.sub_(self._sent).add_(self.client.slot))
+        replica.read(moved)
+        replica.write(moved.sub_(sent).add_(slot))

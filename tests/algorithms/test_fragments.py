@@ -14,7 +14,6 @@ from fairseq_async.algorithms import (
     MomentumLookAhead,
     NesterovMomentum,
     Update,
-    blend,
     fragments_of,
     in_turn,
 )
@@ -45,20 +44,6 @@ def test_fragments_are_whole_tensors_and_the_largest_is_as_small_as_it_can_be(
 def test_there_are_no_more_fragments_than_tensors_with_elements() -> None:
     with pytest.raises(ValueError, match="the model has 2 tensors; give at most as many"):
         fragments_of([4, 0, 4], 3)
-
-
-def test_a_fragment_that_comes_back_after_steps_is_half_of_what_a_worker_goes_on_from() -> None:
-    local, server = torch.tensor([1.0, -2.0]), torch.tensor([3.0, 0.0])
-    blend(local, server, steps=1)
-    assert local.tolist() == [2.0, -1.0]
-    blend(local, server, steps=0)
-    assert local.tolist() == [3.0, 0.0]
-
-
-def test_parameters_that_are_taken_as_they_are_heal_a_worker_whose_own_are_nan() -> None:
-    local = torch.tensor([float("nan"), float("inf")])
-    blend(local, torch.tensor([1.0, 2.0]), steps=0)
-    assert local.tolist() == [1.0, 2.0]
 
 
 @given(st.integers(1, 4), st.integers(0, 2**31))

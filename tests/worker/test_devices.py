@@ -68,7 +68,7 @@ def test_an_exchange_of_local_steps_is_one_transfer_each_way(tmp_path: Path, cud
         assert cuda.synchronisations == 0
 
 
-def test_a_fragment_is_read_when_it_is_sent_and_read_and_written_when_it_is_blended_in(
+def test_a_fragment_is_read_when_it_is_sent_and_read_and_written_when_it_is_taken_back(
     tmp_path: Path, cuda: FakeCuda
 ) -> None:
     server = ThreadServer(1, tmp_path, build=local_sgd_main.build)

@@ -63,15 +63,16 @@ def streaming64(turns: int, delay: int, rounded: bool = False) -> tuple[Tensor, 
     target = TARGETS[0].double()
     servers = [DelayedNesterov64(torch.zeros(place.stop - place.start), 0.7, 0.9, 1) for place in PLACES]
     theta, taken = torch.zeros(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
-    answer = torch.zeros(0)
+    answer = sent = torch.zeros(0)
     for turn in range(turns):
         for step in (1, 2):
             theta = theta - INNER_LR * (theta - target)
             if turn and step == delay:
                 before = PLACES[(turn - 1) % 3]
                 taken[before] = answer
-                theta[before] = 0.5 * theta[before] + 0.5 * answer
+                theta[before] += answer - sent
         place = PLACES[turn % 3]
+        sent = theta[place].clone()
         answer = servers[turn % 3].arrive(taken[place] - theta[place]).clone()
         answer = answer.bfloat16().double() if rounded else answer
         if not delay:
@@ -82,7 +83,7 @@ def streaming64(turns: int, delay: int, rounded: bool = False) -> tuple[Tensor, 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"], ids=["shared memory", "TCP"])
 @pytest.mark.parametrize("delay", [0, 1, 2])
 @pytest.mark.parametrize("compress", [None, "pull=bf16"])
-def test_a_worker_alone_takes_the_papers_steps_in_float64(
+def test_a_worker_alone_takes_the_steps_of_a_reference_in_float64(
     start: Start, host: str, delay: int, compress: str | None
 ) -> None:
     """Ten fragments go: three rounds of three, and one more."""
