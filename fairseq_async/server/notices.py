@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 Tell = Callable[[str], None]
 SEPARATOR = " | "  # between the time and the text of a line
@@ -12,8 +13,9 @@ _WRITTEN = 100
 
 
 def tell_log(text: str) -> None:
-    """Writes a line to stderr, which is the server's log, with the time."""
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}{SEPARATOR}{printable(text)}", file=sys.stderr, flush=True)
+    """Writes a line to stderr, which is the server's log, with the time; nothing where the disk is full."""
+    with suppress(OSError):
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}{SEPARATOR}{printable(text)}", file=sys.stderr, flush=True)
 
 
 class Journal:
@@ -46,10 +48,8 @@ class Notices:
 
     def __call__(self, text: str) -> None:
         tell_log(text)
-        try:
+        with suppress(OSError):
             os.write(self._descriptor, printable(text).encode(errors="replace") + b"\n")
-        except OSError:
-            pass
 
 
 def printable(text: str) -> str:

@@ -17,7 +17,6 @@ from fairseq_async.server.notices import Tell
 from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.protocol import Answer
 from fairseq_async.server.run import Build, Run
-from fairseq_async.server.run_files.event_log import merge_path, record_vector
 from fairseq_async.server.service import Service
 from fairseq_async.server.upstream import Above, Left, Link, Lost, News, Upstream
 
@@ -67,11 +66,11 @@ class RegionalService(Service):
             self._join(self.run, self.run.coordinator.server.parameters, patient=True)
         return name
 
-    def tick(self) -> float:
+    def _tick(self) -> float:
         """Takes in what the global server has answered, too."""
         while (news := self._next_news()) is not None:
             self._hear_above(self.described, news)
-        wait = super().tick()
+        wait = super()._tick()
         self.busy = self._is_busy()
         return wait
 
@@ -149,8 +148,7 @@ class RegionalService(Service):
                 self._link.send(upstream.drift)
         if run.coordinator.server.version > version:
             run.publish()
-            if run.spec.server.record:
-                record_vector(merge_path(self.run_dir, run.coordinator.server.version), above.values)
+            run.log_merge(above.values)
         if upstream.finished and not run.coordinator.finished:
             self.journal("above", "the global run is over: this region's ends")
             self._deliver(run, run.coordinator.end(self.clock()))

@@ -22,7 +22,7 @@ from fairseq_async.server.outcome import Instruction, Settled
 from fairseq_async.server.parameter_server import SETTLED, Status
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Pull, PullReply, Push, PushReply, StateSaved, Welcome, WorkReply
-from fairseq_async.server.run_files.event_log import EventLog, Recorder, record_vector, update_path
+from fairseq_async.server.run_files.event_log import EventLog, Recorder, merge_path, update_path
 from fairseq_async.server.run_files.state_files import restored_path, saved_path, write_state
 from fairseq_async.server.shards.rule import build_sharded, shared_copy
 from fairseq_async.server.upstream import Upstream
@@ -189,9 +189,14 @@ class Run:
             recorded = {} if self._recorder is None else self._recorder.of(each)
             if self._recorder is not None and self.spec.of_regions and each.receipt.status in SETTLED:
                 path = update_path(self.run_dir, each.receipt.worker, each.receipt.sequence)
-                record_vector(path, self.memory.slot(each.receipt.worker))  # until it is answered it stays there
+                self._events.keep(path, self.memory.slot(each.receipt.worker))  # until it is answered it stays there
             self._first_batches.note(each.receipt.worker, each.report.first_batch)
             self._events.write(time, each.receipt, each.report, each.recorded | recorded)
+
+    def log_merge(self, values: Tensor) -> None:
+        """Keeps the global server's parameters that have made this version, where the run is recorded."""
+        if self.spec.server.record:
+            self._events.keep(merge_path(self.run_dir, self.coordinator.server.version), values)
 
     def welcome(self, worker: int, slots: int, now: float) -> Welcome:
         """The answer to a worker that has joined; ``slots`` is how many workers there is room for."""

@@ -23,7 +23,7 @@ from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.parameter_server import Status
 from fairseq_async.server.protocol import Answer, Request
 from fairseq_async.server.run import Build, Run
-from fairseq_async.server.run_files.resume import newest_state
+from fairseq_async.server.run_files.resume import check_snapshot, newest_state
 from fairseq_async.server.run_files.snapshots import Snapshots
 from fairseq_async.server.run_files.state_files import read_state, restored_path
 
@@ -135,20 +135,23 @@ class Service(Connections):
 
     def tick(self) -> float:
         """Does what time brings; returns the seconds until there is something to do again. Raises as :meth:`handle`."""
-        run = self.begun
-        if run is None:
-            return 1.0
-        coordinator = run.coordinator
-        use_idle_cores(self.peers, self.membership, run.spec.server.server_threads)
         try:
-            self._deliver(run, coordinator.tick(self.clock()))
-            if not coordinator.finished:
-                self._keep_snapshots(run)
+            return self._tick()
         except HalfAppliedError:
             raise
         except Exception as error:  # likewise
             self.refusals.count_mistake("the clock", error)
             return 1.0
+
+    def _tick(self) -> float:
+        run = self.begun
+        if run is None:
+            return 1.0
+        coordinator = run.coordinator
+        use_idle_cores(self.peers, self.membership, run.spec.server.server_threads)
+        self._deliver(run, coordinator.tick(self.clock()))
+        if not coordinator.finished:
+            self._keep_snapshots(run)
         return 1.0 if coordinator.deadline is None else max(0.0, min(1.0, coordinator.deadline - self.clock()))
 
     def recover(self) -> str:
@@ -157,7 +160,7 @@ class Service(Connections):
         Raises:
             RefusedError: there are snapshots, and none can be read.
         """
-        found = self.snapshots.latest(lambda state: Layout.from_json(state["layout"]))
+        found = self.snapshots.latest(check_snapshot)
         if found is None:
             return "the beginning"
         path, state = found

@@ -1,6 +1,7 @@
 """A server and its workers on a disk that is full or read-only for a while; in a mount namespace of its own.
 
-Arguments: what happens (``full``, ``read-only``, ``no shared memory``), and an empty directory. Prints JSON.
+Arguments: what happens (``full``, ``full in shards``, ``read-only``, ``no shared memory``), and an empty directory. The
+log is on this disk too, as a launcher's is. Prints JSON.
 """
 
 import json
@@ -12,7 +13,10 @@ from typing import Any
 
 import torch
 
+from fairseq_async import methods
+from fairseq_async.config import LocalSGDOptions, ServerOptions
 from fairseq_async.errors import AsyncError
+from fairseq_async.method_spec import MethodSpec, local_sgd_spec
 from fairseq_async.server import Layout
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.worker.client import Client
@@ -22,8 +26,13 @@ from tests.helpers.server_client import SGD_SERVER, push
 from tests.helpers.waiting import wait_until
 
 SHARED = Path("/dev/shm")
-LAYOUT = Layout.of([("weight", torch.zeros(50_000))])  # 200 kB for each slot
+LAYOUT = Layout.of([("weight", torch.zeros(25_000)), ("bias", torch.zeros(25_000))])  # 200 kB for each slot
 METHOD = sgd_spec(snapshot_updates=1)
+
+
+def in_shards() -> MethodSpec:
+    options = ServerOptions(server_shards=2, snapshot_updates=1)
+    return local_sgd_spec(methods.parse(LocalSGDOptions, {"local_steps": 1}, "test"), 2, [], options, {})
 
 
 def mount(*options: str) -> None:
@@ -49,21 +58,23 @@ def main() -> None:
     what, directory = sys.argv[1], Path(sys.argv[2])
     mount("-t", "tmpfs", "-o", "size=2m", "none", str(directory))
     mount("-t", "tmpfs", "-o", "size=1m", "none", str(SHARED))
-    log = directory.parent / "server.log"
-    server = ServerProcess(SGD_SERVER, 2, directory, log, restarts=0)
+    log, shards = directory / "server.log", what == "full in shards"
+    method, module = (in_shards(), "fairseq_async.server.local_sgd_main") if shards else (METHOD, SGD_SERVER)
+    server = ServerProcess(module, 2, directory, log, restarts=0)
     found: dict[str, Any] = {}
     try:
         worker = Client(server.address, server.token, 0)
-        worker.join(LAYOUT, METHOD)
+        worker.join(LAYOUT, method)
         worker.slot.zero_()
         worker.initialise(None)
-        statuses = [push(worker, 0, 0.5, wait=True).status]
+        steps = {"local_steps": 1, "step_seconds": 0.01} if shards else {}
+        statuses = [push(worker, 0, 0.5, wait=True, **steps).status]
         trouble(what, directory, server)
-        statuses += [push(worker, number, 0.5, wait=True).status for number in range(1, 20)]
+        statuses += [push(worker, number, 0.5, wait=True, **steps).status for number in range(1, 20)]
         if what == "no shared memory":
             found["joiner"] = refused(server)
         relieve(what, directory)
-        statuses += [push(worker, number, 0.5, wait=True).status for number in range(20, 40)]
+        statuses += [push(worker, number, 0.5, wait=True, **steps).status for number in range(20, 40)]
         found |= {
             "version": worker.pull(lambda published: None),
             "statuses": sorted(set(statuses)),
@@ -80,7 +91,7 @@ def main() -> None:
 
 
 def trouble(what: str, directory: Path, server: ServerProcess) -> None:
-    if what == "full":
+    if what in ("full", "full in shards"):
         fill(directory)
     elif what == "read-only":
         mount("--bind", str(directory), str(directory))  # files that are open stay open

@@ -108,6 +108,20 @@ def test_a_snapshot_of_another_number_of_workers_is_set_aside(tmp_path: Path) ->
         process.stop()
 
 
+@pytest.mark.parametrize("content", [{}, [1], torch.zeros(2), {"server": {}, "spec": {}, "layout": []}])
+def test_a_file_that_is_no_snapshot_is_skipped(
+    tmp_path: Path, content: object, capfd: pytest.CaptureFixture[str]
+) -> None:
+    interrupted_after(tmp_path / "run", 3, save_at=3)
+    torch.save(content, tmp_path / "run/snapshots/version-000000000009.pt")
+    process, client = begin(tmp_path / "run", 9.0)
+    try:
+        assert pull(client)[0] == 3
+    finally:
+        process.stop()
+    assert "version-000000000009.pt is skipped: " in capfd.readouterr().err
+
+
 def test_a_server_whose_starter_is_killed_writes_its_last_snapshot_too(
     tmp_path: Path,
 ) -> None:

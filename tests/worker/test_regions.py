@@ -16,6 +16,8 @@ from fairseq_async.reporting.audit import audit
 from fairseq_async.server import Layout, local_sgd_main
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Push, Report
+from fairseq_async.server.run_files import event_log
+from fairseq_async.server.run_files.event_log import merge_path
 from fairseq_async.server.shards.rule import close_shards
 from fairseq_async.worker.client import Client
 from tests.helpers.references import HALoS64
@@ -145,6 +147,35 @@ def test_a_region_on_another_machine_has_the_connections_that_it_asks_for_and_go
         above.stop()
         worker.push(torch.ones(5))
         wait_until(lambda: "is gone; this region goes on without it; trying again" in caplog.text)
+
+
+def test_what_cannot_be_kept_for_a_replay_costs_neither_server_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk, for a while; then a mistake of this program's own in the region."""
+    keep, full = event_log.record_vector, True
+
+    def record(path: Path, vector: torch.Tensor) -> None:
+        if full:
+            raise OSError("the disk is full")
+        keep(path, vector)
+
+    monkeypatch.setattr(event_log, "record_vector", record)
+    with global_server(tmp_path / "global", regions=1) as above, region_server(tmp_path / "region0") as server:
+        worker = RegionWorker(server, 0, region_spec(f"{above.address},updates=1,merge=1,{RULE}", record=True))
+        for version in (2, 4):
+            worker.push(torch.ones(5))
+            wait_until(lambda version=version: _version(server) == version)  # type: ignore[misc]
+        full = False
+        worker.push(torch.ones(5))
+        wait_until(lambda: merge_path(tmp_path / "region0", 6).exists())
+        assert server.told == ["vectors for a replay are not recorded: the disk is full; the run goes on"]  # type: ignore[attr-defined]
+        monkeypatch.setattr(server.service.described, "log_merge", None)
+        for pushed in (4, 5):
+            worker.push(torch.ones(5))
+            wait_until(lambda pushed=pushed: parameter_server(above).version == pushed)  # type: ignore[misc]
+        assert server.service.refusals.counts["internal error"] > 0
+        assert torch.equal(worker.pull(), parameter_server(above).parameters)
 
 
 def test_the_end_of_the_global_run_is_that_of_a_region(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
@@ -41,7 +42,7 @@ class EventLog:
     def __init__(
         self, run_dir: Path, sequences: Mapping[int, int], source: str, time: float, tell: Tell = tell_log
     ) -> None:
-        self._full, self._tell = False, tell
+        self._tell, self._lacks = tell, set[str]()
         path = run_dir / EVENTS
         bad = _take_back(path, sequences, source, time) if path.exists() else 0
         if bad:
@@ -70,16 +71,27 @@ class EventLog:
         reported = {key: value for key, value in vars(report).items() if value is not None}
         event = own | reported | (extra or {})
         line = json.dumps({key: _finite(value) for key, value in event.items()}).encode() + b"\n"
-        try:
+        with self._or_without("events"):
             size = os.fstat(self._file).st_size
             if os.write(self._file, line) < len(line):
                 os.ftruncate(self._file, size)  # readers see whole lines only
                 raise OSError("the disk is full")
-            self._full = False
-        except OSError as error:
-            if not self._full:
-                self._tell(f"events are not recorded: {error}; the run goes on")
-            self._full = True
+
+    def keep(self, path: Path, vector: Tensor) -> None:
+        """Keeps what a replay cannot compute, 4 bytes a value; on a full disk as :meth:`write`."""
+        with self._or_without("vectors for a replay"):
+            record_vector(path, vector)
+
+    @contextmanager
+    def _or_without(self, what: str) -> Iterator[None]:
+        """That these cannot be written is said once, until they can be again."""
+        try:
+            yield
+            self._lacks.discard(what)
+        except (OSError, RuntimeError) as error:  # torch makes one of the other when the disk is full
+            if what not in self._lacks:
+                self._tell(f"{what} are not recorded: {error}; the run goes on")
+            self._lacks.add(what)
 
 
 def _take_back(path: Path, sequences: Mapping[int, int], source: str, time: float) -> int:
@@ -196,8 +208,12 @@ def update_path(run_dir: Path, worker: int, sequence: int) -> Path:
 def record_vector(path: Path, vector: Tensor) -> None:
     """Keeps what a replay cannot compute; 4 bytes a value."""
     path.parent.mkdir(exist_ok=True)
-    with open(path, "wb", opener=private) as file:
-        torch.save(vector.clone(), file)  # a view would bring all of its memory along
+    try:
+        with open(path, "wb", opener=private) as file:
+            torch.save(vector.clone(), file)  # a view would bring all of its memory along
+    except BaseException:
+        path.unlink(missing_ok=True)  # a part of it takes the room that another needs
+        raise
 
 
 def read_vector(path: Path, size: int) -> Tensor:

@@ -23,7 +23,7 @@ def newest_state(
         restored: worker 0's, from a checkpoint.
         resumes: whether a snapshot of a run before counts.
     """
-    found = snapshots.of_run_before() if resumes else None
+    found = snapshots.of_run_before(check_snapshot) if resumes else None
     if found is not None:
         path, state = found
         version = int(state["server"]["version"])
@@ -36,6 +36,13 @@ def newest_state(
             return f"snapshot {path.name}", state
     snapshots.clear()
     return ("the beginning", None) if restored is None else ("a checkpoint", restored)
+
+
+def check_snapshot(state: dict[str, Any]) -> None:
+    """Raises whatever reading it leads to if it is no snapshot of a server."""
+    MethodSpec.from_json(state["spec"])
+    Layout.from_json(state["layout"])
+    int(state["server"]["version"])
 
 
 def _misfit(run: Run, state: dict[str, Any]) -> str:

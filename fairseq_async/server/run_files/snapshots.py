@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ class Snapshots:
         self._child = 0
         self._taken_at: float | None = None
         self._version = self._writing = -1
+        self._failed = False
         self.journal = Journal()
 
     def keep_up(self, state: Callable[[], dict[str, Any]], version: int, seconds: float, updates: int | None) -> None:
@@ -49,7 +49,7 @@ class Snapshots:
             try:
                 self.take(state(), version)
             except OSError as error:  # no more processes, no memory for one, or the directory is gone
-                self.tell(f"a snapshot could not be written: {error}; the run goes on without it")
+                self._fail(f": {error}")
 
     def take(self, state: dict[str, Any], version: int) -> None:
         """Begins to write; nothing while the one before is being written.
@@ -71,8 +71,9 @@ class Snapshots:
                 torch.set_num_threads(1)  # the threads of OpenMP are not in this process
                 self._write(state, version)
                 code = 0
-            except BaseException:
-                traceback.print_exc()
+            except BaseException as error:
+                if not self._failed:
+                    tell_log(f"writing the snapshot of update {version:,}: {type(error).__name__}: {error}")
             finally:
                 os._exit(code)
 
@@ -86,17 +87,24 @@ class Snapshots:
         self._ends(0)
 
     def _ends(self, options: int) -> bool:
-        """Whether nothing is being written; says so on stderr when the writer failed, and nothing else happens."""
+        """Whether nothing is being written; says so when the writer failed, and nothing else happens."""
         if self._child:
             child, status = os.waitpid(self._child, options)
             if not child:
                 return False
             self._child = 0
             if status:
-                self.tell("a snapshot could not be written; the run goes on without it")
+                self._fail("")
             else:
+                self._failed = False
                 self.journal("snapshot", f"the snapshot of update {self._writing:,} is written")
         return True
+
+    def _fail(self, why: str) -> None:
+        """Says it once, not with each attempt of a disk that is full for hours."""
+        if not self._failed:
+            self.tell(f"a snapshot could not be written{why}; the run goes on without it")
+        self._failed = True
 
     def latest(self, check: Callable[[dict[str, Any]], object]) -> tuple[Path, dict[str, Any]] | None:
         """The newest that can be read and that ``check`` does not raise for; None where none has been written.
@@ -123,11 +131,13 @@ class Snapshots:
             raise RefusedError(f"no snapshot in {self.directory} can be read")
         return None
 
-    def of_run_before(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest that can be read, of whichever run has left it; None where there is none."""
+    def of_run_before(self, check: Callable[[dict[str, Any]], object]) -> tuple[Path, dict[str, Any]] | None:
+        """The newest that can be read and that ``check`` does not raise for, of whichever run has left it; None where
+        there is none."""
         for path in reversed(self._files()):
             try:
                 state = torch.load(path, map_location="cpu", weights_only=True)
+                check(state)
             except Exception as error:  # torch raises whatever the broken bytes lead it to
                 self.tell(f"{path} is skipped: {type(error).__name__}: {error}")
                 continue

@@ -120,6 +120,14 @@ class Done:
 
 
 @message
+class NotSaved:
+    """The file could not be written, as on a full disk. The shard goes on."""
+
+    error: str
+    kind: Literal["not_saved"] = "not_saved"
+
+
+@message
 class Failed:
     """The command, or the start, has failed; the process ends."""
 
@@ -141,6 +149,7 @@ Message: TypeAlias = (
     | Norm
     | Compared
     | Done
+    | NotSaved
     | Failed
 )
 

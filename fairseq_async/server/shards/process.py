@@ -34,6 +34,7 @@ from fairseq_async.server.shards.messages import (
     Message,
     Norm,
     NormOfAll,
+    NotSaved,
     Save,
     Select,
     encode,
@@ -219,8 +220,11 @@ class _Shard:
             case EndEpoch() if isinstance(rule, ScheduledRule):
                 rule.end_epoch(command.epoch, command.loss)
             case Save():
-                with open(files[0], "wb") as file:
-                    state_to_file(rule.state_dict(), file)
+                try:
+                    with open(files[0], "wb") as file:
+                        state_to_file(rule.state_dict(), file)
+                except (OSError, RuntimeError) as error:  # torch makes one of the other when the disk is full
+                    return NotSaved(str(error)[:1000])
             case Load():
                 with open(files[0], "rb") as file:
                     rule.load_state_dict(state_from_file(file))

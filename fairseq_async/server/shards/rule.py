@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from fairseq_async.server.shards.messages import (
     Message,
     Norm,
     NormOfAll,
+    NotSaved,
     Save,
 )
 from fairseq_async.server.shards.process import (
@@ -248,14 +250,19 @@ class ShardedRule(ComparingRule):
         self._hear_done()
 
     def state_dict(self) -> State:
-        """That of the first shard, and with it those of the others, whose tensors lie in files without a name."""
-        files = [nameless_file(self.directory) for _ in self.others]
-        for shard, file in zip(self.others, files, strict=True):
-            self._say_to(shard, Save(), file)
-        self._hear_done()
-        states = [state_from_file(file) for file in files]
-        for file in files:
-            file.close()
+        """That of the first shard, and with it those of the others, whose tensors lie in files without a name.
+
+        Raises:
+            OSError: there is no room for these files.
+        """
+        with ExitStack() as stack:
+            files = [stack.enter_context(nameless_file(self.directory)) for _ in self.others]
+            for shard, file in zip(self.others, files, strict=True):
+                self._say_to(shard, Save(), file)
+            for answer in self._hear():
+                if isinstance(answer, NotSaved):
+                    raise OSError(answer.error)
+            states = [state_from_file(file) for file in files]
         return self.own.state_dict() | {_SHARDS: states}
 
     def load_state_dict(self, state: State) -> None:
