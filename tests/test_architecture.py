@@ -163,6 +163,20 @@ def _docstrings(node: ast.AST) -> Iterator[ast.Constant]:
                     yield statement.value
 
 
+def test_the_wall_clock_decides_nothing() -> None:
+    """It may jump. Logs and certificates have it, and what is shown of logs; a compilation's lock is a file's age."""
+    shown = {"server.service", "launch.progress", "launch.certificates", "fairseq_plugin.validations"}
+    ages = {"deepspeed_plugin.compilation"}
+    wall = ("time.time", "time.time_ns", "datetime.datetime.now")
+    users = {
+        module
+        for module, path in modules().items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in wall
+    }
+    assert users == {f"fairseq_async.{module}" for module in shown | ages}
+
+
 def test_functions_and_files_are_short() -> None:
     lengths = {}
     for path in modules().values():
