@@ -114,20 +114,25 @@ class Service(Connections):
         try:
             self._recount()  # a worker that was silent counts again
             answer = self._respond(peer, request, accepted)
-        except AsyncError as error:
-            self.refuse(peer, type(error).__name__, error)
-        except OSError as error:
-            self.refuse(peer, "files", error, f"the server cannot use its directory: {error}")
         except HalfAppliedError:
             raise
-        except Exception as error:  # a mistake of this program's own: whatever it is, it must not end the others' run
-            self.refusals.count_mistake(peer.name, error)
-            self.answer(peer, protocol.ErrorReply(f"internal error of the server: {error!r}; see server.log"))
+        except Exception as error:
+            self._answer_failure(peer, error)
         else:
             if answer is not None:
                 self.answer(peer, answer)
         if peer.worker is None:
             peer.channel.end()  # a stranger has one attempt
+
+    def _answer_failure(self, peer: Peer, error: Exception) -> None:
+        """Answers a request that has failed."""
+        if isinstance(error, AsyncError):
+            self.refuse(peer, type(error).__name__, error)
+        elif isinstance(error, OSError):
+            self.refuse(peer, "files", error, f"the server cannot use its directory: {error}")
+        else:  # a mistake of this program's own: whatever it is, it must not end the others' run
+            self.refusals.count_mistake(peer.name, error)
+            self.answer(peer, protocol.ErrorReply(f"internal error of the server: {error!r}; see server.log"))
 
     def disconnected(self, peer: Peer) -> None:
         """The connection is closed."""
@@ -215,8 +220,14 @@ class Service(Connections):
         run.log(outcome.settled, self.wall_clock())
         for instruction in outcome.instructions:
             peer = self.peers.get(instruction.worker)
-            if peer is not None:
+            if peer is None:
+                continue
+            try:
                 self._instruct(run, peer, run.reply(instruction))
+            except HalfAppliedError:
+                raise
+            except Exception as error:  # as where memory runs out for its parameters: the others are to have theirs
+                self._answer_failure(peer, error)
 
     def _instruct(self, run: Run, peer: Peer, reply: protocol.PushReply | protocol.WorkReply) -> None:
         """Answers a worker. One on another machine that would ask for parameters next has them behind the answer."""

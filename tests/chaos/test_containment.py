@@ -171,8 +171,8 @@ def with_shape(*shape: int) -> dict[str, Any]:
     return {"segments": [{"name": "w", "shape": list(shape), "dtype": "float32"}]}
 
 
-def hello(connection: Connection, described: dict[str, Any], **changes: Any) -> bool:
-    message = {"kind": "hello", "spec": halving_spec(**changes).to_json(), "layout": described, "remote": False}
+def hello(connection: Connection, described: dict[str, Any], remote: bool = False, **changes: Any) -> bool:
+    message = {"kind": "hello", "spec": halving_spec(**changes).to_json(), "layout": described, "remote": remote}
     return connection.send(message)
 
 
@@ -339,6 +339,31 @@ def test_a_report_that_cannot_be_counted_spares_the_others_of_its_round(
         connection.send(Push(0, 0, 1.0, Report()))
     assert [each.last.get("status") for each in (first, second)] == ["applied"] * 2
     assert service.refusals.counts["internal error"] == 1
+
+
+def test_an_answer_that_fails_spares_the_others_of_its_round(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no memory for the parameters of worker 0, and worker 1 has sent the update that completes the round."""
+    service.run_dir.mkdir()
+    first, second = (Connection(service) for _ in range(2))
+    for worker, connection in enumerate((first, second)):
+        connection.introduce(worker)
+        hello(connection, layout(), remote=True, barrier=2, publishes=False)
+        connection.channel.receive(bytes(4 * LAYOUT.size))
+        if worker == 0:
+            connection.send(Initialise(False))
+    assert service.run is not None
+    hand_out = service.run.hand_out
+
+    def fail(worker: int, pull: Pull) -> Any:
+        if worker == 0:
+            raise MemoryError("no memory for this one")
+        return hand_out(worker, pull)
+
+    monkeypatch.setattr(service.run, "hand_out", fail)
+    for connection in (first, second):
+        connection.send(Push(0, 0, 1.0, Report(), pulls=True))
+    assert "no memory for this one" in first.last["error"] and second.last["kind"] == "pull_reply"
+    assert first.send(Push(0, 0, 1.0, Report())) and first.last["status"] == "duplicate", "it is applied, and here"
 
 
 # Files
