@@ -164,7 +164,7 @@ class Coordinator:
         """
         if not self.server.round_size:
             return Outcome()
-        awaited = len(self.membership.awaited(now))
+        awaited = len(self._waited_for(now))
         if not changed and awaited == self._awaited:
             return Outcome()
         self._awaited = awaited
@@ -185,12 +185,20 @@ class Coordinator:
         return outcome
 
     def _release_silent(self, now: float) -> Outcome:
-        """Others may do the work of a worker that hangs: at the end of a run they would wait for it, idle."""
+        """Others may do the work of a worker that hangs: at the end of a run they would wait for it, idle.
+
+        While they have work of their own, one that shows life keeps what it was promised.
+        """
         silent = self.membership.silent(now)
+        if self.membership.idle:
+            silent |= {worker for worker in self.membership.members if self._hangs(worker, now)}
         released, self._silent = silent - self._silent, silent
         for worker in released:
             self.plan.release(worker)
         return self._wake(now) if released else Outcome()
+
+    def _hangs(self, worker: int, now: float) -> bool:
+        return self.membership.hangs(worker, now, work=self.plan.expected_seconds(worker) or 0.0)
 
     def end(self, now: float) -> Outcome:
         """A worker has ended the run, for all."""
@@ -260,12 +268,17 @@ class Coordinator:
 
     def _continues(self, arrived: int | None, now: float) -> bool:
         """Whether the updates that are held wait for others, now that this worker's has joined them."""
-        others = self.membership.awaited(now) - self.server.held
+        others = self._waited_for(now) - self.server.held
         if isinstance(self.waiting, NearArrivals):
             if arrived is not None:
                 self.waiting.arrive(arrived, now)
             return self.waiting.continues(others, now)
         return self.waiting.continues(arrived, others, self.plan, now)
+
+    def _waited_for(self, now: float) -> set[int]:
+        """A step that closes when nobody is near says by itself for how long it waits for a first update."""
+        is_brief = isinstance(self.waiting, NearArrivals)
+        return self.membership.expected(now) if is_brief else self.membership.awaited(now)
 
     def _complete_round(self) -> None:
         if self.waiting.steps_together:

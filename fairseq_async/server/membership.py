@@ -1,5 +1,6 @@
 """Which workers take part in a run, and for which of them a round waits."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -9,6 +10,7 @@ from fairseq_async.errors import RefusedError
 
 ARRIVAL_SECONDS = 600.0  # for which a worker is waited for that has not come yet: it may have to compile something
 JOINERS = 16  # workers beyond those that were announced, at one time
+_PATIENCE = 4.0  # times the longest that work has taken, for which a worker that shows life may ask for nothing
 Pending = Literal["hello", "push", "work"]
 
 
@@ -19,6 +21,7 @@ class Member:
     Attributes:
         instance: names its process: it may connect again when a connection breaks.
         heard: when its last message came.
+        turn: when it has asked, or was answered, last; a sign of life is no request.
         pending: the request that it waits for an answer to; until then it owes no sign of life.
         ready: it has said hello. Before that it makes its model, which may take it minutes without a word.
     """
@@ -26,8 +29,27 @@ class Member:
     worker: int
     instance: str
     heard: float
+    turn: float
     pending: Pending | None = None
     ready: bool = True
+
+
+@dataclass
+class Conduct:
+    """What one process of a worker has done, which counts on when its connection breaks and is made again.
+
+    Attributes:
+        since: when it came; where it had to wait for the run to begin, when that was.
+        delivered: it has sent an update.
+        longest: the most seconds from an answer to its next request.
+        told_end: it knows that the run is finished.
+    """
+
+    instance: str
+    since: float
+    delivered: bool = False
+    longest: float = 0.0
+    told_end: bool = False
 
 
 class Membership:
@@ -54,6 +76,8 @@ class Membership:
         self.waits_for_dead = True
         self.members: dict[int, Member] = {}
         self.joined: set[int] = set()
+        self._conduct: dict[int, Conduct] = {}  # of each worker's last process
+        self._expected_back: set[int] = set()  # workers that had sent updates to the server before this one
         self._left_at: dict[int, float] = {}
         self._began = now
 
@@ -102,7 +126,12 @@ class Membership:
 
     def enter(self, worker: int, instance: str, now: float, ready: bool = True) -> None:
         """The worker is connected; one that is not ready will say so by :meth:`begin`."""
-        self.members[worker] = Member(worker, instance, now, ready=ready)
+        self.members[worker] = Member(worker, instance, now, now, ready=ready)
+        before = self._conduct.get(worker)
+        if before is None or before.instance != instance:
+            self._conduct[worker] = Conduct(instance, now)
+            if before is not None:
+                self._expected_back.discard(worker)
         self._left_at.pop(worker, None)
         if ready:
             self.joined.add(worker)
@@ -131,6 +160,30 @@ class Membership:
         if worker in self.members:
             self.members[worker].heard = now
 
+    def ask(self, worker: int, now: float, update: bool = False) -> None:
+        """A request of the worker has come, which its main thread has made: signs of life come from another one.
+
+        Args:
+            update: the request is an update.
+        """
+        member = self.members.get(worker)
+        if member is None:
+            return
+        conduct = self._conduct[worker]
+        if member.ready and member.pending is None:
+            conduct.longest = max(conduct.longest, now - member.turn)
+        conduct.delivered = conduct.delivered or update
+        member.turn = now
+
+    def tell_end(self, worker: int) -> None:
+        """The worker is told that the run is finished."""
+        if worker in self._conduct:
+            self._conduct[worker].told_end = True
+
+    def expect_back(self, workers: Iterable[int]) -> None:
+        """These had sent updates to a server whose place this one takes."""
+        self._expected_back.update(workers)
+
     def wait(self, worker: int, pending: Pending) -> None:
         """The worker waits for the answer to such a request."""
         if worker in self.members:
@@ -138,8 +191,12 @@ class Membership:
 
     def answered(self, worker: int, now: float) -> None:
         """The worker has its answer: it is its turn."""
-        if worker in self.members:
-            self.members[worker].pending, self.members[worker].heard = None, now
+        member = self.members.get(worker)
+        if member is None:
+            return
+        if member.pending == "hello":
+            self._conduct[worker].since = now
+        member.pending, member.heard, member.turn = None, now, now
 
     def waiting(self, pending: Pending) -> list[int]:
         """The workers that wait for the answer to such a request."""
@@ -155,18 +212,66 @@ class Membership:
         """The connected workers of which nothing was heard for too long."""
         return {worker for worker in self.members if self.is_silent(worker, now)}
 
+    def hangs(
+        self, worker: int, now: float, since: float = -inf, work: float = 0.0, untried: float = ARRIVAL_SECONDS
+    ) -> bool:
+        """Whether a worker that may show life has asked for nothing for so long that its main thread must hang.
+
+        That is longer than the timeout, and than several times the longest that it ever took to ask for something; for
+        one that has sent no update, that any other took. Worker 0, which validates and writes checkpoints, is never
+        taken to hang, nor is a worker that was told of the end: what it does then is its own.
+
+        Args:
+            since: what was before counts for nothing.
+            work: seconds that its present work is expected to take.
+            untried: the timeout of a worker that has sent no update.
+        """
+        member = self.members.get(worker)
+        if member is None:
+            return False
+        conduct = self._conduct[worker]
+        if worker == 0 or member.pending is not None or not member.ready or conduct.told_end:
+            return False
+        longest = conduct.longest if conduct.delivered else self._longest
+        timeout = self.timeout if conduct.delivered else max(self.timeout, untried)
+        return now - max(member.turn, since) > max(timeout, _PATIENCE * max(longest, work))
+
+    @property
+    def _longest(self) -> float:
+        """The most seconds that work has taken of anybody who has sent updates."""
+        return max((each.longest for each in self._conduct.values() if each.delivered), default=0.0)
+
     def excuse(self, seconds: float) -> None:
         """Nobody was listened to for so long: that much silence says nothing of anybody."""
         self._began += seconds
         self._left_at = {worker: at + seconds for worker, at in self._left_at.items()}
         for member in self.members.values():
             member.heard += seconds
+            member.turn += seconds
+        for conduct in self._conduct.values():
+            conduct.since += seconds
 
     def awaited(self, now: float) -> set[int]:
         """The workers for which a round waits."""
-        return {worker for worker in {*range(self.announced), *self.members} if self._is_awaited(worker, now)}
+        return {worker for worker in self.expected(now) if not self._owes_first_update(worker, now)}
 
-    def _is_awaited(self, worker: int, now: float) -> bool:
+    def expected(self, now: float) -> set[int]:
+        """The workers of which an update may come: they are at work, or are still to come, or to come back."""
+        return {worker for worker in {*range(self.announced), *self.members} if self._is_expected(worker, now)}
+
+    def _owes_first_update(self, worker: int, now: float) -> bool:
+        """Whether a worker has sent no update for so long that no round waits for its first one.
+
+        For one that was not announced no round does: it may never send any. Another may have to compile something, and
+        its first work may take several times as long as that of others. Signs of life do not prolong that.
+        """
+        conduct = self._conduct.get(worker)
+        if worker == 0 or conduct is None or conduct.delivered or worker in self._expected_back:
+            return False
+        patience = max(self.arrival_timeout, self.timeout, _PATIENCE * self._longest)
+        return worker >= self.announced or now - conduct.since > patience
+
+    def _is_expected(self, worker: int, now: float) -> bool:
         member = self.members.get(worker)
         if member is not None:
             return member.pending != "work" and not self.is_silent(worker, now)
@@ -180,5 +285,8 @@ class Membership:
         return {"members": members, "left_at": self._left_at, "joined": self.joined}
 
     def load_state_dict(self, state: State) -> None:
-        self.members = {worker: Member(worker, *values) for worker, values in state["members"].items()}
+        self.members, self._conduct = {}, {}
+        for worker, (instance, heard, pending) in state["members"].items():
+            self.members[worker] = Member(worker, instance, heard, heard, pending)
+            self._conduct[worker] = Conduct(instance, heard)
         self._left_at, self.joined = dict(state["left_at"]), set(state["joined"])

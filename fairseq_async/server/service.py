@@ -111,6 +111,9 @@ class Service(Connections):
             HalfAppliedError: the server's state is lost; another process has to go on from its last snapshot.
         """
         self.hear(peer)
+        if self.has(peer) and not isinstance(request, protocol.Alive):
+            # before the recount: how long its update took says for how long a round waits for those of others
+            self.membership.ask(peer.id, self.clock(), peer.admitted and isinstance(request, protocol.Push))
         try:
             self._recount()  # a worker that was silent counts again
             answer = self._respond(peer, request, accepted)
@@ -173,6 +176,7 @@ class Service(Connections):
         run.from_checkpoint = bool(state.get("from_checkpoint"))
         now, parameters = self.wall_clock(), torch.zeros(run.layout.size)
         run.begin(self.build, parameters, state, f"snapshot {path.name}", self.membership, now)
+        self.membership.expect_back(run.coordinator.server.sequences)
         return path.name
 
     def _respond(self, peer: Peer, request: Request, accepted: bool) -> Answer | None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import struct
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from fairseq_async.exchange import Channel
 from fairseq_async.exchange.authentication import challenge, proof
 from fairseq_async.server import Status
 from fairseq_async.server.local_step_plan import LocalStepPlan
+from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.server.protocol import (
     Alive,
@@ -26,6 +28,7 @@ from fairseq_async.server.protocol import (
     Initialise,
     Introduce,
     Introduced,
+    Leave,
     Pull,
     Push,
     Report,
@@ -84,6 +87,63 @@ def test_a_run_that_is_finished_ends_without_a_worker_that_hangs(
     finally:
         server.stop()
     wait_until(lambda: "worker 1 was not heard of for 1 s" in capfd.readouterr().err)
+
+
+class Ending:
+    """A run of two workers that is finished by an update of worker 0, which has left; worker 1 is at work."""
+
+    def __init__(self, run_dir: Path, listener: socket.socket) -> None:
+        self.now, self.said = 0.0, list[str]()
+        run_dir.mkdir()
+        service = new_service(2, run_dir, halving.build, lambda: self.now)
+        service.tell = self.said.append
+        changes = {"updates_per_step": 1, "last_version": 2}
+        first, self.second = begun(service, **changes), Connection(service)
+        self.second.introduce(1)
+        hello(self.second, layout(), **changes)
+        self.now = 100.0
+        for sequence, connection in enumerate((self.second, first)):
+            in_process.slot(service, connection.peer.id).zero_()
+            connection.send(Push(0, sequence, 1.0, Report()))
+        first.send(Leave(finished=True))
+        self._loop = EventLoop(listener, service, listener.dup())
+        self._loop.peers = [self.second.peer]
+        assert not self._loop._over()
+
+    def is_over(self, now: float) -> bool:
+        """Whether the run ends by then; worker 1 has shown life all the time."""
+        while self.now < now:
+            self.now = min(now, self.now + 15.0)
+            self.second.send(Alive())
+            if self._loop._over():
+                return True
+        return self._loop._over()
+
+
+@pytest.fixture
+def ending(tmp_path: Path) -> Iterator[Ending]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield Ending(tmp_path / "run", listener)
+
+
+def test_a_run_that_is_finished_ends_without_a_worker_that_hangs_and_shows_life(ending: Ending) -> None:
+    """Its update has taken 100 seconds: it may take four times as long once more."""
+    assert not ending.is_over(500.0)
+    assert ending.is_over(501.0)
+    assert ending.said == ["worker 1 has asked for nothing for 401 s: the run ends without it"]
+
+
+def test_what_a_worker_does_that_knows_of_the_end_is_its_own(ending: Ending) -> None:
+    """As an evaluation: nobody can know how long that takes."""
+    assert ending.second.send(Push(1, 1, 1.0, Report())) and ending.second.last["status"] == "finished"
+    assert not ending.is_over(5000.0)
+
+
+def test_a_server_that_was_stopped_takes_nobody_for_one_that_hangs(ending: Ending) -> None:
+    assert not ending.is_over(101.0)
+    ending.now = 3000.0
+    ending._loop._excuse_silence(101.0, 0.0)
+    assert not ending.is_over(3300.0)
 
 
 @pytest.fixture

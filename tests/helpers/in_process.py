@@ -55,10 +55,10 @@ class Connection:
         """The last answer."""
         return parse_answer(self.channel.said[-1], expected)
 
-    def introduce(self, worker: int, instance: str = "x") -> Introduced:
+    def introduce(self, worker: int | None, instance: str = "x", joins: bool = False) -> Introduced:
         theirs, ours = parse_answer(self.channel.said[0], Greeting).challenge, challenge()
         own = proof(TOKEN, "worker", theirs, ours)
-        return self.ask(Introduce(own, ours, worker, joins=False, instance=instance), Introduced)
+        return self.ask(Introduce(own, ours, worker, joins, instance), Introduced)
 
     def close(self) -> None:
         self.service.disconnected(self.peer)

@@ -130,6 +130,72 @@ def test_an_idle_worker_gets_the_work_of_one_that_hangs() -> None:
     assert late.settled[0].receipt.status is Status.APPLIED, "what it has done all the same is not lost"
 
 
+def two_rounds(seconds: float) -> Driven:
+    """Worker 0 waits for work from then on: all steps that are left are worker 1's, whose first 10 took so long."""
+    run = local(total_steps=20)
+    asked(run, 1, seconds)
+    run.steps(1, 10, now=seconds)
+    for _ in range(2):
+        asked(run, 0, seconds)
+        run.steps(0, 10, now=seconds)
+    run.coordinator.wait(0, now=seconds)
+    return run
+
+
+def asked(run: Driven, worker: int, now: float) -> None:
+    run.coordinator.membership.ask(worker, now, update=True)
+
+
+def alive(run: Driven, now: float) -> Outcome:
+    run.coordinator.membership.hear(1, now)
+    return run.tick(now)
+
+
+@pytest.mark.parametrize(("took", "patience"), [(10.0, 60.0), (100.0, 400.0)])
+def test_an_idle_worker_gets_the_work_of_one_that_hangs_and_shows_life(took: float, patience: float) -> None:
+    """After the timeout, and four times as long as its work has ever taken; what it sends all the same counts."""
+    run = two_rounds(took)
+    for now in range(int(took), int(took + patience), 10):
+        assert alive(run, float(now)) == Outcome()
+    (woken,) = alive(run, took + patience + 1.0).instructions
+    assert (woken.worker, woken.assignment.local_steps, woken.finished) == (0, 10, False)
+    assert alive(run, took + patience + 2.0) == Outcome()
+    asked(run, 1, took + patience + 3.0)
+    late = run.steps(1, 10, now=took + patience + 3.0)
+    assert late.settled[0].receipt.status is Status.APPLIED and run.coordinator.finished
+
+
+def test_who_has_work_of_its_own_takes_none_of_a_worker_that_shows_life() -> None:
+    run = local(total_steps=20)
+    asked(run, 1, 10.0)
+    run.steps(1, 10, now=10.0)
+    for now in range(10, 600, 10):
+        run.coordinator.membership.hear(0, float(now))
+        assert alive(run, float(now)) == Outcome()
+    assert 1 in run.coordinator.plan.assigned  # type: ignore[attr-defined]
+
+
+def test_a_worker_that_has_sent_no_update_may_take_ten_minutes_for_its_first_one() -> None:
+    """It may compile something."""
+    run = local(total_steps=10)
+    asked(run, 0, 10.0)
+    run.steps(0, 10, now=10.0)
+    run.coordinator.wait(0, now=10.0)
+    assert all(alive(run, float(now)) == Outcome() for now in range(20, 600, 20))
+    assert answered(alive(run, 601.0)) == [0]
+
+
+def test_worker_0_keeps_its_work_while_it_shows_life() -> None:
+    """It validates and writes checkpoints, for however long that takes."""
+    run = local(total_steps=10)
+    asked(run, 1, 10.0)
+    run.steps(1, 10, now=10.0)
+    run.coordinator.wait(1, now=10.0)
+    for now in range(20, 4000, 50):
+        run.coordinator.membership.hear(0, float(now))
+        assert run.tick(float(now)) == Outcome()
+
+
 def test_an_idle_worker_is_told_of_the_end_when_the_others_have_done_the_rest() -> None:
     run = local(total_steps=10)
     run.steps(0, 10, now=10.0)

@@ -50,17 +50,17 @@ class Pair:
         connection.introduce(worker)
         return connection
 
-    def push(self, connection: Connection) -> bool:
+    def push(self, connection: Connection, sequence: int = 0) -> bool:
         """Whether it is answered at once."""
         in_process.slot(self.service, connection.peer.id).fill_(1.0)
-        return connection.send(Push(0, 0, 1.0, Report(local_steps=1, step_seconds=0.0)))
+        return connection.send(Push(sequence, 0, 1.0, Report(local_steps=1, step_seconds=0.0)))
 
     @property
     def server(self) -> ParameterServer:
         return in_process.server(self.service)
 
     def is_answered(self, connection: Connection) -> bool:
-        return connection.last.get("status") == "applied"
+        return connection.last.get("status") == "applied" and not self.server.held
 
 
 @pytest.fixture
@@ -184,3 +184,86 @@ def test_a_worker_that_says_nothing_is_waited_for_until_its_time_is_over(pair: P
     pair.clock.now += 2.0
     pair.service.tick()
     assert pair.is_answered(pair.first)
+
+
+# Signs of life come from another thread than updates
+
+
+def show_life(pair: Pair, connection: Connection, seconds: float) -> None:
+    """It sends a sign of life four times a minute, and nothing else."""
+    for _ in range(int(seconds / 15.0)):
+        pair.clock.now += 15.0
+        connection.send(Alive())
+        pair.service.tick()
+
+
+def joined(pair: Pair) -> Connection:
+    """A worker that was not announced, and has not said hello."""
+    connection = Connection(pair.service)
+    connection.introduce(None, joins=True)
+    return connection
+
+
+@synchronous
+@pytest.mark.parametrize("says_hello", [True, False])
+def test_no_round_waits_for_the_first_update_of_a_worker_that_was_not_announced(pair: Pair, says_hello: bool) -> None:
+    pair.second.ask(Leave(finished=False), Goodbye)
+    joiner = joined(pair)
+    if says_hello:
+        joiner.ask(Hello(SYNCHRONOUS, LAYOUT, remote=False), Welcome)
+    joiner.send(Alive())
+    assert pair.push(pair.first) and pair.is_answered(pair.first)
+
+
+@synchronous
+def test_a_round_waits_for_a_worker_that_was_not_announced_from_its_first_update_on(pair: Pair) -> None:
+    pair.second.ask(Leave(finished=False), Goodbye)
+    joiner = joined(pair)
+    joiner.ask(Hello(SYNCHRONOUS, LAYOUT, remote=False), Welcome)
+    assert not pair.push(joiner), "with it the round has two workers"
+    assert pair.push(pair.first) and pair.is_answered(joiner)
+    assert not pair.push(pair.first, 1)
+    show_life(pair, joiner, 1200.0)
+    assert pair.push(joiner, 1) and pair.is_answered(pair.first)
+
+
+@synchronous
+@pytest.mark.parametrize("connects_again", [False, True])
+def test_signs_of_life_do_not_prolong_the_time_of_a_worker_that_sends_no_update(
+    pair: Pair, connects_again: bool
+) -> None:
+    assert not pair.push(pair.first)
+    show_life(pair, pair.second, 300.0)
+    if connects_again:
+        pair.second = pair.leave_and_introduce(1)
+    show_life(pair, pair.second, 285.0)
+    assert not pair.is_answered(pair.first)
+    show_life(pair, pair.second, 30.0)
+    assert pair.is_answered(pair.first) and pair.server.version == 1
+
+
+@diloco
+def test_a_first_round_that_takes_longer_than_loading_is_waited_for(pair: Pair) -> None:
+    """Local steps of 20 minutes: that of the other worker is the measure."""
+    for _ in range(80):
+        show_life(pair, pair.first, 15.0)
+        pair.second.send(Alive())
+    assert not pair.push(pair.first)
+    show_life(pair, pair.second, 1200.0)
+    assert not pair.is_answered(pair.first)
+    assert pair.push(pair.second) and pair.is_answered(pair.first)
+
+
+@synchronous
+def test_a_server_that_came_back_waits_for_whoever_had_sent_updates_before(pair: Pair) -> None:
+    pair.push(pair.first)
+    pair.push(pair.second)
+    in_process.take_snapshot(pair.service)
+    end(pair.service)
+    pair.service = new_service(2, pair.service.run_dir, pair.service.build, pair.clock)
+    pair.service.recover()
+    pair.first, pair.second = pair.enter(0), pair.enter(1)
+    assert not pair.push(pair.first, 1)
+    show_life(pair, pair.second, 1200.0)
+    assert not pair.is_answered(pair.first)
+    assert pair.push(pair.second, 1) and pair.is_answered(pair.first)

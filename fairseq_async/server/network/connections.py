@@ -9,7 +9,7 @@ from fairseq_async.errors import AsyncError, RefusedError
 from fairseq_async.server import protocol
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.peers import Handshake, Peer, RefusalLog
-from fairseq_async.server.protocol import Answer, Introduce, Request
+from fairseq_async.server.protocol import Answer, Introduce, PushReply, Request, Welcome, WorkReply
 
 _UNREAD = 32  # answers that may wait for a peer to take them; a worker waits for one at a time
 
@@ -84,6 +84,8 @@ class Connections:
         """Sends an answer, or leaves it to the event loop where the connection does not take it at once."""
         if self.has(peer):
             self.membership.answered(peer.id, self.clock())  # from now on it is its turn
+            if isinstance(answer, PushReply | WorkReply | Welcome) and answer.finished:
+                self.membership.tell_end(peer.id)
         peer.channel.queue(protocol.encode(answer), tensor)
         if peer.channel.unsent > _UNREAD:  # it asks on and on, and does not read: its answers must not fill the memory
             self.refusals.count("unread answers", peer.name, "disconnected")

@@ -100,6 +100,8 @@ class EventLoop:
         membership, now = self.service.membership, self.service.clock()
         if now - read_at - wait > membership.timeout / 2:
             membership.excuse(now - read_at)
+            if self._finished_at is not None:
+                self._finished_at += now - read_at
         return now
 
     def _accept(self) -> None:
@@ -206,17 +208,22 @@ class EventLoop:
         if self.service.busy:
             return False
         if not self.service.finished:
-            return self.ends_with_workers and not self.service.membership.awaited(now)
+            return self.ends_with_workers and not self.service.membership.expected(now)
         self._finished_at = self._finished_at or now
         membership = self.service.membership
         if self._waits_for_late(membership, now - self._finished_at):
             return False
         there = {peer.worker for peer in self.peers if peer.worker is not None} - membership.unready
         silent = there & membership.silent(now)
-        if there - silent:
+        # A worker that has sent no update has none to lose any more: it has the usual timeout here.
+        hanging = {w for w in there - silent if membership.hangs(w, now, since=self._finished_at, untried=0.0)}
+        if there - silent - hanging:
             return False
         for worker in sorted(silent):
             self.service.tell(f"worker {worker} was not heard of for {membership.timeout:g} s: the run ends without it")
+        for worker in sorted(hanging):
+            seconds = now - max(self._finished_at, membership.members[worker].turn)
+            self.service.tell(f"worker {worker} has asked for nothing for {seconds:.0f} s: the run ends without it")
         return True
 
     def _waits_for_late(self, membership: Membership, seconds: float) -> bool:
