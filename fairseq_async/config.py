@@ -332,7 +332,7 @@ class ServerOptions(Options):
     max_update_norm_ratio: float | None = Field(
         None,
         gt=1,
-        description="refuse an update whose norm is more than this many times the running median",
+        description="refuse an update whose norm is more than this many times the running median of its worker's",
         json_schema_extra=_OFF | {"metavar": "R"},
     )
     server_threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(

@@ -50,31 +50,49 @@ class StalenessPolicy:
 
 _WINDOW = 101
 _FEWEST = 11  # before, a median says little
+_SEVERAL = 3  # workers; of fewer medians, one worker decides the median
 
 
 class NormGate:
-    """Refuses an update whose norm is far above the running median of those that were taken.
+    """Refuses an update whose norm is far above the usual ones: of its worker, and of workers in general.
+
+    Usual is the running median of the worker's own norms that were taken, or, if it is larger, the median over three
+    workers or more of theirs. So no worker can move the limit of another: neither do many tiny norms of one make those
+    of the others outliers, nor huge ones let outliers of others through. A worker that is new has no limit but that of
+    three others.
 
     Args:
-        ratio: how many times the median an update's norm may be; None takes all.
+        ratio: how many times the usual norm an update's may be; None takes all.
     """
 
     def __init__(self, ratio: float | None = None) -> None:
         self.ratio = ratio
-        self._norms: deque[float] = deque(maxlen=_WINDOW)
+        self._norms: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
 
-    def refuses(self, norm: float) -> bool:
-        if self.ratio is None or len(self._norms) < _FEWEST:
-            return False
-        return norm > self.ratio * statistics.median(self._norms)
+    def refuses(self, worker: int, norm: float) -> bool:
+        """Whether the norm of this worker's update is too large."""
+        usual = [self._medians[worker]] if worker in self._medians else []
+        if len(self._medians) >= _SEVERAL:
+            usual.append(statistics.median(self._medians.values()))
+        return self.ratio is not None and bool(usual) and norm > self.ratio * max(usual)
 
-    def note(self, norm: float) -> None:
-        """An update of this norm was taken."""
+    def note(self, worker: int, norm: float) -> None:
+        """An update of this worker and norm was taken."""
         if self.ratio is not None:
-            self._norms.append(norm)
+            self._norms.setdefault(worker, deque(maxlen=_WINDOW)).append(norm)
+            self._measure(worker)
+
+    def _measure(self, worker: int) -> None:
+        if len(norms := self._norms[worker]) >= _FEWEST:
+            self._medians[worker] = statistics.median(norms)
 
     def state_dict(self) -> State:
-        return {"norms": list(self._norms)}
+        return {"norms": {worker: list(norms) for worker, norms in self._norms.items()}}
 
     def load_state_dict(self, state: State) -> None:
-        self._norms = deque(state["norms"], maxlen=_WINDOW)
+        norms = state["norms"] if isinstance(state["norms"], dict) else {}  # a list of all workers' in older states
+        self._norms = {worker: deque(own, maxlen=_WINDOW) for worker, own in norms.items()}
+        self._medians = {}
+        for worker in self._norms:
+            self._measure(worker)

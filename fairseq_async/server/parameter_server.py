@@ -222,9 +222,9 @@ class ParameterServer:
         receipt = self._receipt(update, Status.APPLIED, norm)
         if not math.isfinite(receipt.norm):
             return self._refuse(update, receipt, Status.REFUSED)
-        if self.gate.refuses(receipt.norm):
+        if self.gate.refuses(update.worker, receipt.norm):
             return self._refuse(update, receipt, Status.OUTLIER)
-        self.gate.note(receipt.norm)
+        self.gate.note(update.worker, receipt.norm)
         return receipt
 
     def apply(self, update: Update, receipt: Receipt) -> Receipt:

@@ -1,6 +1,7 @@
-"""``max_update_norm_ratio``: the running median is that of the updates that were taken."""
+"""``max_update_norm_ratio``: the running medians are those of the updates that were taken."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -10,18 +11,18 @@ from fairseq_async.server import ParameterServer, Status
 
 
 class Sender:
-    """One worker of a server that takes norms of up to 10 times the median."""
+    """Workers of a server that takes norms of up to 10 times the median."""
 
     def __init__(self) -> None:
         rule = NesterovMomentum(lr=1e-9, momentum=0.0, workers=1)
-        self.server, self.sequence = ParameterServer(torch.zeros(1), rule, gate=NormGate(10.0)), 0
+        self.server, self.sequences = ParameterServer(torch.zeros(1), rule, gate=NormGate(10.0)), Counter[int]()
 
-    def send(self, norm: float, times: int = 1) -> set[Status]:
+    def send(self, norm: float, times: int = 1, worker: int = 0) -> set[Status]:
         statuses = set()
         for _ in range(times):
-            update = Update(0, self.sequence, self.server.version, 1.0, torch.tensor([norm]))
+            update = Update(worker, self.sequences[worker], self.server.version, 1.0, torch.tensor([norm]))
             statuses.add(self.server.push(update).status)
-            self.sequence += 1
+            self.sequences[worker] += 1
         return statuses
 
     def restart(self) -> None:
@@ -67,3 +68,50 @@ def test_the_median_is_that_of_the_last_101(restarts: bool) -> None:
     assert sender.send(81.0) == {Status.OUTLIER}
     sender.send(9.0)
     assert sender.send(81.0) == {Status.APPLIED}
+
+
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_tiny_updates_of_one_worker_make_no_outliers_of_those_of_others(others: int) -> None:
+    sender = Sender()
+    for worker in range(1, 1 + others):
+        sender.send(1.0, times=20, worker=worker)
+    assert sender.send(1e-20, times=101) == {Status.APPLIED}
+    for worker in range(1, 1 + others):
+        assert sender.send(9.0, worker=worker) == {Status.APPLIED}
+        assert sender.send(11.0, worker=worker) == {Status.OUTLIER}
+
+
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_huge_updates_of_one_worker_let_no_outliers_of_others_through(others: int) -> None:
+    sender = Sender()
+    for worker in range(1, 1 + others):
+        sender.send(1.0, times=20, worker=worker)
+    sender.send(1e9, times=101)
+    assert [sender.send(11.0, worker=worker) for worker in range(1, 1 + others)] == [{Status.OUTLIER}] * others
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_new_worker_is_measured_by_no_single_other_one(before: int) -> None:
+    """Nor by two: one of them may be the one whose norms are odd."""
+    sender = Sender()
+    sender.send(1e-20, times=101)
+    sender.send(1.0, times=20 * before, worker=1)
+    assert sender.send(1.0, times=11, worker=2) == {Status.APPLIED}
+    assert sender.send(11.0, worker=2) == {Status.OUTLIER}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_three_workers_are_the_measure_of_a_new_one_and_of_one_whose_norms_were_tiny(restarts: bool) -> None:
+    sender = Sender()
+    for worker, norm in enumerate((1e-3, 1.0, 2.0)):
+        sender.send(norm, times=11, worker=worker)
+    if restarts:
+        sender.restart()
+    assert sender.send(11.0, worker=3) == {Status.OUTLIER} and sender.send(9.0, worker=3) == {Status.APPLIED}
+    assert sender.send(9.0) == {Status.APPLIED}, "the last layers of its model may just have been unfrozen"
+
+
+def test_a_state_with_one_median_for_all_workers_has_none_for_each() -> None:
+    gate = NormGate(10.0)
+    gate.load_state_dict({"norms": [1.0] * 101})
+    assert not gate.refuses(0, 100.0)
