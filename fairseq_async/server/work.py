@@ -9,7 +9,7 @@ from fairseq_async.server.message import message
 from fairseq_async.server.positions import bounded
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=1 << 53)]  # sums of a log's numbers are floats, which are exact up to there
 
 
 @message

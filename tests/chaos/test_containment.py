@@ -276,6 +276,18 @@ def test_a_position_that_could_not_be_read_back_is_refused(service: Service, pos
     assert service.snapshots.latest(lambda state: None) is not None
 
 
+@pytest.mark.parametrize("count", ["local_steps", "shard", "offset", "bytes_sent", "bytes_received"])
+def test_a_count_that_no_reader_could_add_up_is_refused(service: Service, count: str) -> None:
+    service.run_dir.mkdir()
+    first = begun(service)
+    in_process.slot(service, 0).fill_(1.0)
+    for wrong in (int("9" * 4000), (1 << 53) + 1, -1):
+        body = encode(Push(0, 0, 1.0, Report())).replace(f'"{count}":null'.encode(), f'"{count}":{wrong}'.encode())
+        service.receive(first.peer, body)
+        assert "malformed message" in first.last["error"] and count in first.last["error"]
+    assert first.send(Push(0, 0, 1.0, Report(**{count: 1 << 53}))) and first.last["status"] == "applied"
+
+
 def test_numbers_of_updates_grow_by_one(service: Service) -> None:
     service.run_dir.mkdir()
     first = begun(service)
