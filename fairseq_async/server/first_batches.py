@@ -1,6 +1,10 @@
 """Notices that two workers train on the same data, which no error shows: the loss looks as it should."""
 
+from collections import deque
+
 from fairseq_async.server.notices import Tell
+
+_KEPT = 4  # digests of a worker: it may be started again, and what a worker says must not fill the memory
 
 
 class FirstBatches:
@@ -12,14 +16,17 @@ class FirstBatches:
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
-        self._workers: dict[str, int] = {}
+        self._digests: dict[int, deque[str]] = {}  # the last ones of each worker
         self._said = False
 
     def note(self, worker: int, digest: str | None) -> None:
         """A worker's first update is here; a worker that was started again may begin with the same batch."""
         if digest is None or self._said:
             return
-        other = self._workers.setdefault(digest, worker)
+        own = self._digests.setdefault(worker, deque(maxlen=_KEPT))
+        if digest not in own:
+            own.append(digest)
+        other = next((known for known, digests in self._digests.items() if digest in digests), worker)
         if other != worker:
             self._said = True
             self._tell(

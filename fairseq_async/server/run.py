@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -191,7 +192,10 @@ class Run:
                 path = update_path(self.run_dir, each.receipt.worker, each.receipt.sequence)
                 self._events.keep(path, self.memory.slot(each.receipt.worker))  # until it is answered it stays there
             self._first_batches.note(each.receipt.worker, each.report.first_batch)
-            self._events.write(time, each.receipt, each.report, each.recorded | recorded)
+            report = each.report
+            if each.receipt.status not in SETTLED:  # its position counts for nothing, and may be sent again and again
+                report = replace(report, position=None)
+            self._events.write(time, each.receipt, report, each.recorded | recorded)
 
     def log_merge(self, values: Tensor) -> None:
         """Keeps the global server's parameters that have made this version, where the run is recorded."""

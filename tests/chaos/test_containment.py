@@ -18,6 +18,8 @@ import pytest
 from fairseq_async.errors import RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.exchange.authentication import challenge, proof
+from fairseq_async.reporting import page
+from fairseq_async.reporting.runs import load
 from fairseq_async.server import Status
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.network.event_loop import EventLoop
@@ -286,6 +288,30 @@ def test_a_count_that_no_reader_could_add_up_is_refused(service: Service, count:
         service.receive(first.peer, body)
         assert "malformed message" in first.last["error"] and count in first.last["error"]
     assert first.send(Push(0, 0, 1.0, Report(**{count: 1 << 53}))) and first.last["status"] == "applied"
+
+
+def test_an_update_that_comes_again_and_again_leaves_no_position_in_the_log(service: Service) -> None:
+    service.run_dir.mkdir()
+    first = begun(service)
+    in_process.slot(service, 0).fill_(1.0)
+    for _ in range(3):
+        first.send(Push(0, 0, 1.0, Report(position={"at": "x" * 30_000})))
+    assert ["position" in event for event in events(service.run_dir)] == [True, False, False]
+    assert (service.run_dir / "events.jsonl").stat().st_size < 32_000
+
+
+def test_a_report_that_no_fp32_can_hold_leaves_a_log_that_can_be_drawn(service: Service, tmp_path: Path) -> None:
+    service.run_dir.mkdir()
+    first = begun(service, updates_per_step=1)
+    for number, value in enumerate((1.0, 1e308, -1e308, 3e38, 2.0)):
+        in_process.slot(service, 0).fill_(1.0)
+        size = abs(value)
+        seconds = {"computing_seconds": size, "waiting_seconds": size, "push_seconds": size}
+        report = Report(loss=value, progress=value, epochs=0.1, tokens=size, residual_norm=size, **seconds)
+        assert first.send(Push(number, number, 1.0, report)) and first.last["status"] == "applied"
+    logged = events(service.run_dir)
+    assert [event["loss"] for event in logged] == [1.0, None, None, 3e38, 2.0]
+    assert page.write(load([service.run_dir]), "title", tmp_path / "report").exists()
 
 
 def test_numbers_of_updates_grow_by_one(service: Service) -> None:

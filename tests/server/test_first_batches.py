@@ -19,6 +19,17 @@ def test_only_two_different_workers_with_the_same_batch_are_named_and_only_once(
     assert len(said) == 1 and "workers 2 and 1 began with the same batch" in said[0]
 
 
+def test_a_worker_with_ever_new_batches_takes_no_memory_and_no_other_workers_place() -> None:
+    said: list[str] = []
+    batches = FirstBatches(said.append)
+    batches.note(0, "a")
+    for number in range(1000):
+        batches.note(1, str(number))
+    assert sum(map(len, batches._digests.values())) < 10
+    batches.note(2, "a")
+    assert len(said) == 1 and "workers 0 and 2 began with the same batch" in said[0]
+
+
 def test_the_digest_comes_with_an_update_and_is_in_the_log(tmp_path: Path) -> None:
     server = ThreadServer(1, tmp_path)
     try:

@@ -23,6 +23,7 @@ from fairseq_async.server.run_files.state_files import private
 
 EVENTS, ROLLED_BACK, ROLLBACKS = "events.jsonl", "events.rolled-back.jsonl", "rollbacks.jsonl"
 BAD = "events.bad.jsonl"
+_LARGEST = torch.finfo(torch.float32).max
 PADDING = b"\0"  # what a machine that lost its power may leave before a line
 
 
@@ -68,7 +69,7 @@ class EventLog:
             "version_after": receipt.version,
             "status": receipt.status.value,
         }
-        reported = {key: value for key, value in vars(report).items() if value is not None}
+        reported = {key: _in_fp32(value) for key, value in vars(report).items() if value is not None}
         event = own | reported | (extra or {})
         line = json.dumps({key: _finite(value) for key, value in event.items()}).encode() + b"\n"
         with self._or_without("events"):
@@ -157,6 +158,11 @@ def _parsed(line: bytes) -> JsonObject:
 def _finite(value: object) -> object:
     """JSON has no NaN and no Inf: they become null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _in_fp32(value: object) -> object:
+    """Numbers that no fp32 can be are no measurements, and readers could not add them up: they become null too."""
+    return None if isinstance(value, float) and not abs(value) <= _LARGEST else value
 
 
 START = "start.pt"
