@@ -335,6 +335,15 @@ def test_a_claim_to_be_fast_takes_no_more_than_a_part_of_the_others_steps(second
     assert [plan.assign(worker).local_steps for worker in (1, 2)] in ([4, 4], [64, 64])
 
 
+def test_of_two_workers_the_claim_of_one_leaves_the_other_a_step() -> None:
+    """As docs/faults.md says: the median of two speeds is no measure."""
+    plan = LocalStepPlan(workers=2, maximum=64, total_steps=1000, dynamic=True, shards=[], seed=1)
+    for worker, claimed in enumerate((1e-5, 0.1)):
+        plan.assign(worker)
+        plan.record(worker, Report(local_steps=10, step_seconds=claimed))
+    assert plan.assign(1).local_steps == 1
+
+
 @pytest.mark.parametrize("claim", [{"local_steps": 10**6}, {"local_steps": 1, "epochs": 1e9}])
 def test_a_claim_ends_no_run(claim: dict[str, Any]) -> None:
     plan = LocalStepPlan(workers=2, maximum=20, total_steps=1000, dynamic=False, shards=[], seed=1, max_epoch=10)
