@@ -58,8 +58,8 @@ class NormGate:
 
     Usual is the running median of the worker's own norms that were taken, or, if it is larger, the median over three
     workers or more of theirs. So no worker can move the limit of another: neither do many tiny norms of one make those
-    of the others outliers, nor huge ones let outliers of others through. A worker that is new has no limit but that of
-    three others.
+    of the others outliers, nor huge ones let outliers of others through. A worker that is new may be the one that is
+    wrong: it is measured by the running median of all workers' norms.
 
     Args:
         ratio: how many times the usual norm an update's may be; None takes all.
@@ -67,12 +67,17 @@ class NormGate:
 
     def __init__(self, ratio: float | None = None) -> None:
         self.ratio = ratio
+        self._of_all: deque[float] = deque(maxlen=_WINDOW)
         self._norms: dict[int, deque[float]] = {}
         self._medians: dict[int, float] = {}
 
     def refuses(self, worker: int, norm: float) -> bool:
         """Whether the norm of this worker's update is too large."""
-        usual = [self._medians[worker]] if worker in self._medians else []
+        usual = []
+        if worker in self._medians:
+            usual.append(self._medians[worker])
+        elif len(self._of_all) >= _FEWEST:
+            usual.append(statistics.median(self._of_all))
         if len(self._medians) >= _SEVERAL:
             usual.append(statistics.median(self._medians.values()))
         return self.ratio is not None and bool(usual) and norm > self.ratio * max(usual)
@@ -80,6 +85,7 @@ class NormGate:
     def note(self, worker: int, norm: float) -> None:
         """An update of this worker and norm was taken."""
         if self.ratio is not None:
+            self._of_all.append(norm)
             self._norms.setdefault(worker, deque(maxlen=_WINDOW)).append(norm)
             self._measure(worker)
 
@@ -88,11 +94,12 @@ class NormGate:
             self._medians[worker] = statistics.median(norms)
 
     def state_dict(self) -> State:
-        return {"norms": {worker: list(norms) for worker, norms in self._norms.items()}}
+        return {"norms": list(self._of_all), "own": {worker: list(norms) for worker, norms in self._norms.items()}}
 
     def load_state_dict(self, state: State) -> None:
-        norms = state["norms"] if isinstance(state["norms"], dict) else {}  # a list of all workers' in older states
-        self._norms = {worker: deque(own, maxlen=_WINDOW) for worker, own in norms.items()}
+        self._of_all = deque(state["norms"], maxlen=_WINDOW)
+        own = state.get("own", {})  # not in older states
+        self._norms = {worker: deque(norms, maxlen=_WINDOW) for worker, norms in own.items()}
         self._medians = {}
         for worker in self._norms:
             self._measure(worker)
