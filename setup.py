@@ -2,7 +2,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-INSTALL = ["torch>=2.6", "numpy>=1.26", "typer>=0.12", "rich>=13", "pydantic>=2.5", "typing-extensions>=4.6"]
+INSTALL = ["torch>=2.6", "numpy>=1.26", "typer>=0.12", "rich>=13", "pydantic>=2.8", "typing-extensions>=4.6"]
 INSTALL += ["pyyaml>=6", "matplotlib>=3.8"]  # the simulator and its report
 INSTALL += ["safetensors>=0.4"]  # exports
 # fairseq-fixed is fairseq 0.12 made to import on Python 3.11 and later; its import name is fairseq. Pinned, because the

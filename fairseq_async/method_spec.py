@@ -4,8 +4,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
+from typing import Annotated
 
-from pydantic import ConfigDict, JsonValue, TypeAdapter, with_config
+from pydantic import ConfigDict, FailFast, JsonValue, TypeAdapter, with_config
 
 from fairseq_async import compression, methods
 from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
@@ -81,7 +82,7 @@ class MethodSpec:
     last_version: int | None = None
     whole_steps: int = 0
     max_epoch: int = 0
-    shards: list[int] = field(default_factory=list)
+    shards: Annotated[list[int], FailFast()] = field(default_factory=list)
     staleness_power: float = 0.0
     staleness_limit: int | None = None
     delay_compensation: float = 0.0

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import AfterValidator, ConfigDict, Field, JsonValue, TypeAdapter, with_config
+from pydantic import AfterValidator, ConfigDict, FailFast, Field, JsonValue, TypeAdapter, with_config
 from torch import Tensor
 
 from fairseq_async.algorithms import Fragment, fragments_of
@@ -14,6 +14,8 @@ from fairseq_async.errors import ConfigurationError, option
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _ROWS = TypeAdapter(list[tuple[str, list[int], str]])
 _LARGEST = 1 << 42  # parameters: 16 TiB of fp32
+_MOST_TENSORS, _MOST_DIMENSIONS = 1 << 15, 64  # torch has no tensor of more dimensions
+_Extent = Annotated[int, Field(ge=0, le=_LARGEST)]
 
 
 @with_config(_STRICT)
@@ -22,7 +24,7 @@ class Segment:
     """One named tensor; ``dtype`` is the worker's (the buffer itself is fp32)."""
 
     name: str
-    shape: tuple[Annotated[int, Field(ge=0)], ...]
+    shape: Annotated[tuple[_Extent, ...], FailFast(), Field(max_length=_MOST_DIMENSIONS)]
     dtype: str
 
     @property
@@ -44,7 +46,7 @@ def _sized(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
 class Layout:
     """The model's tensors in the order of the buffer."""
 
-    segments: Annotated[tuple[Segment, ...], AfterValidator(_sized)]
+    segments: Annotated[tuple[Segment, ...], FailFast(), Field(max_length=_MOST_TENSORS), AfterValidator(_sized)]
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, Tensor]]) -> "Layout":

@@ -20,6 +20,11 @@ from fairseq_async.server.work import Assignment as Assignment
 from fairseq_async.server.work import Report as Report
 
 _Message = TypeVar("_Message")
+# Hazard: whoever is connected may send anything, and meanwhile the server serves nobody else. These keep what one
+# message costs well below a second, whatever is in it.
+_MOST_VALUES = 1 << 19  # of a message; the largest one has a table of learning rates, and a model's tensors
+_MOST_ERRORS = 64  # of which each is looked at; to tell which field is wrong takes longer than to find it
+_MOST_SAID = 500  # characters of an error, in which there may be names that the peer has chosen
 
 
 class MalformedMessageError(RefusedError):
@@ -361,11 +366,15 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _parse(body: bytes, union: Any) -> Any:
+    if body.count(b",") + body.count(b":") > _MOST_VALUES:  # there is one of these before each value
+        raise MalformedMessageError(f"malformed message: it has more than {_MOST_VALUES} values")
     try:
         return _adapter(union).validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        if error.error_count() > _MOST_ERRORS:
+            raise MalformedMessageError(f"malformed message: {error.error_count()} mistakes") from None
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         if first["type"] == "json_invalid":
             raise ProtocolError("the peer sent something that is not JSON") from error
         where = "".join(f"{part}: " for part in first["loc"][1:])
-        raise MalformedMessageError(f"malformed message: {where}{first['msg']}") from error
+        raise MalformedMessageError(f"malformed message: {where}{first['msg']}"[:_MOST_SAID]) from error

@@ -95,6 +95,8 @@ class Service(Connections):
         Raises:
             ProtocolError: it is not JSON.
         """
+        if len(body) > USUAL:
+            peer.channel.largest = USUAL  # a worker says hello once on a connection, and nothing else is as large
         try:
             request = protocol.parse_request(body)
         except protocol.MalformedMessageError as error:

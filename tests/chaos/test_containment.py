@@ -392,6 +392,18 @@ def test_a_message_of_a_worker_is_small_once_its_model_is_known(service: Service
     assert begun(service).channel.largest <= 1 << 20
 
 
+def test_a_worker_sends_one_large_message_on_a_connection(service: Service) -> None:
+    """The one in which it describes its model; whatever else it sends does not take the others' time again."""
+    service.run_dir.mkdir()
+    begun(service)
+    other = Connection(service)
+    other.introduce(1)
+    before = other.channel.largest
+    assert other.send({"kind": "alive", "x": "x" * (1 << 19)}) and "malformed message" in other.last["error"]
+    assert before > 1 << 20 and other.channel.largest <= 1 << 18
+    assert hello(other, layout()) and other.last["kind"] == "welcome"
+
+
 def test_a_worker_that_answers_slowly_comes_in_through_a_crowd_of_strangers(
     start_thread_server: StartThreadServer,
 ) -> None:

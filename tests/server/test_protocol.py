@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from fairseq_async.errors import ProtocolError, RefusedError
+from fairseq_async.exchange.channel import LARGEST
 from fairseq_async.method_spec import JsonObject, MethodSpec, ServerSettings
 from fairseq_async.server import Layout, Segment, Status, protocol
+from fairseq_async.server.optimizers.learning_rates import LARGEST_TABLE
 from fairseq_async.server.protocol import (
     Answer,
     Assignment,
@@ -173,6 +176,62 @@ def test_what_is_not_json_is_no_message_at_all(body: bytes) -> None:
     for parse in (parse_request, lambda body: parse_answer(body, Greeting)):
         with pytest.raises(ProtocolError, match="not JSON"):
             parse(body)
+
+
+def with_layout(segments: str) -> bytes:
+    body = encode(protocol.Hello(MethodSpec("x", 1), Layout((Segment("w", (1,), "float32"),)), remote=True))
+    message = json.loads(body) | {"layout": {"segments": "HERE"}}
+    return json.dumps(message).replace('"HERE"', segments).encode()
+
+
+def many(item: str, count: int) -> str:
+    return ", ".join([item] * count)
+
+
+ROW = '{"name": "w", "shape": [1], "dtype": "float32"}'
+
+
+@pytest.mark.parametrize(
+    ("body", "mistakes", "said"),
+    [
+        (with_layout(f"[{many('0', 100_000)}]"), 1, "layout: segments: 0: Input should be an object"),
+        (with_layout(f"[{many(ROW, 60_000)}]"), 1, "layout: segments: Tuple should have at most 32768 items"),
+        (with_layout(ROW.join("[]").replace("1", many('""', 100_000))), 1, "layout: segments: 0: shape: 0: Input sh"),
+        (with_layout(ROW.join("[]").replace("1", many("9", 100_000))), 1, "layout: segments: 0: shape: Tuple should"),
+        (f'{{"kind": "alive", {many(chr(34) * 2 + ": 0", 100_000)}}}'.encode(), 100_000, "100000 mistakes"),
+    ],
+    ids=["segments", "too many segments", "shape", "too long a shape", "names"],
+)
+def test_a_message_full_of_mistakes_is_refused_at_the_first_or_without_a_look_at_each(
+    body: bytes, mistakes: int, said: str
+) -> None:
+    """Whoever is connected can send it, and nobody else is served meanwhile."""
+    with pytest.raises(ValidationError) as found:
+        protocol._adapter(protocol._REQUEST).validate_json(body)
+    assert found.value.error_count() == mistakes
+    with pytest.raises(MalformedMessageError, match=f"^malformed message: {said}"):
+        parse_request(body)
+
+
+@pytest.mark.parametrize("part", ["[]", '"":0', "0", '{"":[{}]}'])
+def test_a_message_of_too_many_values_is_refused_unread(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_adapter", lambda kind: pytest.fail("it is parsed"))
+    with pytest.raises(MalformedMessageError, match="more than 524288 values"):
+        parse_request(many(part, (1 << 19) + 2).join("[]").encode())
+
+
+def test_an_error_is_short_whatever_the_peer_has_put_into_it() -> None:
+    for body in ({"kind": ["x" * 100_000]}, {"kind": "alive", "x" * 100_000: 0}):
+        with pytest.raises(MalformedMessageError) as error:
+            parse_request(json.dumps(body).encode())
+        assert len(str(error.value)) <= 500
+
+
+def test_the_largest_table_of_learning_rates_and_a_large_model_are_no_too_large_message() -> None:
+    segments = tuple(Segment(f"layer.{number}.weight", (1024, 1024), "float32") for number in range(10_000))
+    spec = MethodSpec("x", 1, framework={"rates": [[0.1 + 1e-9 * step] for step in range(LARGEST_TABLE)]})
+    body = encode(protocol.Hello(spec, Layout(segments), remote=True))
+    assert len(body) < LARGEST and isinstance(parse_request(body), protocol.Hello)
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf, 1e-310, 0.1])
