@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from fairseq_async.errors import HalfAppliedError
-from fairseq_async.exchange import shared_memory
+from fairseq_async.exchange import Channel, shared_memory
 from fairseq_async.exchange.linux import environment
+from fairseq_async.exchange.stream import Stream
 from fairseq_async.server import Status
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.server.protocol import Hello, Initialise, Push, Report, ScheduleEvent
@@ -30,7 +32,7 @@ from tests.helpers.commands import ROOT, Processes, launch_command
 from tests.helpers.launched import count, server_of, worker_of
 from tests.helpers.mortal import InlineSnapshots
 from tests.helpers.run_files import events
-from tests.helpers.server_client import LAYOUT, METHOD, StartServer, join, join_patiently, pull, push
+from tests.helpers.server_client import LAYOUT, METHOD, StartServer, StartThreadServer, join, join_patiently, pull, push
 from tests.helpers.waiting import wait_until
 
 
@@ -81,6 +83,29 @@ def test_a_worker_for_which_there_is_no_shared_memory_is_told_so_and_the_others_
 def test_a_server_without_memory_for_more_goes_on_with_what_it_has(on_a_small_disk: Any) -> None:
     found = on_a_small_disk("no memory")
     assert found["running"] and found["version"] == 40 and found["statuses"] == ["applied"]
+
+
+def test_a_message_for_which_there_is_no_memory_costs_its_sender_the_connection_alone(
+    start_thread_server: StartThreadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_thread_server(2)
+    honest = join(server, 0)
+    read = Stream.read
+
+    def read_little(stream: Stream, flags: int = 0) -> bytes:
+        if stream.connection.getpeername() == name:
+            raise MemoryError
+        return read(stream, flags)
+
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as greedy:
+        name = greedy.getsockname()
+        Channel(greedy).receive()
+        monkeypatch.setattr(Stream, "read", read_little)
+        greedy.sendall(b"x")
+        assert greedy.recv(1) == b""
+    assert push(honest, 0, 0.5, wait=True).status is Status.APPLIED
+    assert server.service.refusals.counts["no message"] == 1
 
 
 def test_an_update_that_fails_halfway_ends_the_server_and_the_next_one_knows_nothing_of_it(

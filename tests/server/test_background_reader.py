@@ -165,6 +165,16 @@ def test_bytes_that_are_no_message_close_that_connection(server: ThreadServer, s
     assert push(second, 1, 8.0, base=1).version == 2
 
 
+def test_a_message_that_is_not_json_closes_that_connection(server: ThreadServer, step: Step, beside: Beside) -> None:
+    (first, second, third), stepping = at_a_step(server, step, beside)
+    third._channel.send(b"no JSON")
+    assert push(first, 1, 4.0).status is Status.ACCEPTED
+    step.go_on.set()
+    assert stepping.result(10).version == 1
+    wait_until(lambda: 2 not in server.service.peers)
+    assert push(second, 1, 8.0, base=1).version == 2
+
+
 def test_the_last_step_ends_the_run_for_an_update_that_comes_in_it(
     server: ThreadServer, step: Step, beside: Beside
 ) -> None:

@@ -110,7 +110,7 @@ class BackgroundReader:
     def _receive(self, peer: Peer) -> None:
         try:
             bodies = peer.channel.messages()
-        except ExchangeError:
+        except (ExchangeError, MemoryError):
             peer.channel.end()  # which the main thread will find, and close it
             return
         self._received.extend(Received(peer, body, self._accept(peer, body)) for body in bodies)

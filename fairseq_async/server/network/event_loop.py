@@ -5,8 +5,8 @@ import socket
 import ssl
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Protocol
 
 from fairseq_async.errors import ExchangeError, ProtocolError
@@ -109,7 +109,7 @@ class EventLoop:
             connection, (address, *_) = self.listener.accept()
             if self.encryption is not None:
                 connection = tls.accepted(self.encryption, connection)
-        except OSError as error:  # too many open files, or it has gone again
+        except (OSError, MemoryError) as error:  # too many open files, or it has gone again
             self.service.refusals.count("connection", "a stranger", error)
             time.sleep(0.05)  # it stays in the queue: no need to spin
             return
@@ -136,15 +136,21 @@ class EventLoop:
         if self.encryption is not None and not peer.secured:
             return self._secure(peer)
         self.service.hear(peer)  # also a worker that sends or takes a tensor slowly is there
-        try:
+        with self._faults_of(peer):
             if ready & selectors.EVENT_WRITE:
                 peer.channel.flush()
             for body in peer.channel.messages() if ready & selectors.EVENT_READ else []:
                 if peer.stream_of is not None:
                     raise ProtocolError("a message on a connection for pieces of tensors")
                 self.service.receive(peer, body)
-        except ProtocolError as error:
-            self.service.refusals.count("no message", peer.name, error)
+
+    @contextmanager
+    def _faults_of(self, peer: Peer) -> Iterator[None]:
+        """What goes wrong with a connection within this ends that connection, and no other."""
+        try:
+            yield
+        except (ProtocolError, MemoryError) as error:  # what it sends is no message, or more than there is room for
+            self.service.refusals.count("no message", peer.name, str(error) or "no memory for what it sends")
             self._close(peer)
         except ExchangeError:
             self._close(peer)
@@ -154,10 +160,11 @@ class EventLoop:
         received = 0
         for each in self.reader.received():
             received += 1
-            if each.accepted is not None:
-                self.service.handle(each.peer, each.accepted, accepted=True)
-            else:
-                self.service.receive(each.peer, each.body)
+            with self._faults_of(each.peer):
+                if each.accepted is not None:
+                    self.service.handle(each.peer, each.accepted, accepted=True)
+                else:
+                    self.service.receive(each.peer, each.body)
         return received > 0
 
     def _close(self, peer: Peer) -> None:
