@@ -22,6 +22,7 @@ LARGEST = 1 << 24  # bytes; a model's layout is the largest message and needs ab
 # bytes; a tensor with less for each stream goes on the first one. Hazard: a record of TLS has no more, so that a piece
 # is never received and decrypted as a whole before it is awaited, which no selector would tell.
 LEAST_PIECE = 1 << 14
+_BETWEEN = 1 << 16  # bytes of messages that may wait besides a tensor
 
 
 class Channel:
@@ -48,6 +49,7 @@ class Channel:
         self.room: Tensor | None = None
         self._received = bytearray()
         self._body: bytes | None = None  # of a message whose tensor is on its way
+        self._largest_sent = 0  # bytes of a tensor
 
     def add(self, other: "Channel") -> None:
         """Takes over the connection of another channel, which both ends do between two messages.
@@ -78,6 +80,7 @@ class Channel:
     def queue(self, body: bytes, tensor: Tensor | None = None) -> None:
         """Leaves one message to :meth:`flush`; the tensor must not change before."""
         bulk = memoryview(b"") if tensor is None else _bytes(tensor)
+        self._largest_sent = max(self._largest_sent, bulk.nbytes)
         self._first.queue(memoryview(_HEADER.pack(len(body), bulk.nbytes) + body))
         for stream, piece in zip(self.streams, self._pieces(bulk), strict=True):
             stream.queue(piece)
@@ -90,6 +93,11 @@ class Channel:
     def unsent(self) -> int:
         """How many parts of messages wait for :meth:`flush`, on the stream where they are most."""
         return max(stream.unsent for stream in self.streams)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more than one tensor waits for :meth:`flush`, each of which may have memory of its own."""
+        return sum(stream.unsent_bytes for stream in self.streams) > self._largest_sent + _BETWEEN
 
     def drop(self) -> None:
         """Ends the connections without what was to be sent."""
@@ -112,8 +120,8 @@ class Channel:
                 self._read_what_is_there()
         return message
 
-    def messages(self) -> list[bytes]:
-        """Reads what is there, without waiting, and returns the messages that are complete, :data:`AT_A_TIME` at most.
+    def messages(self, most: int = AT_A_TIME) -> list[bytes]:
+        """Reads what is there, without waiting, and returns the messages that are complete, ``most`` of them at most.
 
         One with a tensor behind it comes alone: what is asked before it, or after it, may need the same room.
 
@@ -123,7 +131,7 @@ class Channel:
         complete: list[bytes] = []
         if not self.has_message:
             self._read_what_is_there()
-        while len(complete) < AT_A_TIME and not (complete and self._tensor_is_next):
+        while len(complete) < most and not (complete and self._tensor_is_next):
             if (message := self._next()) is None:
                 break
             complete.append(message)

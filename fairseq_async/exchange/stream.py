@@ -62,6 +62,11 @@ class Stream:
         """How many parts of messages wait for :meth:`flush`."""
         return len(self._outgoing)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What waits for :meth:`flush`, in bytes."""
+        return sum(part.nbytes for part in self._outgoing)
+
     def drop(self) -> None:
         """Forgets what was to be sent."""
         self._outgoing.clear()

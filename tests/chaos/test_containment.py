@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fairseq_async.errors import RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.exchange.authentication import challenge, proof
 from fairseq_async.reporting import page
 from fairseq_async.reporting.runs import load
-from fairseq_async.server import Status
+from fairseq_async.server import Layout, Status
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.process import ServerProcess
@@ -32,13 +33,17 @@ from fairseq_async.server.protocol import (
     Introduced,
     Leave,
     Pull,
+    PullReply,
     Push,
     Report,
     encode,
     parse_answer,
 )
+from fairseq_async.server.run import Run
 from fairseq_async.server.run_files.state_files import restored_path
 from fairseq_async.server.service import Service
+from fairseq_async.worker.client import Client
+from scripts.faults.sgd_server import sgd_spec
 from tests.helpers import halving, in_process
 from tests.helpers.commands import Processes, launch_command
 from tests.helpers.halving import LAYOUT, halving_spec
@@ -385,6 +390,39 @@ def test_who_asks_and_does_not_read_is_disconnected_and_the_others_have_their_tu
     assert answered == 20 and sent > 0
     backlog = [peer.channel.unsent for peer in server._loop.peers]
     assert max(backlog) <= 64
+
+
+def test_who_does_not_take_large_answers_is_not_heard_until_it_does(
+    start_thread_server: StartThreadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters ahead are encoded for each question: the answers that wait would fill the memory."""
+    server = start_thread_server(2)
+    large, spec = Layout.of([("weight", torch.zeros(1_000_000))]), sgd_spec(workers=2, compress={"pull": "int8"})
+    honest, greedy = (Client(server.address, server.token, worker) for worker in (0, 1))
+    honest.join(large, spec)
+    honest.slot.zero_()
+    honest.initialise(None)
+    greedy.join(large, spec)
+    connection = greedy._channel.connection
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # far less than an answer
+    server.service.peers[1].channel.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    handed_out: list[int] = []
+    hand_out = Run.hand_out
+
+    def counted(run: Run, worker: int, pull: Pull) -> Any:
+        handed_out.append(worker)
+        return hand_out(run, worker, pull)
+
+    monkeypatch.setattr(Run, "hand_out", counted)
+    for number in range(12):
+        greedy._channel.send(encode(Pull(1.0 + number / 64, starts=True)))
+    for number in range(3):
+        assert push(honest, number, 0.5, base=number, wait=True).status is Status.APPLIED
+    assert handed_out.count(1) == 2 and 1 in server.service.peers
+    greedy._channel.room, greedy._channel.any_length = torch.empty(4_000_000, dtype=torch.uint8), True
+    for _ in range(12):
+        assert parse_answer(greedy._channel.receive(), PullReply).compressed
+    assert handed_out.count(1) == 12
 
 
 def test_a_message_of_a_worker_is_small_once_its_model_is_known(service: Service) -> None:

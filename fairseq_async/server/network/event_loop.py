@@ -11,6 +11,7 @@ from typing import Protocol
 
 from fairseq_async.errors import ExchangeError, ProtocolError
 from fairseq_async.exchange import Channel, tls
+from fairseq_async.exchange.channel import AT_A_TIME
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.background_reader import BackgroundReader
 from fairseq_async.server.network.peers import SMALL, Peer
@@ -75,13 +76,13 @@ class EventLoop:
                 # After what has come was read: it may be of those who seem to be silent.
                 wait = self.service.tick()
                 self._watch()
-                if any(peer.channel.has_message for peer in self.peers):
+                if any(peer.has_turn for peer in self.peers):
                     wait = 0.0
         return True
 
     def _serve_all(self, ready: Sequence[tuple[Peer, int]]) -> None:
         """Each peer has its turn: those whose sockets are ready, and those of whom more was read than was handled."""
-        left = [(peer, selectors.EVENT_READ) for peer in self.peers if peer.channel.has_message]
+        left = [(peer, selectors.EVENT_READ) for peer in self.peers if peer.has_turn]
         turns: dict[Peer, int] = {}
         for peer, events in [*left, *ready]:
             turns[peer] = turns.get(peer, 0) | events
@@ -139,7 +140,16 @@ class EventLoop:
         with self._faults_of(peer):
             if ready & selectors.EVENT_WRITE:
                 peer.channel.flush()
-            for body in peer.channel.messages() if ready & selectors.EVENT_READ else []:
+            if ready & selectors.EVENT_READ:
+                self._take_turn(peer)
+
+    def _take_turn(self, peer: Peer) -> None:
+        """Handles messages of a peer, until the others have their turn, or it has to take answers first."""
+        at_once = AT_A_TIME if peer.worker is None else 1  # what comes behind an introduction is judged with it
+        for number in range(AT_A_TIME):
+            if peer.channel.is_full or (number and not peer.channel.has_message):
+                return
+            for body in peer.channel.messages(at_once):
                 if peer.stream_of is not None:
                     raise ProtocolError("a message on a connection for pieces of tensors")
                 self.service.receive(peer, body)
@@ -196,7 +206,7 @@ class EventLoop:
     def _watch(self) -> None:
         """Watches for what each peer is to send, and for when one that does not take an answer at once can take it."""
         for peer in self.peers:
-            awaited = peer.channel.awaited
+            awaited = [] if peer.channel.is_full else peer.channel.awaited
             for stream in peer.channel.streams:
                 reads = selectors.EVENT_READ if stream in awaited else 0
                 self._select(peer, stream.connection, reads | (selectors.EVENT_WRITE if stream.unsent else 0))

@@ -55,6 +55,11 @@ class Peer:
         return self.worker
 
     @property
+    def has_turn(self) -> bool:
+        """Whether a message of it was read and not handled yet, which may be handled now."""
+        return self.channel.has_message and not self.channel.is_full
+
+    @property
     def has_begun(self) -> bool:
         """Whether it has begun to introduce itself."""
         return self.secured or self.channel.has_begun
