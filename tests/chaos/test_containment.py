@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from fairseq_async.errors import RefusedError
+from fairseq_async.errors import ExchangeError, RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.exchange.authentication import challenge, proof
 from fairseq_async.reporting import page
@@ -390,6 +390,45 @@ def test_who_asks_and_does_not_read_is_disconnected_and_the_others_have_their_tu
     assert answered == 20 and sent > 0
     backlog = [peer.channel.unsent for peer in server._loop.peers]
     assert max(backlog) <= 64
+
+
+def test_an_update_waits_for_few_of_the_messages_of_those_who_send_as_fast_as_they_can(
+    start_thread_server: StartThreadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight of them, each with questions that take longer than its update; they take every answer."""
+    server = start_thread_server(1)
+    honest = join(server, 0, workers=1)
+    clients = [join(server, None, workers=1) for _ in range(8)]
+    handled: list[int] = []
+    pull, ended = Service._pull, threading.Event()
+
+    def slow(service: Service, peer: Any, question: Pull) -> None:
+        handled.append(peer.id)
+        ended.wait(0.06)
+        pull(service, peer, question)
+
+    def ask(client: Client) -> None:
+        body = encode(Pull())
+        client._channel.connection.sendall((struct.pack("!IQ", len(body), 0) + body) * 512)
+        with suppress(ExchangeError):
+            while not ended.is_set():
+                client._channel.receive()
+
+    monkeypatch.setattr(Service, "_pull", slow)
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask, client) for client in clients]
+        wait_until(lambda: len(handled) >= 40)
+        before = []
+        for number in range(5):
+            begun_at = len(handled)
+            assert push(honest, number, 0.5, base=number, wait=True).status is Status.APPLIED
+            before.append(len(handled) - begun_at)
+        ended.set()
+        for client in clients:
+            client._channel.end()
+        for each in asking:
+            each.result(10)
+    assert max(before) <= 4, before
 
 
 def test_who_does_not_take_large_answers_is_not_heard_until_it_does(

@@ -8,6 +8,7 @@ import signal
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fairseq_async.config import ServerOptions
 from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.server import Layout, Segment, Status
+from fairseq_async.server.network import event_loop
 from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.process import ServerProcess
@@ -340,9 +342,35 @@ def test_a_worker_whose_update_takes_long_on_its_way_is_not_silent(tmp_path: Pat
         assert membership.is_silent(0, now)
         worker.sendall(header(100) + b'{"kind"')
         select.select([connection], [], [], 10)
-        loop._serve(peer, selectors.EVENT_READ)
+        loop.peers.append(peer)
+        loop._serve_all([(peer, selectors.EVENT_READ)])
         assert not membership.is_silent(0, now)
         connection.close()
+
+
+def _connected(listener: socket.socket, sockets: ExitStack) -> tuple[socket.socket, socket.socket]:
+    theirs = sockets.enter_context(socket.create_connection(listener.getsockname()))
+    return sockets.enter_context(listener.accept()[0]), theirs
+
+
+def test_a_worker_whose_turn_comes_later_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its message is there, and is not read yet because that of another worker has taken long."""
+    monkeypatch.setattr(event_loop, "_TURN_SECONDS", -1.0)  # every message takes long
+    now = 0.0
+    service = in_process.new_service(2, tmp_path, build, lambda: now)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as sockets:
+        loop = EventLoop(listener, service, sockets.enter_context(socket.socket()))
+        for worker in range(2):
+            ours, theirs = _connected(listener, sockets)
+            theirs.sendall(header(100))
+            select.select([ours], [], [], 10)
+            service.peers[worker] = Peer(Channel(ours), worker=worker)
+            service.membership.enter(worker, "x", now)
+            loop.peers.append(service.peers[worker])
+        now = service.membership.timeout + 1
+        loop._serve_all([(peer, selectors.EVENT_READ) for peer in loop.peers])
+        assert [peer.channel.has_begun for peer in loop.peers] == [True, False]
+        assert not service.membership.silent(now)
 
 
 def test_a_server_that_a_worker_has_started_ends_when_all_workers_have_left(tmp_path: Path) -> None:

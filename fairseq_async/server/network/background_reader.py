@@ -109,7 +109,7 @@ class BackgroundReader:
 
     def _receive(self, peer: Peer) -> None:
         try:
-            bodies = peer.channel.messages()
+            bodies = peer.channel.messages(most=1)  # the main thread gives turns to those behind it
         except (ExchangeError, MemoryError):
             peer.channel.end()  # which the main thread will find, and close it
             return

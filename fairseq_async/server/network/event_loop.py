@@ -15,6 +15,7 @@ from fairseq_async.exchange.channel import AT_A_TIME
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.background_reader import BackgroundReader
 from fairseq_async.server.network.peers import SMALL, Peer
+from fairseq_async.server.network.turns import Turns
 from fairseq_async.server.service import Service
 
 _LATE_SECONDS = 20.0  # for which a finished server stays for workers that have not come yet
@@ -22,6 +23,12 @@ _OWNER_SECONDS = 60.0  # and for a worker 0 that has died and is started again: 
 _HANDSHAKE_SECONDS = 10.0  # that a stranger has to prove itself
 _MOST_STRANGERS = 256  # of one address, at one time
 _MOST_IN_ALL = 512
+_TURN_SECONDS = 0.05  # after which it is asked again whose turn it is: something may have come meanwhile
+
+
+def _is_over(began: float) -> bool:
+    """Whether a turn that has begun then has taken long enough."""
+    return time.perf_counter() - began > _TURN_SECONDS
 
 
 class HasFileno(Protocol):
@@ -51,6 +58,7 @@ class EventLoop:
         self.ends_with_workers, self.encryption = ends_with_workers, encryption
         self.peers: list[Peer] = []
         self.reader = BackgroundReader(service)
+        self._turns = Turns()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(lifeline, selectors.EVENT_READ)
@@ -86,14 +94,18 @@ class EventLoop:
         turns: dict[Peer, int] = {}
         for peer, events in [*left, *ready]:
             turns[peer] = turns.get(peer, 0) | events
-        for peer, events in turns.items():
+        for peer in turns:  # those too whose turn comes later: also who sends or takes a tensor slowly is there
+            self.service.hear(peer)
+        for peer in self._turns.in_order(turns):
             if peer not in self.peers:
                 continue  # it was closed with another one of its connections
-            self._serve(peer, events)
+            began = time.perf_counter()
+            with self._turn_of(peer):
+                self._serve(peer, turns[peer])
             if peer.stream_of is not None and peer in self.peers:
                 self.peers.remove(peer)  # its connection is another peer's now
-            if self._handle_background():
-                return  # connections were read: which of them are ready is to be asked again
+            if self._handle_background() or _is_over(began):
+                return  # connections were read, or more has come: which of them are ready is to be asked again
 
     def _excuse_silence(self, read_at: float, wait: float) -> float:
         """Who was suspended, or stopped, has not looked at its sockets since ``read_at``, for longer than it meant to
@@ -116,6 +128,7 @@ class EventLoop:
             return
         peer = Peer(Channel(connection, SMALL), since=self.service.clock(), address=address)
         self.peers.append(peer)
+        self._turns.greet(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
         if self.encryption is None:
             self.service.greet(peer)
@@ -136,18 +149,17 @@ class EventLoop:
     def _serve(self, peer: Peer, ready: int) -> None:
         if self.encryption is not None and not peer.secured:
             return self._secure(peer)
-        self.service.hear(peer)  # also a worker that sends or takes a tensor slowly is there
-        with self._faults_of(peer):
-            if ready & selectors.EVENT_WRITE:
-                peer.channel.flush()
-            if ready & selectors.EVENT_READ:
-                self._take_turn(peer)
+        if ready & selectors.EVENT_WRITE:
+            peer.channel.flush()
+        if ready & selectors.EVENT_READ:
+            self._handle_messages(peer)
 
-    def _take_turn(self, peer: Peer) -> None:
-        """Handles messages of a peer, until the others have their turn, or it has to take answers first."""
+    def _handle_messages(self, peer: Peer) -> None:
+        """Until the others have their turn, or the peer has to take answers first."""
+        began = time.perf_counter()
         at_once = AT_A_TIME if peer.worker is None else 1  # what comes behind an introduction is judged with it
         for number in range(AT_A_TIME):
-            if peer.channel.is_full or (number and not peer.channel.has_message):
+            if peer.channel.is_full or (number and (_is_over(began) or not peer.channel.has_message)):
                 return
             for body in peer.channel.messages(at_once):
                 if peer.stream_of is not None:
@@ -155,8 +167,9 @@ class EventLoop:
                 self.service.receive(peer, body)
 
     @contextmanager
-    def _faults_of(self, peer: Peer) -> Iterator[None]:
-        """What goes wrong with a connection within this ends that connection, and no other."""
+    def _turn_of(self, peer: Peer) -> Iterator[None]:
+        """The peer is served. What goes wrong ends this connection, and no other."""
+        began, stranger = time.perf_counter(), peer.worker is None
         try:
             yield
         except (ProtocolError, MemoryError) as error:  # what it sends is no message, or more than there is room for
@@ -164,13 +177,16 @@ class EventLoop:
             self._close(peer)
         except ExchangeError:
             self._close(peer)
+        self._turns.charge(peer, time.perf_counter() - began)
+        if stranger and peer.worker is not None:
+            self._turns.admit(peer)
 
     def _handle_background(self) -> bool:
         """Handles what came while a step was taken; False if there was nothing."""
         received = 0
         for each in self.reader.received():
             received += 1
-            with self._faults_of(each.peer):
+            with self._turn_of(each.peer):
                 if each.accepted is not None:
                     self.service.handle(each.peer, each.accepted, accepted=True)
                 else:

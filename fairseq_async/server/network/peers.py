@@ -33,6 +33,7 @@ class Peer:
         secured: it has shown in a handshake of TLS that its certificate is of the run's authority.
         push: its update that waits for an answer.
         stream_of: the peer whose tensors this connection carries pieces of.
+        place: in the order of service, in seconds; see :class:`~fairseq_async.server.network.turns.Turns`.
     """
 
     channel: Channel
@@ -47,6 +48,7 @@ class Peer:
     secured: bool = False
     push: Push | None = None
     stream_of: "Peer | None" = None
+    place: float = 0.0
 
     @property
     def id(self) -> int:
