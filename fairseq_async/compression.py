@@ -60,6 +60,7 @@ class DQSGDOptions(_Parameters):
 
     codec: Literal["dqsgd"] = "dqsgd"
     bits: int = Field(4, ge=2, le=8, description="of the values of the first update")
+    block: int | None = Field(None, ge=1, le=1 << 20, description="values that share a norm; all of a tensor if off")
 
 
 CodecOptions = BF16Options | Int8Options | E3M0Options | TopKOptions | AdaCompOptions | DQSGDOptions
@@ -178,4 +179,4 @@ def build(options: CodecOptions) -> Codec:
         case AdaCompOptions():
             return algorithms.AdaComp(options.bin_size)
         case DQSGDOptions():
-            return algorithms.DQSGD(options.bits)
+            return algorithms.DQSGD(options.bits, options.block)

@@ -22,7 +22,7 @@ SCALES = st.sampled_from([0.0, 1e-44, 1e-38, 1e-3, 1.0, 1e20, 1e38])
 
 
 def codecs() -> list[Codec]:
-    small = [Int8(16), E3M0(7), TopK(100, 3), TopK(8, 8, 4), TopK(9, 2, 1), AdaComp(10), AdaComp(300)]
+    small = [Int8(16), E3M0(7), TopK(100, 3), TopK(8, 8, 4), TopK(9, 2, 1), AdaComp(10), AdaComp(300), DQSGD(3, 16)]
     return [BF16(), Int8(), E3M0(), TopK(), AdaComp(), DQSGD(), CountSketch(columns=64), *small]
 
 
@@ -227,6 +227,22 @@ def test_dqsgd_has_a_norm_for_each_tensor() -> None:
     assert codec.decode(codec.encode(values, sizes=[2, 1]), 3).tolist() == [1.0, 0.0, 1000.0]
 
 
+def test_dqsgd_in_blocks_is_nearer_and_right_in_the_mean() -> None:
+    values = vector(4096, seed=5)
+    codec, whole = DQSGD(4, block=64), DQSGD(4)
+    draws = torch.stack([decoded(codec, values, seed) for seed in range(400)]).double()
+    levels = values.double().view(-1, 64).norm(dim=1).repeat_interleave(64) / 7
+    off = draws - values.double()
+    assert bool((off.abs() <= levels * (1 + 1e-6)).all())
+    assert bool((off.mean(dim=0).abs() <= 6 * levels / 2 / math.sqrt(400)).all())
+    assert float(off[0].norm()) < 0.4 * float((decoded(whole, values).double() - values.double()).norm())
+
+
+def test_dqsgd_in_blocks_as_long_as_the_tensor_is_that_of_the_tensor() -> None:
+    values = vector(300, seed=5)
+    assert torch.equal(decoded(DQSGD(4, block=300), values, 7), decoded(DQSGD(4), values, 7))
+
+
 def test_sketches_add_as_vectors_do_and_find_the_largest_values() -> None:
     codec = CountSketch(rows=5, columns=256, seed=9)
     first, second = vector(2000, 0.01, 1), vector(2000, 0.01, 2)
@@ -328,6 +344,8 @@ def test_a_header_that_lies_is_refused(codec: Codec) -> None:
         (DQSGD(4), 32, b"\x09", "9 bits"),
         (DQSGD(4), 33, struct.pack("<f", math.nan), "norm"),
         (DQSGD(4), 37, b"\xff", "above its norm"),
+        (DQSGD(4), 32, b"\x84", "values: a tensor was expected"),
+        (DQSGD(4, 8), 32, b"\x04", "a tensor: 8 values was expected"),
         (CountSketch(1, 3, 1), 32 + 16, struct.pack("<f", math.nan), "NaN"),
     ],
 )

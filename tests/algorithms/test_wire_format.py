@@ -91,10 +91,14 @@ def read_adacomp(body: bytes, sizes: tuple[int, ...]) -> Floats:
 
 
 def read_dqsgd(body: bytes, sizes: tuple[int, ...]) -> Floats:
-    width, levels = body[0], 2 ** (body[0] - 1) - 1
-    norms = np.frombuffer(body, "<f4", len(sizes), 1)
-    codes = np.array(numbers(body[1 + 4 * len(sizes) :], sum(sizes), width))
-    return (codes - levels).astype("f4") / np.float32(levels) * np.repeat(norms, sizes)
+    width, start, lengths = body[0], 1, list(sizes)
+    if width > 127:
+        width, start, (block,) = width - 128, 5, struct.unpack_from("<I", body, 1)
+        lengths = [min(block, size - begin) for size in sizes for begin in range(0, size, block)]
+    levels = 2 ** (width - 1) - 1
+    norms = np.frombuffer(body, "<f4", len(lengths), start)
+    codes = np.array(numbers(body[start + 4 * len(lengths) :], sum(sizes), width))
+    return (codes - levels).astype("f4") / np.float32(levels) * np.repeat(norms, lengths)
 
 
 def read_sketch(body: bytes, sizes: tuple[int, ...]) -> Floats:
@@ -128,7 +132,7 @@ READERS = {
     7: read_sketch,
 }
 CODECS = [BF16(), Int8(100), E3M0(25), TopK(300, 9), TopK(64, 5, 4), TopK(64, 5, 1)]
-CODECS += [AdaComp(300), AdaComp(20), DQSGD(4), CountSketch(3, 50, 11)]
+CODECS += [AdaComp(300), AdaComp(20), DQSGD(4), DQSGD(4, 100), CountSketch(3, 50, 11)]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)

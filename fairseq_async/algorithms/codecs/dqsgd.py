@@ -1,15 +1,15 @@
 """DQ-SGD: stochastic rounding to levels of the norm, in as many bits as the norm deserves."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fairseq_async.algorithms.codecs import bits
-from fairseq_async.algorithms.codecs.codec import Codec, Vector, check_finite, check_length, check_parameter
+from fairseq_async.algorithms.codecs import bits, blocks
+from fairseq_async.algorithms.codecs.codec import Codec, Vector, check_finite, check_length, check_parameter, from_bytes
 from fairseq_async.algorithms.codecs.payload import Bytes, header_bytes
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import CodecError
@@ -17,6 +17,7 @@ from fairseq_async.errors import CodecError
 _FEWEST, _MOST = 2, 8
 _LARGEST = torch.finfo(torch.float32).max
 _AT_A_TIME = 1 << 16
+_IN_BLOCKS = 0x80  # beside B in the first byte of a body
 
 
 class DQSGD(Codec):
@@ -27,10 +28,15 @@ class DQSGD(Codec):
     B = log₂(t · ‖g‖ + 1) + 1, rounded, in 2 … 8, with the norm ‖g‖ of the whole vector: the paper's rule where the loss
     is not convex. t is such that the first gradient that is not 0 has ``bits`` bits.
 
-    Body: B (one byte), the norm of each tensor (fp32), q + s of each value, in B bits.
+    Of n values that share a norm most are far below a level, and the noise of their rounding has up to √n / s times the
+    energy of the gradient: hundreds of times in a large tensor. With ``block`` n is small; QSGD (arXiv 1610.02132) says
+    bucket.
+
+    Body: B (one byte; with blocks 128 more, and their length, u32), the norms (fp32), q + s of each value, in B bits.
 
     Args:
         bits: of the values of the first gradient.
+        block: neighbouring values of a tensor that share a norm; None for all of it.
 
     Attributes:
         t: of the formula; None before the first gradient.
@@ -40,14 +46,16 @@ class DQSGD(Codec):
     biased = False
     by_tensor = True
 
-    def __init__(self, bits: int = 4) -> None:
+    def __init__(self, bits: int = 4, block: int | None = None) -> None:
         check_parameter("bits", bits, _FEWEST, _MOST)
-        self.bits = bits
+        if block is not None:
+            check_parameter("block", block, 1, 1 << 20)
+        self.bits, self.block = bits, block
         self.t: float | None = None
         self.assumption = f"{bits} bits a value, as at first"
 
     def usual_bytes(self, sizes: Sequence[int]) -> int:
-        return header_bytes(len(sizes)) + 1 + 4 * len(sizes) + bits.packed_bytes(sum(sizes), self.bits)
+        return header_bytes(len(sizes)) + self._head_bytes(sizes) + bits.packed_bytes(sum(sizes), self.bits)
 
     def bits_for(self, norm: float) -> int:
         """B of a vector of this norm."""
@@ -63,27 +71,28 @@ class DQSGD(Codec):
 
     def _pack(self, vector: Vector) -> list[Bytes]:
         check_finite(vector.values)
-        exact = [_norm(values) for values, _ in vector.tensors()]
-        norms = np.array(exact, np.float64).clip(max=_LARGEST).astype("<f4")
-        whole = math.hypot(*exact)
+        exact = [self._norms(values) for values, _ in vector.tensors()]
+        whole = math.hypot(*(norm for own in exact for norm in own))
         if self.t is None and whole > 0:
             self.t = (2 ** (self.bits - 1) - 1) / whole
         width = self.bits_for(whole)
         generator = torch.Generator().manual_seed(vector.seed)
-        codes = np.empty(vector.values.numel(), np.uint16)
-        begin = 0
-        for (values, _), norm in zip(vector.tensors(), norms, strict=True):
-            _draw(values, float(norm), 2 ** (width - 1) - 1, generator, codes[begin : begin + values.numel()])
-            begin += values.numel()
-        return [bytes([width]), norms.tobytes(), bits.pack(codes, width)]
+        norms = [own.clip(max=_LARGEST).astype("<f4") for own in exact]
+        codes = [
+            self._draw(values, own, 2 ** (width - 1) - 1, generator)
+            for (values, _), own in zip(vector.tensors(), norms, strict=True)
+        ]
+        head = bytes([width])
+        if self.block is not None:
+            head = bytes([width | _IN_BLOCKS]) + self.block.to_bytes(4, "little")
+        return [head, *(own.tobytes() for own in norms), bits.pack(np.concatenate(codes), width)]
 
     def _unpack(self, body: memoryview, sizes: tuple[int, ...]) -> Tensor:
-        width = body[0] if body.nbytes else 0
-        if not _FEWEST <= width <= _MOST:
-            raise CodecError(f"a payload of {width} bits a value: {_FEWEST} to {_MOST} are sent")
-        size, start = sum(sizes), 1 + 4 * len(sizes)
+        width = self._width(body)
+        size, start = sum(sizes), self._head_bytes(sizes)
         check_length(body, start + bits.packed_bytes(size, width))
-        norms = np.frombuffer(body[1:start], "<f4")
+        counts = [self._count_norms(size) for size in sizes]
+        norms = from_bytes(body[start - 4 * sum(counts) : start], torch.float32)
         if not ((norms >= 0) & (norms <= _LARGEST)).all():
             raise CodecError("a norm in a payload is NaN, below 0 or Inf")
         levels = 2 ** (width - 1) - 1
@@ -91,26 +100,63 @@ class DQSGD(Codec):
         if codes.max(initial=0) > 2 * levels:
             raise CodecError("a value in a payload is above its norm")
         shares = torch.from_numpy(codes.astype(np.float32)).sub_(levels).div_(levels)
-        for view, norm in zip(shares.split(sizes), norms, strict=True):
-            view.mul_(float(norm))
+        for view, own in zip(shares.split(sizes), norms.split(counts), strict=True):
+            blocks.scale_(view, own, self.block or max(1, view.numel()))
         return shares
 
+    def _width(self, body: memoryview) -> int:
+        """B of a body, whose blocks are of the right length."""
+        first = body[0] if body.nbytes else 0
+        given = int.from_bytes(body[1:5], "little") if first & _IN_BLOCKS else None
+        if given != self.block:
+            raise CodecError(f"a payload with a norm for {_named(given)}: {_named(self.block)} was expected")
+        width = first & ~_IN_BLOCKS
+        if not _FEWEST <= width <= _MOST:
+            raise CodecError(f"a payload of {width} bits a value: {_FEWEST} to {_MOST} are sent")
+        return width
+
     def _most_body_bytes(self, sizes: tuple[int, ...]) -> int:
-        return 1 + 4 * len(sizes) + bits.packed_bytes(sum(sizes), _MOST)
+        return self._head_bytes(sizes) + bits.packed_bytes(sum(sizes), _MOST)
+
+    def _head_bytes(self, sizes: Sequence[int]) -> int:
+        return (1 if self.block is None else 5) + 4 * sum(map(self._count_norms, sizes))
+
+    def _count_norms(self, size: int) -> int:
+        return 1 if self.block is None else blocks.count_blocks(size, self.block)
+
+    def _parts(self, size: int) -> Iterator[tuple[slice, slice]]:
+        """Runs of neighbouring values of a tensor, and which of its norms are theirs."""
+        if self.block is not None:
+            return blocks.parts(size, self.block)
+        return ((slice(begin, begin + _AT_A_TIME), slice(0, 1)) for begin in range(0, size, _AT_A_TIME))
+
+    def _norms(self, values: Tensor) -> NDArray[np.float64]:
+        """L2 norms in float64; numpy adds in one order, whatever the number of threads."""
+        if self.block is None:
+            parts = [np.square(values[part].numpy(), dtype=np.float64).sum() for part, _ in self._parts(values.numel())]
+            return np.array([math.sqrt(math.fsum(parts))])
+        norms = np.empty(self._count_norms(values.numel()))
+        for part, here in self._parts(values.numel()):
+            squares = np.square(blocks.rows(values[part], self.block).numpy(), dtype=np.float64)
+            norms[here] = np.sqrt(squares.sum(axis=1))
+        return norms
+
+    def _draw(
+        self, values: Tensor, norms: NDArray[np.float32], levels: int, generator: torch.Generator
+    ) -> NDArray[np.uint16]:
+        """Rounds each value to one of its two levels. As many numbers are drawn for a tensor of zeros, too."""
+        codes = np.empty(values.numel(), np.uint16)
+        wide = torch.from_numpy(norms).double()
+        rates = torch.where(wide > 0, levels / wide, 0.0)
+        for part, here in self._parts(values.numel()):
+            drawn = torch.rand(values[part].numel(), generator=generator)
+            own = rates[here] if self.block is None else rates[here].repeat_interleave(self.block)
+            exact = values[part].double().mul_(own[: drawn.numel()])
+            lower = exact.floor()
+            rounded = lower + (drawn < exact - lower)
+            codes[part] = rounded.clamp_(-levels, levels).add_(levels).numpy().astype(np.uint16)
+        return codes
 
 
-def _norm(values: Tensor) -> float:
-    """The L2 norm in float64; numpy adds in one order, whatever the number of threads."""
-    parts = [np.square(part.numpy(), dtype=np.float64).sum() for part in values.split(_AT_A_TIME)]
-    return math.sqrt(math.fsum(parts))
-
-
-def _draw(values: Tensor, norm: float, levels: int, generator: torch.Generator, out: NDArray[np.uint16]) -> None:
-    """Rounds each value to one of its two levels. As many numbers are drawn for a tensor of zeros, too."""
-    for begin in range(0, values.numel(), _AT_A_TIME):
-        part = values[begin : begin + _AT_A_TIME]
-        drawn = torch.rand(part.numel(), generator=generator)
-        exact = part.double().mul_(levels / norm if norm else 0.0)
-        lower = exact.floor()
-        rounded = lower + (drawn < exact - lower)
-        out[begin : begin + part.numel()] = rounded.clamp_(-levels, levels).add_(levels).numpy().astype(np.uint16)
+def _named(block: int | None) -> str:
+    return "a tensor" if block is None else f"{block} values"
