@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fairseq_async.reporting.audit import audit
 from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, ROOT, Processes, command, free_port
 from tests.helpers.launched import count, find
 from tests.helpers.run_files import events
@@ -69,3 +71,20 @@ def test_a_server_that_is_killed_comes_back_and_the_job_ends_as_it_should(start:
     assert job.returncode == 0, output
     assert "the server was killed by SIGKILL, and was started again from version-" in output
     assert all((tmp_path / f"worker-{worker}-0.json").exists() for worker in (0, 1))
+
+
+@pytest.mark.timeout(400)
+def test_a_rank_that_is_paused_for_three_times_the_timeout_goes_on(start: Any, tmp_path: Path) -> None:
+    job = start(worker_timeout=1, total_steps=2000)
+    run_dir = tmp_path / "run"
+    wait_until(lambda: min(count(run_dir, 0), count(run_dir, 1)) > 2, 300)
+    pid = rank(tmp_path, 1)
+    os.kill(pid, signal.SIGSTOP)
+    threading.Event().wait(3)
+    before = count(run_dir, 1)
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: count(run_dir, 1) > before + 2, 60)
+    output, _ = job.communicate(timeout=200)
+    assert job.returncode == 0, output
+    assert all((tmp_path / f"worker-{worker}-0.json").exists() for worker in (0, 1))
+    assert audit(run_dir).applied == sum(event["status"] == "applied" for event in events(run_dir))
