@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairseq_async.environment import PLUGINS, SLOWDOWN, WORKER
+from fairseq_async.environment import PLUGINS, WORKER
 from tests.helpers.checkpoints import load, relative_differences
 from tests.helpers.commands import HYBRID, MODEL, NAN_USER_DIR, PACKAGE, Processes, command
 from tests.helpers.run_files import events, valid_losses
@@ -15,6 +15,23 @@ from tests.helpers.run_files import events, valid_losses
 Alone = Callable[..., dict[str, tuple[int, str]]]
 ADAM = ["--inner-optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--lr", "5e-3"]
 LOCAL = ["--optimizer", "local_sgd", *ADAM]
+COMES_LATE = """  # worker 1 comes after worker 0's first checkpoint, and worker 0 goes on after worker 1's first update
+import os, time
+
+def wait_for(path, text):
+    while not (os.path.exists(path) and text in open(path, "rb").read()):
+        time.sleep(0.01)
+
+def save_and_wait(*arguments, **keywords):
+    save(*arguments, **keywords)
+    wait_for({events!r}, b'"worker": 1,')
+
+if os.environ.get({worker!r}) == "1":
+    wait_for({last!r}, b"")
+elif os.environ.get({worker!r}) == "0":
+    from fairseq import checkpoint_utils
+    save, checkpoint_utils.save_checkpoint = checkpoint_utils.save_checkpoint, save_and_wait
+"""
 
 
 def local_command(data: Path, workers: int, save_dir: Path, *flags: object) -> list[object]:
@@ -63,15 +80,11 @@ def test_a_worker_that_comes_after_the_first_checkpoint_begins_with_its_own_data
     processes: Processes, data: Path, tmp_path: Path, method: list[str]
 ) -> None:
     """It does not go on where worker 0 was when it saved; a replay, which has no checkpoint, finds the same."""
-    last, comes_late = tmp_path / "run" / "checkpoint_last.pt", tmp_path / "comes_late.py"
-    comes_late.write_text(
-        "import os, time\n"
-        f"while os.environ.get({WORKER!r}) == '1' and not os.path.exists({str(last)!r}):\n"
-        "    time.sleep(0.01)\n"
-    )
+    last, late = tmp_path / "run" / "checkpoint_last.pt", tmp_path / "late.py"
+    late.write_text(COMES_LATE.format(worker=WORKER, last=str(last), events=str(last.parent / "events.jsonl")))
     launch = [command("fairseq-async"), "launch", "--workers", 2, "--", "fairseq-train", data, *MODEL, *method]
     flags = ["--max-update", 60, "--disable-validation", "--record", "--save-dir", last.parent]
-    code, output = processes.run([*launch, *flags], **{PLUGINS: str(comes_late), SLOWDOWN: "8,1"})
+    code, output = processes.run([*launch, *flags], **{PLUGINS: str(late)})
     assert code == 0, output
     first = next(event for event in events(last.parent) if event["worker"] == 1)
     place = first["position"]["epoch"], first["position"]["iterations_in_epoch"]

@@ -42,7 +42,7 @@ def mount(*options: str) -> None:
 def fill(directory: Path) -> Path:
     """A file that takes all the room that is left."""
     path = directory / "filler"
-    with path.open("wb", buffering=0) as file:
+    with path.open("ab", buffering=0) as file:
         try:
             while True:
                 file.write(bytes(1 << 16))
@@ -70,7 +70,10 @@ def main() -> None:
         steps = {"local_steps": 1, "step_seconds": 0.01} if shards else {}
         statuses = [push(worker, 0, 0.5, wait=True, **steps).status]
         trouble(what, directory, server)
-        statuses += [push(worker, number, 0.5, wait=True, **steps).status for number in range(1, 20)]
+        for number in range(1, 20):
+            statuses.append(push(worker, number, 0.5, wait=True, **steps).status)
+            if what.startswith("full"):
+                fill(directory)  # again: the writer of a snapshot gives back what it had
         if what == "no shared memory":
             found["joiner"] = refused(server)
         relieve(what, directory)
