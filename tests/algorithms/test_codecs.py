@@ -75,6 +75,11 @@ def test_whatever_is_finite_is_encoded_to_a_vector_of_its_size_that_is_finite(
 
 
 @pytest.mark.parametrize("codec", codecs(), ids=name_of)
+def test_a_vector_of_no_tensors_has_a_payload(codec: Codec) -> None:
+    assert codec.decode(codec.encode(torch.empty(0), sizes=[]), 0).numel() == 0
+
+
+@pytest.mark.parametrize("codec", codecs(), ids=name_of)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_nan_and_inf_are_refused_wherever_they_are(codec: Codec, bad: float) -> None:
     for place in (0, 299, 599):

@@ -78,14 +78,14 @@ class DQSGD(Codec):
         width = self.bits_for(whole)
         generator = torch.Generator().manual_seed(vector.seed)
         norms = [own.clip(max=_LARGEST).astype("<f4") for own in exact]
-        codes = [
-            self._draw(values, own, 2 ** (width - 1) - 1, generator)
-            for (values, _), own in zip(vector.tensors(), norms, strict=True)
-        ]
+        codes, end = np.empty(vector.values.numel(), np.uint16), 0
+        for (values, _), own in zip(vector.tensors(), norms, strict=True):
+            start, end = end, end + values.numel()
+            self._draw(codes[start:end], values, own, 2 ** (width - 1) - 1, generator)
         head = bytes([width])
         if self.block is not None:
             head = bytes([width | _IN_BLOCKS]) + self.block.to_bytes(4, "little")
-        return [head, *(own.tobytes() for own in norms), bits.pack(np.concatenate(codes), width)]
+        return [head, *(own.tobytes() for own in norms), bits.pack(codes, width)]
 
     def _unpack(self, body: memoryview, sizes: tuple[int, ...]) -> Tensor:
         width = self._width(body)
@@ -142,10 +142,14 @@ class DQSGD(Codec):
         return norms
 
     def _draw(
-        self, values: Tensor, norms: NDArray[np.float32], levels: int, generator: torch.Generator
-    ) -> NDArray[np.uint16]:
+        self,
+        codes: NDArray[np.uint16],
+        values: Tensor,
+        norms: NDArray[np.float32],
+        levels: int,
+        generator: torch.Generator,
+    ) -> None:
         """Rounds each value to one of its two levels. As many numbers are drawn for a tensor of zeros, too."""
-        codes = np.empty(values.numel(), np.uint16)
         wide = torch.from_numpy(norms).double()
         rates = torch.where(wide > 0, levels / wide, 0.0)
         for part, here in self._parts(values.numel()):
@@ -155,7 +159,6 @@ class DQSGD(Codec):
             lower = exact.floor()
             rounded = lower + (drawn < exact - lower)
             codes[part] = rounded.clamp_(-levels, levels).add_(levels).numpy().astype(np.uint16)
-        return codes
 
 
 def _named(block: int | None) -> str:

@@ -1,7 +1,6 @@
 """``events.jsonl``: one line for every update that was settled; and what a replay needs beside it."""
 
 import json
-import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -19,11 +18,11 @@ from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.outcome import ControlEvent, Settled
 from fairseq_async.server.parameter_server import ParameterServer, Receipt
 from fairseq_async.server.protocol import Report
+from fairseq_async.server.run_files.finite import finite
 from fairseq_async.server.run_files.state_files import private
 
 EVENTS, ROLLED_BACK, ROLLBACKS = "events.jsonl", "events.rolled-back.jsonl", "rollbacks.jsonl"
 BAD = "events.bad.jsonl"
-_LARGEST = torch.finfo(torch.float32).max
 PADDING = b"\0"  # what a machine that lost its power may leave before a line
 
 
@@ -69,9 +68,9 @@ class EventLog:
             "version_after": receipt.version,
             "status": receipt.status.value,
         }
-        reported = {key: _in_fp32(value) for key, value in vars(report).items() if value is not None}
+        reported = {key: value for key, value in vars(report).items() if value is not None}
         event = own | reported | (extra or {})
-        line = json.dumps({key: _finite(value) for key, value in event.items()}).encode() + b"\n"
+        line = json.dumps({key: finite(value) for key, value in event.items()}).encode() + b"\n"
         with self._or_without("events"):
             size = os.fstat(self._file).st_size
             if os.write(self._file, line) < len(line):
@@ -153,16 +152,6 @@ def _parsed(line: bytes) -> JsonObject:
     except (ValueError, RecursionError):
         return {}
     return parsed if isinstance(parsed, dict) else {}
-
-
-def _finite(value: object) -> object:
-    """JSON has no NaN and no Inf: they become null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _in_fp32(value: object) -> object:
-    """Numbers that no fp32 can be are no measurements, and readers could not add them up: they become null too."""
-    return None if isinstance(value, float) and not abs(value) <= _LARGEST else value
 
 
 START = "start.pt"

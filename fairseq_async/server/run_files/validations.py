@@ -1,12 +1,13 @@
 """``validations.jsonl``: one line for every validation of the server's parameters by worker 0."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
+
+from fairseq_async.server.run_files.finite import finite
 
 VALIDATIONS = "validations.jsonl"
 
@@ -32,7 +33,7 @@ class Validation:
 
     def append(self, run_dir: Path) -> None:
         """Adds its line to the file of the run. Raises an OSError where that cannot be written."""
-        values = {key: _finite(value) for key, value in asdict(self).items() if value is not None}
+        values = {key: finite(value) for key, value in asdict(self).items() if value is not None}
         with (run_dir / VALIDATIONS).open("a") as file:
             file.write(json.dumps({"loss": None} | values) + "\n")
 
@@ -56,7 +57,3 @@ def not_taken_back(validations: Sequence[Validation]) -> list[Validation]:
             kept.pop()
         kept.append(validation)
     return kept
-
-
-def _finite(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
