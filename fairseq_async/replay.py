@@ -24,9 +24,10 @@ from fairseq_async.server.compressed_changes import CompressedChanges
 from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Settled
-from fairseq_async.server.parameter_server import OPEN, SETTLED
+from fairseq_async.server.parameter_server import OPEN
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Push, Report, ScheduleEvent
+from fairseq_async.server.receipt import SETTLED
 from fairseq_async.server.run_files.description import RunDescription
 from fairseq_async.server.run_files.event_log import EVENTS, START, checksum, merge_path, read_vector
 from fairseq_async.server.run_files.events import Event, LineReader

@@ -12,7 +12,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.compressed import Compressed, read_parameters
 from fairseq_async.launch.run_length import RunLength, Work
 from fairseq_async.server.notices import SEPARATOR
-from fairseq_async.server.parameter_server import Status
+from fairseq_async.server.receipt import Status
 from fairseq_async.server.run_files.event_log import EVENTS
 from fairseq_async.server.run_files.events import Event, LineReader
 from fairseq_async.server.run_files.validations import VALIDATIONS, Validation, parse_validation

@@ -1,11 +1,13 @@
-"""What the workers of a run ask a Ray cluster for."""
+"""What the workers of a run ask a Ray cluster for, and its server."""
 
 import re
 from dataclasses import dataclass
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.programs import is_fairseq
 
 _GROUP = re.compile(r"([1-9]\d*)\*(CPU|GPU)(?::([1-9]\d*))?")
+_SHARDS = "--server-shards"
 _CHANGE = re.compile(r"[+-][1-9]\d*")
 
 
@@ -42,6 +44,24 @@ def parse_workers(text: str) -> list[Resources]:
         count, amount = int(match[1]), int(match[3] or 1)
         found += [Resources(amount, 0) if match[2] == "CPU" else Resources(1, amount)] * count
     return found
+
+
+def with_shards(command: list[str], shards: int | None) -> list[str]:
+    """The command of the workers, of which worker 0 says in how many shards the server is.
+
+    Raises:
+        ConfigurationError: the command says it already, or is a script, which gives it to its optimizer.
+    """
+    if shards is None:
+        return command
+    if not is_fairseq(command):
+        raise ConfigurationError(
+            f"--shards {shards}: is for fairseq-train; give a script's optimizer server_shards={shards}, and "
+            f'DeepSpeed\'s JSON "server_shards": {shards}'
+        )
+    if any(word.partition("=")[0] == _SHARDS for word in command):
+        raise ConfigurationError(f"--shards {shards}: the command has {_SHARDS}; give one of them")
+    return [*command, _SHARDS, str(shards)]
 
 
 def parse_change(words: list[str]) -> int:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fairseq_async.errors import AsyncError, ConfigurationError
-from fairseq_async.server.parameter_server import SETTLED, Status
+from fairseq_async.server.receipt import SETTLED, Status
 from fairseq_async.server.run_files.event_log import BAD, EVENTS, ROLLBACKS, ROLLED_BACK
 from fairseq_async.server.run_files.events import Event, LineReader
 

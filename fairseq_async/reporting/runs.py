@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.compressed import Compressed, read_parameters
-from fairseq_async.server.parameter_server import Status
+from fairseq_async.server.receipt import Status
 from fairseq_async.server.run_files.description import RunDescription, SimulatedTrial
 from fairseq_async.server.run_files.event_log import EVENTS
 from fairseq_async.server.run_files.events import Event, LineReader, read_events

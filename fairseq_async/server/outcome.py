@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from fairseq_async.method_spec import JsonObject
-from fairseq_async.server.parameter_server import Receipt
 from fairseq_async.server.protocol import Assignment, Report
+from fairseq_async.server.receipt import Receipt
 
 
 @dataclass(frozen=True)

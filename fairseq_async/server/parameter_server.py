@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -12,28 +11,12 @@ from fairseq_async.algorithms.rule import ComparingRule, State
 from fairseq_async.algorithms.threads import copy_in_threads
 from fairseq_async.errors import HalfAppliedError, RefusedError
 from fairseq_async.exchange import copy
-
-
-class Status(str, Enum):
-    """What became of an update."""
-
-    APPLIED = "applied"
-    ACCEPTED = "accepted"  # will be added to others without a step: answered before it is applied
-    HELD = "held"  # behind the barrier, until its round is complete
-    REFUSED = "refused"  # NaN or Inf
-    STALE = "stale"  # its staleness is above the limit
-    OUTLIER = "outlier"  # its norm is too far above those before it
-    DUPLICATE = "duplicate"  # its sequence number was settled before
-    FINISHED = "finished"  # the run had taken its last step
-
+from fairseq_async.server.receipt import Receipt, Status
 
 OPEN = 1 << 30
 """A barrier that never completes a round by itself."""
 
 _LOST = 1 << 32  # updates of one worker that a restart may have taken back
-
-SETTLED = frozenset({Status.APPLIED, Status.REFUSED, Status.STALE, Status.OUTLIER})
-"""What uses a sequence number up: the worker's steps count, and its data goes on behind them."""
 
 
 @dataclass(frozen=True)
@@ -42,28 +25,6 @@ class Parameters:
 
     version: int
     values: Tensor
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """The answer to one update.
-
-    Attributes:
-        staleness: versions applied between the worker's pull and the arrival of its update.
-        norm: L2 norm of the update.
-        version: the server's version afterwards.
-        cosine: of the update and the rule's momentum before it; NaN where there is none.
-    """
-
-    worker: int
-    sequence: int
-    base_version: int
-    weight: float
-    status: Status
-    staleness: int
-    norm: float
-    version: int
-    cosine: float = math.nan
 
 
 class ParameterServer:

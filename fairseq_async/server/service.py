@@ -20,8 +20,8 @@ from fairseq_async.server.network.connections import Connections
 from fairseq_async.server.network.peers import USUAL, Peer
 from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.outcome import Outcome
-from fairseq_async.server.parameter_server import Status
 from fairseq_async.server.protocol import Answer, Request
+from fairseq_async.server.receipt import Status
 from fairseq_async.server.run import Build, Run
 from fairseq_async.server.run_files.resume import check_snapshot, newest_state
 from fairseq_async.server.run_files.snapshots import Snapshots

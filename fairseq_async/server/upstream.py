@@ -11,7 +11,7 @@ from fairseq_async.global_server import GlobalServer
 from fairseq_async.method_spec import MOST_LOCAL_STEPS
 from fairseq_async.server.coordinator import Coordinator
 from fairseq_async.server.outcome import Settled
-from fairseq_async.server.parameter_server import SETTLED, Status
+from fairseq_async.server.receipt import SETTLED, Status
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Instruction, Outcome
-from fairseq_async.server.parameter_server import SETTLED
 from fairseq_async.server.protocol import Assignment, Report
+from fairseq_async.server.receipt import SETTLED
 from fairseq_async.simulation.clock import Clock, EventKind, ScheduledEvent
 from fairseq_async.simulation.cluster import Cluster, Exchange, Presence, Speed
 from fairseq_async.simulation.experiment import Experiment, Method

@@ -13,8 +13,8 @@ from fairseq_async.algorithms import Rule, Update
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.reporting.audit import audit
 from fairseq_async.server import Layout
-from fairseq_async.server.parameter_server import Status
 from fairseq_async.server.plan import Plan
+from fairseq_async.server.receipt import Status
 from fairseq_async.worker.client import Client
 from scripts.faults import schedule
 from scripts.faults.digest import digest

@@ -124,12 +124,14 @@ def test_fairseq_trains_to_the_same_bits_as_on_one_machine(
     """A barrier makes the order in which the workers' gradients come the same to it."""
     monkeypatch.chdir(tmp_path)
     flags = [*HYBRID, "--barrier", "--inner-optimizer", "adam", "--max-update", 8, "--record", "--no-save"]
-    flags += ["--server-shards", shards]
-    launchers = {"ray": under_ray(cluster), "launch": [command("fairseq-async"), "launch"]}
+    launchers = {
+        "ray": under_ray(cluster, "--workers", "2*CPU", "--shards", shards),
+        "launch": [command("fairseq-async"), "launch", "--workers", 2],
+    }
     sums = {}
     for name, launcher in launchers.items():
-        workers = "2*CPU" if name == "ray" else 2
-        line = [*launcher, "--workers", workers, "--", "fairseq-train", data, *MODEL, *flags]
+        own = [] if name == "ray" else ["--server-shards", shards]
+        line = [*launcher, "--", "fairseq-train", data, *MODEL, *flags, *own]
         code, said = processes.run([*line, "--save-dir", tmp_path / name], 200)
         assert code == 0 and "finished: update 8 of 8" in said, said
         sums[name] = {event["version_after"]: event.get("checksum") for event in events(tmp_path / name)}

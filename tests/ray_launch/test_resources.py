@@ -7,7 +7,7 @@ import pytest
 from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.ray_launch.registry import Place, Registry
-from fairseq_async.ray_launch.resources import Resources, parse_change, parse_workers
+from fairseq_async.ray_launch.resources import Resources, parse_change, parse_workers, with_shards
 from fairseq_async.worker.rendezvous import ServerRequest
 
 
@@ -21,6 +21,11 @@ def test_groups_of_workers_are_written_as_products() -> None:
 def test_groups_that_are_none_are_named(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r'--workers ".*": groups COUNT\*CPU or COUNT\*GPU'):
         parse_workers(text)
+
+
+def test_shards_are_an_option_of_the_command() -> None:
+    job = ["fairseq-train", "data", "--optimizer", "local_sgd"]
+    assert with_shards(job, None) == job and with_shards(job, 2) == [*job, "--server-shards", "2"]
 
 
 @pytest.mark.parametrize("words", [[], ["2"], ["+0"], ["+2", "-1"], ["more"]])
@@ -71,4 +76,7 @@ def test_mistakes_are_one_line_each(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert 'pip install ".[ray]"' in said(monkeypatch, capsys, "scale", "+2")
     assert '--workers "4*TPU"' in said(monkeypatch, capsys, "--workers", "4*TPU", *job)
     assert "COMMAND" in said(monkeypatch, capsys, "--workers", "2*CPU", "--")
+    assert "server_shards=2" in said(monkeypatch, capsys, "--workers", "2*CPU", "--shards", "2", *job)
+    twice = ["--", "fairseq-train", "data", "--server-shards=3"]
+    assert "give one of them" in said(monkeypatch, capsys, "--workers", "2*CPU", "--shards", "2", *twice)
     assert "scale two: how many workers more or fewer" in said(monkeypatch, capsys, "scale", "two")

@@ -11,8 +11,8 @@ from rich.console import Console
 from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.audit import AuditError, audit, show
-from fairseq_async.server.parameter_server import Receipt, Status
 from fairseq_async.server.protocol import Report
+from fairseq_async.server.receipt import Receipt, Status
 from fairseq_async.server.run_files import event_log as events
 from fairseq_async.server.run_files.event_log import EventLog
 from scripts.faults.thread_server import ThreadServer

@@ -11,8 +11,8 @@ from fairseq_async.method_spec import MethodSpec, ServerSettings, local_sgd_spec
 from fairseq_async.server import Layout
 from fairseq_async.server import local_sgd_main as outer
 from fairseq_async.server.local_step_plan import LocalStepPlan
-from fairseq_async.server.parameter_server import Status
 from fairseq_async.server.protocol import Hello, Initialise, Push, PushReply, Report, Welcome
+from fairseq_async.server.receipt import Status
 from fairseq_async.server.rounds.grace import GracePeriod
 from tests.helpers import in_process
 from tests.helpers.in_process import Connection

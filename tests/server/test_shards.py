@@ -23,9 +23,10 @@ from fairseq_async.methods import outer_rule
 from fairseq_async.server import Layout, gradient_main, local_sgd_main
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
-from fairseq_async.server.parameter_server import ParameterServer, Status
+from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.protocol import Hello, Initialise, Welcome
+from fairseq_async.server.receipt import Status
 from fairseq_async.server.shards import rule as sharded_rule
 from fairseq_async.server.shards.process import ShardProcess
 from fairseq_async.server.shards.rule import Build, ShardedRule, build_sharded, close_shards, shared_copy

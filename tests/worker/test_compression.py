@@ -10,8 +10,9 @@ import torch
 from fairseq_async import compression
 from fairseq_async.algorithms import TopK, Update
 from fairseq_async.errors import ExchangeError, RefusedError
-from fairseq_async.server.parameter_server import ParameterServer, Status
+from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.protocol import Push, PushReply, Report, encode
+from fairseq_async.server.receipt import Status
 from fairseq_async.server.run_files.events import read_events
 from fairseq_async.worker.compressor import Compressor
 from scripts.faults.thread_server import ThreadServer

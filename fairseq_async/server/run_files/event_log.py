@@ -16,8 +16,9 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.outcome import ControlEvent, Settled
-from fairseq_async.server.parameter_server import ParameterServer, Receipt
+from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.protocol import Report
+from fairseq_async.server.receipt import Receipt
 from fairseq_async.server.run_files.finite import finite
 from fairseq_async.server.run_files.state_files import private
 

@@ -11,7 +11,7 @@ from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server.outcome import ControlEvent
-from fairseq_async.server.parameter_server import Status
+from fairseq_async.server.receipt import Status
 from fairseq_async.server.run_files.event_log import PADDING
 from fairseq_async.validation import first_mistake
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter
 
-from fairseq_async.server.message import message
+from fairseq_async.server.protocol.message import message
 
 LARGEST = 1 << 16  # bytes of a message; an error is cut before
 

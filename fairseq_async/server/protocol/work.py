@@ -5,8 +5,8 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from fairseq_async.method_spec import JsonObject
-from fairseq_async.server.message import message
 from fairseq_async.server.positions import bounded
+from fairseq_async.server.protocol.message import message
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]  # sums of a log's numbers are floats, which are exact up to there

@@ -1,0 +1,92 @@
+"""Commands that say what a run has done, and what others would."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fairseq_async.cli.paths import find
+
+app = typer.Typer()
+
+
+@app.command()
+def audit(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)]) -> None:
+    """Show from a run's logs that every update that was acknowledged counts once, or was taken back by a rollback."""
+    without = f"{run_dir}: there is no events.jsonl; give the --run-dir or --save-dir of a run"
+    find(run_dir / "events.jsonl", lambda _: without)
+    from rich.console import Console  # start-up time
+
+    from fairseq_async.reporting.audit import audit as check
+    from fairseq_async.reporting.audit import show
+
+    show(check(run_dir), Console())
+
+
+@app.command()
+def watch(run_dir: Annotated[Path, typer.Argument(help="--run-dir (or --save-dir) of a run.")]) -> None:
+    """Show a run as it goes on, from any machine that sees its directory; Ctrl-C ends the view, not the run."""
+    find(run_dir / "run.json", lambda error: f"{run_dir}: no run there yet ({error})")
+    from fairseq_async.reporting.watch import follow  # start-up time
+
+    follow(run_dir)
+
+
+@app.command()
+def capacity(
+    run_dir: Annotated[
+        Path | None, typer.Argument(help="Of a run of one worker or two, without a barrier.", show_default=False)
+    ] = None,
+    parameters: Annotated[str, typer.Option(help="Other models than the run's, as 20e6,60e6.")] = "",
+    link: Annotated[
+        str, typer.Option(help="Workers on other machines: Gbit/s, as 1,10,100; 0.1:50 with 50 ms one way.")
+    ] = "",
+    servers: Annotated[
+        str, typer.Option(help="Shards of the parameters, a server each.", show_default="1,2,4,8; with --workers to 64")
+    ] = "",
+    compress: Annotated[
+        str, typer.Option(metavar="NAME", help="Codecs on the link, as topk,pull=bf16; else as the run has sent.")
+    ] = "",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Say which servers, local steps and fragments so many workers need.")
+    ] = None,
+    step_seconds: Annotated[
+        str,
+        typer.Option(
+            help="Of the workers in turn, as 0.3,0.9; 0.3:0.2 has a spread (deviation over mean).",
+            show_default="as the run's",
+        ),
+    ] = "",
+    at_most_waiting: Annotated[
+        float | None, typer.Option(help="Share of the workers' time that may be lost.", show_default="0.05")
+    ] = None,
+) -> None:
+    """Say how many workers one server holds, and what sharding would give; or what a cluster needs."""
+    from fairseq_async.reporting.capacity_question import read_question  # start-up time
+
+    question = read_question(run_dir, parameters, link, servers, compress, workers, step_seconds, at_most_waiting)
+    from rich.console import Console
+
+    from fairseq_async.reporting.capacity_answer import answer
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    for part in answer(question):
+        console.print(part, highlight=False)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs, or of simulations, to lay over each other.")],
+    out: Annotated[Path | None, typer.Option(help="For report.html and PNGs (default: report/ in the first).")] = None,
+) -> None:
+    """Draw runs and simulations: one HTML page that needs no network, and PNGs."""
+    for path in runs:
+        find(path, lambda _, path=path: f"{path}: no run and no simulation there (no run.json)")  # type: ignore[misc]
+    from fairseq_async.reporting.runs import load  # start-up time
+
+    loaded = load(runs)
+    from fairseq_async.reporting import page
+
+    title = ", ".join(path.resolve().name for path in runs)
+    print(page.write(loaded, title, out or runs[0] / "report"))

@@ -1,0 +1,42 @@
+"""All commands, and what becomes of a user's mistake."""
+
+import logging
+import sys
+from typing import NoReturn
+
+import typer
+
+from fairseq_async.cli import look, repeat, start
+from fairseq_async.errors import AsyncError, ConfigurationError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+for commands in (start, repeat, look):
+    app.add_typer(commands.app)
+
+
+@app.callback()
+def description() -> None:
+    """Asynchronous training of Transformers."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")  # a module of fairseq asks for DEBUG otherwise
+
+
+def main() -> None:
+    """Runs the command line; a mistake of the user's is one line and exit code 2."""
+    try:
+        code = app(sys.argv[1:] or ["--help"], prog_name="fairseq-async", standalone_mode=False)
+    except AsyncError as error:
+        _fail(str(error), 2 if isinstance(error, ConfigurationError) else 1)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except Exception as error:
+        # typer has click's errors under another name in each version; all say what is wrong by format_message
+        if not hasattr(error, "format_message"):
+            raise
+        program = getattr(getattr(error, "ctx", None), "command_path", "fairseq-async")
+        _fail(f"{error.format_message().rstrip('.')}; {program} --help has the options", 2)
+    sys.exit(code or 0)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"fairseq-async: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,165 @@
+"""Commands that begin a run, or become a part of one."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fairseq_async.addresses import LOOPBACK
+from fairseq_async.cli.paths import find
+from fairseq_async.errors import ConfigurationError
+
+_MAX_RESTARTS = 3
+app = typer.Typer()
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    worker_command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...", show_default=False)],
+    workers: Annotated[int, typer.Option(min=1, help="Number of workers on this machine.")],
+    slowdown: Annotated[
+        str, typer.Option(help="Make workers slower, for experiments: 1,4 makes worker 1 four times slower.")
+    ] = "",
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(min=0, help="How often each worker that dies is started again.", show_default=str(_MAX_RESTARTS)),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where the workers meet; 0 takes a free one.")] = 0,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="The server's address, for workers that join from other machines; 0.0.0.0 is all.",
+            show_default="127.0.0.1",
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The run's secret, which --host needs; only you may read it.")
+    ] = None,
+    tls: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Encrypt every connection, with the certificates in DIR.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a script's run that was interrupted; fairseq-train does so.")
+    ] = False,
+) -> None:
+    """Train one job with several workers on this machine: fairseq-train, or a script that calls fairseq_async."""
+    from fairseq_async.launch.programs import is_fairseq  # start-up time
+    from fairseq_async.launch.start import Launch, launch_fairseq, launch_script
+
+    restarts = _MAX_RESTARTS if max_restarts is None else max_restarts
+    asynchronous = {"--slowdown": slowdown, "--max-restarts": max_restarts, "--host": host, "--token-file": token_file}
+    given = [flag for flag, value in (asynchronous | {"--tls": tls}).items() if value not in (None, "")]
+    options = Launch(workers, _factors(slowdown), restarts, port, host or LOOPBACK, token_file, tls, resume, given)
+    (launch_fairseq if is_fairseq(worker_command) else launch_script)(worker_command, options)
+
+
+@app.command()
+def join(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", show_default=False)],
+    worker_command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...", show_default=False)],
+    token_file: Annotated[
+        Path, typer.Option(metavar="FILE", help="The run's secret: on the server's machine .token in its --save-dir.")
+    ],
+    tls: Annotated[Path | None, typer.Option(metavar="DIR", help="The run's certificates, where it has --tls.")] = None,
+) -> None:
+    """Become one more worker of a run that is going on, with the same command as its other workers."""
+    from fairseq_async.launch.join import join as begin  # start-up time
+
+    find(token_file, lambda error: f"--token-file {token_file}: cannot be read: {error}")
+    begin(address, worker_command, token_file, tls)
+
+
+@app.command()
+def serve(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", show_default=False)],
+    regions: Annotated[int, typer.Option(min=1, help="Number of regions, which are its workers.")],
+    run_dir: Annotated[Path, typer.Option(metavar="DIR", help="For events.jsonl, run.json, logs and snapshots.")],
+    token_file: Annotated[
+        Path, typer.Option(metavar="FILE", help="The run's secret, the same in all regions; only you may read it.")
+    ],
+    tls: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Encrypt every connection, with the certificates in DIR.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last snapshot in --run-dir.")] = False,
+) -> None:
+    """Be the global server of several regions, whose own servers are its workers (HALoS): each has --upstream."""
+    find(token_file, lambda error: f"--token-file {token_file}: cannot be read: {error}")
+    from fairseq_async.launch.serve import serve as begin  # start-up time
+
+    begin(address, regions, run_dir, token_file, tls, resume)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def worker(
+    worker_command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...", show_default=False)],
+) -> None:
+    """Become one worker of a run whose workers srun, torchrun or mpirun starts, on one machine or several."""
+    from fairseq_async.launch.task import become_worker  # start-up time
+
+    become_worker(worker_command)
+
+
+@app.command("ray", context_settings={"allow_interspersed_args": False})
+def ray_(
+    worker_command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ... | scale +N", show_default=False)],
+    workers: Annotated[
+        str, typer.Option(help="Groups COUNT*CPU or COUNT*GPU, each with :AMOUNT for more than one: 4*GPU,2*CPU:4.")
+    ] = "",
+    shards: Annotated[
+        int | None, typer.Option(min=1, help="Processes of fairseq-train's server.", show_default="1")
+    ] = None,
+    address: Annotated[str, typer.Option(help="Of the Ray cluster; auto is the one of this machine.")] = "auto",
+    name: Annotated[str, typer.Option(help="Of the run, where a cluster has several.")] = "training",
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often what dies is started again.")] = _MAX_RESTARTS,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a script's run that was interrupted; fairseq-train does so.")
+    ] = False,
+) -> None:
+    """Train one job on a Ray cluster; or, with scale +2 or scale -1, change how many workers it has meanwhile."""
+    from fairseq_async.ray_launch.resources import parse_change, parse_workers, with_shards  # start-up time
+
+    scales = worker_command[0] == "scale" and not workers
+    change = parse_change(worker_command[1:]) if scales else 0
+    wanted = [] if scales else parse_workers(workers)
+    line = [] if scales else with_shards(worker_command, shards)
+    try:
+        from fairseq_async.ray_launch.run import RayOptions, scale, train
+    except ModuleNotFoundError as error:  # ray is an extra
+        raise ConfigurationError(f'this needs Ray ({error}): pip install ".[ray]"') from error
+
+    if scales:
+        scale(change, address, name)
+    else:
+        train(line, wanted, RayOptions(address, name, max_restarts, resume))
+
+
+@app.command()
+def certificates(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    hosts: Annotated[
+        list[str], typer.Argument(metavar="HOST...", help="Names and addresses of the server's.", show_default=False)
+    ],
+) -> None:
+    """Make the certificates of a run for --tls: a small authority, the server's certificate and the workers'."""
+    try:
+        from fairseq_async.launch.certificates import make  # start-up time
+    except ModuleNotFoundError as error:  # cryptography is an extra
+        raise ConfigurationError(f'certificates need cryptography ({error}): pip install ".[tls]"') from error
+
+    for line in make(directory, hosts):
+        print(line)
+
+
+@app.command("user-dir")
+def print_user_dir() -> None:
+    """Print the directory for fairseq's --user-dir."""
+    from fairseq_async.launch.command import user_dir  # start-up time
+
+    print(user_dir())
+
+
+def _factors(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")] if text else []
+    except ValueError as error:
+        raise ConfigurationError(f"--slowdown {text}: numbers with commas between them, as in 1,4") from error

@@ -1,0 +1,76 @@
+"""Messages as bytes of JSON, and back: each is checked once, when it is parsed."""
+
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from fairseq_async.errors import ProtocolError, RefusedError
+from fairseq_async.server.protocol.answers import Answer, ErrorReply
+from fairseq_async.server.protocol.requests import Request
+
+_Message = TypeVar("_Message")
+# Hazard: whoever is connected may send anything, and meanwhile the server serves nobody else. These keep what one
+# message costs well below a second, whatever is in it.
+_MOST_VALUES = 1 << 19  # of a message; the largest one has a table of learning rates, and a model's tensors
+_MOST_ERRORS = 64  # of which each is looked at; to tell which field is wrong takes longer than to find it
+_MOST_SAID = 500  # characters of an error, in which there may be names that the peer has chosen
+_REQUEST = Annotated[Request, Field(discriminator="kind")]
+_ANSWER = Annotated[Answer, Field(discriminator="kind")]
+
+
+class MalformedMessageError(RefusedError):
+    """A JSON object that is no message of this protocol."""
+
+
+def encode(message: Request | Answer) -> bytes:
+    """The bytes of a message. A norm may be NaN or Inf: both ends write and read these as Python's ``json`` does."""
+    kind: Any = type(message)
+    return _adapter(kind).dump_json(message)
+
+
+def parse_request(body: bytes) -> Request:
+    """A worker's message.
+
+    Raises:
+        ProtocolError: it is not JSON.
+        MalformedMessageError: it is JSON, and not a request.
+    """
+    request: Request = _parse(body, _REQUEST)
+    return request
+
+
+def parse_answer(body: bytes, expected: type[_Message]) -> _Message:
+    """The server's answer.
+
+    Raises:
+        ProtocolError: it is another than the expected one.
+        RefusedError: the server has refused the request.
+    """
+    answer: Answer = _parse(body, _ANSWER)
+    if isinstance(answer, ErrorReply):
+        raise RefusedError(answer.error)
+    if not isinstance(answer, expected):
+        raise ProtocolError(f"the server answered {answer.kind} where {expected.__name__} was expected")
+    return answer
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """The parser of a class of messages or of a union of them; made once, since making it takes milliseconds."""
+    return TypeAdapter(kind)
+
+
+def _parse(body: bytes, union: Any) -> Any:
+    if body.count(b",") + body.count(b":") > _MOST_VALUES:  # there is one of these before each value
+        raise MalformedMessageError(f"malformed message: it has more than {_MOST_VALUES} values")
+    try:
+        return _adapter(union).validate_json(body)
+    except ValidationError as error:
+        if error.error_count() > _MOST_ERRORS:
+            raise MalformedMessageError(f"malformed message: {error.error_count()} mistakes") from None
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        if first["type"] == "json_invalid":
+            raise ProtocolError("the peer sent something that is not JSON") from error
+        where = "".join(f"{part}: " for part in first["loc"][1:])
+        raise MalformedMessageError(f"malformed message: {where}{first['msg']}"[:_MOST_SAID]) from error

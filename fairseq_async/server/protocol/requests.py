@@ -1,0 +1,151 @@
+"""What a worker says to the server."""
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.layout import Layout
+from fairseq_async.server.protocol.message import message
+from fairseq_async.server.protocol.work import Report
+
+
+@message
+class Introduce:
+    """The first message on a connection: who it is, and the proof that it knows the run's token.
+
+    Attributes:
+        worker: its id; None asks for a free one.
+        joins: it was not announced.
+        instance: names the process, which may connect again.
+        challenge: what the server has to prove the token with.
+        stream_of: the server's challenge on another connection of this worker, which has not said hello yet: the new
+            one carries pieces of its tensors, and no messages. None for a connection of its own.
+    """
+
+    proof: str
+    challenge: str
+    worker: int | None
+    joins: bool
+    instance: str
+    stream_of: str | None = None
+    kind: Literal["introduce"] = "introduce"
+
+
+@message
+class Hello:
+    """Joins the run with a model and a method.
+
+    Attributes:
+        remote: tensors follow the messages on this connection; otherwise they go through shared memory.
+    """
+
+    spec: MethodSpec
+    layout: Layout
+    remote: bool
+    kind: Literal["hello"] = "hello"
+
+
+@message
+class Initialise:
+    """Worker 0 brings a new server its parameters.
+
+    Attributes:
+        restored: a server's whole state is in the file that :class:`Welcome` names.
+        from_checkpoint: worker 0 has begun from a checkpoint, which the other workers are to read as well.
+    """
+
+    restored: bool
+    from_checkpoint: bool = False
+    kind: Literal["initialise"] = "initialise"
+
+
+@message
+class Push:
+    """An update is ready in the worker's slot.
+
+    Attributes:
+        sequence: the worker's own number for it.
+        base_version: the server's version that it was computed from.
+        weight: target tokens, or local steps.
+        wait: answer only when the update is settled, even if it will only be added to others.
+        norm: the update's L2 norm where the worker knows it; NaN or Inf where it is compressed and has these, for which
+            there is no payload.
+        pulls: the worker will ask for the parameters next, to start from them. One on another machine may have them
+            behind the answer, which saves a way there and back.
+    """
+
+    sequence: int
+    base_version: int
+    weight: float
+    report: Report = field(default_factory=Report)
+    wait: bool = True
+    norm: float | None = None
+    pulls: bool = False
+    kind: Literal["push"] = "push"
+
+
+@message
+class Pull:
+    """Asks for the current parameters, in the worker's slot or behind the answer.
+
+    Attributes:
+        look_ahead: versions ahead along the server's last step.
+        starts: work starts from them: the server's rule may look ahead, and they may be compressed. Otherwise they are
+            the server's own, in fp32.
+        fragment_of: the number of an update of this worker, of whose fragment alone it asks; None for the whole model.
+    """
+
+    look_ahead: Annotated[float, Field(ge=0, le=1024)] = 0.0
+    starts: bool = False
+    fragment_of: Annotated[int, Field(ge=0)] | None = None
+    kind: Literal["pull"] = "pull"
+
+
+@message
+class WaitForWork:
+    """An idle worker asks for work; the answer comes when there is some, or when the run is finished."""
+
+    kind: Literal["wait"] = "wait"
+
+
+@message
+class ScheduleEvent:
+    """Worker 0 begins or ends an epoch, which the learning-rate schedule follows.
+
+    Attributes:
+        number: names the event; a second message with the same number has no effect.
+        loss: of the validation at the end of the epoch.
+    """
+
+    number: str
+    event: Literal["begin_epoch", "end_epoch"]
+    epoch: int
+    loss: float | None = None
+    kind: Literal["schedule_event"] = "schedule_event"
+
+
+@message
+class SaveState:
+    """Asks the server to write its whole state into a file, whose name the server chooses."""
+
+    kind: Literal["save_state"] = "save_state"
+
+
+@message
+class Alive:
+    """The worker is computing; there is no answer."""
+
+    kind: Literal["alive"] = "alive"
+
+
+@message
+class Leave:
+    """The worker leaves for good; ``finished`` ends the run for all workers."""
+
+    finished: bool
+    kind: Literal["leave"] = "leave"
+
+
+Request = Introduce | Hello | Initialise | Push | Pull | WaitForWork | ScheduleEvent | SaveState | Alive | Leave
