@@ -25,14 +25,19 @@ class Compressed:
     residual: float | None
 
     @classmethod
-    def of(cls, events: Sequence[Event], parameters: int | None) -> "Compressed | None":
-        """None where no update was compressed."""
+    def of(cls, events: Sequence[Event], sizes: Sequence[int] | None) -> "Compressed | None":
+        """None where no update was compressed.
+
+        Args:
+            sizes: number of values of the updates: one, or, of a model in fragments, those of its fragments in turn.
+        """
         payloads = [event for event in events if event.payload]
         if not payloads:
             return None
         sent = sum(event.bytes_sent or 0 for event in payloads)
         last = {event.worker: event.residual_norm for event in payloads if event.residual_norm is not None}
-        ratio = 4 * parameters * len(payloads) / sent if parameters and sent else None
+        whole = sum(4 * sizes[event.sequence % len(sizes)] for event in payloads) if sizes else 0
+        ratio = whole / sent if whole and sent else None
         return cls(sent, ratio, max(last.values(), default=None))
 
     def cells(self, seconds: float) -> tuple[str, str, str]:
@@ -43,9 +48,10 @@ class Compressed:
         return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", ratio, residual
 
 
-def read_parameters(run_dir: Path) -> int | None:
-    """The number of a run's parameters by its ``run.json``; None where that does not say it."""
+def read_sizes(run_dir: Path) -> list[int] | None:
+    """The number of values of a run's updates in turn, by its ``run.json``; None where that does not say it."""
     try:
-        return RunDescription.read(run_dir).layout.size
+        run = RunDescription.read(run_dir)
+        return [fragment.size for fragment in run.layout.fragments(run.fragments)]
     except ConfigurationError:
         return None

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.launch.compressed import Compressed, read_parameters
+from fairseq_async.launch.compressed import Compressed, read_sizes
 from fairseq_async.launch.run_length import RunLength, Work
 from fairseq_async.server.notices import SEPARATOR
 from fairseq_async.server.receipt import Status
@@ -72,7 +72,7 @@ class Progress:
         self._began = clock() if began is None else began
         self._validation: Validation | None = None
         self._length: RunLength | None = None
-        self._parameters: int | None = None
+        self._sizes: list[int] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -104,7 +104,7 @@ class Progress:
         if event.time < self._began:
             return
         if self._first is None:
-            self._length, self._parameters = self._read_length(), read_parameters(self.run_dir)
+            self._length, self._sizes = self._read_length(), read_sizes(self.run_dir)
             self._first = event.time, self._length.fraction(self._work)
         self._recent.append(event)
         self.updates[event.worker] = self.updates.get(event.worker, 0) + 1
@@ -141,7 +141,7 @@ class Progress:
             _mean([event.held_seconds or 0.0 for event in applied]),
             _mean([event.look_ahead or 0.0 for event in applied]),
             sum(loss * weight for loss, weight in losses) / sum(weight for _, weight in losses) if losses else None,
-            Compressed.of(events, self._parameters),
+            Compressed.of(events, self._sizes),
         )
 
     @property

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.launch.compressed import Compressed, read_parameters
+from fairseq_async.launch.compressed import Compressed, read_sizes
 from fairseq_async.server.receipt import Status
 from fairseq_async.server.run_files.description import RunDescription, SimulatedTrial
 from fairseq_async.server.run_files.event_log import EVENTS
@@ -65,7 +65,7 @@ class Run:
         events: in the order in which they were settled; ``time`` in seconds since the run's beginning.
         curve: the evaluations of a simulation; else empty.
         validations: those of worker 0 of a real run, where its front end writes them; ``time`` as above.
-        parameters: of the model; None where ``run.json`` does not say it.
+        sizes: number of values of its updates in turn; None where ``run.json`` does not say it.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Run:
     events: list[Event]
     curve: list[Evaluation]
     validations: list[Validation] = field(default_factory=list)
-    parameters: int | None = None
+    sizes: Sequence[int] | None = None
 
     @cached_property
     def applied(self) -> list[Event]:
@@ -135,7 +135,7 @@ class Run:
     def compressed(self, worker: int | None = None) -> Compressed | None:
         """What the compressed updates of a worker, or of all, come to; None where they are not compressed."""
         own = [event for event in self.events if worker is None or event.worker == worker]
-        return Compressed.of(own, self.parameters)
+        return Compressed.of(own, self.sizes)
 
     def shares(self, worker: int) -> dict[str, float]:
         """The fraction of its time that the worker spent on each kind of activity."""
@@ -218,7 +218,7 @@ def _read(directory: Path, given: Path) -> Run | None:
             events=[replace(event, time=event.time - first) for event in events],
             curve=curve,
             validations=[replace(each, time=each.time - first) for each in validations],
-            parameters=read_parameters(directory),
+            sizes=read_sizes(directory),
         )
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{directory}: the run there cannot be read: {error!r}") from error

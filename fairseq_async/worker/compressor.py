@@ -47,10 +47,11 @@ class _Part:
         feedback = None if self.feedback is None else self.feedback.state_dict()
         return {"feedback": feedback, "codec": self.codec.state_dict()}
 
-    def load_state_dict(self, state: State) -> None:
-        self.codec.load_state_dict(state["codec"])
+    def load_state_dict(self, state: State, same_codec: bool) -> None:
+        if same_codec:
+            self.codec.load_state_dict(state["codec"])
         if self.feedback is not None and state["feedback"] is not None:
-            self.feedback.load_state_dict(state["feedback"])
+            self.feedback.load_state_dict(state["feedback"], same_codec)
 
 
 class Compressor:
@@ -72,6 +73,7 @@ class Compressor:
     def __init__(
         self, options: compression.CodecOptions, spec: MethodSpec, layout: Layout, worker: int, feedback: bool = True
     ) -> None:
+        self._codec = options.model_dump()
         self._parts: list[_Part] = []
         for fragment in layout.fragments(spec.fragments):
             codec, sizes = compression.build(options), tuple(s.size for s in layout.segments[fragment.tensors])
@@ -133,7 +135,7 @@ class Compressor:
     def state_dict(self) -> State:
         """For the worker's checkpoint, between two updates."""
         self._wait()
-        own = {"worker": self._worker, "sequence": self._sequence}
+        own = {"worker": self._worker, "sequence": self._sequence, "codec": self._codec}
         return own | {"parts": [part.state_dict() for part in self._parts]}
 
     def load_state_dict(self, state: State, sequence: int) -> bool:
@@ -141,6 +143,7 @@ class Compressor:
 
         It does not where the state is another worker's, of other fragments, or of another time than the server's, whose
         next update of this worker has this ``sequence`` number: what the residual holds may be in the parameters then.
+        A residual is whatever codec's: one of another codec than the run has now is sent by the new one.
         """
         self._wait()
         here = self._worker, len(self._parts), sequence
@@ -148,7 +151,7 @@ class Compressor:
             return False
         self._sequence = sequence
         for part, own in zip(self._parts, state["parts"], strict=True):
-            part.load_state_dict(own)
+            part.load_state_dict(own, same_codec=state.get("codec") == self._codec)
         return True
 
     def _residual_norm(self) -> float | None:

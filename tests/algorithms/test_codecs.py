@@ -3,6 +3,7 @@
 import itertools
 import math
 import struct
+import warnings
 import zlib
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, Codec, CountSketch, Int8, TopK
+from fairseq_async.algorithms.codecs.payload import seal
 from fairseq_async.errors import AsyncError, CodecError
 
 LARGEST = torch.finfo(torch.float32).max
@@ -177,7 +179,7 @@ def adacomp_reference(residual: np.ndarray, newest: np.ndarray, sizes: list[int]
         for each, limit in zip(bins, largest, strict=True):
             for j in each:
                 if limit > 0 and abs(total[j] + newest[j]) >= limit:
-                    sent[j] = math.copysign(sum(largest) / len(largest), total[j])
+                    sent[j] = np.sign(total[j]) * sum(largest) / len(largest)
         begin += size
     return sent
 
@@ -193,6 +195,12 @@ def test_adacomp_sends_what_its_pseudo_code_sends(sizes: list[int], bin_size: in
     # H is a sum of fp32 values, rounded as in fp32
     exact = adacomp_reference((total.double() - newest.double()).numpy(), newest.double().numpy(), sizes, bin_size)
     np.testing.assert_allclose(back, exact, rtol=1e-6)
+
+
+def test_adacomp_sends_no_value_that_has_cancelled_out() -> None:
+    """As sign(0) it would be 0, however large the newest gradient is."""
+    data = AdaComp(2).encode(torch.tensor([0.0, 1.0]), newest=torch.tensor([5.0, 0.0]))
+    assert AdaComp(2).decode(data, 2).tolist() == [0.0, 1.0]
 
 
 def test_adacomp_by_hand_a_bin_of_zeros_sends_nothing_and_lowers_the_mean() -> None:
@@ -358,6 +366,35 @@ def test_a_body_that_lies_is_refused(codec: Codec, at: int, new: bytes, said: st
     data = codec.encode(torch.tensor([1.0, -2.0, 3.0, 0.5, 0.25, 4.0, -1.0, 2.0]))
     with pytest.raises(CodecError, match=said):
         codec.decode(sealed(data[:at] + new + data[at + len(new) :]), 8)
+
+
+def test_half_a_byte_behind_the_last_value_has_to_be_zero() -> None:
+    data = E3M0(4).encode(torch.tensor([1.0, 0.5, 0.25]))
+    with pytest.raises(CodecError, match="behind the last value"):
+        E3M0(4).decode(sealed(data[:-1] + bytes([data[-1] | 0xF0])), 3)
+
+
+@pytest.mark.parametrize("codec", [AdaComp(4), DQSGD(4), DQSGD(4, 2)], ids=name_of)
+@pytest.mark.parametrize("lies", [(1, 3), (4,), (2, 2, 0), (2, 0, 2)])
+def test_tensors_of_other_sizes_than_the_models_are_refused(codec: Codec, lies: tuple[int, ...]) -> None:
+    values = torch.tensor([1.0, -2.0, 3.0, 0.5])
+    assert codec.decode(codec.encode(values, sizes=(2, 2)), 4, (2, 2)).shape == (4,)
+    with pytest.raises(CodecError, match="tensors"):
+        codec.decode(codec.encode(values, sizes=lies), 4, (2, 2))
+
+
+def test_sketches_are_of_one_vector_and_their_sum_is_finite() -> None:
+    sketch = CountSketch(1, 4)
+    data = sketch.encode(torch.full((4,), 1e38))
+    two = seal(sketch.number, (4, 0), [data[32:]])
+    for use in (lambda: sketch.add(data, two), lambda: sketch.estimate(two, torch.tensor([0]))):
+        with pytest.raises(CodecError, match="2 tensors"):
+            use()
+    large = sketch.encode(torch.tensor([3e38, 0.0, 0.0, 0.0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CodecError, match="Inf"):
+            sketch.add(large, large)
 
 
 @pytest.mark.parametrize("codec", codecs(), ids=name_of)

@@ -79,6 +79,15 @@ def test_an_update_that_cannot_be_sent_leaves_all_as_it_was() -> None:
         assert not feedback.pending and torch.equal(feedback.residual, before)
 
 
+def test_a_first_update_that_cannot_be_sent_fixes_no_size() -> None:
+    feedback = ErrorFeedback(AdaComp(4), sizes=(2, 3))
+    for bad in (torch.tensor([math.nan]), torch.ones(4)):
+        with pytest.raises(CodecError):
+            feedback.send(bad)
+        assert not feedback.residual.numel()
+    assert feedback.send(torch.ones(5))
+
+
 def test_the_update_may_change_after_it_was_sent() -> None:
     feedback, update = ErrorFeedback(TopK(4, 1)), torch.tensor([4.0, 1.0, 2.0, 0.0])
     feedback.send(update)

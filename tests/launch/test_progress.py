@@ -74,6 +74,18 @@ def test_the_view_of_a_compressed_run_has_bytes_per_second_ratio_and_residual_of
     assert "fp32 / sent" in text and "80.0" in text and "residual" in text
 
 
+def test_the_ratio_of_a_run_in_fragments_is_that_of_each_fragment(tmp_path: Path) -> None:
+    """Of 100 and of 300 parameters: updates 0 and 1 would be 400 and 1,200 bytes in fp32."""
+    rows = [["a", [100], "float32"], ["b", [300], "float32"]]
+    (tmp_path / "run.json").write_text(json.dumps({"method": {"options": {"fragments": 2}}, "layout": rows}))
+    progress = Progress(tmp_path, 1, clock=lambda: 1000.0)
+    lines = [event(0, 1, 1000.0, sequence=n, bytes_sent=sent, payload="00c0ffee") for n, sent in enumerate((100, 300))]
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    progress.poll()
+    [row] = [row.compressed for row in progress.rows()][:1]
+    assert row and row.ratio == 4.0
+
+
 def test_the_view_of_another_run_has_no_such_columns(tmp_path: Path) -> None:
     progress = Progress(tmp_path, 1, clock=lambda: 1000.0)
     (tmp_path / "events.jsonl").write_text(event(0, 1, 1000.0, bytes_sent=4000))

@@ -3,13 +3,17 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from fairseq_async import compression
-from fairseq_async.algorithms import TopK, Update
-from fairseq_async.errors import ExchangeError, RefusedError
+from fairseq_async.algorithms import AdaComp, TopK, Update
+from fairseq_async.errors import CodecError, ExchangeError, RefusedError
+from fairseq_async.server.layout import Layout
+from fairseq_async.server.network.payloads import Payloads
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.protocol import Push, PushReply, Report, encode
 from fairseq_async.server.receipt import Status
@@ -170,6 +174,26 @@ def test_a_payload_that_is_none_is_refused_in_one_line_and_the_server_goes_on(
         assert send(one, 0, [1.0, 0.0, 0.0]).taken and parameters(one) == [2.0, 0.0, 0.0]
 
 
+def test_a_payload_of_other_tensors_than_the_models_is_refused_before_it_is_looked_at(tmp_path: Path) -> None:
+    """A tensor of no values would cost its sender 12 bytes, and the server more time than that."""
+    layout, codec = Layout.of([("a", torch.zeros(300)), ("b", torch.zeros(300))]), AdaComp(500)
+    with local_sgd(tmp_path, workers=1, compress="adacomp") as [worker]:
+        payloads = Payloads(worker.spec, layout, layout.fragments(1))
+    channel = SimpleNamespace(with_tensor=True)
+    peer: Any = SimpleNamespace(channel=channel, remote=True)
+    payloads.open(peer, slot := torch.zeros(600))
+    for sizes in ((300, 300), (299, 301), (300, 300, *[0] * 50)):
+        sent = codec.encode(torch.ones(600), sizes=sizes)
+        channel.tensor_bytes = len(sent)
+        channel.room[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        if sizes == (300, 300):
+            payloads.unpack(peer, Push(0, 0, 1.0), slot)
+            assert slot.tolist() == [1.0] * 600
+        else:
+            with pytest.raises(CodecError, match="tensors"):
+                payloads.unpack(peer, Push(1, 0, 1.0), slot)
+
+
 def test_more_bytes_than_any_payload_has_end_the_connection(tmp_path: Path) -> None:
     with local_sgd(tmp_path, workers=2, compress=TOP_1) as [one, other]:
         one.client._channel.send(encode(Push(0, 0, 1.0, Report(local_steps=1, step_seconds=0.0))), torch.zeros(1000))
@@ -237,3 +261,33 @@ def test_a_residual_comes_back_only_to_its_worker_at_its_time(tmp_path: Path) ->
         assert not other.load_state_dict(state, 1) and not back.load_state_dict(state, 0)
         assert back.load_state_dict(state, 1)
         assert back.state_dict()["parts"][0]["feedback"]["residual"].tolist() == residual(one)
+
+
+@pytest.mark.parametrize("other", ["dqsgd", "int8", "topk:chunk=3,keep=2", "bf16"])
+def test_a_residual_is_sent_by_whatever_codec_the_run_goes_on_with(tmp_path: Path, other: str) -> None:
+    """One that keeps none, as dqsgd, leaves it; what a codec has noted is its own."""
+    options = compression.parse(other).push
+    assert options is not None
+    with local_sgd(tmp_path, workers=1, compress=TOP_1) as [one]:
+        send(one, 0, [4.0, 3.0, 0.0])
+        assert one.client.compressor is not None
+        state = one.client.compressor.state_dict()
+        after = Compressor(options, one.spec, LAYOUT, worker=0)
+        assert after.load_state_dict(state, 1)
+        _, payload = after.encode(Push(1, 1, 1.0), torch.tensor([-1.0, -1.0, 0.0]))
+        assert payload is not None
+        if after.keeps_residual:
+            assert after.decode(payload, 3)[1] == pytest.approx(-4.0, rel=0.1)
+
+
+def test_dqsgd_with_other_bits_measures_its_norm_anew(tmp_path: Path) -> None:
+    four, eight = (compression.parse(f"dqsgd:bits={bits}").push for bits in (4, 8))
+    assert four is not None and eight is not None
+    with local_sgd(tmp_path, workers=1, compress="dqsgd:bits=4") as [one]:
+        before, same, other = (Compressor(options, one.spec, LAYOUT, worker=0) for options in (four, four, eight))
+        _, coarse = before.encode(Push(0, 0, 1.0), torch.ones(3))
+        before.settle(taken=True)
+        state = before.state_dict()
+        assert same.load_state_dict(state, 1) and other.load_state_dict(state, 1)
+        payloads = [each.encode(Push(1, 1, 1.0), torch.ones(3))[1] for each in (same, other)]
+        assert coarse is not None and [len(each) - len(coarse) for each in payloads if each is not None] == [0, 1]

@@ -22,7 +22,7 @@ class AdaComp(Codec):
 
     With G = residual + g and H = G + g, where g is the newest gradient: in each bin of T neighbouring values of a
     tensor, those are sent whose |H_j| ≥ max|G| of the bin; as sign(G_j) times the mean of the bins' max|G|, one number
-    for the tensor. A bin of zeros sends nothing.
+    for the tensor. Where G_j is 0, and so in a bin of zeros, nothing is sent.
 
     Body: T (u32); for each tensor its scale (fp32), how many values each bin sends, the places of these values in their
     bins, bin after bin and in ascending order, and a bit for each, 1 for a value below 0, filled up to a whole byte.
@@ -78,7 +78,8 @@ class AdaComp(Codec):
         found = [np.empty(0, np.int64)]
         for part, bins in blocks.parts(values.numel(), self.bin_size):
             sums = blocks.rows((values[part] + newest[part]).abs_(), self.bin_size)
-            found.append(np.flatnonzero((sums >= limits[bins]).numpy()) + part.start)
+            chosen = (sums >= limits[bins]).view(-1)[: part.stop - part.start] & (values[part] != 0)
+            found.append(np.flatnonzero(chosen.numpy()) + part.start)
         return np.concatenate(found)
 
     def _unpack(self, body: memoryview, sizes: tuple[int, ...]) -> Tensor:

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fairseq_async.algorithms.codecs.codec import Codec, Vector, check_finite, check_length, check_parameter
-from fairseq_async.algorithms.codecs.payload import Bytes, seal, unseal
+from fairseq_async.algorithms.codecs.payload import Bytes, seal
 from fairseq_async.errors import CodecError
 
 Unsigned = NDArray[np.uint64]
@@ -46,7 +46,8 @@ class CountSketch(Codec):
             CodecError: one is no sketch with these rows, columns and seed, or they are of vectors of two sizes.
         """
         size = _size_of(first)
-        sum_ = self._table(first, size) + self._table(second, size)
+        with np.errstate(over="ignore"):  # what is too large is Inf, which is refused
+            sum_ = self._table(first, size) + self._table(second, size)
         check_finite(torch.from_numpy(sum_))
         return seal(self.number, (size,), [self._parameters(), sum_.astype("<f4").tobytes()])
 
@@ -101,7 +102,7 @@ class CountSketch(Codec):
         return np.asarray(np.median(found, axis=0), np.float32)
 
     def _table(self, data: Bytes, size: int) -> NDArray[np.float32]:
-        return self._parsed(unseal(data, self.number, size)[1])
+        return self._parsed(self._opened(data, size)[0])
 
     def _parsed(self, body: memoryview) -> NDArray[np.float32]:
         check_length(body, self._most_body_bytes(()))

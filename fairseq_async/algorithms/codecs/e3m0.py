@@ -7,6 +7,7 @@ from fairseq_async.algorithms.codecs import blocks
 from fairseq_async.algorithms.codecs.codec import Codec, Vector, as_bytes, check_length, check_parameter, from_bytes
 from fairseq_async.algorithms.codecs.memory import new_vector
 from fairseq_async.algorithms.codecs.payload import Bytes
+from fairseq_async.errors import CodecError
 
 _LARGEST = torch.finfo(torch.float32).max
 _LEVELS = torch.tensor([0.0, *(2.0**level for level in range(-6, 1))])
@@ -64,6 +65,8 @@ class E3M0(Codec):
         (size,) = sizes
         check_length(body, self._most_body_bytes(sizes))
         scales, packed = blocks.split(body, size, self.block, _LARGEST)
+        if size % 2 and packed[-1] >> 4:
+            raise CodecError("half a byte behind the last value of a payload is not 0")
         values = new_vector(size + size % 2)
         pairs = values.view(torch.int64)
         for part, rows in blocks.parts(size, self.block):

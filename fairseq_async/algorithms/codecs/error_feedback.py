@@ -50,13 +50,12 @@ class ErrorFeedback:
         if self.pending:
             raise CodecError("an update was sent that was neither acknowledged nor refused")
         flat = update.detach().reshape(-1).to("cpu", torch.float32, copy=True)
-        if not self._residual.numel():
-            self._residual = torch.zeros(flat.numel(), dtype=torch.float64)
-        if self._residual.numel() != flat.numel():
-            raise CodecError(f"an update of {flat.numel()} values: those before had {self._residual.numel()}")
-        carried = torch.add(self._residual, flat).float()
+        residual = self._residual if self._residual.numel() else torch.zeros(flat.numel(), dtype=torch.float64)
+        if residual.numel() != flat.numel():
+            raise CodecError(f"an update of {flat.numel()} values: those before had {residual.numel()}")
+        carried = torch.add(residual, flat).float()
         self._payload = self.codec.encode(carried, seed, self._sizes, newest=flat)
-        self._update = flat
+        self._residual, self._update = residual, flat
         return self._payload
 
     def acknowledge(self) -> None:
@@ -78,9 +77,15 @@ class ErrorFeedback:
         own = {"residual": self._residual, "update": self._update, "payload": payload}
         return own | {"codec": self.codec.state_dict()}
 
-    def load_state_dict(self, state: State) -> None:
-        """Goes on from :meth:`state_dict`."""
+    def load_state_dict(self, state: State, same_codec: bool = True) -> None:
+        """Goes on from :meth:`state_dict`.
+
+        Args:
+            same_codec: it is of a codec with the same parameters; of another one the residual alone is taken.
+        """
         self._residual = state["residual"].clone()
+        if not same_codec:
+            return self._forget()
         self.codec.load_state_dict(state["codec"])
         self._update = state["update"]
         self._payload = b"" if state["payload"] is None else state["payload"].numpy().tobytes()

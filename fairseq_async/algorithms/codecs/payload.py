@@ -33,8 +33,11 @@ def seal(codec: int, sizes: Sequence[int], body: Sequence[Bytes]) -> bytes:
     return b"".join((header, _CHECKSUM.pack(checksum), table, *body))
 
 
-def unseal(data: Bytes, codec: int, size: int) -> tuple[tuple[int, ...], memoryview]:
-    """The sizes of the tensors, and the body, of a payload that should have ``size`` values in all.
+def unseal(
+    data: Bytes, codec: int, size: int, sizes: tuple[int, ...] | None = None
+) -> tuple[memoryview, tuple[int, ...]]:
+    """The body, and the sizes of the tensors, of a payload that should have ``size`` values in all, in tensors of these
+    ``sizes`` where they are known.
 
     Raises:
         CodecError: it is no payload of this codec, of another number of values, or damaged.
@@ -49,12 +52,16 @@ def unseal(data: Bytes, codec: int, size: int) -> tuple[tuple[int, ...], memoryv
         raise CodecError(f"a payload of codec {number}: codec {codec} was expected")
     if view.nbytes != header_bytes(tensors) + length:  # before anything is made of these numbers
         raise CodecError(f"a payload of {view.nbytes} bytes announces {tensors} tensors and a body of {length} bytes")
-    sizes = struct.unpack_from(f"<{tensors}Q", view, _START)
-    if sum(sizes) != size:
-        raise CodecError(f"a payload of {sum(sizes)} values: {size} were expected")
+    if sizes is not None and tensors != len(sizes):
+        raise CodecError(f"a payload of {tensors} tensors: {len(sizes)} were expected")
+    found = struct.unpack_from(f"<{tensors}Q", view, _START)
+    if sum(found) != size:
+        raise CodecError(f"a payload of {sum(found)} values: {size} were expected")
+    if sizes is not None and found != sizes:
+        raise CodecError("a payload of tensors of other sizes than those of this model")
     if zlib.crc32(view[_START:], zlib.crc32(view[: _HEADER.size])) != checksum_of(view):
         raise CodecError("a payload with a wrong checksum: it was changed on its way")
-    return sizes, view[header_bytes(tensors) :]
+    return view[header_bytes(tensors) :], found
 
 
 def checksum_of(data: Bytes) -> int:

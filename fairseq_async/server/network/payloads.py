@@ -25,6 +25,7 @@ class Payloads:
 
     def __init__(self, spec: MethodSpec, layout: Layout, fragments: Sequence[Fragment]) -> None:
         self._fragments = fragments
+        self._sizes = [tuple(segment.size for segment in layout.segments[each.tensors]) for each in fragments]
         push = spec.compress.push
         self.codec = None if push is None else compression.build(push)
         self._size = layout.size
@@ -57,7 +58,8 @@ class Payloads:
             return None
         data = self._arrived(peer)
         fragment = in_turn(self._fragments, push.sequence)
-        fragment.of(slot).copy_(self.codec.decode(data, fragment.size))
+        sizes = self._sizes[push.sequence % len(self._sizes)]
+        fragment.of(slot).copy_(self.codec.decode(data, fragment.size, sizes))
         return f"{checksum_of(data):08x}"
 
     def _place(self, peer: Peer, fragment: Fragment, slot: Tensor) -> None:

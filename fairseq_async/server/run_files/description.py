@@ -72,9 +72,18 @@ class RunDescription(BaseModel):
     @property
     def exchanges_while_computing(self) -> bool:
         """Whether workers of local SGD go on while an update is on its way, whole or in fragments."""
-        options = self.method.get("options")
-        given = options if isinstance(options, dict) else {}
-        return bool(given.get("overlap") or given.get("fragment_delay")) or given.get("fragments", 1) != 1
+        return bool(self._options.get("overlap") or self._options.get("fragment_delay")) or self.fragments != 1
+
+    @property
+    def fragments(self) -> int:
+        """In how many fragments the model is exchanged."""
+        given = self._options.get("fragments", 1)
+        return given if isinstance(given, int) else 1
+
+    @property
+    def _options(self) -> JsonObject:
+        given = self.method.get("options")
+        return given if isinstance(given, dict) else {}
 
 
 def _unreadable(run_dir: Path, error: Exception) -> ConfigurationError:
