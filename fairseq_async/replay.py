@@ -182,7 +182,8 @@ class Replay:
             self._repeat_merges(group)
             computed = [self._computed(event) for event in group]
             with _threads(self.recording.start["threads"]):
-                self._repeat_control_events(group[0])
+                for event in group:
+                    self._repeat_control_events(event)
                 settled = self._push(computed)
             for event, each in zip(group, settled, strict=True):
                 self._compare(event, each.receipt)

@@ -9,6 +9,8 @@ from fairseq_async.algorithms.momentum_rule import MomentumRule, at_least_one, c
 from fairseq_async.algorithms.rule import State, fills
 from fairseq_async.algorithms.update import Update
 
+_CANCELLED = 1e-6  # of Σ w: a few times what fp32 rounds the sum of unit vectors by
+
 
 class DirectionAveraging(MomentumRule):
     """One Nesterov step on a round's updates, whose lengths and directions are averaged apart (Decoupled DiLoCo, arXiv
@@ -106,8 +108,10 @@ class DirectionAveraging(MomentumRule):
         for number, total in enumerate(self.buffer.split(self.tensors)):
             if number in self.embeddings:
                 total.div_(self.weight)
-            elif (length := float(total.double().norm())) > 0:
+            elif (length := float(total.double().norm())) > _CANCELLED * self.weight:
                 total.mul_(self.lengths[number] / self.weight / length)
+            else:
+                total.zero_()  # the directions cancel: what is left of them is rounding, and points nowhere
         return self.buffer
 
 

@@ -11,6 +11,8 @@ from fairseq_async.algorithms.rule import State, fills
 from fairseq_async.algorithms.threads import PIECE, copy_in_threads, in_threads, pairs, step_in_threads
 from fairseq_async.algorithms.update import Update
 
+_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
+
 
 class HybridAccumulation:
     """Aji & Heafield 2019, "Making Asynchronous Stochastic Gradient Descent Work for Transformers"
@@ -68,6 +70,7 @@ class HybridAccumulation:
         self.mean: Tensor | None = None
         self.weight = 0.0
         self.count = 0
+        self._left = 0  # gradients of a state without partial steps: they go with the first round
 
     def apply(self, parameters: Tensor, update: Update) -> float:
         """Adds one mean gradient; steps the optimizer on every N-th, and returns how much of a step that is."""
@@ -90,9 +93,10 @@ class HybridAccumulation:
         if self.clip_norm:
             self._clip(mean, norm)
         share = min(1.0, self.count / self.whole_step) if self.partial_steps else 1.0
-        with _scaled_learning_rate(self.optimizer, partial_rate(self.optimizer, share)):
+        with _partial_step(self.optimizer, share):
             step_in_threads(self.optimizer) if self.elementwise else self.optimizer.step()
         self.weight, self.count = 0.0, 0
+        self.updates_per_step, self._left = max(1, self.updates_per_step - self._left), 0
         return share
 
     def moves_parameters(self, ahead: int = 0) -> bool:
@@ -108,7 +112,7 @@ class HybridAccumulation:
 
     def limit_round(self, updates: int) -> None:
         """A step waits for no more gradients than a round has."""
-        self.updates_per_step = updates if self.partial_steps else min(self.whole_step, updates)
+        self.updates_per_step = updates + self._left if self.partial_steps else min(self.whole_step, updates)
 
     def state_dict(self) -> State:
         """The optimizer's state and the gradients that wait for their step."""
@@ -122,6 +126,7 @@ class HybridAccumulation:
     def load_state_dict(self, state: State) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.weight, self.count = state["weight"], state["count"]
+        self._left = self.count if self.partial_steps else 0
         if state["mean"] is not None:
             self._accumulator(state["mean"]).copy_(state["mean"])
 
@@ -158,16 +163,33 @@ def _as_it_is(norm: Tensor) -> Tensor:
 
 
 @contextmanager
-def _scaled_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
-    """Within this the optimizer's learning rate is so many times what it was."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = factor * rate
+def _partial_step(optimizer: torch.optim.Optimizer, share: float) -> Iterator[None]:
+    """Within this a step of the optimizer is this share of a whole one.
+
+    A weight decay that multiplies the parameters by 1 − lr · decay is no gradient, and has no noise: it is the share of
+    a whole step's, whatever is left of the learning rate.
+    """
+    rate = partial_rate(optimizer, share)
+    before = [(group["lr"], group.get("weight_decay", 0.0)) for group in optimizer.param_groups]
+    for group, (lr, decay) in zip(optimizer.param_groups, before, strict=True):
+        group["lr"] = rate * lr
+        if decay and rate != share and _is_decoupled(optimizer):
+            group["weight_decay"] = share / rate * decay
     try:
         yield
     finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, (lr, decay) in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = lr
+            if decay:
+                group["weight_decay"] = decay
+
+
+def _is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the weight decay is no part of the gradient. Of torch's optimizers with ``betas`` AdamW says so, by its
+    class or by an option; fairseq's, and our own, all have it so."""
+    if not isinstance(optimizer, _OF_TORCH):
+        return True
+    return isinstance(optimizer, torch.optim.AdamW) or bool(optimizer.defaults.get("decoupled_weight_decay"))
 
 
 def _norm_of_lerp(mean: Tensor, other: Tensor, fraction: float) -> Tensor:

@@ -281,6 +281,12 @@ class HybridEngine(AsyncEngine):
         else:
             self._schedule = RateTable(self.optimizer, OptimizerSpec.from_json(spec.framework).learning_rates)
 
+    def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: object, **kwargs: object) -> object:
+        """As :meth:`AsyncEngine.save_checkpoint`, of the server's own parameters: the model's may be ahead of them."""
+        if self.async_worker.look_ahead:
+            self.pull()
+        return super().save_checkpoint(save_dir, tag, *args, **kwargs)
+
     @errors_in_one_line()
     def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
         """Exchanges with the server where DeepSpeed would step its optimizer, after the last micro-batch."""

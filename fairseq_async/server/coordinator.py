@@ -16,7 +16,7 @@ from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Report, ScheduleEvent
 from fairseq_async.server.receipt import SETTLED, Receipt, Status
 from fairseq_async.server.rounds.grace import GracePeriod
-from fairseq_async.server.rounds.look_ahead import LookAhead
+from fairseq_async.server.rounds.look_ahead import NOTHING_MEASURED, LookAhead
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
 from fairseq_async.server.rounds.quorum import Quorum
 
@@ -62,6 +62,7 @@ class Coordinator:
         self._awaited = 0
         self._silent: set[int] = set()  # whose work was given up
         self._limit: int | None = None
+        look_ahead.follow(server.version, server.parameters)
 
     @property
     def deadline(self) -> float | None:
@@ -314,16 +315,16 @@ class Coordinator:
         }
 
     def snapshot(self) -> State:
-        """With it, what workers that wait for a new server may ask again."""
-        return self.state_dict() | {"answered": self._answered}
+        """With it, what workers that wait for a new server may ask again, and who waits for none."""
+        return self.state_dict() | {"answered": self._answered, "left": self.membership.left_for_good}
 
     def load_state_dict(self, state: State) -> None:
         """Goes on from :meth:`state_dict` or :meth:`snapshot`."""
         self.server.load_state_dict(state["server"])
         self.plan.load_state_dict(state["plan"])
         self.positions = dict(state["positions"])
-        if "look_ahead" in state:  # not in a state of the first edition
-            self.look_ahead.load_state_dict(state["look_ahead"])
+        self.look_ahead.load_state_dict(state.get("look_ahead", NOTHING_MEASURED))  # not in one of the first edition
+        self.look_ahead.follow(self.server.version, self.server.parameters)
         self._answered = dict(state.get("answered", {}))
         self._merged = list(state.get("merged", []))
         self.finished = self.server.finished or self.plan.finished

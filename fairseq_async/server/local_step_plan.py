@@ -142,7 +142,7 @@ class LocalStepPlan:
         """With what workers are at: after a restart each begins again there, in whatever order they come."""
         state = {"steps": self.steps, "epochs": self.epochs, "used": self.used, "speeds": self.speeds}
         assigned = {worker: tuple(work) for worker, work in self.assigned.items()}  # of a type that torch trusts
-        return state | {"assigned": assigned, "generator": self._generator.get_state()}
+        return state | {"gone": sorted(self.gone), "assigned": assigned, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: State) -> None:
         """There may be other workers and other shards than before: then what was used counts for each by its size."""
@@ -153,6 +153,7 @@ class LocalStepPlan:
             self.used, self.assigned = _by_share(self.steps, self.shards), {}
         self.awaited = set(self.assigned)
         self.speeds = {worker: speed for worker, speed in state["speeds"].items() if worker < self.workers}
+        self.gone = set(state.get("gone", ()))  # not in an older state; who comes back is there again
         self._generator.set_state(state["generator"])
 
     def _close(self, worker: int) -> None:

@@ -61,7 +61,8 @@ class Membership:
         announced: workers 0 to ``announced - 1`` are expected; others may join.
         now: the beginning of the run.
         timeout: seconds without a word after which nobody waits for a worker any more.
-        arrival_timeout: the same for a worker that has not come yet, or is not ready.
+        arrival_timeout: the same for a worker that has not come yet, or is not ready; one that is expected back, as
+            :meth:`expect_back` says, has ``timeout``.
 
     Attributes:
         members: the workers that are connected.
@@ -150,6 +151,15 @@ class Membership:
     def has_left(self, worker: int) -> bool:
         """Whether it has said that it will not come back."""
         return self._left_at.get(worker) == -inf
+
+    @property
+    def left_for_good(self) -> list[int]:
+        """The workers that have said so, for the server that may take this one's place."""
+        return sorted(filter(self.has_left, self._left_at))
+
+    def note_left(self, workers: Iterable[int]) -> None:
+        """These had left for good before this server took another's place."""
+        self._left_at.update(dict.fromkeys(workers, -inf))
 
     def is_away(self, worker: int) -> bool:
         """Whether its connection has closed without a word, and it has not come back."""
@@ -277,7 +287,9 @@ class Membership:
             return member.pending != "work" and not self.is_silent(worker, now)
         if worker in self._left_at:
             return self.waits_for_dead and now - self._left_at[worker] <= self.timeout
-        return now - self._began <= self.arrival_timeout
+        # who was at work when another server died is back soon, or dead
+        patience = self.timeout if worker in self._expected_back else self.arrival_timeout
+        return now - self._began <= patience
 
     def state_dict(self) -> State:
         """Who is here, away and idle, for a simulation that is stopped; a real server's workers connect again."""

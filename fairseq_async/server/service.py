@@ -179,6 +179,7 @@ class Service(Connections):
         now, parameters = self.wall_clock(), torch.zeros(run.layout.size)
         run.begin(self.build, parameters, state, f"snapshot {path.name}", self.membership, now)
         self.membership.expect_back(run.coordinator.server.sequences)
+        self.membership.note_left(state.get("left", ()))  # not in an older snapshot
         return path.name
 
     def _respond(self, peer: Peer, request: Request, accepted: bool) -> Answer | None:

@@ -144,6 +144,9 @@ class Upstream:
             fresh: the region's parameters are the global server's.
         """
         settled = above.sequence > self._sequence and not fresh
+        unknown = above.sequence - self._sequence - (self.drift is not None)  # messages later than the snapshot
+        if settled and unknown > 0:
+            self._unreported = 0  # they have reported it
         self.joined, self._sent_at, self._sequence = True, now, above.sequence
         if settled:
             return self.merge(above)

@@ -74,3 +74,13 @@ def test_it_is_the_papers_formula_with_a_nesterov_step(seed: int, count: int) ->
         m = 0.9 * m + mean
         reference = reference - 0.7 * (0.9 * m + mean)
         assert torch.allclose(theta.double(), reference, rtol=1e-3, atol=1e-3)
+
+
+@given(st.floats(0.01, 100.0), st.floats(0.01, 100.0), st.integers(1, 40), st.integers(0, 999))
+def test_directions_that_cancel_move_nothing(first: float, second: float, size: int, seed: int) -> None:
+    """What rounding leaves of their sum would be a step of full length, in any direction."""
+    rule, theta = DirectionAveraging(1.0, 0.0, 2, [size, 1]), torch.zeros(size + 1)
+    values = torch.randn(size + 1, generator=torch.Generator().manual_seed(seed))
+    for factor in (first, -second):
+        rule.apply(theta, Update(0, 0, 0, 1.0, factor * values))
+    assert not theta.any()

@@ -210,3 +210,19 @@ def test_gradients_of_weight_0_alone_are_no_step(count: int) -> None:
     assert parameters.item() == -2.0 and rule.count == 0
     assert [rule.apply(parameters, update([1.0], weight=1)) for _ in range(count)][-1] == 1.0
     assert parameters.item() == -4.0
+
+
+def test_gradients_left_from_a_run_of_whole_steps_go_with_the_first_round() -> None:
+    """Two of four are left: the first round of four has six gradients, and the next ones have their own four."""
+    whole = HybridAccumulation(sgd(torch.zeros(1)), 4)
+    for gradient in (1.0, 1.0):
+        whole.apply(torch.zeros(1), update([gradient]))
+    parameters = torch.zeros(1)
+    rule = HybridAccumulation(sgd(parameters), 4, partial_steps=True)
+    rule.load_state_dict(whole.state_dict())
+    rule.limit_round(4)
+    assert [rule.apply(parameters, update([4.0])) for _ in range(4)] == [0.0, 0.0, 0.0, 1.0]
+    assert float(parameters) == -3.0  # the mean of 1, 1, 4, 4, 4 and 4
+    assert [rule.apply(parameters, update([1.0])) for _ in range(4)] == [0.0, 0.0, 0.0, 1.0]
+    rule.limit_round(2)
+    assert [rule.apply(parameters, update([1.0])) for _ in range(2)] == [0.0, 0.5]

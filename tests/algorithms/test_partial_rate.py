@@ -49,3 +49,44 @@ def test_gradients_without_noise_move_sgd_as_far_and_adam_further(n: int) -> Non
     sgd, adam = torch.optim.SGD, torch.optim.Adam
     assert moved(n, sgd, 1.0, 0.0) == pytest.approx(moved(4, sgd, 1.0, 0.0), rel=1e-4)
     assert moved(n, adam, 1.0, 0.0) == pytest.approx((4 / n) ** 0.5 * moved(4, adam, 1.0, 0.0), rel=1e-3)
+
+
+class Decoupled(torch.optim.SGD):
+    """Of another library: it has betas, and a decay that is no part of the gradient."""
+
+    def __init__(self, params: list[Tensor], lr: float, weight_decay: float) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0] |= {"betas": (0.9, 0.98), "weight_decay": weight_decay}
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, Decoupled])
+def test_a_weight_decay_beside_the_gradient_is_that_of_whole_steps(make: type[torch.optim.Optimizer]) -> None:
+    """Sixteen gradients of zeros, in steps of 4, of 1, and of 3 and 1."""
+    left = []
+    for sizes in ([4] * 4, [1] * 16, [3, 1] * 4):
+        parameters = torch.ones(3, dtype=torch.float64)
+        optimizer = make([parameters], lr=0.01, weight_decay=0.1)  # type: ignore[call-arg]
+        rule = HybridAccumulation(optimizer, 4, partial_steps=True)
+        for size in sizes:
+            rule.limit_round(size)
+            for _ in range(size):
+                rule.apply(parameters, Update(0, 0, 0, 1.0, torch.zeros(3, dtype=torch.float64)))
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1
+        left.append(float(parameters[0]))
+    assert left[1:] == pytest.approx([left[0]] * 2, rel=1e-5) and left[0] == pytest.approx(0.999**4)
+
+
+def test_a_weight_decay_in_the_gradient_stays_as_it_is() -> None:
+    parameters = torch.ones(1)
+    optimizer = torch.optim.Adam([parameters], lr=0.01, weight_decay=0.1)
+    seen: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.param_groups[0]["weight_decay"]))
+    rule = HybridAccumulation(optimizer, 4, partial_steps=True)
+    rule.limit_round(1)
+    rule.apply(parameters, Update(0, 0, 0, 1.0, torch.ones(1)))
+    assert seen == [0.1]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import SGD
 
-from fairseq_async.deepspeed_plugin.engine import LocalEngine
+from fairseq_async.deepspeed_plugin.engine import AsyncEngine, HybridEngine, LocalEngine
 from fairseq_async.deepspeed_plugin.tensors import replica_of
 from fairseq_async.errors import ConfigurationError
 
@@ -105,3 +105,16 @@ def test_an_optimizer_of_another_model_is_one_line() -> None:
     engine = with_optimizer(model.requires_grad_(False), **vars(SGD(model.parameters())))
     with pytest.raises(ConfigurationError, match="no parameter of the model that is trained"):
         replica_of(engine, 0)
+
+
+@pytest.mark.parametrize("look_ahead", [0.0, 2.0])
+def test_a_checkpoint_of_a_worker_that_is_ahead_is_of_the_servers_own_parameters(
+    monkeypatch: pytest.MonkeyPatch, look_ahead: float
+) -> None:
+    done: list[str] = []
+    engine = HybridEngine.__new__(HybridEngine)
+    nn.Module.__init__(engine)
+    engine.async_worker = cast(Any, SimpleNamespace(look_ahead=look_ahead, catch_up=lambda: done.append("pulls")))
+    monkeypatch.setattr(AsyncEngine, "save_checkpoint", lambda *arguments: done.append(f"saves {arguments[1:]}"))
+    engine.save_checkpoint("directory", "tag")
+    assert done == ["pulls"] * bool(look_ahead) + ["saves ('directory', 'tag')"]

@@ -223,3 +223,15 @@ def test_a_worker_that_has_connected_again_is_counted_where_it_was() -> None:
     assert plan.used[first] == 8 and sum(plan.used) == 8
     with pytest.raises(RefusedError, match="shard 2"):
         plan.check(report(8, shard=2))
+
+
+def test_who_is_gone_is_gone_after_a_restart_of_the_server_too() -> None:
+    """The speed of a worker that has left would make the others' rounds shorter for the rest of the run."""
+    first, second = (LocalStepPlan(2, maximum=50, total_steps=0, dynamic=True, shards=[], seed=1) for _ in range(2))
+    for worker, speed in enumerate((10.0, 1.0)):
+        first.assign(worker)
+        first.record(worker, report(50, 1 / speed))
+    first.release(0)
+    second.load_state_dict(first.state_dict())
+    assert second.assign(1) == first.assign(1) and first.assign(1).local_steps == 50
+    assert [second.assign(worker).local_steps for worker in (0, 1)] == [50, 5], "until it comes back"

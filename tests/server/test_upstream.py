@@ -111,3 +111,26 @@ def test_a_region_that_has_lost_the_global_server_goes_on_and_sends_nothing() ->
     move(coordinator, upstream)
     upstream.lose()
     assert upstream.due(1.0) is None and upstream.idle
+
+
+def test_local_steps_that_were_reported_are_reported_no_second_time() -> None:
+    """The snapshot is older than a message that had its steps; one that was on its way had those before it."""
+    coordinator, upstream = begun()
+    upstream.join(Above(3, 7, False, 0 * ONES), 0.0, fresh=True)
+    move(coordinator, upstream, updates=1)
+    _, restored = from_snapshot(coordinator, upstream.state_dict())
+    restored.join(Above(4, 8, False, 0 * ONES), 0.0, fresh=False)
+    move(coordinator, restored)
+    drift = restored.due(2.0)
+    assert drift is not None and drift.steps == 2
+
+    coordinator, upstream = begun()
+    upstream.join(Above(3, 7, False, 0 * ONES), 0.0, fresh=True)
+    move(coordinator, upstream)
+    assert upstream.due(1.0) is not None
+    move(coordinator, upstream, updates=1)  # behind the message
+    _, restored = from_snapshot(coordinator, upstream.state_dict())
+    restored.join(Above(4, 8, False, 0 * ONES), 0.0, fresh=False)
+    move(coordinator, restored)
+    drift = restored.due(2.0)
+    assert drift is not None and drift.steps == 3

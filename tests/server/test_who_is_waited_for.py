@@ -267,3 +267,22 @@ def test_a_server_that_came_back_waits_for_whoever_had_sent_updates_before(pair:
     show_life(pair, pair.second, 1200.0)
     assert not pair.is_answered(pair.first)
     assert pair.push(pair.second, 1) and pair.is_answered(pair.first)
+
+
+@pytest.mark.parametrize("pair", [SYNCHRONOUS, DILOCO], indirect=True, ids=["synchronous", "DiLoCo"])
+@pytest.mark.parametrize("says_goodbye", [True, False])
+def test_a_server_that_came_back_does_not_wait_as_for_a_beginning(pair: Pair, says_goodbye: bool) -> None:
+    """For who has left for good not at all; for who died meanwhile, as for anybody who died."""
+    pair.push(pair.first)
+    pair.push(pair.second)
+    if says_goodbye:
+        pair.second.ask(Leave(finished=False), Goodbye)
+    in_process.take_snapshot(pair.service)
+    end(pair.service)
+    pair.service = new_service(2, pair.service.run_dir, pair.service.build, pair.clock)
+    pair.service.recover()
+    pair.first = pair.enter(0)
+    assert pair.push(pair.first, 1) == says_goodbye
+    pair.clock.now += 61.0
+    pair.service.tick()
+    assert pair.is_answered(pair.first)

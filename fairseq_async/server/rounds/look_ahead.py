@@ -7,7 +7,10 @@ from fairseq_async.algorithms.rule import State
 _NEWEST = 0.25  # weight of a worker's last update in its running means
 _IN_STEP = 0.5  # a worker whose updates are less stale than this starts from the parameters as they are
 _MOST = 2.0  # times its staleness that a worker starts ahead: a tiny step says little of those behind it
-_VERSIONS, _SAMPLE = 32, 1024  # of the parameters, that are kept to be compared; they are in each snapshot
+_VERSIONS, _SAMPLE = 128, 1024  # of the parameters, that are kept to be compared; they are in each snapshot
+
+NOTHING_MEASURED: State = {"staleness": {}, "steps": {}, "path": {}}
+"""The state of a run that begins."""
 
 
 class LookAhead:
@@ -16,7 +19,9 @@ class LookAhead:
     An update that is τ versions late should be computed where the parameters are τ versions later. Their last step
     predicts that place: the nearest point along it is s steps ahead, and s is measured when the update comes. Of steps
     that all go the same way it is τ; it is less where they turn. A worker starts ahead by the running mean of its own
-    s, and before the first measurement by that of its τ.
+    s, and before the first measurement by that of its τ: an update that began at the first version has no step before
+    it. One that began before the versions that are kept says nothing: a worker's first update may be late by thousands
+    of versions, once, and must not send its worker so far away.
 
     Args:
         versions: the same for all workers in place of what is measured; None measures.
@@ -38,6 +43,8 @@ class LookAhead:
 
     def note(self, worker: int, base: int, staleness: int) -> None:
         """An update of the worker was settled, which it had computed from version ``base``."""
+        if base not in self._path:
+            return
         self._staleness[worker] = _moved(self._staleness.get(worker), float(staleness))
         steps = self._steps_between(base, base + staleness)
         if steps is not None:

@@ -19,7 +19,7 @@ from fairseq_async.server.outcome import ControlEvent, Settled
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.protocol import Report
 from fairseq_async.server.receipt import Receipt
-from fairseq_async.server.run_files.finite import finite
+from fairseq_async.server.run_files.finite import finite, measured
 from fairseq_async.server.run_files.state_files import private
 
 EVENTS, ROLLED_BACK, ROLLBACKS = "events.jsonl", "events.rolled-back.jsonl", "rollbacks.jsonl"
@@ -69,7 +69,7 @@ class EventLog:
             "version_after": receipt.version,
             "status": receipt.status.value,
         }
-        reported = {key: value for key, value in vars(report).items() if value is not None}
+        reported = {key: measured(value) for key, value in vars(report).items() if value is not None}
         event = own | reported | (extra or {})
         line = json.dumps({key: finite(value) for key, value in event.items()}).encode() + b"\n"
         with self._or_without("events"):

@@ -1,0 +1,92 @@
+"""Replays of runs in which an update of a round was refused."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms import HybridAccumulation, Rule, Update
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.replay import Recording, Replay
+from fairseq_async.server import Layout, Segment
+from fairseq_async.server.coordinator import build_coordinator
+from fairseq_async.server.membership import Membership
+from fairseq_async.server.outcome import Outcome
+from fairseq_async.server.plan import EpochPlan, Plan
+from fairseq_async.server.protocol import Push, Report
+from fairseq_async.server.run_files.event_log import EventLog, Recorder
+from scripts.faults.sgd_server import Constant, sgd_spec
+from tests.helpers.run_files import events
+
+LAYOUT = Layout((Segment("w", (3,), "float32"),))
+SPEC = sgd_spec(updates_per_step=3, workers=3, barrier=3, closes_early=True, waits_for_dead=False)
+
+
+class Worker:
+    """Its gradient is half of the parameters, but for one that is NaN."""
+
+    layout = LAYOUT
+
+    def __init__(self, spoilt: bool) -> None:
+        self.spoilt, self.sequence, self.version, self.start = spoilt, -1, 0, torch.zeros(3)
+
+    def start_from(self, parameters: Tensor, version: int) -> None:
+        self.start, self.version = parameters.clone(), version
+
+    def compute(self) -> tuple[Push, Tensor]:
+        self.sequence += 1
+        factor = float("nan") if self.spoilt and self.sequence == 1 else 0.5
+        return Push(self.sequence, self.version, 1.0, Report(position={"seen": self.sequence})), factor * self.start
+
+
+class Run:
+    threads = 1
+
+    def __init__(self, bad: int) -> None:
+        self.workers: Mapping[int, Worker] = {worker: Worker(worker == bad) for worker in range(3)}
+
+    def build(self, spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
+        rule = HybridAccumulation(torch.optim.SGD([parameters], lr=0.5), 3, partial_steps=True)
+        return rule, EpochPlan(Constant(), 0)
+
+
+def record(run_dir: Path, bad: int) -> Tensor:
+    """Four rounds of three workers; returns the last parameters."""
+    run, parameters, membership = Run(bad), torch.tensor([1.0, -2.0, 3.0]), Membership(3, 0.0)
+    coordinator = build_coordinator(SPEC, *run.build(SPEC, LAYOUT, parameters), parameters, membership)
+    recorder, log = Recorder(run_dir, coordinator.server, False), EventLog(run_dir, {}, "the beginning", 0.0)
+
+    def deliver(outcome: Outcome) -> None:
+        for each in outcome.settled:
+            log.write(0.0, each.receipt, each.report, each.recorded | recorder.of(each))
+        for told in outcome.instructions:
+            membership.answered(told.worker, 0.0)
+            if coordinator.server.version != run.workers[told.worker].version:
+                run.workers[told.worker].start_from(parameters, coordinator.server.version)
+
+    for number, worker in run.workers.items():
+        membership.enter(number, str(number), 0.0)
+        coordinator.instruct(number, None, 0.0)
+        worker.start_from(parameters, 0)
+    for now in (1.0, 2.0, 3.0, 4.0):
+        for number, worker in run.workers.items():
+            push, gradient = worker.compute()
+            membership.wait(number, "push")
+            update = Update(number, push.sequence, push.base_version, push.weight, gradient)
+            deliver(coordinator.push(update, push.report, now))
+        if coordinator.deadline is not None:
+            deliver(coordinator.tick(coordinator.deadline))
+    return parameters
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_round_with_a_refused_gradient_is_repeated_with_its_own_size(tmp_path: Path, bad: int) -> None:
+    last = record(tmp_path, bad)
+    described = {"method": SPEC.to_json(), "layout": LAYOUT.to_json(), "workers": 3}
+    (tmp_path / "run.json").write_text(json.dumps(described))
+    assert [event["worker"] for event in events(tmp_path) if event["status"] == "refused"] == [bad]
+    replay = Replay(Recording.read(tmp_path), Run(bad))
+    assert len(list(replay.steps())) >= 4 and torch.equal(replay.parameters, last)
