@@ -1,7 +1,7 @@
 """A network that fails on purpose: between workers and server, message by message."""
 
 import json
-import select
+import selectors
 import socket
 import struct
 import threading
@@ -130,13 +130,17 @@ class Proxy:
         frames = {client: Frames(), server: Frames()}
         passes: dict[socket.socket, Callable[..., None]] = {client: self._request, server: self._reply}
         other = {client: server, server: client}
-        while not self._closing.is_set():
-            for side in select.select([client, server], [], [], 0.1)[0]:
-                data = side.recv(1 << 20)
-                if not data:
-                    return
-                for message, frame in frames[side].feed(data):
-                    passes[side](here, other[side], message, frame)
+        with selectors.DefaultSelector() as ready:
+            for side in (client, server):
+                ready.register(side, selectors.EVENT_READ, side)
+            while not self._closing.is_set():
+                for key, _ in ready.select(0.1):
+                    side = key.data
+                    data = side.recv(1 << 20)
+                    if not data:
+                        return
+                    for message, frame in frames[side].feed(data):
+                        passes[side](here, other[side], message, frame)
 
     def _request(self, here: _Connection, server: socket.socket, message: dict[str, Any], frame: bytes) -> None:
         kind = message.get("kind")

@@ -1,5 +1,6 @@
 """A server in a thread of this process: everything but the process itself, in milliseconds."""
 
+import os
 import socket
 import threading
 from pathlib import Path
@@ -51,5 +52,15 @@ class ThreadServer:
         assert not self.thread.is_alive()
         for peer in self._loop.peers:
             peer.channel.close()
-        self._listener.close()
         self._other.close()
+        if self._listener.fileno() >= 0:  # it was not stopped before
+            self._listener.close()
+            close_files(self.service)
+
+
+def close_files(service: Service) -> None:
+    """What a server's process has open until it ends; this one has many servers."""
+    if service.begun is not None:
+        os.close(service.begun._events._file)
+    if service.run is not None:
+        service.run.memory.close()

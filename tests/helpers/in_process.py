@@ -1,7 +1,6 @@
 """The server's service without a socket, a thread or a clock that goes by itself."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from fairseq_async.server.protocol import Greeting, Introduce, Introduced, Reque
 from fairseq_async.server.run import Build
 from fairseq_async.server.service import Service
 from scripts.faults.direct import TOKEN, FakeChannel
+from scripts.faults.thread_server import close_files
 from tests.helpers.mortal import InlineSnapshots
 
 _Answer = TypeVar("_Answer")
@@ -86,7 +86,4 @@ def take_snapshot(service: Service) -> None:
 
 def end(service: Service) -> None:
     """What the end of a process does."""
-    if service.run is not None:
-        service.run.memory.close()
-    if service.begun is not None:
-        os.close(service.begun._events._file)
+    close_files(service)

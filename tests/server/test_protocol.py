@@ -28,6 +28,7 @@ from fairseq_async.server.protocol import (
     encode,
     parse_answer,
     parse_request,
+    parsing,
 )
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)  # JSON has no lone surrogates
@@ -207,7 +208,7 @@ def test_a_message_full_of_mistakes_is_refused_at_the_first_or_without_a_look_at
 ) -> None:
     """Whoever is connected can send it, and nobody else is served meanwhile."""
     with pytest.raises(ValidationError) as found:
-        protocol._adapter(protocol._REQUEST).validate_json(body)
+        parsing._adapter(parsing._REQUEST).validate_json(body)
     assert found.value.error_count() == mistakes
     with pytest.raises(MalformedMessageError, match=f"^malformed message: {said}"):
         parse_request(body)
@@ -215,7 +216,7 @@ def test_a_message_full_of_mistakes_is_refused_at_the_first_or_without_a_look_at
 
 @pytest.mark.parametrize("part", ["[]", '"":0', "0", '{"":[{}]}'])
 def test_a_message_of_too_many_values_is_refused_unread(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_adapter", lambda kind: pytest.fail("it is parsed"))
+    monkeypatch.setattr(parsing, "_adapter", lambda kind: pytest.fail("it is parsed"))
     with pytest.raises(MalformedMessageError, match="more than 524288 values"):
         parse_request(many(part, (1 << 19) + 2).join("[]").encode())
 
