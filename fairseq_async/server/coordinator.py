@@ -245,7 +245,7 @@ class Coordinator:
             self.waiting.close()
         self.look_ahead.follow(self.server.version, self.server.parameters)
         settled, waiting = [], []
-        uncounted: list[tuple[int, Exception]] = []
+        failures: list[tuple[int, Exception]] = []
         for receipt in receipts:
             report, waits = self._pending.pop(receipt.worker, (Report(), False))
             if receipt.status in SETTLED:
@@ -253,7 +253,7 @@ class Coordinator:
                 try:
                     self.plan.record(receipt.worker, report)
                 except Exception as error:  # whatever it says, the others of its round are not to suffer
-                    uncounted.append((receipt.worker, error))
+                    failures.append((receipt.worker, error))
                 self.look_ahead.note(receipt.worker, receipt.base_version, receipt.staleness)
             held_seconds = now - self.held_since.pop(receipt.worker, now)
             merged: tuple[int, ...] = ()
@@ -263,10 +263,15 @@ class Coordinator:
             self._control_events = []
             waiting += [receipt] * waits
         self.finished = self.finished or self.server.finished or self.plan.finished
-        instructions = [self.instruct(receipt.worker, receipt, now) for receipt in waiting]
+        instructions = []
+        for receipt in waiting:
+            try:
+                instructions.append(self.instruct(receipt.worker, receipt, now))
+            except Exception as error:  # likewise
+                failures.append((receipt.worker, error))
         if self.finished:
             instructions += self._reject_waiting(now)
-        return Outcome(settled, instructions, uncounted) + self._wake(now)
+        return Outcome(settled, instructions, failures) + self._wake(now)
 
     def _continues(self, arrived: int | None, now: float) -> bool:
         """Whether the updates that are held wait for others, now that this worker's has joined them."""

@@ -54,16 +54,17 @@ class Outcome:
     """What an event has led to: updates to be logged, then workers to be answered, both in order.
 
     Attributes:
-        uncounted: workers whose report the plan could not count, and why; their updates are settled like the others.
+        failures: workers whose report the plan could not count, or for whom it has found no work, and why. Their
+            updates are settled like the others'; who is in no instruction has no answer yet.
     """
 
     settled: list[Settled] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
-    uncounted: list[tuple[int, Exception]] = field(default_factory=list)
+    failures: list[tuple[int, Exception]] = field(default_factory=list)
 
     def __add__(self, other: "Outcome") -> "Outcome":
         return Outcome(
             self.settled + other.settled,
             self.instructions + other.instructions,
-            self.uncounted + other.uncounted,
+            self.failures + other.failures,
         )

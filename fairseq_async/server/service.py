@@ -221,8 +221,6 @@ class Service(Connections):
 
     def _deliver(self, run: Run, outcome: Outcome) -> None:
         """Publishes and logs what was settled, then answers the workers that wait for it."""
-        for worker, error in outcome.uncounted:
-            self.refusals.count_mistake(f"worker {worker}", error)
         run.publish()
         run.log(outcome.settled, self.wall_clock())
         for instruction in outcome.instructions:
@@ -235,6 +233,14 @@ class Service(Connections):
                 raise
             except Exception as error:  # as where memory runs out for its parameters: the others are to have theirs
                 self._answer_failure(peer, error)
+        told = {instruction.worker for instruction in outcome.instructions}
+        for worker, failure in outcome.failures:
+            unanswered = None if worker in told else self.peers.get(worker)
+            if unanswered is None:
+                self.refusals.count_mistake(f"worker {worker}", failure)
+            else:
+                unanswered.push = None
+                self._answer_failure(unanswered, failure)
 
     def _instruct(self, run: Run, peer: Peer, reply: protocol.PushReply | protocol.WorkReply) -> None:
         """Answers a worker. One on another machine that would ask for parameters next has them behind the answer."""

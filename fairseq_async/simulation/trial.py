@@ -283,7 +283,7 @@ class Trial:
 
     def _deliver(self, outcome: Outcome) -> None:
         """All that was applied is written before anyone takes parameters."""
-        for _, error in outcome.uncounted:
+        for _, error in outcome.failures:
             raise error
         if self.starts is not None:
             self.starts.follow(self.server)

@@ -27,6 +27,7 @@ from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.server.protocol import (
     Alive,
+    Assignment,
     Greeting,
     Initialise,
     Introduce,
@@ -535,6 +536,31 @@ def test_a_report_that_cannot_be_counted_spares_the_others_of_its_round(
         connection.send(Push(0, 0, 1.0, Report()))
     assert [each.last.get("status") for each in (first, second)] == ["applied"] * 2
     assert service.refusals.counts["internal error"] == 1
+
+
+def test_a_plan_that_has_no_work_for_one_spares_the_others_of_its_round(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.run_dir.mkdir()
+    first = begun(service, barrier=2)
+    second = Connection(service)
+    second.introduce(1)
+    assert service.run is not None and hello(second, layout(), barrier=2)
+    plan = service.run.coordinator.plan
+    assign = plan.assign
+
+    def fail(worker: int) -> Assignment:
+        if worker == 0:
+            raise TypeError("a mistake")
+        return assign(worker)
+
+    monkeypatch.setattr(plan, "assign", fail)
+    for worker, connection in enumerate((first, second)):
+        in_process.slot(service, worker).fill_(1.0)
+        connection.send(Push(0, 0, 1.0, Report()))
+    assert "a mistake" in first.last["error"] and second.last["status"] == "applied"
+    monkeypatch.setattr(plan, "assign", assign)
+    assert first.send(Push(0, 0, 1.0, Report())) and first.last["status"] == "duplicate"
 
 
 def test_an_answer_that_fails_spares_the_others_of_its_round(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
