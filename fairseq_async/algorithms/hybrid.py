@@ -87,14 +87,7 @@ class HybridAccumulation:
         self.count += 1
         if not steps:
             return 0.0
-        if self.weight == 0:  # no token in any of them: there is nothing to step with
-            self.count = 0
-            return 0.0
-        if self.clip_norm:
-            self._clip(mean, norm)
-        share = min(1.0, self.count / self.whole_step) if self.partial_steps else 1.0
-        with _partial_step(self.optimizer, share):
-            step_in_threads(self.optimizer) if self.elementwise else self.optimizer.step()
+        share = self._step(mean, norm) if self.weight > 0 else 0.0  # without a token there is nothing to step with
         self.weight, self.count = 0.0, 0
         self.updates_per_step, self._left = max(1, self.updates_per_step - self._left), 0
         return share
@@ -136,6 +129,15 @@ class HybridAccumulation:
             for tensor in (*self._optimized, *self._tensors):  # each gradient lies where its parameter lies
                 tensor.grad = self.mean.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return self.mean
+
+    def _step(self, mean: Tensor, norm: Tensor | None) -> float:
+        """Steps the optimizer with the mean, of this norm where it is known; returns how much of a step that is."""
+        if self.clip_norm:
+            self._clip(mean, norm)
+        share = min(1.0, self.count / self.whole_step) if self.partial_steps else 1.0
+        with _partial_step(self.optimizer, share):
+            step_in_threads(self.optimizer) if self.elementwise else self.optimizer.step()
+        return share
 
     def _clip(self, mean: Tensor, norm: Tensor | None) -> None:
         """As ``torch.nn.utils.clip_grad_norm_``, but for the pass over memory that multiplies by 1."""

@@ -42,14 +42,17 @@ def capacity(
     link: Annotated[
         str, typer.Option(help="Workers on other machines: Gbit/s, as 1,10,100; 0.1:50 with 50 ms one way.")
     ] = "",
-    servers: Annotated[
-        str, typer.Option(help="Shards of the parameters, a server each.", show_default="1,2,4,8; with --workers to 64")
+    shards: Annotated[
+        str,
+        typer.Option(
+            "--shards", "--servers", help="Of the server, a core each.", show_default="1,2,4,8; with --workers to 64"
+        ),
     ] = "",
     compress: Annotated[
         str, typer.Option(metavar="NAME", help="Codecs on the link, as topk,pull=bf16; else as the run has sent.")
     ] = "",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Say which servers, local steps and fragments so many workers need.")
+        int | None, typer.Option(min=1, help="Say which shards, local steps and fragments so many workers need.")
     ] = None,
     step_seconds: Annotated[
         str,
@@ -65,7 +68,7 @@ def capacity(
     """Say how many workers one server holds, and what sharding would give; or what a cluster needs."""
     from fairseq_async.reporting.capacity_question import read_question  # start-up time
 
-    question = read_question(run_dir, parameters, link, servers, compress, workers, step_seconds, at_most_waiting)
+    question = read_question(run_dir, parameters, link, shards, compress, workers, step_seconds, at_most_waiting)
     from rich.console import Console
 
     from fairseq_async.reporting.capacity_answer import answer

@@ -77,7 +77,9 @@ def measure(run_dir: Path, compress: str = "") -> Measured:
     layout = description.layout
     sent = of_codecs(compress, layout) if compress else of_run(description.method, events, layout)
     push, pull = sent.push.size / layout.size, sent.pull.size / layout.size
-    costs = Costs(max(gap - exchange, _LEAST), exchange, server, layout.size, push=push, pull=pull)
+    shards = description.shards  # each had its part of the server's time
+    step, unsharded = max(gap - exchange, _LEAST), exchange + (shards - 1) * server
+    costs = Costs(step, unsharded, shards * server, layout.size, push=push, pull=pull, shards=shards)
     rate = sum(1 / max(_LEAST, median(cycle.gap for cycle in _cycles(each))) for each in own if _cycles(each))
     return Measured(costs, tuple(each[0].worker for each in own), rate, sent, pstdev(served) / server)
 
@@ -107,20 +109,20 @@ def _cycles(events: Sequence[Event]) -> list[_Cycle]:
     ]
 
 
-def tables(measured: Measured, sizes: Sequence[int], links: Sequence[Link], servers: Sequence[int]) -> Iterator[Table]:
+def tables(measured: Measured, sizes: Sequence[int], links: Sequence[Link], shards: Sequence[int]) -> Iterator[Table]:
     """Tables of what was measured, of the workers that a server holds, and of the speed-up by number of workers.
 
     Args:
         sizes: numbers of parameters of other models.
         links: of a network.
-        servers: numbers of servers.
+        shards: of the server, numbers to look at.
     """
     costs = measured.costs
     yield _measured(measured)
     if measured.exchange.compressed:
         yield _sent(measured.exchange, costs.parameters)
-    yield _held(costs, sizes or [costs.parameters], links, servers)
-    yield _speedup(costs, links, servers)
+    yield _held(costs, sizes or [costs.parameters], links, shards)
+    yield _speedup(costs, links, shards)
 
 
 def _measured(measured: Measured) -> Table:
@@ -144,21 +146,21 @@ def _sent(exchange: ExchangeBytes, parameters: int) -> Table:
     return table
 
 
-def _held(costs: Costs, sizes: Sequence[int], links: Sequence[Link], servers: Sequence[int]) -> Table:
+def _held(costs: Costs, sizes: Sequence[int], links: Sequence[Link], shards: Sequence[int]) -> Table:
     title = "Workers until the server is the bottleneck (step and exchange in proportion to the model)"
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for column in ("parameters", "link", *(f"{m} server{'s' * (m > 1)}" for m in servers)):
+    for column in ("parameters", "link", *(f"{m} shard{'s' * (m > 1)}" for m in shards)):
         table.add_column(column, justify="right")
     for size in sizes:
         for name, each in over(costs.of_size(size), links):
-            table.add_row(f"{size:,}", name, *(f"{replace(each, servers=m).workers_held:,.0f}" for m in servers))
+            table.add_row(f"{size:,}", name, *(f"{replace(each, shards=m).workers_held:,.0f}" for m in shards))
     return table
 
 
-def _speedup(costs: Costs, links: Sequence[Link], servers: Sequence[int]) -> Table:
+def _speedup(costs: Costs, links: Sequence[Link], shards: Sequence[int]) -> Table:
     table = Table(title="Updates a second over those of one worker", title_justify="left", box=box.SIMPLE)
     cases = [
-        (f"{name}, {m} server{'s' * (m > 1)}", replace(c, servers=m)) for name, c in over(costs, links) for m in servers
+        (f"{name}, {m} shard{'s' * (m > 1)}", replace(c, shards=m)) for name, c in over(costs, links) for m in shards
     ]
     for column in ("workers", *(name for name, _ in cases)):
         table.add_column(column, justify="right")

@@ -28,7 +28,7 @@ def answer(question: Question) -> Iterator[str | Table]:
     if question.workers is not None:
         yield from _for_cluster(question, question.workers, measured)
     elif measured is not None:
-        yield from tables(measured, question.sizes, question.links, question.servers)
+        yield from tables(measured, question.sizes, question.links, question.shards)
 
 
 def _for_cluster(question: Question, workers: int, measured: Measured | None) -> Iterator[str | Table]:
@@ -43,7 +43,7 @@ def _for_cluster(question: Question, workers: int, measured: Measured | None) ->
             spread = 0.0 if measured is None else measured.server_spread
             asked = sizing.Sizing(cluster, each, own, question.at_most_waiting, spread, slower)
             where = f"{workers:,} workers, {size:,} parameters, {name if question.links else 'one machine'}"
-            yield from sizing.answer(asked, question.servers, where)
+            yield from sizing.answer(asked, question.shards, where)
     if measured is None:
         yield (
             f"The server's time is assumed: {_ADAM * 1e9:g} ns a parameter for Adam, {_OUTER * 1e9:g} for an outer "

@@ -20,7 +20,7 @@ class Question:
         run_dir: of the run whose costs count; None where they are assumed.
         sizes: numbers of parameters; empty for the run's.
         links: of a network; empty on one machine.
-        servers: numbers of shards to look at.
+        shards: of the server, numbers to look at.
         compress: codecs on the link; empty for those of the run.
         workers: of the cluster; None where only the run's server is asked about.
         step_seconds: mean and spread of the workers in turn; empty for the run's.
@@ -30,7 +30,7 @@ class Question:
     run_dir: Path | None
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
-    servers: tuple[int, ...]
+    shards: tuple[int, ...]
     compress: str
     workers: int | None
     step_seconds: tuple[tuple[float, float], ...]
@@ -41,7 +41,7 @@ def read_question(
     run_dir: Path | None,
     parameters: str,
     link: str,
-    servers: str,
+    shards: str,
     compress: str,
     workers: int | None,
     step_seconds: str,
@@ -65,7 +65,7 @@ def read_question(
     share = 0.05 if at_most_waiting is None else at_most_waiting
     if not 0 < share < 1:
         raise ConfigurationError(f"--at-most-waiting {share:g}: a share of the workers' time, above 0 and below 1")
-    counts = _counts("--servers", servers) or (_FOR_TABLES if workers is None else _TO_CHOOSE_FROM)
+    counts = _counts("--shards", shards) or (_FOR_TABLES if workers is None else _TO_CHOOSE_FROM)
     return Question(run_dir, sizes, tuple(links), tuple(sorted(counts)), compress, workers, tuple(seconds), share)
 
 

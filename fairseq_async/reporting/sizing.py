@@ -14,7 +14,7 @@ from fairseq_async.simulation.server_queue import Exchanges, Load, ServerQueue
 _LOCAL_STEPS = tuple(2**power for power in range(11))
 _FRAGMENTS = (2, 4, 8, 16)
 _AHEAD = 1  # steps for which a worker goes on while a fragment is exchanged
-PROJECTION = "More than one server is a projection: no run has a server in shards yet. Shards are taken to be equal."
+SHARDS = "Shards (server_shards) are taken to be equal, each with a core of the server's machine; they share its link."
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Fit:
 
 @dataclass(frozen=True)
 class Row:
-    """With so many servers: gradients at every step, and local SGD with the fewest local steps, whole or in fragments.
+    """With so many shards: gradients at every step, and local SGD with the fewest local steps, whole or in fragments.
 
     None where up to 1,024 local steps are too few.
     """
 
-    servers: int
+    shards: int
     gradients: Load
     whole: Fit | None
     in_fragments: Fit | None
@@ -57,9 +57,9 @@ class Sizing:
     server_spread: float = 0.0
     slower: float = 1.0
 
-    def rows(self, servers: Sequence[int]) -> list[Row]:
-        """One for each number of servers."""
-        return [self._row(count) for count in servers]
+    def rows(self, shards: Sequence[int]) -> list[Row]:
+        """One for each number of shards."""
+        return [self._row(count) for count in shards]
 
     @property
     def step(self) -> float:
@@ -67,10 +67,10 @@ class Sizing:
         workers = range(self.cluster.workers)
         return self.slower * fmean(Speed(self.cluster.seconds_of(worker), worker, 0).mean for worker in workers)
 
-    def _row(self, servers: int) -> Row:
-        gradients, local_sgd = replace(self.gradients, servers=servers), replace(self.local_sgd, servers=servers)
+    def _row(self, shards: int) -> Row:
+        gradients, local_sgd = replace(self.gradients, shards=shards), replace(self.local_sgd, shards=shards)
         load = self._simulate(gradients, Exchanges())
-        return Row(servers, load, self._fewest(local_sgd, (1,), 0), self._fewest(local_sgd, _FRAGMENTS, _AHEAD))
+        return Row(shards, load, self._fewest(local_sgd, (1,), 0), self._fewest(local_sgd, _FRAGMENTS, _AHEAD))
 
     def _simulate(self, costs: Costs, exchanges: Exchanges) -> Load:
         served = Distribution(distribution="lognormal", mean=costs.server, spread=self.server_spread)
@@ -98,29 +98,29 @@ class Sizing:
         return 1 - rate * computing / self.cluster.workers
 
 
-def answer(sizing: Sizing, servers: Sequence[int], where: str) -> Iterator[str | Table]:
-    """The table of all numbers of servers, and in one line which to choose.
+def answer(sizing: Sizing, shards: Sequence[int], where: str) -> Iterator[str | Table]:
+    """The table of all numbers of shards, and in one line which to choose.
 
     Args:
         where: the workers, the model and the link, in words.
     """
-    rows, budget = sizing.rows(servers), sizing.at_most_waiting
+    rows, budget = sizing.rows(shards), sizing.at_most_waiting
     yield _table(rows, f"{where}: waiting {budget:.0%} at most")
     yield f"{where}: {_gradients(sizing, rows)}; {_local_sgd(rows)}."
-    if any(row.servers > 1 for row in rows):
-        yield PROJECTION
+    if any(row.shards > 1 for row in rows):
+        yield SHARDS
 
 
 def _table(rows: Sequence[Row], title: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     measured = ("updates/s", "waiting", "staleness", "95%", "processor", "link in", "link out")
-    for column in ("servers", *measured, "local SGD: H", "H in P fragments", "waiting"):
+    for column in ("shards", *measured, "local SGD: H", "H in P fragments", "waiting"):
         table.add_column(column, justify="right")
     for row in rows:
         load, parts = row.gradients, row.in_fragments
         shares = [f"{share:.0%}" for share in (load.server, load.incoming, load.outgoing)]
         stale = [f"{load.staleness:,.1f}", f"{load.staleness_95:,.0f}"]
-        cells = [f"{row.servers}", f"{load.updates_per_second:,.4g}", f"{load.waiting:.1%}", *stale, *shares]
+        cells = [f"{row.shards}", f"{load.updates_per_second:,.4g}", f"{load.waiting:.1%}", *stale, *shares]
         table.add_row(
             *cells,
             "–" if row.whole is None else f"{row.whole.exchanges.local_steps:,}",
@@ -133,22 +133,22 @@ def _table(rows: Sequence[Row], title: str) -> Table:
 def _gradients(sizing: Sizing, rows: Sequence[Row]) -> str:
     for row in rows:
         if row.gradients.waiting <= sizing.at_most_waiting:
-            return f"gradients at every step need {_servers(row.servers)} ({row.gradients.waiting:.1%} waiting)"
+            return f"gradients at every step need {_shards(row.shards)} ({row.gradients.waiting:.1%} waiting)"
     most = rows[-1]
-    return f"gradients at every step wait {most.gradients.waiting:.0%} even with {_servers(most.servers)}, for " + (
+    return f"gradients at every step wait {most.gradients.waiting:.0%} even with {_shards(most.shards)}, for " + (
         _bottleneck(sizing, most)
     )
 
 
 def _bottleneck(sizing: Sizing, row: Row) -> str:
-    """What keeps the workers waiting where no number of servers is enough."""
-    costs, step = replace(sizing.gradients, servers=row.servers), sizing.step
+    """What keeps the workers waiting where no number of shards is enough."""
+    costs, step = replace(sizing.gradients, shards=row.shards), sizing.step
     if costs.exchanging / (step + costs.exchanging) <= sizing.at_most_waiting:
-        return f"the servers' {row.gradients.bottleneck}"
+        return f"the server's {row.gradients.bottleneck}"
     parts = {
         "a worker's own link": costs.pushing + costs.pulling,
         "the latency": 2 * costs.latency,
-        "the server's time": costs.server / costs.servers,
+        "the server's time": costs.server / costs.shards,
         "copies": costs.exchange - costs.server,
     }
     name = max(parts, key=parts.__getitem__)
@@ -164,9 +164,9 @@ def _local_sgd(rows: Sequence[Row]) -> str:
             given = row.in_fragments.exchanges
             ways.append(f"H = {given.local_steps:,} in P = {given.fragments} fragments, one step ahead")
         if ways:
-            return f"local SGD needs {_servers(row.servers)}, with {', or '.join(ways)}"
+            return f"local SGD needs {_shards(row.shards)}, with {', or '.join(ways)}"
     return f"local SGD of up to {_LOCAL_STEPS[-1]:,} local steps waits longer, too"
 
 
-def _servers(count: int) -> str:
-    return "one server" if count == 1 else f"{count} servers"
+def _shards(count: int) -> str:
+    return "one server" if count == 1 else f"a server in {count} shards"

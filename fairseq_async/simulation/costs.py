@@ -27,14 +27,15 @@ class Costs:
 
     Attributes:
         step: to compute the update.
-        exchange: from the end of computing to the new parameters, where no other worker has to be waited for.
+        exchange: from the end of computing to the new parameters, where no other worker has to be waited for, with a
+            server that is one process.
         server: of ``exchange``, what the server cannot spend on another worker at the same time.
         parameters: number of parameters, of 4 bytes each.
         link: bytes per second in each direction; infinite on one machine.
         latency: of a message over the link, one way: the update, and the answer with the parameters behind it.
         push: bytes of an update, for each parameter.
         pull: bytes of the parameters that come back, for each.
-        servers: shards of the parameters, in equal parts, each on a server with a link of its own.
+        shards: processes of the server, with equal parts of the parameters and a core each. They share its link.
     """
 
     step: float
@@ -45,7 +46,7 @@ class Costs:
     latency: float = 0.0
     push: float = 4.0
     pull: float = 4.0
-    servers: int = 1
+    shards: int = 1
 
     @property
     def alone(self) -> float:
@@ -56,12 +57,12 @@ class Costs:
     def exchanging(self) -> float:
         """Seconds of an exchange of a single worker."""
         sent = self.pushing + self.pulling + 2 * self.latency
-        return self.exchange - self.server + self.server / self.servers + sent
+        return self.exchange - self.server + self.server / self.shards + sent
 
     @property
     def busiest(self) -> float:
         """Seconds per update of the bottleneck: the server's processor, or its link in one direction."""
-        return max(self.server, self.pushing, self.pulling) / self.servers
+        return max(self.server / self.shards, self.pushing, self.pulling)
 
     def updates_per_second(self, workers: int) -> float:
         """Updates of all workers together: as if each had the server alone, until the bottleneck is always busy.

@@ -6,9 +6,8 @@ has the link for itself however many workers share the server's, and a server is
 that a thousand workers take seconds.
 
 What is assumed: links and server serve one update after another, in the order in which they come. The server's link is
-as fast as a worker's. Shards are equal and stay in step, so that one of S stands for all: it has 1/S of the server's
-time, and 1/S of the bytes on a link of its own, while a worker's link has all of them. Real shards share one link, and
-were not timed beside this: S > 1 is a projection.
+as fast as a worker's. Shards are equal, have a core each and stay in step, so that one of S stands for all: it has 1/S
+of the server's time. They are on one machine and share its link.
 """
 
 from collections import deque
@@ -148,7 +147,7 @@ class ServerQueue:
     ) -> None:
         self.exchanges = exchanges or Exchanges()
         self.costs = costs.of_part(1 / self.exchanges.fragments)
-        self._share = 1 / (self.exchanges.fragments * costs.servers)  # of a whole update's, what this server has
+        self._share = 1 / (self.exchanges.fragments * costs.shards)  # of a whole update's time, what a shard has
         self._served = Speed(costs.server if served is None else served, cluster.workers, seed)
         self._slower = slower
         self._way = max(0.0, self.costs.exchange - self.costs.server) / 2  # copying, before the server and after it
@@ -229,7 +228,7 @@ class ServerQueue:
 
     def _receive(self, worker: int) -> None:
         """An update begins to come in."""
-        begins = self._incoming.serve(self._clock.now, self.costs.pushing / self.costs.servers)
+        begins = self._incoming.serve(self._clock.now, self.costs.pushing)
         self._schedule(begins + self.costs.pushing, EventKind.IS_TAKEN, worker)
 
     def _take(self, worker: int) -> None:
@@ -293,7 +292,7 @@ class ServerQueue:
         """The parameters, as they are now, begin to go out."""
         now, costs = self._clock.now, self.costs
         self._workers[number].base = self._version_at(now)
-        begins = self._outgoing.serve(now, costs.pulling / costs.servers)
+        begins = self._outgoing.serve(now, costs.pulling)
         self._begin(number, begins + costs.pulling + costs.latency + self._way)
 
     def _version_at(self, now: float) -> int:

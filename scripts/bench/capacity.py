@@ -1,10 +1,10 @@
 """How well a server's load is predicted: from one real worker, the updates a second and the staleness of two and four.
 
 Workers sleep in place of computing, so that more of them than cores can be measured, and some sleep longer than
-others; in one case the server sleeps with each update, too, and is saturated. In some the workers are on another host,
-a network namespace behind a cable, and exchange the model whole or in fragments. Pushes, pulls and the server are real,
-in processes of their own. Each round measures one worker on this host that exchanges the model whole, predicts, and
-measures the others: what counts is the median of the rounds.
+others; in two cases the server sleeps with each update, too, and is saturated. In some it is in shards, and in some the
+workers are on another host, a network namespace behind a cable, and exchange the model whole or in fragments. Pushes,
+pulls and the server are real, in processes of their own. Each round measures one worker on this host that exchanges the
+model whole with one process, predicts, and measures the others: what counts is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.config import NesterovOptions  # noqa: E402
+from fairseq_async.config import NesterovOptions, ServerOptions  # noqa: E402
 from fairseq_async.exchange.linux import environment  # noqa: E402
 from fairseq_async.method_spec import local_sgd_spec  # noqa: E402
 from fairseq_async.reporting.capacity import Measured, measure  # noqa: E402
@@ -58,7 +58,8 @@ class Case:
 
     Attributes:
         step: seconds, of the fastest worker.
-        server: seconds for which the server sleeps with each update.
+        server: seconds for which the server sleeps with each update; in shards each does so for its part.
+        shards: of the server.
         local_steps: from exchange to exchange; 0 where every gradient is sent.
         fragments: in which the model is exchanged, one step ahead.
         mbit: of the cable between workers and server, in Mbit/s each way; 0 for workers on the server's host.
@@ -67,6 +68,7 @@ class Case:
     name: str
     step: float
     server: float = 0.0
+    shards: int = 1
     local_steps: int = 0
     fragments: int = 1
     mbit: float = 0.0
@@ -82,14 +84,16 @@ class Case:
 
     @property
     def whole(self) -> Case:
-        """The same on one host, and not in fragments: what predictions are made from."""
-        return replace(self, fragments=1, mbit=0.0)
+        """The same on one host, and not in fragments or shards: what predictions are made from."""
+        return replace(self, fragments=1, mbit=0.0, shards=1)
 
 
 CASES = (
     Case("gradients", 0.1),
     Case("gradients, a slow server", 0.1, server=0.04),
+    Case("gradients, a slow server in 2 shards", 0.1, server=0.08, shards=2),
     Case("local SGD, H = 4", 0.05, local_steps=4),
+    Case("local SGD, H = 4, 2 shards", 0.05, local_steps=4, shards=2),
     Case("gradients, 100 Mbit/s", 0.1, mbit=100),
     Case("local SGD, H = 8, 100 Mbit/s", 0.05, local_steps=8, mbit=100),
     Case("local SGD, H = 8 in 4 fragments, 100 Mbit/s", 0.05, local_steps=8, fragments=4, mbit=100),
@@ -98,10 +102,12 @@ CASES = (
 
 def send_gradients(client: Client, case: Case, workers: int, parameters: int, until: Until) -> None:
     """One worker that sends a gradient after every sleep."""
-    parameter = torch.nn.Parameter(torch.randn(parameters))
-    parameter.grad = torch.randn(parameters)
-    hybrid = HybridWorker(client, [("all", parameter)], 3)
-    welcome = hybrid.join(sgd_spec(updates_per_step=1, workers=workers, framework={SECONDS: case.server}))
+    parts = [torch.nn.Parameter(part) for part in torch.randn(parameters).chunk(4)]
+    for part in parts:
+        part.grad = torch.randn_like(part)
+    hybrid = HybridWorker(client, [(str(number), part) for number, part in enumerate(parts)], 3)
+    slow = {SECONDS: case.server / parameters}
+    welcome = hybrid.join(sgd_spec(updates_per_step=1, workers=workers, framework=slow, server_shards=case.shards))
     hybrid.begin(welcome if welcome.initialised else hybrid.bring_parameters(None))
     until.begin()
     while until.goes_on():
@@ -113,7 +119,8 @@ def take_local_steps(client: Client, case: Case, workers: int, parameters: int, 
     parts = torch.randn(parameters).chunk(4)
     replica = TensorReplica([(str(number), torch.nn.Parameter(part)) for number, part in enumerate(parts)])
     worker = local_sgd_worker(client, replica, case.options)
-    welcome = worker.join(local_sgd_spec(case.options, workers, [], None, {}))
+    server = ServerOptions(server_shards=case.shards)
+    welcome = worker.join(local_sgd_spec(case.options, workers, [], server, {}))
     worker.begin(welcome if welcome.initialised else worker.bring_parameters(None))
     until.begin()
     while until.goes_on():
@@ -189,7 +196,7 @@ def run_on(host: Host, case: Case, workers: int, parameters: int, seconds: float
 
 def predict(case: Case, workers: int, alone: Measured) -> tuple[float, Load]:
     """Updates a second by the asymptotic bound, NaN in fragments, and the simulated load: from a run of one worker."""
-    each, costs = max(1, case.local_steps), alone.costs
+    each, costs = max(1, case.local_steps), replace(alone.costs, shards=case.shards)
     steps = [costs.step / each + (slower - 1) * case.step for slower in SLOWER[:workers]]
     if case.mbit:
         costs = costs.over(Link(case.mbit / 1000, 1000 * LATENCY))

@@ -1,7 +1,7 @@
-"""How far one server goes, and servers in shards: updates, staleness and waiting of 8 to 1,024 workers, simulated.
+"""How far one server goes, whole and in shards: updates, staleness and waiting of 8 to 1,024 workers, simulated.
 
-Two models, with steps of 0.3 s and 1 s, and the server's times that ``fairseq-async capacity`` assumes. More than one
-server is a projection: no run has a server in shards yet.
+Two models, with steps of 0.3 s and 1 s, and the server's times that ``fairseq-async capacity`` assumes. Shards have a
+core each, and share the server's link.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from scripts.bench.report import Report  # noqa: E402
 MODELS = {25_000_000: 0.3, 1_000_000_000: 1.0}  # parameters: seconds per step
 SPREAD = 0.2
 WORKERS = (8, 32, 128, 512, 1024)
-SERVERS = (1, 8, 64)
+SHARDS = (1, 8, 64)
 LINKS = (0.1, 1.0, 10.0, 100.0)
 LOCAL_STEPS = 128
 METHODS = ("gradients", f"local SGD, H = {LOCAL_STEPS}")
@@ -64,26 +64,23 @@ def server_times(parameters: int = 10_000_000, repeats: int = 7) -> list[dict[st
 
 
 def cases(size: int, method: str) -> Iterator[tuple[float, int, Costs]]:
-    """Links and numbers of servers, with the costs there."""
+    """Links and numbers of shards, with the costs there."""
     gradients, local_sgd = assumed_costs(size)
     for link in LINKS:
-        for servers in SERVERS:
-            yield (
-                link,
-                servers,
-                replace(gradients if method == METHODS[0] else local_sgd, servers=servers).over(Link(link)),
-            )
+        for shards in SHARDS:
+            whole = gradients if method == METHODS[0] else local_sgd
+            yield link, shards, replace(whole, shards=shards).over(Link(link))
 
 
 def simulate(size: int, method: str) -> list[dict[str, Any]]:
-    """A row for each link, number of servers and number of workers."""
+    """A row for each link, number of shards and number of workers."""
     step = Distribution(distribution="lognormal", mean=MODELS[size], spread=SPREAD)
     exchanges = Exchanges(1 if method == METHODS[0] else LOCAL_STEPS)
     rows = []
-    for link, servers, costs in cases(size, method):
+    for link, shards, costs in cases(size, method):
         for workers in WORKERS:
             load = ServerQueue(Cluster(workers=workers, seconds_per_step=step), costs, exchanges).run()
-            row = {"Gbit/s": link, "servers": servers, "workers": workers, "updates/s": load.updates_per_second}
+            row = {"Gbit/s": link, "shards": shards, "workers": workers, "updates/s": load.updates_per_second}
             row |= {"steps/s": load.steps_per_second, "staleness": load.staleness, "95%": load.staleness_95}
             rows.append(row | {"waiting": load.waiting, "busiest": load.bottleneck})
     return rows
@@ -93,8 +90,8 @@ def draw(axes: Axes, rows: list[dict[str, Any]], step: float) -> None:
     """Steps a second over workers, beside those of workers that never wait."""
     axes.plot(WORKERS, [workers / step for workers in WORKERS], color="#BBBBBB", linewidth=4)
     for link, colour in zip(LINKS, COLOURS, strict=True):
-        for servers, style in zip(SERVERS, STYLES, strict=True):
-            own = [row for row in rows if (row["Gbit/s"], row["servers"]) == (link, servers)]
+        for shards, style in zip(SHARDS, STYLES, strict=True):
+            own = [row for row in rows if (row["Gbit/s"], row["shards"]) == (link, shards)]
             axes.plot(WORKERS, [row["steps/s"] for row in own], color=colour, linestyle=style, marker=".")
     axes.set(xscale="log", yscale="log", xticks=WORKERS, xticklabels=[f"{each:,}" for each in WORKERS])
     axes.minorticks_off()
@@ -110,8 +107,8 @@ def picture(found: dict[tuple[int, str], list[dict[str, Any]]], path: Path) -> N
             axes.set(xlabel="workers", ylabel="steps a second")
     links = zip(LINKS, COLOURS, strict=True)
     lines = [Line2D([], [], color=colour, label=f"{link:g} Gbit/s") for link, colour in links]
-    for servers, style in zip(SERVERS, STYLES, strict=True):
-        lines += panels[0][0].plot([], [], color="black", linestyle=style, label=f"S = {servers}")
+    for shards, style in zip(SHARDS, STYLES, strict=True):
+        lines += panels[0][0].plot([], [], color="black", linestyle=style, label=f"S = {shards}")
     lines.append(Line2D([], [], color="#BBBBBB", linewidth=4, label="no waiting"))
     figure.legend(handles=lines, loc="outside lower center", ncols=4, fontsize=9)
     figure.savefig(path, dpi=110)

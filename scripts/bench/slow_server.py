@@ -3,34 +3,41 @@
 import time
 
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Optimizer
 
 from fairseq_async.algorithms import HybridAccumulation, Update
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout
+from fairseq_async.server.optimizers.learning_rates import StepSchedule
+from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.program import serve
-from scripts.bench import sgd_server
+from scripts.faults.sgd_server import updates_per_step
 
-SECONDS = "seconds"  # of the sleep, in the method's description
+SECONDS = "seconds"  # of the sleep, for each parameter, in the method's description: a shard sleeps for its part
 
 
 class SlowAccumulation(HybridAccumulation):
     """Hybrid accumulation that takes its time."""
 
-    seconds = 0.0
+    def __init__(self, optimizer: Optimizer, updates_per_step: int, seconds: float) -> None:
+        super().__init__(optimizer, updates_per_step)
+        self.seconds = seconds
 
     def apply(self, parameters: Tensor, update: Update) -> float:
         time.sleep(self.seconds)
         return super().apply(parameters, update)
 
 
-def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[HybridAccumulation, EpochPlan]:
-    """As in :mod:`scripts.bench.sgd_server`, and slower."""
-    plain, plan = sgd_server.build(spec, layout, parameters)
-    rule, seconds = SlowAccumulation(plain.optimizer, plain.updates_per_step), spec.framework[SECONDS]
+def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[ScheduledRule, EpochPlan]:
+    """Plain SGD with a constant learning rate."""
+    seconds = spec.framework[SECONDS]
     assert isinstance(seconds, float)
-    rule.seconds = seconds
-    return rule, plan
+    optimizer = SGD([Parameter(view) for view in layout.views(parameters)], lr=0.01)
+    slow = SlowAccumulation(optimizer, updates_per_step(spec), seconds * layout.size)
+    rule = ScheduledRule(slow, StepSchedule(optimizer))
+    return rule, EpochPlan(rule, spec.max_epoch)
 
 
 if __name__ == "__main__":

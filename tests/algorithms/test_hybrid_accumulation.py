@@ -226,3 +226,17 @@ def test_gradients_left_from_a_run_of_whole_steps_go_with_the_first_round() -> N
     assert [rule.apply(parameters, update([1.0])) for _ in range(4)] == [0.0, 0.0, 0.0, 1.0]
     rule.limit_round(2)
     assert [rule.apply(parameters, update([1.0])) for _ in range(2)] == [0.0, 0.5]
+
+
+def test_what_is_left_goes_with_the_first_round_also_where_neither_has_a_token() -> None:
+    """Two of weight 0 are left and the first round has two of them: no later round waits for more than its own."""
+    whole = HybridAccumulation(sgd(torch.zeros(1)), 4)
+    for _ in range(2):
+        whole.apply(torch.zeros(1), update([1.0], weight=0))
+    parameters = torch.zeros(1)
+    rule = HybridAccumulation(sgd(parameters), 4, partial_steps=True)
+    rule.load_state_dict(whole.state_dict())
+    rule.limit_round(2)
+    assert [rule.apply(parameters, update([1.0], weight=0)) for _ in range(2)] == [0.0, 0.0]
+    rule.limit_round(2)
+    assert [rule.apply(parameters, update([1.0])) for _ in range(2)] == [0.0, 0.5]

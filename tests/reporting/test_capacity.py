@@ -118,11 +118,21 @@ def test_a_codec_without_a_link_is_refused(tmp_path: Path) -> None:
         capacity(run, compress="int8")
 
 
-def test_shards_divide_the_servers_work_but_not_the_workers_link() -> None:
-    sharded = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, servers=5)
+def test_shards_divide_the_servers_work_but_no_link() -> None:
+    sharded = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, shards=5)
     assert sharded.alone == pytest.approx(0.96) and sharded.busiest == pytest.approx(0.01)
-    linked = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, link=4 * 1000 / 0.2, servers=5)
-    assert linked.alone == pytest.approx(0.96 + 0.4) and linked.busiest == pytest.approx(0.04)
+    linked = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, link=4 * 1000 / 0.2, shards=5)
+    assert linked.alone == pytest.approx(0.96 + 0.4) and linked.busiest == pytest.approx(0.2)
+
+
+def test_a_run_in_shards_says_what_one_process_would_take(tmp_path: Path) -> None:
+    run = write_timed_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05)
+    described = json.loads((run / "run.json").read_text())
+    described["method"]["server"] = {"server_shards": 2}
+    (run / "run.json").write_text(json.dumps(described))
+    costs = measure(run).costs
+    assert costs.shards == 2 and costs.server == pytest.approx(0.1) and costs.exchange == pytest.approx(0.15)
+    assert costs.alone == pytest.approx(1.0) and costs.busiest == pytest.approx(0.05)
 
 
 def test_another_model_costs_in_proportion() -> None:
@@ -136,7 +146,7 @@ def test_the_tables_have_a_row_for_each_model_and_link_and_number_of_workers(tmp
     for table in tables(run, [1000, 20_000], [Link(1), Link(10)], [1, 4]):
         console.print(table)
     text = console.export_text()
-    assert text.count("Gbit/s") == 4 + 4 and "20,000" in text and "10,000" in text and "4 servers" in text
+    assert text.count("Gbit/s") == 4 + 4 and "20,000" in text and "10,000" in text and "4 shards" in text
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ FAST = Link(1000)
 
 
 def asked(run_dir: Path | None = None, **flags: Any) -> Question:
-    names = ("parameters", "link", "servers", "compress", "step_seconds")
+    names = ("parameters", "link", "shards", "compress", "step_seconds")
     given: dict[str, Any] = dict.fromkeys(names, "") | {"workers": None, "at_most_waiting": None}
     return read_question(run_dir, **given | flags)
 
@@ -31,15 +31,15 @@ def sizing(workers: int, costs: Costs, most: float = 0.05) -> Sizing:
     return Sizing(Cluster(workers=workers), costs, costs, most)
 
 
-def test_the_fewest_servers_that_fit_are_named() -> None:
-    """16 workers of a second want 1.6 seconds of the server each second: two servers are busy 80% of the time."""
+def test_the_fewest_shards_that_fit_are_named() -> None:
+    """16 workers of a second want 1.6 seconds of the server each second: two shards are busy 80% of the time."""
     rows = sizing(16, Costs(1.0, 0.1, 0.1, 1000), most=0.06).rows([1, 2, 4])
     one, two, four = (row.gradients for row in rows)
     assert one.waiting == pytest.approx(1 - 10 / 16, abs=0.01) and two.server == pytest.approx(0.8, abs=0.05)
     assert one.waiting > 0.06 >= two.waiting > four.waiting
     lines = said(asked(workers=16, parameters="1e7", step_seconds="1", at_most_waiting=0.14))
-    assert "gradients at every step need 2 servers" in lines[0]
-    assert any("projection" in line for line in lines) and any("is assumed: 10 ns" in line for line in lines)
+    assert "gradients at every step need a server in 2 shards" in lines[0]
+    assert any("share its link" in line for line in lines) and any("is assumed: 10 ns" in line for line in lines)
 
 
 def test_local_steps_are_the_fewest_with_which_workers_wait_little() -> None:
@@ -63,9 +63,9 @@ def test_fragments_need_fewer_local_steps() -> None:
     [
         ({"parameters": "1e9", "link": "10"}, "for a worker's own link: 6.4 s of every update, after 1 s of computing"),
         ({"parameters": "1e3", "link": "1000:200"}, "for the latency: 0.4 s of every update"),
-        ({"parameters": "1e8", "servers": "1"}, "even with one server, for the server's time: 1 s of every update"),
-        ({"parameters": "4e6", "servers": "1", "workers": 1000}, "even with one server, for the servers' processor"),
-        ({"parameters": "1e6", "link": "2.5", "servers": "1", "workers": 1000}, "for the servers' link, in"),
+        ({"parameters": "1e8", "shards": "1"}, "even with one server, for the server's time: 1 s of every update"),
+        ({"parameters": "4e6", "shards": "1", "workers": 1000}, "even with one server, for the server's processor"),
+        ({"parameters": "1e6", "link": "2.5", "shards": "1", "workers": 1000}, "for the server's link, in"),
     ],
 )
 def test_where_nothing_fits_the_bottleneck_is_named(flags: dict[str, Any], why: str) -> None:
@@ -74,10 +74,11 @@ def test_where_nothing_fits_the_bottleneck_is_named(flags: dict[str, Any], why: 
 
 
 def test_a_run_gives_seconds_and_costs(tmp_path: Path) -> None:
-    """Workers of 0.9 s, 0.1 s of exchange, 0.05 s of it the server's: 30 of them keep one server and a half busy."""
+    """Workers of 0.9 s, 0.1 s of exchange, 0.05 s of it the server's: 30 of them keep one shard and a half busy."""
     run = write_timed_run(tmp_path, workers=2, step=0.9, exchange=0.1, server=0.05)
     line = said(asked(run, workers=30, at_most_waiting=0.12))[0]
-    assert line.startswith("30 workers, 1,000 parameters, one machine: gradients at every step need 2 servers")
+    where = "30 workers, 1,000 parameters, one machine"
+    assert line.startswith(f"{where}: gradients at every step need a server in 2 shards")
     twice = said(asked(run, workers=30, parameters="2000", at_most_waiting=0.12))[0]
     assert twice.replace("2,000", "1,000") == line, "all times are in proportion"
     quick = said(asked(run, workers=30, step_seconds="0.09", at_most_waiting=0.12))[0]
@@ -86,14 +87,14 @@ def test_a_run_gives_seconds_and_costs(tmp_path: Path) -> None:
 
 def test_compressed_updates_are_shorter_on_the_link() -> None:
     plain, coded = (
-        said(asked(workers=8, parameters="1e6", link="0.1", step_seconds="1", compress=codec, servers="1"))[0]
+        said(asked(workers=8, parameters="1e6", link="0.1", step_seconds="1", compress=codec, shards="1"))[0]
         for codec in ("", "int8,pull=int8")
     )
     assert "0.64 s of every update" in plain and "0.16" in coded
 
 
 def test_the_command_answers_without_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    line = "fairseq-async capacity --workers 4 --parameters 1e6 --link 10,100 --step-seconds 1:0.2,3 --servers 1,2"
+    line = "fairseq-async capacity --workers 4 --parameters 1e6 --link 10,100 --step-seconds 1:0.2,3 --shards 1,2"
     monkeypatch.setattr("sys.argv", line.split())
     with pytest.raises(SystemExit) as end:
         cli.main()

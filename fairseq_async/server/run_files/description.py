@@ -81,6 +81,13 @@ class RunDescription(BaseModel):
         return given if isinstance(given, int) else 1
 
     @property
+    def shards(self) -> int:
+        """Processes of the server."""
+        server = self.method.get("server")
+        given = server.get("server_shards", 1) if isinstance(server, dict) else 1
+        return given if isinstance(given, int) and given > 0 else 1
+
+    @property
     def _options(self) -> JsonObject:
         given = self.method.get("options")
         return given if isinstance(given, dict) else {}
