@@ -1,4 +1,4 @@
-"""The parameters from which workers start, as what has changed of them since each worker took them last."""
+"""The parameters from which workers start, sent as their changes since each worker took them last."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,15 @@ from fairseq_async.server.parameter_server import ParameterServer
 
 
 class WorkersChanges:
-    """Encodes for one worker, and one fragment of the model, what takes it to the present version.
+    """Encodes the change that takes one worker, in one fragment of the model, to the present version.
 
     Args:
-        options: of the codec of changes.
-        known: the books of the worker by fragment, in which its parameters may be missing.
-        turn: the number of an update of the fragment.
+        options: options of the codec for changes.
+        known: the parameters that the worker has, by fragment, as far as they are known; kept up to date here.
+        turn: the number of the fragment.
 
     Attributes:
-        adds: whether the payload is to be added to what the worker has; otherwise it has the parameters themselves.
+        adds: whether the payload is to be added to the worker's parameters; otherwise it has the parameters themselves.
     """
 
     def __init__(self, options: compression.PullOptions, known: dict[int, Tensor], turn: int) -> None:
@@ -30,10 +30,10 @@ class WorkersChanges:
         self._known, self._turn = known, turn
 
     def payload(self, server: ParameterServer, look_ahead: float = 0.0) -> Tensor | None:
-        """The payload (uint8), which the worker must be sent; None where something has NaN or Inf.
+        """Returns the payload (uint8), and counts it as sent to the worker; None where it would have NaN or Inf.
 
         Args:
-            look_ahead: versions ahead of the present one.
+            look_ahead: how many versions ahead of the present one to go.
         """
         start = torch.empty_like(server.parameters) if look_ahead else server.dispatch_fragment(self._turn)
         if look_ahead:
@@ -47,24 +47,23 @@ class WorkersChanges:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def decode(self, payload: Tensor) -> Tensor:
-        """What the worker has after the last payload: flat, fp32; it does not change."""
+        """Returns the worker's parameters after the last payload: flat, fp32; the tensor is not changed later."""
         return self._known[self._turn]
 
 
 class CompressedChanges:
-    """Keeps what each worker has of the parameters, and encodes what it lacks.
+    """Keeps a copy of each worker's parameters, and encodes their difference to the server's.
 
     ::
 
         r_w ← r_w + Q(θ_v − r_w);  Q(θ_v − r_w) is sent to worker w, which starts from r_w
 
     as the server's side of EF21-P (Gruntkowska, Tyurin and Richtárik 2022, arXiv 2209.15218). What Q loses is part of
-    the next difference. A difference has a smaller range than the parameters: four bits a value are enough, which
-    parameters would not survive. It takes one copy of the parameters for each worker in the server, and one in the
-    worker.
+    the next difference. A difference has a smaller range than the parameters: four bits a value are enough for it, and
+    too few for parameters. This takes one copy of the parameters for each worker in the server, and one in the worker.
 
     A worker takes all parameters when it joins, comes back or connects again, in int8 or, where it takes several
-    fragments at once, in fp32, and both sides begin from these. So they agree without a word about it: on one
+    fragments at once, in fp32, and both sides begin from these. So they agree without further messages: on one
     connection answers come in order, and each once.
     """
 
@@ -73,17 +72,17 @@ class CompressedChanges:
         self._known: dict[int, dict[int, Tensor]] = {}  # r_w, by worker and fragment
 
     def follow(self, server: ParameterServer) -> None:
-        """Nothing is encoded before a worker asks."""
+        """Does nothing: changes are encoded when a worker asks."""
 
     def of(self, worker: int, sequence: int | None) -> WorkersChanges | None:
-        """Those of the fragment of the worker's update of this number; None where it takes several at once."""
+        """Returns the changes for the fragment of the worker's update of this number; None for several at once."""
         if sequence is None and len(self._fragments) > 1:
             return None
         turn = (sequence or 0) % len(self._fragments)
         return WorkersChanges(self._options, self._known.setdefault(worker, {}), turn)
 
     def took(self, worker: int, values: Tensor, sequence: int | None) -> None:
-        """The worker has taken these in fp32, of all parameters or of a fragment."""
+        """Notes the values, of all parameters or of a fragment, that the worker has taken in fp32."""
         if sequence is None:
             parts = {turn: fragment.of(values).clone() for turn, fragment in enumerate(self._fragments)}
         else:
@@ -91,11 +90,11 @@ class CompressedChanges:
         self._known.setdefault(worker, {}).update(parts)
 
     def forget(self, worker: int) -> None:
-        """The worker connects anew."""
+        """Forgets the parameters of a worker that connects anew."""
         self._known.pop(worker, None)
 
     def state_dict(self) -> State:
-        """What each worker has. A server that is started again does without: its workers connect anew."""
+        """Returns the parameters of each worker. A restarted server does without them: its workers connect anew."""
         return {"known": {worker: dict(parts) for worker, parts in self._known.items()}}
 
     def load_state_dict(self, state: State) -> None:

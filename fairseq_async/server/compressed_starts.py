@@ -1,4 +1,4 @@
-"""The parameters from which workers start, in few bytes: encoded once for each version, for all of them."""
+"""The parameters from which workers start, in few bytes: encoded once for each version, for all workers."""
 
 from collections.abc import Sequence
 
@@ -16,27 +16,27 @@ from fairseq_async.server.parameter_server import ParameterServer
 
 
 class CompressedStarts:
-    """Encodes what work starts from at each version of the parameters, θ_v or what a rule's ``dispatch`` makes of it.
+    """Encodes the start of work at each version of the parameters: θ_v, or what a rule's ``dispatch`` makes of it.
 
-    Where the model is exchanged in fragments they are those of one fragment, and its versions.
+    Where the model is exchanged in fragments, an instance encodes one fragment, at that fragment's versions.
 
-    A payload has whole parameters, not what has changed of them, and every worker that starts from a version is given
-    the same one: no error adds up, nothing depends on what a worker has had before, and an answer that was lost is
-    asked for again. With bf16 these are the rounded parameters. What int8 loses of one version is added to the next::
+    A payload has whole parameters, not their changes, and every worker that starts from a version gets the same one: no
+    error adds up, nothing depends on what a worker has had before, and a lost answer is asked for again. With bf16 the
+    payload has the rounded parameters. What int8 loses of one version is added to the next::
 
-        c_v = θ_v + (c_(v−1) − Q(c_(v−1)));  Q(c_v) is given
+        c_v = θ_v + (c_(v−1) − Q(c_(v−1)));  Q(c_v) is sent
 
-    so that the mean of what is given over versions comes to that of the parameters, and a change too small for a level
-    of int8 shows after some versions. One vector for all workers, c_v, is kept for it. What is given is never further
-    from θ_v than two roundings.
+    so that the mean over versions of what is sent approaches that of the parameters, and a change too small for a level
+    of int8 shows after some versions. This takes one vector for all workers, c_v. What is sent is never further from
+    θ_v than two roundings.
 
-    Parameters with NaN or Inf have no payload: they are given in fp32.
+    Parameters with NaN or Inf have no payload: they are sent in fp32.
 
     Args:
-        turn: the number of an update of the fragment.
+        turn: the fragment's number, which is the sequence number of an update of it.
 
     Attributes:
-        version: of the parameters that were encoded last.
+        version: the version of the parameters that were encoded last.
     """
 
     adds = False  # a payload has the parameters themselves
@@ -45,13 +45,13 @@ class CompressedStarts:
         self._turn = turn
         self._codec = compression.build(options)
         self._keeps_loss = isinstance(options, compression.Int8Options)
-        self._carried: Tensor | None = None  # c_v: the payload is a function of it, and a checkpoint has it alone
+        self._carried: Tensor | None = None  # c_v; a checkpoint has it and no payload, which is a function of it
         self._payload: Tensor | None = None
         self._size = 0
         self.version = -1
 
     def follow(self, server: ParameterServer) -> None:
-        """Encodes the server's present version, unless that has happened."""
+        """Encodes the server's present version, unless it is encoded already."""
         if (version := server.changed_at(self._turn)) == self.version:
             return
         start = server.dispatch_fragment(self._turn)
@@ -61,10 +61,10 @@ class CompressedStarts:
         self._payload = self._encoded(start)
 
     def payload(self, server: ParameterServer, look_ahead: float = 0.0) -> Tensor | None:
-        """The payload (uint8) of the server's present version, or of so many versions ahead of it; None where it has
-        NaN or Inf.
+        """Returns the payload (uint8) of the server's present version, or of so many versions ahead of it; None where
+        that has NaN or Inf.
 
-        What lies ahead is encoded with the same loss carried, and leaves it: it is one worker's alone.
+        Parameters ahead are for one worker alone: they are encoded with the carried loss, but do not change it.
         """
         self.follow(server)
         if not look_ahead:
@@ -76,11 +76,11 @@ class CompressedStarts:
         return self._encoded(ahead)
 
     def decode(self, payload: Tensor) -> Tensor:
-        """What a worker makes of a payload: flat, fp32."""
+        """Returns the parameters that a worker decodes from a payload: flat, fp32."""
         return self._codec.decode(payload.numpy().data, self._size)
 
     def state_dict(self) -> State:
-        """What the payloads of later versions depend on."""
+        """Returns the state that the payloads of later versions depend on."""
         return {"version": self.version, "carried": self._carried}
 
     def load_state_dict(self, state: State) -> None:
@@ -91,7 +91,7 @@ class CompressedStarts:
             self._payload = self._encoded(self._carried)
 
     def _carry(self, start: Tensor) -> Tensor:
-        """c_v; without a loss to carry, ``start``."""
+        """Returns c_v; it is a copy of ``start`` if there is no loss to carry."""
         if self._carried is None or self._payload is None:
             self._carried = start.clone()
         else:
@@ -106,46 +106,46 @@ class CompressedStarts:
 
 
 class CompressedFragments:
-    """The starts of each fragment of the model; of a model that is exchanged whole, its only one.
+    """The compressed starts of each fragment of the model; a model that is exchanged whole has one fragment.
 
-    A worker that takes all of several fragments at once, when it joins, is given them in fp32.
+    A worker that takes several fragments at once, as it does when it joins, gets them in fp32.
     """
 
     def __init__(self, fragments: Sequence[CompressedStarts]) -> None:
         self._fragments = fragments
 
     def follow(self, server: ParameterServer) -> None:
-        """Encodes what has changed of the server's parameters since the last call."""
+        """Encodes the fragments that have changed since the last call."""
         for each in self._fragments:
             each.follow(server)
 
     def of(self, worker: int, sequence: int | None) -> CompressedStarts | None:
-        """Those of the fragment of an update of this number; of the whole model for None, where there are any. They are
-        the same for every worker."""
+        """Returns the starts of the fragment of an update of this number; for None those of the whole model, or None if
+        it has several fragments. They are the same for every worker."""
         if sequence is not None:
             return self._fragments[sequence % len(self._fragments)]
         return self._fragments[0] if len(self._fragments) == 1 else None
 
     def took(self, worker: int, values: Tensor, sequence: int | None) -> None:
-        """Nothing depends on what a worker has."""
+        """Does nothing: no payload depends on what a worker has."""
 
     def forget(self, worker: int) -> None:
-        """Nothing is known of it."""
+        """Does nothing: no state is kept for a worker."""
 
     def state_dict(self) -> State:
-        """What the payloads of later versions depend on."""
+        """Returns the state that the payloads of later versions depend on."""
         if len(self._fragments) == 1:
             return self._fragments[0].state_dict()
         return {"fragments": [each.state_dict() for each in self._fragments]}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on from :meth:`state_dict`, of as many fragments."""
+        """Goes on from :meth:`state_dict`, which must have as many fragments."""
         for each, own in zip(self._fragments, state.get("fragments", [state]), strict=True):
             each.load_state_dict(own)
 
 
 def compressed_starts(spec: MethodSpec, layout: Layout) -> CompressedFragments | CompressedChanges | None:
-    """What encodes those of a run; None where workers are given fp32."""
+    """Makes the encoder of a run's starts; None where workers get them in fp32."""
     pull = spec.compress.pull
     if pull is None:
         return None
@@ -155,5 +155,5 @@ def compressed_starts(spec: MethodSpec, layout: Layout) -> CompressedFragments |
 
 
 def checksum(payload: Tensor | None) -> str | None:
-    """The checksum by which a log names a payload."""
+    """Returns the checksum by which a log names a payload; None for no payload."""
     return None if payload is None else f"{checksum_of(payload.numpy().data):08x}"

@@ -1,4 +1,4 @@
-"""What becomes of updates, and which worker waits for which: for the server process, the simulator and the replay."""
+"""Decides on updates, and which worker waits for which: for the server process, the simulator and the replay."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,26 +20,25 @@ from fairseq_async.server.rounds.look_ahead import NOTHING_MEASURED, LookAhead
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
 from fairseq_async.server.rounds.quorum import Quorum
 
-_MOST_EVENTS = 64  # between two updates; a replay needs them all, so they are kept until then
+_MOST_EVENTS = 64  # control events between two updates; they are all kept until the next update, as a replay needs them
 
 
 class Coordinator:
-    """Brings updates to the parameter server, and says which workers are to be answered, and how.
+    """Passes updates to the parameter server, and says which workers are to be answered, and how.
 
-    A plain object without sockets, threads or a clock: whoever drives it passes the time in, in seconds of any clock
-    that does not go back, and delivers the :class:`Outcome` of each call. An update comes in three calls, so that a
-    server can answer early and publish in between: :meth:`admit`, :meth:`apply`, :meth:`settle`; or in one,
-    :meth:`push`.
+    It is a plain object without sockets, threads or a clock. Its caller passes the time in, in seconds of any clock
+    that does not go back, and delivers the :class:`Outcome` of each call. An update takes three calls, so that a server
+    can answer early and publish in between: :meth:`admit`, :meth:`apply`, :meth:`settle`; or one, :meth:`push`.
 
     Args:
-        membership: the workers; whoever drives the coordinator lets them enter and leave.
-        waiting: for how long a round, or a step, stays open.
-        look_ahead: how far ahead workers start whose updates are stale.
+        membership: the workers; the caller lets them enter and leave.
+        waiting: decides how long a round, or a step, stays open.
+        look_ahead: decides how far ahead workers start whose updates are stale.
 
     Attributes:
-        finished: the run has taken its last step, or :meth:`end` was called.
-        positions: where in its data each worker was with its last settled update.
-        held_since: since when the updates that are held have waited for others.
+        finished: whether the run has taken its last step, or :meth:`end` was called.
+        positions: each worker's position in its data at its last settled update.
+        held_since: the time since when each worker's update is held, for those that are.
     """
 
     def __init__(
@@ -54,19 +53,19 @@ class Coordinator:
         self.waiting, self.look_ahead = waiting, look_ahead
         self.finished = False
         self.positions: dict[int, JsonObject | None] = {}
-        self._pending: dict[int, tuple[Report, bool]] = {}  # of updates: what was reported, and who waits for a receipt
+        self._pending: dict[int, tuple[Report, bool]] = {}  # by worker: its report, and whether it waits for a receipt
         self.held_since: dict[int, float] = {}
         self._answered: dict[int, tuple[str, float]] = {}  # number and answer of each worker's last schedule event
         self._control_events: list[ControlEvent] = []
         self._merged: list[int] = []
         self._awaited = 0
-        self._silent: set[int] = set()  # whose work was given up
+        self._silent: set[int] = set()  # workers whose work was given up
         self._limit: int | None = None
         look_ahead.follow(server.version, server.parameters)
 
     @property
     def deadline(self) -> float | None:
-        """When :meth:`tick` is to be called: the end of the grace period."""
+        """Time when :meth:`tick` is to be called next, the end of the grace period; None without one."""
         return self.waiting.deadline
 
     def check(self, update: Update, report: Report) -> None:
@@ -80,7 +79,7 @@ class Coordinator:
         return self.settle(self.apply(update, receipt), now)
 
     def admit(self, update: Update, report: Report, waits: bool = True, norm: float | None = None) -> Receipt:
-        """Says what becomes of an update; see :meth:`ParameterServer.admit`.
+        """Decides what becomes of an update; see :meth:`ParameterServer.admit`.
 
         Args:
             waits: whether the sender waits for the receipt; it does not if it was answered early.
@@ -94,7 +93,7 @@ class Coordinator:
         return self.server.apply(update, receipt) if receipt.status is Status.APPLIED else receipt
 
     def settle(self, receipt: Receipt, now: float) -> Outcome:
-        """Counts an update after :meth:`apply`; with one that completes a round, the whole round."""
+        """Counts an update after :meth:`apply`; one that completes a round, with all updates of the round."""
         if receipt.status is not Status.HELD:
             return self._settle([receipt], now)
         if self.server.held:
@@ -104,24 +103,24 @@ class Coordinator:
         return self._settle(self.server.released(), now)
 
     def hold(self, update: Update, report: Report, since: float) -> None:
-        """Holds an update again that was held when a simulation was stopped."""
+        """Holds again an update that was held when a simulation was stopped."""
         self._pending[update.worker] = report, True
         self.held_since[update.worker] = since
         self.server.push(update)
 
     def close_round(self, now: float) -> Outcome:
-        """Applies the updates that are held, and waits for no other."""
+        """Applies the held updates without waiting for others."""
         self._complete_round()
         return self._settle(self.server.released(), now)
 
     def instruct(self, worker: int, receipt: Receipt | None, now: float) -> Instruction:
-        """A worker's next work."""
+        """Returns the answer to a worker, with its next work; the work begins now."""
         self.waiting.begin_work(worker, now)
         assignment = replace(self.plan.assign(worker), look_ahead=self.look_ahead.of(worker))
         return Instruction(worker, receipt, assignment, self.finished)
 
     def accept(self, update: Update, version: int, now: float) -> Instruction:
-        """The early answer to an update that is only added to others at this version: its sender need not wait."""
+        """Returns the early answer to an update that is only added to others at this version: its sender goes on."""
         server = self.server
         staleness = version - update.base_version
         early = Receipt(
@@ -137,19 +136,19 @@ class Coordinator:
         return self.instruct(update.worker, early, now)
 
     def rejected(self, worker: int, now: float) -> Instruction:
-        """The answer to an update that comes after the run's last step."""
+        """Returns the answer to an update that comes after the run's last step."""
         version = self.server.version
         return self.instruct(worker, Receipt(worker, -1, version, 0.0, Status.FINISHED, 0, 0.0, version), now)
 
     # Workers come, wait and go
 
     def wait(self, worker: int, now: float) -> Outcome:
-        """A worker has nothing to do, and waits for work."""
+        """Notes that a worker has nothing to do, and waits for work."""
         self.membership.wait(worker, "work")
         return self.recount(now, changed=True) + self._wake(now)
 
     def depart(self, worker: int, now: float) -> Outcome:
-        """A worker is gone, and has left the membership; whoever takes its place sends anew what is held of it."""
+        """Drops the held update and the work of a worker that has left the membership. Its successor sends anew."""
         self.server.withdraw(worker)
         self._pending.pop(worker, None)
         self.held_since.pop(worker, None)
@@ -159,10 +158,10 @@ class Coordinator:
         return self.recount(now, changed=True) + self._wake(now)
 
     def recount(self, now: float, changed: bool = False) -> Outcome:
-        """Lets rounds wait for the workers that are at work now, or still to come.
+        """Makes rounds wait for the workers that are at work now, or still to come, and for no others.
 
         Args:
-            changed: a worker has come, gone, or has nothing to do; otherwise only silence is looked for.
+            changed: whether a worker has come, gone, or run out of work; otherwise only silence is looked for.
         """
         if not self.server.round_size:
             return Outcome()
@@ -180,16 +179,17 @@ class Coordinator:
         return self._settle(self.server.released(), now)
 
     def tick(self, now: float) -> Outcome:
-        """What time brings: a worker that is silent, the end of a grace period."""
+        """Does what is due by now: gives up the work of silent workers, and ends a grace period that is over."""
         outcome = self.recount(now) + self._release_silent(now)
         if self.deadline is not None and now >= self.deadline:
             outcome += self.close_round(now)
         return outcome
 
     def _release_silent(self, now: float) -> Outcome:
-        """Others may do the work of a worker that hangs: at the end of a run they would wait for it, idle.
+        """Lets others do the work of silent workers, and, if some are idle, of workers that hang.
 
-        While they have work of their own, one that shows life keeps what it was promised.
+        Idle workers would wait for a worker that hangs at the end of a run. While the others have work of their own, a
+        worker that shows life keeps its work.
         """
         silent = self.membership.silent(now)
         if self.membership.idle:
@@ -203,30 +203,30 @@ class Coordinator:
         return self.membership.hangs(worker, now, work=self.plan.expected_seconds(worker) or 0.0)
 
     def end(self, now: float) -> Outcome:
-        """A worker has ended the run, for all."""
+        """Ends the run for all workers, as one of them has asked."""
         self.finished = True
         return Outcome(instructions=self._reject_waiting(now)) + self._wake(now)
 
     def merge(self, level: Region, above: Tensor) -> None:
-        """Takes in what a server above has answered, which makes a version: workers start from other parameters."""
+        """Merges the parameters of the server above. That makes a version: workers start from other parameters."""
         level.merge(self.server.parameters, above)
         self.server.version += 1
         self._merged.append(self.server.version)
 
     def limit_round(self, updates: int) -> None:
-        """No step waits for more updates than these."""
+        """Makes steps wait for this many updates at most."""
         if updates != self._limit:
             self._limit = updates
             self.server.rule.limit_round(updates)
             if self._control_events and self._control_events[-1].event == "limit_round":
-                self._control_events.pop()  # nothing came in between: workers may come and go without an update
+                self._control_events.pop()  # the new limit replaces it: workers may come and go without an update
             self._control_events.append(ControlEvent("limit_round", updates=updates))
 
     def follow(self, worker: int, event: ScheduleEvent) -> float:
-        """An epoch begins or ends; returns the learning rate. An event that comes again counts once.
+        """Follows the begin or end of an epoch; returns the learning rate. An event that is sent again counts once.
 
         Raises:
-            RefusedError: there were too many since the last update.
+            RefusedError: there were too many control events since the last update.
         """
         number, learning_rate = self._answered.get(worker, ("", 0.0))
         if number != event.number:
@@ -240,7 +240,7 @@ class Coordinator:
     # Details
 
     def _settle(self, receipts: Iterable[Receipt], now: float) -> Outcome:
-        """All that was applied is counted before anyone gets new work."""
+        """Counts these updates, all of them before any worker gets new work, then instructs the workers that wait."""
         if not self.server.held:
             self.waiting.close()
         self.look_ahead.follow(self.server.version, self.server.parameters)
@@ -252,12 +252,12 @@ class Coordinator:
                 self.positions[receipt.worker] = report.position
                 try:
                     self.plan.record(receipt.worker, report)
-                except Exception as error:  # whatever it says, the others of its round are not to suffer
+                except Exception as error:  # whatever it is, the other workers of the round must get their answers
                     failures.append((receipt.worker, error))
                 self.look_ahead.note(receipt.worker, receipt.base_version, receipt.staleness)
             held_seconds = now - self.held_since.pop(receipt.worker, now)
             merged: tuple[int, ...] = ()
-            if receipt.status in SETTLED:  # the lines of others are no part of a replay
+            if receipt.status in SETTLED:  # a replay reads no lines of updates that were not settled
                 merged, self._merged = tuple(self._merged), []
             settled.append(Settled(receipt, report, tuple(self._control_events), held_seconds, merged))
             self._control_events = []
@@ -267,14 +267,14 @@ class Coordinator:
         for receipt in waiting:
             try:
                 instructions.append(self.instruct(receipt.worker, receipt, now))
-            except Exception as error:  # likewise
+            except Exception as error:  # as above
                 failures.append((receipt.worker, error))
         if self.finished:
             instructions += self._reject_waiting(now)
         return Outcome(settled, instructions, failures) + self._wake(now)
 
     def _continues(self, arrived: int | None, now: float) -> bool:
-        """Whether the updates that are held wait for others, now that this worker's has joined them."""
+        """Whether the held updates wait for others; the update of worker ``arrived``, if any, has just joined them."""
         others = self._waited_for(now) - self.server.held
         if isinstance(self.waiting, NearArrivals):
             if arrived is not None:
@@ -283,23 +283,23 @@ class Coordinator:
         return self.waiting.continues(arrived, others, self.plan, now)
 
     def _waited_for(self, now: float) -> set[int]:
-        """A step that closes when nobody is near says by itself for how long it waits for a first update."""
+        """Returns the workers that a round waits for; :class:`NearArrivals` decides by itself about first updates."""
         is_brief = isinstance(self.waiting, NearArrivals)
         return self.membership.expected(now) if is_brief else self.membership.awaited(now)
 
     def _complete_round(self) -> None:
         if self.waiting.steps_together:
-            self.limit_round(max(1, len(self.server.held)))  # the optimizer is to step with the last of them
+            self.limit_round(max(1, len(self.server.held)))  # so that the optimizer steps with the last of them
         self.server.complete_round()
 
     def _reject_waiting(self, now: float) -> list[Instruction]:
-        """The answers to updates that no step will take any more."""
+        """Returns the answers to pending updates that no step will take any more."""
         waiting = [worker for worker, (_, waits) in self._pending.items() if waits]
         self._pending.clear()
         return [self.rejected(worker, now) for worker in waiting]
 
     def _wake(self, now: float) -> Outcome:
-        """Gives idle workers the work that there is again, or tells them of the end."""
+        """Gives idle workers work where there is some again, or tells them that the run is finished."""
         awakened = []
         for worker in sorted(self.membership.idle):
             instruction = self.instruct(worker, None, now)
@@ -310,7 +310,7 @@ class Coordinator:
         return outcome + self.recount(now, changed=True) if awakened else outcome
 
     def state_dict(self) -> State:
-        """All that another server needs to go on with the workers' run."""
+        """Returns all that another server needs to go on with the run."""
         return {
             "server": self.server.state_dict(),
             "positions": self.positions,
@@ -320,7 +320,8 @@ class Coordinator:
         }
 
     def snapshot(self) -> State:
-        """With it, what workers that wait for a new server may ask again, and who waits for none."""
+        """Returns :meth:`state_dict` with what a new server needs for waiting workers: the answers that they may ask
+        for again, and which workers have left for good."""
         return self.state_dict() | {"answered": self._answered, "left": self.membership.left_for_good}
 
     def load_state_dict(self, state: State) -> None:
@@ -328,7 +329,7 @@ class Coordinator:
         self.server.load_state_dict(state["server"])
         self.plan.load_state_dict(state["plan"])
         self.positions = dict(state["positions"])
-        self.look_ahead.load_state_dict(state.get("look_ahead", NOTHING_MEASURED))  # not in one of the first edition
+        self.look_ahead.load_state_dict(state.get("look_ahead", NOTHING_MEASURED))  # not in the first edition
         self.look_ahead.follow(self.server.version, self.server.parameters)
         self._answered = dict(state.get("answered", {}))
         self._merged = list(state.get("merged", []))
@@ -336,7 +337,7 @@ class Coordinator:
 
 
 def build_server(spec: MethodSpec, rule: Rule, parameters: Tensor) -> ParameterServer:
-    """The parameter server of a method; ``parameters`` (flat) change in place."""
+    """Builds the parameter server of a method; ``parameters`` (flat) change in place."""
     staleness = StalenessPolicy(spec.staleness_power, spec.staleness_limit, spec.delay_compensation)
     gate = NormGate(spec.server.max_update_norm_ratio)
     barrier = OPEN if spec.closes_early or spec.quorum else spec.barrier
@@ -347,7 +348,7 @@ def build_server(spec: MethodSpec, rule: Rule, parameters: Tensor) -> ParameterS
 def build_coordinator(
     spec: MethodSpec, rule: Rule, plan: Plan, parameters: Tensor, membership: Membership
 ) -> Coordinator:
-    """The coordinator of a method, as the server process, the simulator and the replay drive it."""
+    """Builds the coordinator of a method, as the server process, the simulator and the replay use it."""
     membership.waits_for_dead = spec.waits_for_dead
     server = build_server(spec, rule, parameters)
     waiting: GracePeriod | NearArrivals = GracePeriod(spec.grace_seconds)

@@ -1,17 +1,17 @@
-"""Notices that two workers train on the same data, which no error shows: the loss looks as it should."""
+"""Detects two workers that train on the same data, which no error shows: the loss looks as it should."""
 
 from collections import deque
 
 from fairseq_async.server.notices import Tell
 
-_KEPT = 4  # digests of a worker: it may be started again, and what a worker says must not fill the memory
+_KEPT = 4  # digests of each worker: it may be started again, and its reports must not fill the memory
 
 
 class FirstBatches:
     """Compares the digests of the workers' first batches, and says once that two are equal.
 
     Args:
-        tell: what to do with the line.
+        tell: passes the line to the user.
     """
 
     def __init__(self, tell: Tell) -> None:
@@ -20,7 +20,7 @@ class FirstBatches:
         self._said = False
 
     def note(self, worker: int, digest: str | None) -> None:
-        """A worker's first update is here; a worker that was started again may begin with the same batch."""
+        """Compares the digest of a worker's first batch with the others'; a restarted worker may repeat its own."""
         if digest is None or self._said:
             return
         own = self._digests.setdefault(worker, deque(maxlen=_KEPT))

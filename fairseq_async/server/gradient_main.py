@@ -17,10 +17,10 @@ from fairseq_async.server.program import serve
 
 
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[ScheduledRule, EpochPlan]:
-    """The rule of a run, with its optimizer and learning rates, and its plan.
+    """Builds the rule of a run, with its optimizer and learning rates, and its plan.
 
     Raises:
-        ConfigurationError: the description of the optimizer cannot be built from.
+        ConfigurationError: no optimizer can be built from the description.
     """
     inner = OptimizerSpec.from_json(spec.framework)
     return assemble(spec, layout, parameters, inner, lambda optimizer: RateTable(optimizer, inner.learning_rates))
@@ -33,10 +33,10 @@ def assemble(
     inner: OptimizerSpec,
     schedule: Callable[[Optimizer], Schedule],
 ) -> tuple[ScheduledRule, EpochPlan]:
-    """The same with another schedule, made of the server's optimizer.
+    """Builds rule and plan as :func:`build` does, with the schedule that ``schedule`` makes for the server's optimizer.
 
     Raises:
-        ConfigurationError: the description of the optimizer cannot be built from.
+        ConfigurationError: no optimizer can be built from the description.
     """
     options = hybrid_options(spec)
     optimizer = build_optimizer(inner, layout, parameters)

@@ -1,4 +1,4 @@
-"""How many threads the server's passes over memory may use."""
+"""Sets how many threads the server's passes over memory may use."""
 
 import os
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from fairseq_async.server.network.peers import Peer
 
 
 def use_idle_cores(peers: Mapping[int, Peer], membership: Membership, threads: int | None) -> None:
-    """The cores of this machine on which no worker computes: when all wait for a step, every one.
+    """Lets passes over memory use the cores of this machine on which no worker computes: all, when all workers wait.
 
     Args:
-        threads: what was asked for instead.
+        threads: number of threads that the user asked for instead; None for the idle cores.
     """
     computing = sum(not peers[worker].remote for worker in membership.computing & set(peers))
     set_threads(threads or max(1, len(os.sched_getaffinity(0)) - computing))

@@ -1,4 +1,4 @@
-"""Where each tensor of a model lies in the flat buffer that server and workers exchange."""
+"""The layout of a model: where each tensor lies in the flat buffer that server and workers exchange."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ _Extent = Annotated[int, Field(ge=0, le=_LARGEST)]
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class Segment:
-    """One named tensor; ``dtype`` is the worker's (the buffer itself is fp32)."""
+    """One named tensor; ``dtype`` is its type in the worker (the buffer itself is fp32)."""
 
     name: str
     shape: Annotated[tuple[_Extent, ...], FailFast(), Field(max_length=_MOST_DIMENSIONS)]
@@ -57,15 +57,15 @@ class Layout:
         return sum(segment.size for segment in self.segments)
 
     def views(self, flat: Tensor) -> Iterator[Tensor]:
-        """One view a segment, of the segment's shape, into the flat buffer of :attr:`size` elements."""
+        """Yields a view for each segment, of the segment's shape, into a flat buffer of :attr:`size` elements."""
         for segment, part in zip(self.segments, flat.split([s.size for s in self.segments]), strict=True):
             yield part.view(segment.shape)
 
     def fragments(self, count: int) -> tuple[Fragment, ...]:
-        """The fragments in which the model is exchanged; see :func:`~fairseq_async.algorithms.fragments_of`.
+        """Returns the fragments in which the model is exchanged; see :func:`~fairseq_async.algorithms.fragments_of`.
 
         Raises:
-            ConfigurationError: there are fewer tensors.
+            ConfigurationError: the model has fewer tensors than ``count``.
         """
         try:
             return fragments_of([segment.size for segment in self.segments], count)
@@ -73,7 +73,7 @@ class Layout:
             raise ConfigurationError(f"{option('fragments')} is {count}: {error}") from error
 
     def difference(self, other: "Layout") -> str | None:
-        """The first tensor in which this layout differs from the others', in words; None when they are equal."""
+        """Returns in words the first tensor in which this layout differs from the others'; None if they are equal."""
         for index in range(max(len(self.segments), len(other.segments))):
             ours, theirs = self._at(index), other._at(index)
             if ours != theirs:
@@ -84,10 +84,10 @@ class Layout:
         return str(self.segments[index]) if index < len(self.segments) else "missing"
 
     def to_json(self) -> list[JsonValue]:
-        """One row a tensor: name, shape, type."""
+        """Returns a row for each tensor: name, shape, type."""
         return [[s.name, list(s.shape), s.dtype] for s in self.segments]
 
     @classmethod
     def from_json(cls, rows: object) -> "Layout":
-        """The layout of such rows; a pydantic ``ValidationError``, which is a ValueError, for others."""
+        """Returns the layout of such rows; raises a pydantic ``ValidationError``, which is a ValueError, for others."""
         return cls(tuple(Segment(name, tuple(shape), dtype) for name, shape, dtype in _ROWS.validate_python(rows)))

@@ -13,10 +13,10 @@ from fairseq_async.server.program import serve
 
 
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, LocalStepPlan]:
-    """The outer rule of a method, and the plan of its local steps.
+    """Builds the outer rule of a method, and the plan of its local steps.
 
     Raises:
-        ConfigurationError: a rule that there is not, or a value out of its range.
+        ConfigurationError: there is no such rule, or a value is out of its range.
     """
     options = local_sgd_options(spec)
     try:
@@ -34,7 +34,7 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, L
 
 
 def _build_rule(spec: MethodSpec, options: LocalSGDOptions, layout: Layout) -> Rule:
-    """The outer rule, of each fragment where there are several."""
+    """Builds the outer rule; with several fragments, one for each of them."""
     outer, fragments = methods.outer_rule(options.outer), layout.fragments(spec.fragments)
     rules = []
     for fragment in fragments:

@@ -1,4 +1,4 @@
-"""The plan of local SGD: how many steps each worker takes, on which shard, and where the run stands."""
+"""The plan of local SGD: how many steps each worker takes, on which shard of the data, and the run's progress."""
 
 import math
 from itertools import accumulate, pairwise
@@ -13,14 +13,14 @@ from fairseq_async.errors import RefusedError
 from fairseq_async.server.plan import check_epochs, no_schedule
 from fairseq_async.server.protocol import Assignment, Report, ScheduleEvent
 
-_NEWEST = 0.5  # weight of a worker's last round in its running speed
-_IN_FLIGHT = 16  # rounds: with overlap, steps go on while an update is on its way
-_SHORTEST = 1e-6  # seconds of a step; what claims to be faster was not measured
-_FASTEST = 16.0  # times the median of the speeds: one worker's claim cannot take the others' steps away
+_NEWEST = 0.5  # weight of a worker's last round in its running mean speed
+_IN_FLIGHT = 16  # rounds of steps in one update, at most: with overlap, steps go on while an update is on its way
+_SHORTEST = 1e-6  # seconds of a step; a shorter time was not measured
+_FASTEST = 16.0  # times the median speed, at most: one worker's report cannot take the others' steps away
 
 
 class Work(NamedTuple):
-    """What one worker is at: its shard, its local steps, and the batches of the shard before them."""
+    """The present work of one worker: its shard, its local steps, and the batches of the shard before them."""
 
     shard: int | None
     steps: int
@@ -34,13 +34,13 @@ class LocalStepPlan:
     have delivered.
 
     Args:
-        workers: k; the run has ``total_steps`` of each on average, whoever takes them.
-        maximum: H, local steps of a round.
-        total_steps: 0 for no end.
+        workers: k; the run has k times ``total_steps`` local steps, whichever workers take them.
+        maximum: H, the most local steps of a round.
+        total_steps: local steps of a worker on average; 0 for no end.
         dynamic: whether a slower worker takes fewer steps a round.
         max_epoch: passes over the data by all workers together; 0 for no end.
         shards: samples in each shard of the training set; empty where workers bring data of their own.
-        seed: of the choice of shards.
+        seed: seed of the choice of shards.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LocalStepPlan:
         return over or (self.total_steps > 0 and self.steps >= self.total_steps * self.workers)
 
     def assign(self, worker: int) -> Assignment:
-        """The next round. A worker that comes back after a restart of the server begins its round again."""
+        """Assigns the next round. A worker that comes back after a restart of the server begins its round again."""
         before = self.assigned.get(worker) if worker in self.awaited else None
         self._close(worker)
         self.gone.discard(worker)
@@ -92,8 +92,11 @@ class LocalStepPlan:
         )
 
     def expected_seconds(self, worker: int) -> float | None:
-        """Its steps at the speed of its last rounds; who has none is still to begin: it may be just behind in the first
-        round, and will not be there in time in another."""
+        """Returns the time of the worker's steps at the speed of its last rounds; None where the speed is not known.
+
+        A worker without work is still to begin: it may be just behind in the first round (None), and will not be in
+        time in a later one (Inf).
+        """
         if worker not in self.assigned:
             return math.inf if self.steps else None
         if worker not in self.speeds:
@@ -101,9 +104,10 @@ class LocalStepPlan:
         return self.assigned[worker].steps / self.speeds[worker]
 
     def check(self, report: Report) -> None:
-        """
+        """Checks the report of local steps.
+
         Raises:
-            RefusedError: the report lacks its steps, has more than there can be, or names a shard that there is not.
+            RefusedError: it lacks its steps, has more than there can be, or names a shard that does not exist.
         """
         if report.local_steps is None or report.step_seconds is None:
             raise RefusedError("the report of local steps lacks local_steps or step_seconds")
@@ -115,7 +119,7 @@ class LocalStepPlan:
             raise RefusedError(f"shard {report.shard}: there are {len(self.shards)}")
 
     def record(self, worker: int, report: Report) -> None:
-        """Counts the steps, and takes the median seconds per step, which one slow step does not move."""
+        """Counts the steps, and takes the report's median seconds per step, which one slow step does not move."""
         steps, seconds = report.local_steps or 0, report.step_seconds or 0.0
         work, shard = self.assigned.get(worker), report.shard
         if shard is None and work is not None:
@@ -123,7 +127,7 @@ class LocalStepPlan:
         self._close(worker)
         self.steps += steps
         self.epochs += report.epochs
-        if shard is not None:  # of the report first: one that has connected again is at what it was given before
+        if shard is not None:  # the report's first: a worker that reconnected did the work before
             self.used[shard] += steps
         if seconds >= _SHORTEST:
             measured = 1.0 / seconds
@@ -131,7 +135,7 @@ class LocalStepPlan:
             self.speeds[worker] = before + _NEWEST * (measured - before)
 
     def release(self, worker: int) -> None:
-        """The worker is gone: its work is open again, and its speed counts no more, unless it comes back."""
+        """Gives up the work of a worker that is gone; its speed does not count unless it comes back."""
         self._close(worker)
         self.gone.add(worker)
 
@@ -139,13 +143,13 @@ class LocalStepPlan:
         return no_schedule(event)
 
     def state_dict(self) -> State:
-        """With what workers are at: after a restart each begins again there, in whatever order they come."""
+        """Returns the state, with each worker's work: after a restart each begins it again, in any order."""
         state = {"steps": self.steps, "epochs": self.epochs, "used": self.used, "speeds": self.speeds}
         assigned = {worker: tuple(work) for worker, work in self.assigned.items()}  # of a type that torch trusts
         return state | {"gone": sorted(self.gone), "assigned": assigned, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: State) -> None:
-        """There may be other workers and other shards than before: then what was used counts for each by its size."""
+        """Goes on from :meth:`state_dict`. If the number of shards differs, steps so far count for each by its size."""
         self.steps, self.epochs = state["steps"], state["epochs"]
         self.used = list(state["used"])
         self.assigned = {worker: Work(*work) for worker, work in state["assigned"].items() if worker < self.workers}
@@ -153,7 +157,7 @@ class LocalStepPlan:
             self.used, self.assigned = _by_share(self.steps, self.shards), {}
         self.awaited = set(self.assigned)
         self.speeds = {worker: speed for worker, speed in state["speeds"].items() if worker < self.workers}
-        self.gone = set(state.get("gone", ()))  # not in an older state; who comes back is there again
+        self.gone = set(state.get("gone", ()))  # not in an older state; a worker that comes back is taken out
         self._generator.set_state(state["generator"])
 
     def _close(self, worker: int) -> None:
@@ -162,7 +166,7 @@ class LocalStepPlan:
 
     @property
     def _present(self) -> dict[int, float]:
-        """The speeds of those who are there, none of them far above the others."""
+        """The speeds of the workers that are there, limited to a multiple of their median."""
         speeds = {worker: speed for worker, speed in self.speeds.items() if worker not in self.gone}
         most = _FASTEST * median(speeds.values()) if speeds else 0.0
         return {worker: min(speed, most) for worker, speed in speeds.items()}
@@ -177,7 +181,7 @@ class LocalStepPlan:
         return max(0, steps)
 
     def _counted(self) -> list[int]:
-        """Local steps on each shard, with those that workers are at."""
+        """Returns the local steps on each shard, those of the present work included."""
         counted = list(self.used)
         for work in self.assigned.values():
             if work.shard is not None:
@@ -185,14 +189,15 @@ class LocalStepPlan:
         return counted
 
     def _choose_shard(self, worker: int) -> int:
-        """By need; at the very beginning, where all are in the same need, each worker its own, whoever comes first."""
+        """Chooses a shard by need. At the very beginning, when all need the same, each worker gets its own, whoever
+        comes first."""
         if not any(self.used):
             return worker % len(self.shards)
         probabilities = shard_probabilities(self.shards, self._counted())
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
     def _progress(self, shard: int | None) -> float:
-        """In a run whose shards are used evenly, a shard's own steps say how far the run is."""
+        """Returns the position of the schedule: the shard's own steps say it, as shards are used evenly."""
         if shard is None:
             return self.steps / self.workers
         share = self.shards[shard] / sum(self.shards)
@@ -208,6 +213,6 @@ class LocalStepPlan:
 
 
 def _by_share(total: int, sizes: list[int]) -> list[int]:
-    """Whole numbers that add up to the total, each within 1 of its share."""
+    """Divides the total into whole numbers by the sizes, each within 1 of its share."""
     ends = [total * end // sum(sizes) for end in accumulate(sizes)]
     return [end - start for start, end in pairwise([0, *ends])]

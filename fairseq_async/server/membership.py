@@ -8,9 +8,9 @@ from typing import Literal
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError
 
-ARRIVAL_SECONDS = 600.0  # for which a worker is waited for that has not come yet: it may have to compile something
-JOINERS = 16  # workers beyond those that were announced, at one time
-_PATIENCE = 4.0  # times the longest that work has taken, for which a worker that shows life may ask for nothing
+ARRIVAL_SECONDS = 600.0  # to wait for a worker that has not come yet: it may have to compile something
+JOINERS = 16  # how many workers that were not announced may be connected at one time
+_PATIENCE = 4.0  # times the longest work so far, for which a worker that shows life may make no request
 Pending = Literal["hello", "push", "work"]
 
 
@@ -19,11 +19,11 @@ class Member:
     """One connected worker.
 
     Attributes:
-        instance: names its process: it may connect again when a connection breaks.
-        heard: when its last message came.
-        turn: when it has asked, or was answered, last; a sign of life is no request.
-        pending: the request that it waits for an answer to; until then it owes no sign of life.
-        ready: it has said hello. Before that it makes its model, which may take it minutes without a word.
+        instance: names the worker's process, which may connect again when a connection breaks.
+        heard: time of its last message.
+        turn: time of its last request, or of the last answer to it; a sign of life is no request.
+        pending: the request whose answer the worker waits for; while it waits, it need not send signs of life.
+        ready: whether it has said hello. Before that it makes its model, which may take minutes without a message.
     """
 
     worker: int
@@ -36,13 +36,13 @@ class Member:
 
 @dataclass
 class Conduct:
-    """What one process of a worker has done, which counts on when its connection breaks and is made again.
+    """The record of one process of a worker. It is kept when the connection breaks and is made again.
 
     Attributes:
-        since: when it came; where it had to wait for the run to begin, when that was.
-        delivered: it has sent an update.
-        longest: the most seconds from an answer to its next request.
-        told_end: it knows that the run is finished.
+        since: time when the process came, or when the run began, if the process had to wait for that.
+        delivered: whether it has sent an update.
+        longest: the longest time in seconds from an answer to the process's next request.
+        told_end: whether it was told that the run is finished.
     """
 
     instance: str
@@ -55,19 +55,19 @@ class Conduct:
 class Membership:
     """The workers of a run. They may come late, die, come back, be paused, or join without having been announced.
 
-    All times are seconds of one clock, whichever the caller has.
+    All times are seconds of one clock, the caller's.
 
     Args:
         announced: workers 0 to ``announced - 1`` are expected; others may join.
         now: the beginning of the run.
-        timeout: seconds without a word after which nobody waits for a worker any more.
-        arrival_timeout: the same for a worker that has not come yet, or is not ready; one that is expected back, as
-            :meth:`expect_back` says, has ``timeout``.
+        timeout: seconds without a message after which no round waits for a worker any more.
+        arrival_timeout: the same for a worker that has not come yet, or is not ready. For a worker that is expected
+            back (see :meth:`expect_back`) it is ``timeout``.
 
     Attributes:
         members: the workers that are connected.
-        joined: the workers that have ever come, and were ready.
-        waits_for_dead: whether ``timeout`` is granted also to a worker whose connection has closed.
+        joined: the workers that have been ready at some time.
+        waits_for_dead: whether rounds wait for ``timeout`` also for a worker whose connection has closed.
     """
 
     def __init__(
@@ -88,16 +88,18 @@ class Membership:
 
     @property
     def idle(self) -> set[int]:
-        """The workers that wait for work."""
+        """The connected workers that wait for work."""
         return {worker for worker, member in self.members.items() if member.pending == "work"}
 
     @property
     def computing(self) -> set[int]:
-        """The connected workers that wait for nothing."""
+        """The connected workers that wait for no answer."""
         return {worker for worker, member in self.members.items() if member.pending is None}
 
     def number(self, asked: int | None, joins: bool, instance: str, now: float) -> int:
-        """The id of a worker that comes in, or comes back; one that ``joins`` was not announced, and may ask for any.
+        """Returns the id of a worker that comes in, or comes back.
+
+        A worker that ``joins`` was not announced; where it asks for no id it gets a free one.
 
         Raises:
             RefusedError: there is no such worker, or it is here already as another process.
@@ -117,16 +119,16 @@ class Membership:
 
     @property
     def ready(self) -> int:
-        """How many workers are connected and ready."""
+        """Number of workers that are connected and ready."""
         return sum(member.ready for member in self.members.values())
 
     @property
     def unready(self) -> set[int]:
-        """The workers that are connected and not ready."""
+        """The workers that are connected but not ready."""
         return {worker for worker, member in self.members.items() if not member.ready}
 
     def enter(self, worker: int, instance: str, now: float, ready: bool = True) -> None:
-        """The worker is connected; one that is not ready will say so by :meth:`begin`."""
+        """Notes that a worker is connected. One that is not ready yet becomes so by :meth:`begin`."""
         self.members[worker] = Member(worker, instance, now, now, ready=ready)
         before = self._conduct.get(worker)
         if before is None or before.instance != instance:
@@ -138,43 +140,43 @@ class Membership:
             self.joined.add(worker)
 
     def begin(self, worker: int) -> None:
-        """The worker is ready."""
+        """Notes that a worker is ready."""
         if worker in self.members:
             self.members[worker].ready = True
             self.joined.add(worker)
 
     def leave(self, worker: int, for_good: bool, now: float) -> None:
-        """The worker's connection is closed; ``for_good`` if it has said that it will not come back."""
+        """Notes that a worker's connection is closed; ``for_good`` if the worker said that it will not come back."""
         if self.members.pop(worker, None) is not None:
             self._left_at[worker] = -inf if for_good else now
 
     def has_left(self, worker: int) -> bool:
-        """Whether it has said that it will not come back."""
+        """Whether a worker has said that it will not come back."""
         return self._left_at.get(worker) == -inf
 
     @property
     def left_for_good(self) -> list[int]:
-        """The workers that have said so, for the server that may take this one's place."""
+        """The workers that have said that they will not come back, for a server that may replace this one."""
         return sorted(filter(self.has_left, self._left_at))
 
     def note_left(self, workers: Iterable[int]) -> None:
-        """These had left for good before this server took another's place."""
+        """Marks workers that had left for good before this server replaced one that died."""
         self._left_at.update(dict.fromkeys(workers, -inf))
 
     def is_away(self, worker: int) -> bool:
-        """Whether its connection has closed without a word, and it has not come back."""
+        """Whether a worker's connection has closed without a goodbye, and the worker has not come back."""
         return worker in self._left_at and not self.has_left(worker)
 
     def hear(self, worker: int, now: float) -> None:
-        """A message of the worker has come."""
+        """Notes that a message of the worker has come."""
         if worker in self.members:
             self.members[worker].heard = now
 
     def ask(self, worker: int, now: float, update: bool = False) -> None:
-        """A request of the worker has come, which its main thread has made: signs of life come from another one.
+        """Notes a request of the worker. Its main thread makes requests; signs of life come from another thread.
 
         Args:
-            update: the request is an update.
+            update: whether the request is an update.
         """
         member = self.members.get(worker)
         if member is None:
@@ -186,21 +188,21 @@ class Membership:
         member.turn = now
 
     def tell_end(self, worker: int) -> None:
-        """The worker is told that the run is finished."""
+        """Notes that the worker is told that the run is finished."""
         if worker in self._conduct:
             self._conduct[worker].told_end = True
 
     def expect_back(self, workers: Iterable[int]) -> None:
-        """These had sent updates to a server whose place this one takes."""
+        """Marks workers that had sent updates to the server that this one replaces: they are expected again soon."""
         self._expected_back.update(workers)
 
     def wait(self, worker: int, pending: Pending) -> None:
-        """The worker waits for the answer to such a request."""
+        """Notes that the worker waits for the answer to a request of this kind."""
         if worker in self.members:
             self.members[worker].pending = pending
 
     def answered(self, worker: int, now: float) -> None:
-        """The worker has its answer: it is its turn."""
+        """Notes that the worker has its answer: the next message is to come from the worker."""
         member = self.members.get(worker)
         if member is None:
             return
@@ -209,31 +211,31 @@ class Membership:
         member.pending, member.heard, member.turn = None, now, now
 
     def waiting(self, pending: Pending) -> list[int]:
-        """The workers that wait for the answer to such a request."""
+        """Returns the workers that wait for the answer to a request of this kind."""
         return sorted(worker for worker, member in self.members.items() if member.pending == pending)
 
     def is_silent(self, worker: int, now: float) -> bool:
-        """Whether nothing was heard for too long of a connected worker that owes a word."""
+        """Whether a connected worker that waits for no answer has been silent for longer than its timeout."""
         member = self.members[worker]
         timeout = self.timeout if member.ready else self.arrival_timeout
         return member.pending is None and now - member.heard > timeout
 
     def silent(self, now: float) -> set[int]:
-        """The connected workers of which nothing was heard for too long."""
+        """Returns the connected workers that have been silent for longer than their timeout."""
         return {worker for worker in self.members if self.is_silent(worker, now)}
 
     def hangs(
         self, worker: int, now: float, since: float = -inf, work: float = 0.0, untried: float = ARRIVAL_SECONDS
     ) -> bool:
-        """Whether a worker that may show life has asked for nothing for so long that its main thread must hang.
+        """Whether a worker that may show life has made no request for so long that its main thread must hang.
 
-        That is longer than the timeout, and than several times the longest that it ever took to ask for something; for
-        one that has sent no update, that any other took. Worker 0, which validates and writes checkpoints, is never
-        taken to hang, nor is a worker that was told of the end: what it does then is its own.
+        That is longer than the timeout, and longer than several times the worker's longest time to a request; for a
+        worker that has sent no update, the longest time of any other. Worker 0, which validates and writes checkpoints,
+        is never taken to hang, nor is a worker that was told of the end: it may then do what it likes.
 
         Args:
-            since: what was before counts for nothing.
-            work: seconds that its present work is expected to take.
+            since: the time is counted from here at the earliest.
+            work: seconds that the worker's present work is expected to take.
             untried: the timeout of a worker that has sent no update.
         """
         member = self.members.get(worker)
@@ -248,11 +250,11 @@ class Membership:
 
     @property
     def _longest(self) -> float:
-        """The most seconds that work has taken of anybody who has sent updates."""
+        """The longest time in seconds to a request, over the workers that have sent updates."""
         return max((each.longest for each in self._conduct.values() if each.delivered), default=0.0)
 
     def excuse(self, seconds: float) -> None:
-        """Nobody was listened to for so long: that much silence says nothing of anybody."""
+        """Moves all times on by the seconds in which the server read no messages: they are no worker's silence."""
         self._began += seconds
         self._left_at = {worker: at + seconds for worker, at in self._left_at.items()}
         for member in self.members.values():
@@ -262,18 +264,19 @@ class Membership:
             conduct.since += seconds
 
     def awaited(self, now: float) -> set[int]:
-        """The workers for which a round waits."""
+        """Returns the workers for which a round waits."""
         return {worker for worker in self.expected(now) if not self._owes_first_update(worker, now)}
 
     def expected(self, now: float) -> set[int]:
-        """The workers of which an update may come: they are at work, or are still to come, or to come back."""
+        """Returns the workers that may send an update: they are at work, or are still to come or to come back."""
         return {worker for worker in {*range(self.announced), *self.members} if self._is_expected(worker, now)}
 
     def _owes_first_update(self, worker: int, now: float) -> bool:
         """Whether a worker has sent no update for so long that no round waits for its first one.
 
-        For one that was not announced no round does: it may never send any. Another may have to compile something, and
-        its first work may take several times as long as that of others. Signs of life do not prolong that.
+        No round waits for the first update of a worker that was not announced: it may never send any. An announced
+        worker may have to compile something, and its first work may take several times as long as that of others.
+        Signs of life do not prolong that time.
         """
         conduct = self._conduct.get(worker)
         if worker == 0 or conduct is None or conduct.delivered or worker in self._expected_back:
@@ -287,12 +290,12 @@ class Membership:
             return member.pending != "work" and not self.is_silent(worker, now)
         if worker in self._left_at:
             return self.waits_for_dead and now - self._left_at[worker] <= self.timeout
-        # who was at work when another server died is back soon, or dead
+        # a worker that was at work when the server before this one died is back soon, or dead
         patience = self.timeout if worker in self._expected_back else self.arrival_timeout
         return now - self._began <= patience
 
     def state_dict(self) -> State:
-        """Who is here, away and idle, for a simulation that is stopped; a real server's workers connect again."""
+        """Returns which workers are here, away and idle, for a stopped simulation; real workers connect again."""
         members = {worker: (m.instance, m.heard, m.pending) for worker, m in self.members.items()}
         return {"members": members, "left_at": self._left_at, "joined": self.joined}
 

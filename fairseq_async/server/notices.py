@@ -1,4 +1,4 @@
-"""What a server has to tell whoever runs it: in its log, and on the terminal of the process that started it."""
+"""Lines from a server to its user: in its log, and on the terminal of the process that started it."""
 
 import os
 import sys
@@ -13,16 +13,16 @@ _WRITTEN = 100
 
 
 def tell_log(text: str) -> None:
-    """Writes a line to stderr, which is the server's log, with the time; nothing where the disk is full."""
+    """Writes a line, with the time, to stderr, which is the server's log; on a full disk the line is lost."""
     with suppress(OSError):
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}{SEPARATOR}{printable(text)}", file=sys.stderr, flush=True)
 
 
 class Journal:
-    """Writes what happens in a run to the server's log.
+    """Writes the events of a run to the server's log.
 
-    Of each kind it writes the first hundred, and then the 128th, the 256th, and so on: a worker that joins and leaves
-    all the time must not fill the disk.
+    Of each kind of event it writes the first hundred, and then the 128th, the 256th, and so on: a worker that joins and
+    leaves all the time must not fill the disk.
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class Journal:
 
 
 class Notices:
-    """Tells the log, and the reader of a pipe.
+    """Writes lines to the log and to a pipe.
 
     Args:
-        descriptor: of the pipe's writing end. A reader that does not read, or has gone, holds nothing up.
+        descriptor: the pipe's writing end. A reader that does not read, or has gone, holds nothing up.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -53,5 +53,5 @@ class Notices:
 
 
 def printable(text: str) -> str:
-    """With control characters, which could fake or hide lines of a log, as escapes."""
+    """Returns the text with control characters, which could fake or hide lines of a log, as escapes."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

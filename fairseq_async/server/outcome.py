@@ -1,4 +1,4 @@
-"""What an event has led to in a coordinator: updates that were settled, and what workers are told."""
+"""The outcome of a call of the coordinator: the updates that were settled, and the answers to workers."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from fairseq_async.server.receipt import Receipt
 
 @dataclass(frozen=True)
 class ControlEvent:
-    """What a rule or schedule was told between two updates; a replay repeats it."""
+    """A change of a rule's round size, or an epoch's begin or end, between two updates. A replay repeats it."""
 
     event: str  # limit_round, begin_epoch, end_epoch
     updates: int | None = None
@@ -22,8 +22,8 @@ class Settled:
     """An update that was settled, for the log.
 
     Attributes:
-        held_seconds: for which it waited for others; 0 where it did not.
-        merged: the versions that the parameters of a server above have made since the update before.
+        held_seconds: how long it waited for others; 0 if it did not wait.
+        merged: the versions made by merging parameters of a server above since the update before.
     """
 
     receipt: Receipt
@@ -34,14 +34,14 @@ class Settled:
 
     @property
     def recorded(self) -> JsonObject:
-        """What of it is in the log beside receipt and report."""
+        """The fields for its line in the log besides those of receipt and report."""
         own: JsonObject = {"held_seconds": self.held_seconds} if self.held_seconds else {}
         return own | {"merged": list(self.merged)} if self.merged else own
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """What one worker is told: what became of its update, if it waits for that, and its next work."""
+    """The answer to one worker: the receipt of its update, if the worker waits for one, and its next work."""
 
     worker: int
     receipt: Receipt | None
@@ -51,11 +51,11 @@ class Instruction:
 
 @dataclass
 class Outcome:
-    """What an event has led to: updates to be logged, then workers to be answered, both in order.
+    """The outcome of a call of the coordinator: updates to be logged, then workers to be answered, both in order.
 
     Attributes:
-        failures: workers whose report the plan could not count, or for whom it has found no work, and why. Their
-            updates are settled like the others'; who is in no instruction has no answer yet.
+        failures: workers for which the plan failed, at counting the report or at finding work, and why. Their updates
+            are settled like the others'; a failed worker without an instruction has no answer yet.
     """
 
     settled: list[Settled] = field(default_factory=list)

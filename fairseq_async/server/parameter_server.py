@@ -1,4 +1,4 @@
-"""The state machine that every driver shares: the real run, the simulator and the replay."""
+"""The parameter server as a state machine, which the real run, the simulator and the replay share."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ from fairseq_async.server.receipt import Receipt, Status
 OPEN = 1 << 30
 """A barrier that never completes a round by itself."""
 
-_LOST = 1 << 32  # updates of one worker that a restart may have taken back
+_LOST = 1 << 32  # updates of one worker that a restart may have taken back, at most
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """One consistent state: ``values`` is a flat fp32 copy."""
+    """The parameters at one version; ``values`` is a flat fp32 copy."""
 
     version: int
     values: Tensor
@@ -30,31 +30,31 @@ class Parameters:
 class ParameterServer:
     """Holds the global parameters and lets a rule change them, one update at a time.
 
-    A plain object: no threads, no clock, no socket. The version counts the changes of the parameters. Every update
-    is known by its worker and sequence number: one that arrives twice is applied once.
+    It is a plain object without threads, clock or socket. The version counts the changes of the parameters. Every
+    update is identified by its worker and sequence number: one that arrives twice is applied once.
 
     Args:
         parameters: flat fp32 tensor; changed in place.
-        rule: what an update does to the parameters.
-        barrier: hold the updates until this many, from different workers, are there, then apply them in the order
-            of the workers' ids; 0 applies each at once. Who has a clock makes a grace period of it, by
-            :meth:`complete_round`.
+        rule: decides what an update does to the parameters.
+        barrier: hold the updates until this many, from different workers, have come, then apply them in the order
+            of the workers' ids; 0 applies each at once. A caller with a clock can end a round earlier, as after a grace
+            period, by :meth:`complete_round`.
         last_version: the run is finished when this version is reached; None for no end.
-        staleness: what a stale update is worth.
-        gate: which norms are taken.
-        keeps_last_step: keep the parameters before the last step, from which :meth:`write_ahead` looks ahead; one more
-            copy.
-        counts_in_rounds: where staleness is weighed, an update of a round is as stale as the version at which its turn
-            comes: those that were computed from one version are 0, 1, 2, … stale, in the order in which they are
-            applied. Otherwise, as when it arrived. The receipt says the latter.
+        staleness: decides how a stale update is weighed.
+        gate: decides which norms are accepted.
+        keeps_last_step: keep the parameters before the last step, from which :meth:`write_ahead` looks ahead; this
+            takes one more copy.
+        counts_in_rounds: where staleness is weighed, count an update's staleness when its turn in the round comes:
+            updates from one version are then 0, 1, 2, … stale, in the order in which they are applied. Otherwise it is
+            counted at the update's arrival. The receipt always has the staleness at arrival.
 
     Attributes:
         round_size: the barrier that was asked for; ``barrier`` may be lower while workers are away.
-        sequences: the last settled update of each worker.
+        sequences: the sequence number of each worker's last settled update.
         refused: how many updates of each worker had NaN, Inf or a norm above the gate.
-        rejected: the last update of each worker that was settled without being applied.
-        started_from: what each worker started from, where delay compensation needs it.
-        before_last_step: the parameters of the version before this one; None where they are not kept.
+        rejected: the sequence number of each worker's last update that was settled without being applied.
+        started_from: the parameters that each worker started from, where delay compensation needs them.
+        before_last_step: the parameters before the last step; None where they are not kept.
     """
 
     def __init__(
@@ -85,26 +85,26 @@ class ParameterServer:
         self._held: dict[int, tuple[Update, Receipt]] = {}
         self._released: list[Receipt] = []
         self._restarted = False
-        self._heard_since: set[int] = set()  # workers of which an update was settled since the restart
+        self._heard_since: set[int] = set()  # workers with an update that was settled since the restart
 
     @property
     def finished(self) -> bool:
         return self.last_version is not None and self.version >= self.last_version
 
     def moves_parameters(self, ahead: int = 0) -> bool:
-        """Whether the sender of the update behind ``ahead`` others has to wait: for a step, or at the barrier."""
+        """Whether the sender of the update behind ``ahead`` others must wait, for a step or at the barrier."""
         return bool(self.barrier) or self.rule.moves_parameters(ahead)
 
     def pull(self, worker: int) -> Parameters:
-        """The current parameters, copied."""
+        """Returns a copy of the current parameters, and notes that the worker starts from them."""
         self.note_pull(worker, self.parameters)
         return Parameters(self.version, self.parameters.clone())
 
     def write_ahead(self, out: Tensor, versions: float) -> None:
-        """Writes the parameters so many versions ahead, along the last step: θ_v + τ · (θ_v − θ_(v−1)).
+        """Writes the parameters τ = ``versions`` versions ahead, along the last step: θ_v + τ · (θ_v − θ_(v−1)).
 
-        It is for gradients that will be applied τ versions later; pipelines know it as weight prediction (Chen et al.
-        2018, arXiv 1809.02839).
+        They are for gradients that will be applied τ versions later. Pipeline-parallel training knows this as weight
+        prediction (Chen et al. 2018, arXiv 1809.02839).
         """
         if self.before_last_step is None or not versions:
             out.copy_(self.parameters)
@@ -112,15 +112,15 @@ class ParameterServer:
             torch.lerp(self.before_last_step, self.parameters, 1.0 + versions, out=out)
 
     def dispatch(self) -> Tensor:
-        """What local steps start from: the parameters, or ahead of them where the rule looks ahead.
+        """Returns the tensor that local steps start from: the parameters, or ahead of them where the rule looks ahead.
 
-        It is to be copied at once: it may be the parameters themselves.
+        Copy it at once: it may be the parameters themselves.
         """
         return self.rule.dispatch(self.parameters)
 
     def give(self, worker: int, out: Tensor, look_ahead: float = 0.0, starts: bool = False) -> None:
-        """Writes what a worker has asked for: the parameters, those so many versions ahead, or what local steps start
-        from."""
+        """Writes the tensor that a worker has asked for: the parameters, those so many versions ahead, or the start of
+        local steps."""
         if look_ahead:
             self.write_ahead(out, look_ahead)
         else:
@@ -128,38 +128,38 @@ class ParameterServer:
         self.note_pull(worker, out)
 
     def dispatch_fragment(self, sequence: int) -> Tensor:
-        """What a worker goes on from in the fragment of its update of this number; to be copied at once."""
+        """Returns the start of local steps in the fragment of the update with this sequence number. Copy it at once."""
         rule, parameters = self._part(sequence)
         return rule.dispatch(parameters)
 
     def changed_at(self, sequence: int) -> int:
-        """The version at which the fragment of an update of this number has changed last."""
+        """Returns the version at which the fragment of the update with this sequence number changed last."""
         return self._changed_at[sequence % len(self._changed_at)] if self._changed_at else self.version
 
     def note_pull(self, worker: int, start: Tensor) -> None:
-        """The worker starts from these, which delay compensation compares with later parameters."""
+        """Keeps a copy of the worker's start, which delay compensation compares with later parameters."""
         if self.staleness.compensation:
             self.started_from[worker] = Parameters(self.version, start.clone())
 
     def _start_of(self, update: Update) -> Tensor | None:
-        """What an update was computed from; None where that is not known.
+        """Returns the parameters that an update was computed from; None where they are not known.
 
-        After a restart the server knows the starts of its snapshot. A worker that has started since then did so from a
-        version that is lost: its update says another base version, and is taken without compensation.
+        After a restart the server knows the starts in its snapshot. A worker that started after the snapshot did so
+        from a version that is lost: its update has another base version, and is applied without compensation.
         """
         start = self.started_from.get(update.worker)
         return start.values if start is not None and start.version == update.base_version else None
 
     @property
     def held(self) -> set[int]:
-        """Whose updates wait for their round."""
+        """The workers whose updates wait for their round."""
         return set(self._held)
 
     def push(self, update: Update, norm: float | None = None) -> Receipt:
         """Settles the update, or holds it behind the barrier (then :meth:`released` gives its receipt later).
 
         Args:
-            norm: the update's, where its sender has computed it; finding it is one more pass over the memory.
+            norm: the update's L2 norm, if its sender has computed it; computing it takes one more pass over the memory.
 
         Raises:
             RefusedError: see :meth:`check`.
@@ -198,7 +198,7 @@ class ParameterServer:
         return replace(receipt, status=Status.HELD)
 
     def check(self, update: Update) -> None:
-        """Raises a RefusedError for an update that no worker can have sent, in the state that this server is in."""
+        """Raises a RefusedError for an update that no worker can have sent in the server's present state."""
         if not 0 <= update.base_version <= self.version:
             raise RefusedError(f"base version {update.base_version}: the server is at {self.version}")
         if not (math.isfinite(update.weight) and update.weight >= 0):
@@ -206,15 +206,15 @@ class ParameterServer:
         self._check_sequence(update)
 
     def _check_sequence(self, update: Update) -> None:
-        """Numbers grow by one. After a restart a worker's first may be further on: the server has taken back what it
-        had acknowledged."""
+        """Checks that a worker's sequence numbers grow by one. Its first after a restart may be further on: the restart
+        has taken back updates that the server had acknowledged."""
         expected = self.sequences.get(update.worker, -1) + 1
         may_skip = self._restarted and update.worker not in self._heard_since
         if not 0 <= update.sequence <= expected + (_LOST if may_skip else 0):
             raise RefusedError(f"sequence number {update.sequence}: the next of worker {update.worker} is {expected}")
 
     def takes(self, receipt: Receipt) -> bool:
-        """Whether an update is in the parameters, or will be; one that comes twice counts as it did the first time."""
+        """Whether an update is in the parameters, or will be; a duplicate counts as its first copy did."""
         if receipt.status is Status.DUPLICATE:
             return self.rejected.get(receipt.worker) != receipt.sequence
         return receipt.status in (Status.APPLIED, Status.ACCEPTED, Status.HELD)
@@ -231,23 +231,23 @@ class ParameterServer:
         return replace(receipt, status=status)
 
     def withdraw(self, worker: int) -> None:
-        """The worker is gone, and with it the memory of an update that is held: whoever takes its place sends anew."""
+        """Drops the held update of a worker that is gone, and its memory with it; the worker's successor sends anew."""
         self._held.pop(worker, None)
 
     def limit_barrier(self, workers: int) -> None:
-        """Only this many workers are there now: no round waits for more."""
+        """Makes rounds wait for at most this many workers, as no more are there now."""
         if self.round_size:
             self.barrier = min(self.round_size, max(1, workers))
             if len(self._held) >= self.barrier:
                 self.complete_round()
 
     def released(self) -> list[Receipt]:
-        """The receipts, each given once, of held updates whose round is complete."""
+        """Returns the receipts of held updates whose round is complete; each is returned once."""
         receipts, self._released = self._released, []
         return receipts
 
     def state_dict(self) -> State:
-        """Everything that a restart needs; held updates are not part of it: their workers compute them again."""
+        """Returns all that a restart needs. Held updates are not part of it: their workers compute them again."""
         return {
             "version": self.version,
             "parameters": self.parameters,
@@ -278,7 +278,7 @@ class ParameterServer:
         self.started_from = {worker: Parameters(*start) for worker, start in starts.items()}
 
     def complete_round(self) -> None:
-        """Applies the updates that are held, in the order of the workers' ids, and waits for no other."""
+        """Applies the held updates, in the order of the workers' ids, without waiting for others."""
         held, self._held = self._held, {}
         self._released += [self._apply(*held[worker]) for worker in sorted(held)]
 
@@ -295,7 +295,7 @@ class ParameterServer:
             copy_in_threads(self.before_last_step, self.parameters)
         try:
             rule.apply(parameters, worth)
-        except Exception as error:  # whatever it is: no memory, or a mistake of the rule's
+        except Exception as error:  # of any kind: out of memory, or a mistake of the rule's
             raise HalfAppliedError(f"the update of worker {update.worker} was not applied to its end") from error
         self._use_up(update)
         self.version += changes
@@ -304,7 +304,7 @@ class ParameterServer:
         return replace(receipt, version=self.version, cosine=cosine)
 
     def _part(self, sequence: int) -> tuple[Rule, Tensor]:
-        """Rule and parameters that an update of this number is for: of its fragment, where there are several."""
+        """Returns rule and parameters for the update of this number: those of its fragment, where there are several."""
         if isinstance(self.rule, FragmentedRule):
             return self.rule.of(sequence, self.parameters)
         return self.rule, self.parameters

@@ -1,4 +1,4 @@
-"""What workers are to do next, and when the run is finished."""
+"""The plan of a run: the next work of each worker, and the end of the run."""
 
 from typing import Protocol
 
@@ -6,27 +6,27 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError
 from fairseq_async.server.protocol import Assignment, Report, ScheduleEvent
 
-_PASSES = 100  # over the data in one step: micro-batches may be accumulated over a small set
-_ROUNDING = 1e-6  # of a pass over the data, and of a step: parts of them are added up
+_PASSES = 100  # passes over the data in one step, at most: micro-batches may be accumulated over a small set
+_ROUNDING = 1e-6  # error of a sum of parts of passes over the data, or of steps
 
 
 def whole_steps(steps: float) -> int:
-    """How many are complete; parts of steps are added up, and rounded each time."""
+    """Returns how many steps are complete in a sum of parts of steps, which has rounding errors."""
     return int(steps + _ROUNDING)
 
 
 class Plan(Protocol):
-    """One method's view of the run beside its rule: learning rate, local steps, data, end."""
+    """A method's plan of the run, beside its rule: learning rate, local steps, data and end."""
 
     @property
     def finished(self) -> bool: ...
 
     def assign(self, worker: int) -> Assignment:
-        """The worker's next work; an idle one as long as there is none."""
+        """Returns the worker's next work; an idle assignment if there is none."""
         ...
 
     def expected_seconds(self, worker: int) -> float | None:
-        """What the worker's present work takes, from its speed before; None where that is not known."""
+        """Returns how long the worker's present work takes at its speed so far; None where that is not known."""
         ...
 
     def check(self, report: Report) -> None:
@@ -38,11 +38,11 @@ class Plan(Protocol):
         ...
 
     def release(self, worker: int) -> None:
-        """The worker is gone: its work is open again."""
+        """Gives up the work of a worker that is gone: others may do it."""
         ...
 
     def follow(self, event: ScheduleEvent) -> float:
-        """Worker 0 has begun or ended an epoch; returns the learning rate."""
+        """Follows the begin or end of an epoch of worker 0; returns the learning rate."""
         ...
 
     def state_dict(self) -> State: ...
@@ -55,7 +55,7 @@ class EpochSchedule(Protocol):
 
     @property
     def steps(self) -> float:
-        """Of the optimizer so far; a partial one counts as the part that it is."""
+        """Number of the optimizer's steps so far; a partial step counts as its part."""
         ...
 
     @property
@@ -71,8 +71,8 @@ class EpochPlan:
     data.
 
     Args:
-        max_epoch: passes of all workers together; 0 for no end.
-        total_steps: whole steps, of which parts are added up; 0 for no end.
+        max_epoch: the run ends after so many passes of all workers together; 0 for no end.
+        total_steps: the run ends after so many steps, to which parts of steps add up; 0 for no end.
     """
 
     def __init__(self, schedule: EpochSchedule, max_epoch: int, total_steps: int = 0) -> None:
@@ -86,16 +86,17 @@ class EpochPlan:
         return self.total_steps > 0 and whole_steps(self.schedule.steps) >= self.total_steps
 
     def assign(self, worker: int) -> Assignment:
-        """The learning rate, which the worker logs, and the steps so far."""
+        """Returns the learning rate, which the worker logs, and the steps so far."""
         return Assignment(learning_rate=self.schedule.learning_rate, total_progress=self.schedule.steps)
 
     def expected_seconds(self, worker: int) -> float | None:
         return None
 
     def check(self, report: Report) -> None:
-        """
+        """Checks the report of a gradient.
+
         Raises:
-            RefusedError: more data than one gradient can be of.
+            RefusedError: it is of more data than one gradient can be of.
         """
         check_epochs(report.epochs, 1)
 
@@ -103,7 +104,7 @@ class EpochPlan:
         self.epochs += report.epochs
 
     def release(self, worker: int) -> None:
-        """Nothing was promised to it."""
+        """Does nothing: no work is reserved for a worker."""
 
     def follow(self, event: ScheduleEvent) -> float:
         if event.event == "begin_epoch":
@@ -120,14 +121,15 @@ class EpochPlan:
 
 
 def check_epochs(epochs: float, steps: int) -> None:
-    """
+    """Checks the passes over the data of so many steps.
+
     Raises:
-        RefusedError: no worker has gone through the data so often in so many steps.
+        RefusedError: there are more passes than so many steps can take.
     """
     if epochs > _PASSES * max(1, steps):
         raise RefusedError(f"epochs {epochs:g}: a step is of {_PASSES} passes over the data at most")
 
 
 def no_schedule(event: ScheduleEvent) -> float:
-    """The answer of a method whose server has no learning-rate schedule."""
+    """Raises a RefusedError, for a method whose server has no learning-rate schedule."""
     raise RefusedError(f"{event.event}: this method has no learning-rate schedule in the server")

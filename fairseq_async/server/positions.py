@@ -1,4 +1,4 @@
-"""What a worker's position in its data may be, which goes through the server into snapshots and logs."""
+"""Limits on a worker's position in its data, which goes through the server into snapshots and logs."""
 
 import json
 
@@ -10,10 +10,10 @@ _BYTES, _DEPTH = 1 << 15, 8
 
 
 def bounded(position: JsonObject | None) -> JsonObject | None:
-    """The position; what it goes into must stay readable, whatever a worker sends.
+    """Returns the position, checked: snapshots and logs must stay readable, whatever a worker sends.
 
     Raises:
-        ValueError: it is too large, too deep, or has a number of more than 64 bits.
+        ValueError: the position is too large, too deep, or has a number of more than 64 bits.
     """
     if position is not None and len(json.dumps(position)) > _BYTES:
         raise ValueError(f"it has more than {_BYTES} bytes")

@@ -1,4 +1,4 @@
-"""The server as a process: how a launcher or worker 0 starts it, starts it again, and follows it to its end."""
+"""The server as a process, which a launcher or worker 0 starts, restarts when it dies, and follows to its end."""
 
 import fcntl
 import os
@@ -21,15 +21,15 @@ from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.run_files.leftovers import Leftovers
 from fairseq_async.server.run_files.state_files import ending_path
 
-_BACKLOG = 128  # workers that may come before the server has imported what it needs
-_ENDING_SECONDS = 120.0  # for which the next run waits for the last snapshot of the one before
-_QUIET_SECONDS = 2.0  # for which a worker that has left waits for the others' end before it says so
-_LEAVING_SECONDS = 20.0  # for which a server may take to end on a busy machine
-_PORT_SECONDS = 10.0  # for which a dead server's port may still be held: by a snapshot that was just begun
+_BACKLOG = 128  # connections that may wait until the server has imported its modules
+_ENDING_SECONDS = 120.0  # that the next run waits for the last snapshot of the one before
+_QUIET_SECONDS = 2.0  # that a worker that has left waits for the others before it prints that it waits
+_LEAVING_SECONDS = 20.0  # that a server may take to end on a busy machine
+_PORT_SECONDS = 10.0  # that a dead server's port may still be held, by the writer of a snapshot that was just begun
 
 
 def _claim(run_dir: Path) -> int:
-    """Keeps two runs out of one directory, for as long as the descriptor is open in any process."""
+    """Locks the directory against other runs, as long as the returned descriptor is open in any process."""
     descriptor, deadline = os.open(run_dir, os.O_RDONLY), time.monotonic() + _ENDING_SECONDS
     while True:
         try:
@@ -65,27 +65,28 @@ def _listen_again(host: str, port: int) -> socket.socket:
 
 
 class ServerProcess:
-    """A server started by this process, which it does not outlive; started again from its last snapshot if it dies.
+    """A server process that this process starts, and starts again from its last snapshot if it dies.
 
-    Its socket listens before its process has imported anything: workers may be started meanwhile, and wait.
+    The server does not outlive this process. Its socket listens before the server has imported anything: workers may be
+    started meanwhile, and wait.
 
     Args:
         module: the module whose ``__main__`` calls :func:`~fairseq_async.server.program.serve` with its own ``build``.
-        log: the file for what the server prints.
-        host: the address to listen on, for workers on other machines than this.
-        token: what its workers must know; a new one by default.
-        restarts: how often it is started again.
-        ends_with_workers: end also an unfinished run when all its workers have left: nobody will start one again.
-        resumes: it goes on from a snapshot of a run that was interrupted in the same directory, if worker 0 brings no
-            newer state.
-        tls: directory of certificates, with which its connections are encrypted.
-        recovers: it goes on from the newest snapshot as after its own death, with the workers that are there.
+        log: the file for the server's output.
+        host: the address to listen on, for workers on other machines.
+        token: the secret that workers must know; a new one by default.
+        restarts: how often the server is started again at most.
+        ends_with_workers: end also an unfinished run when all its workers have left, as nobody will restart one.
+        resumes: the server goes on from a snapshot of a run that was interrupted in the same directory, if worker 0
+            brings no newer state.
+        tls: directory of the certificates with which connections are encrypted.
+        recovers: the server goes on from the newest snapshot as after its own death, with the workers that are there.
 
     Attributes:
-        token_file: where the owner's other processes on this machine find the token.
+        token_file: where other processes of the same user on this machine find the token.
 
     Raises:
-        ConfigurationError: the port is taken, or the directory; or the certificates cannot be used.
+        ConfigurationError: the port or the directory cannot be used or is taken, or the certificates cannot be used.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class ServerProcess:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             log.parent.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:  # a name may have a character that none can have
+        except (OSError, ValueError) as error:  # ValueError: a character that no file name can have
             raise ConfigurationError(f"{run_dir} ({option('run_dir')}) cannot be made: {_said(error)}") from error
         if not os.access(run_dir, os.W_OK):
             raise ConfigurationError(f"{run_dir} ({option('run_dir')}) cannot be written to")
@@ -142,27 +143,27 @@ class ServerProcess:
             say(_exposed(self.address))
 
     def poll(self) -> int | None:
-        """The exit code of a server that has ended and is not started again; else None."""
+        """Returns the exit code of a server that has ended and is not started again; else None."""
         return self._code
 
     def join(self, seconds: float | None = None) -> None:
-        """Waits for the end of a finished run's server; without end by default."""
+        """Waits for the server's end, for so many seconds at most; without a limit by default."""
         self._supervisor.join(seconds)
 
     def outlast_workers(self) -> None:
-        """In the process of a worker that has left: waits for the server's end, which comes with the last worker's."""
-        self.join(_QUIET_SECONDS if self._workers > 1 else _LEAVING_SECONDS)  # alone, it only waits for the server
+        """Waits in the process of a worker that has left for the server's end, which comes after the last worker's."""
+        self.join(_QUIET_SECONDS if self._workers > 1 else _LEAVING_SECONDS)  # a lone worker waits only for the server
         if self.poll() is None:
             say("worker 0 has ended; its server stays for the other workers (Ctrl-C ends it)")
             self.join()
 
     def wait(self, seconds: float) -> None:
-        """As :meth:`join`; then it is stopped."""
+        """Waits as :meth:`join` does, then kills the server."""
         self.join(seconds)
         self.stop()
 
     def end(self, seconds: float = _ENDING_SECONDS) -> None:
-        """Lets the server write a last snapshot, if its run has begun and is not finished; then it is stopped."""
+        """Lets the server write a last snapshot, if its run has begun and is not finished, then kills it."""
         with self._starting:
             self._stopping.set()
             self._cut_lifeline()
@@ -173,10 +174,10 @@ class ServerProcess:
         self.stop()
 
     def _cut_lifeline(self) -> None:
-        """The server takes what it reads for the end of whoever has started it."""
+        """Tells the server, by a byte on its stdin, that the process that started it is gone."""
         if self.process.stdin is None or self.process.stdin.closed:
             return
-        # To close it is not enough: processes that were forked from this one, as a data loader's, have it open too.
+        # Closing the pipe is not enough: processes forked from this one, such as a data loader's, have it open too.
         with suppress(BrokenPipeError):  # the server has ended
             self.process.stdin.write(b"\n")
             self.process.stdin.flush()
@@ -195,7 +196,7 @@ class ServerProcess:
             self._claimed = -1
 
     def discard(self) -> None:
-        """Kills a server whose run has not begun, and removes what its start has made on the disk."""
+        """Kills a server whose run has not begun, and removes the files that its start has made."""
         self.stop()
         self._leftovers.remove(logs=True)
 
@@ -222,13 +223,13 @@ class ServerProcess:
         threading.Thread(target=_pass_on, args=(reader,), daemon=True).start()
 
     def _start_again(self) -> str:
-        """At the same address."""
+        """Starts the server again at the same address; returns the name of its snapshot."""
         host, _, port = self.address.rpartition(":")
         with _listen_again(host, int(port)) as listener:
             return self._recover(listener)
 
     def _recover(self, listener: socket.socket) -> str:
-        """Starts a server that goes on from the newest snapshot; returns its name."""
+        """Starts a server that goes on from the newest snapshot; returns the snapshot's name."""
         reader, writer = os.pipe()
         with open(reader) as report:
             try:
@@ -243,7 +244,7 @@ class ServerProcess:
         return said
 
     def _supervise(self) -> None:
-        """In a thread: starts the server again when it dies, at the same address, for workers that wait for it."""
+        """Runs in a thread: starts the server again when it dies, at the same address, for workers that wait for it."""
         while (code := self.process.wait()) != 0 and not self._stopping.is_set() and self.restarts > 0:
             self.restarts -= 1
             try:
@@ -265,21 +266,21 @@ def _exposed(address: str) -> str:
 
 
 def manner(code: int | None) -> str:
-    """How a process ended, in words."""
+    """Returns in words how a process ended, from its exit code."""
     if code is None:
         return "did not end"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 def _pass_on(notices: int) -> None:
-    """In a thread: says what the server tells, until it has ended."""
+    """Runs in a thread: prints the server's notices until the server has ended."""
     with open(notices, errors="replace") as lines:
         for line in lines:
             say(line.rstrip("\n"))
 
 
 def say(what: str) -> None:
-    """Prints a line on the terminal of whoever runs this process."""
+    """Prints a line on this process's stderr, the user's terminal."""
     print(f"fairseq-async: {what}", file=sys.stderr, flush=True)
 
 
@@ -288,6 +289,6 @@ def _said(error: OSError | ValueError) -> str:
 
 
 def _threads(workers: int) -> dict[str, str]:
-    """The optimizer may use the cores that the workers leave."""
+    """Returns OpenMP settings by which the server's optimizer uses the cores that the workers leave free."""
     count = max(1, len(os.sched_getaffinity(0)) - workers)
     return {"OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": "PASSIVE"}

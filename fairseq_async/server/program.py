@@ -1,4 +1,4 @@
-"""The program of a server: from its command line to the end of its run, and what it leaves then."""
+"""The program of a server: from its command line to the end of its run, and the files that it leaves then."""
 
 import argparse
 import os
@@ -21,15 +21,15 @@ MakeService = Callable[[argparse.Namespace, Build, Tell], Service]
 
 
 def usual_service(options: argparse.Namespace, build: Build, tell: Tell) -> Service:
-    """The service of a server that is nobody's worker."""
+    """Makes the service of a server that is not itself a worker of another server."""
     return Service(os.environ[TOKEN], options.workers, options.run_dir, build, tell=tell)
 
 
 def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeService = usual_service) -> None:
-    """Runs a server: answers until the run is finished or whoever started it is gone.
+    """Runs a server until the run is finished, or the process that started the server is gone.
 
     Args:
-        make: its service, from the command line.
+        make: makes its service, from the options of the command line.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--listener", type=int, required=True, help="descriptor of a socket that listens")
@@ -41,8 +41,8 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
     parser.add_argument("--notices", type=int, help="descriptor of a pipe for lines that the user is to see")
     parser.add_argument("--tls", type=Path, help="directory of certificates")
     options = parser.parse_args(arguments)
-    # Who stops a job, as a scheduler or DeepSpeed's launcher, signals every process. The last snapshot still comes,
-    # when whoever has started this server is gone.
+    # A scheduler or DeepSpeed's launcher stops a job by a signal to every process. This server still writes its last
+    # snapshot: it ends when the process that started it is gone.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tell = tell_log if options.notices is None else Notices(options.notices)
     service = make(options, build, tell)
@@ -69,8 +69,8 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
 
 
 def _finish(service: Service) -> None:
-    """A finished run goes on from worker 0's checkpoint, if at all; without that worker its last state stays here, and
-    so does that of a run of regions, which save nothing of it."""
+    """Ends a finished run. Its snapshots are removed, as worker 0 has a checkpoint. If worker 0 did not leave in order,
+    and in a run of regions, which save nothing of it, the last state is kept instead."""
     service.snapshots.wait()
     run = service.begun  # None where all workers have left before
     version = 0 if run is None else run.coordinator.server.version
@@ -87,7 +87,7 @@ def _finish(service: Service) -> None:
 
 
 def _keep(service: Service) -> None:
-    """Writes a last snapshot of a run that is interrupted, for which the next run in its directory waits."""
+    """Writes a last snapshot of an interrupted run; the next run in the directory waits until it is written."""
     if service.begun is None:
         return
     server, ending = service.begun.coordinator.server, ending_path(service.run_dir)

@@ -1,4 +1,4 @@
-"""What became of an update."""
+"""The server's receipt of an update, which says what became of it."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ class Status(str, Enum):
     """What became of an update."""
 
     APPLIED = "applied"
-    ACCEPTED = "accepted"  # will be added to others without a step: answered before it is applied
+    ACCEPTED = "accepted"  # answered before it is applied: it will only be added to others, without a step
     HELD = "held"  # behind the barrier, until its round is complete
     REFUSED = "refused"  # NaN or Inf
     STALE = "stale"  # its staleness is above the limit
@@ -19,7 +19,7 @@ class Status(str, Enum):
 
 
 SETTLED = frozenset({Status.APPLIED, Status.REFUSED, Status.STALE, Status.OUTLIER})
-"""What uses a sequence number up: the worker's steps count, and its data goes on behind them."""
+"""The statuses that use a sequence number up: the worker's steps count, and its data goes on behind them."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Receipt:
         staleness: versions applied between the worker's pull and the arrival of its update.
         norm: L2 norm of the update.
         version: the server's version afterwards.
-        cosine: of the update and the rule's momentum before it; NaN where there is none.
+        cosine: cosine of the update and the rule's momentum before it; NaN without momentum.
     """
 
     worker: int

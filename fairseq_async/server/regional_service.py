@@ -20,7 +20,7 @@ from fairseq_async.server.run import Build, Run
 from fairseq_async.server.service import Service
 from fairseq_async.server.upstream import Above, Left, Link, Lost, News, Upstream
 
-_BELL = 64  # bytes that are read at once; each says only that there is news
+_BELL = 64  # bytes of the bell that are read at once; each says only that there is news
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,18 @@ class Beginning:
 
 
 Connect = Callable[[Given, MethodSpec, Layout, Callable[[], object]], Link]
-"""Makes the connection to a global server. The last argument is to be called when there is news."""
+"""Makes the connection to a global server. The connection calls the last argument when there is news."""
 
 
 class RegionalService(Service):
-    """Answers a region's workers, and exchanges with the global server what they have done.
+    """Answers a region's workers, and exchanges their progress with the global server.
 
-    Its workers wait for the global server once: a run that begins takes its parameters, or brings it the first. From
-    then on the region goes on whether it is there or not; a message to it is on its way while workers are answered.
+    The workers wait for the global server once: a run that begins takes its parameters, or brings it the first ones.
+    From then on the region goes on whether the global server is there or not; messages to it are sent while workers are
+    answered.
 
-    A region ends when its workers have taken their steps, or the global run is over. What is left is sent then; for a
-    global server that is away, ``worker_timeout`` is waited.
+    A region ends when its workers have taken their steps, or the global run is over. It then sends what is left, and
+    waits ``worker_timeout`` for a global server that is away.
 
     Args:
         connect: makes the connection to the global server.
@@ -60,14 +61,14 @@ class RegionalService(Service):
         self._leaving = self._has_left = False
 
     def recover(self) -> str:
-        """As of every service; the global server is found again while the region goes on."""
+        """Recovers as every service does; it joins the global server again while the region goes on."""
         name = super().recover()
         if self.run is not None:
             self._join(self.run, self.run.coordinator.server.parameters, patient=True)
         return name
 
     def _tick(self) -> float:
-        """Takes in what the global server has answered, too."""
+        """Handles the news of the global server before the usual work."""
         while (news := self._next_news()) is not None:
             self._hear_above(self.described, news)
         wait = super()._tick()
@@ -96,7 +97,7 @@ class RegionalService(Service):
             self._link.join(parameters.clone(), patient)
 
     def _begin_with(self, run: Run, beginning: Beginning, above: Above) -> None:
-        """The global server has parameters: workers are welcome."""
+        """Begins the run with the global server's parameters, and welcomes the workers that wait."""
         self._beginning = None
         super()._begin(run, above.values, None, beginning.source)
         self._upstream(run).join(above, self.clock(), fresh=True)
@@ -104,7 +105,7 @@ class RegionalService(Service):
             self.answer(self.peers[worker], self._welcome(run, worker))
 
     def _fail(self, error: str) -> None:
-        """The run cannot begin: all who wait for it are told why."""
+        """Tells all workers that wait for the run why it cannot begin."""
         self._beginning, self._link = None, None
         for worker in self.membership.waiting("hello"):
             self.answer(self.peers[worker], protocol.ErrorReply(error))
@@ -156,7 +157,7 @@ class RegionalService(Service):
             self._send_if_due(upstream)
 
     def _is_busy(self) -> bool:
-        """Whether the region still owes the global server its last updates, or a goodbye."""
+        """Whether a finished region still has last updates, or a goodbye, to send to the global server."""
         run = self.begun
         if run is None or run.upstream is None or self._link is None or not run.coordinator.finished:
             return False
@@ -176,7 +177,7 @@ class RegionalService(Service):
         return run.upstream
 
     def _ring(self) -> None:
-        """From the link's thread."""
+        """Rings the bell; called in the link's thread."""
         with suppress(BlockingIOError):  # it rings already
             self._ringer.send(b"\n")
 

@@ -1,4 +1,4 @@
-"""A run in the server process: its model and method, and, once it has parameters, its coordinator and its log."""
+"""A run in the server process: its model and method and, once it has parameters, its coordinator and its log."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from fairseq_async.server.shards.rule import build_sharded, shared_copy
 from fairseq_async.server.upstream import Upstream
 
 Build = Callable[[MethodSpec, Layout, Tensor], tuple[Rule, Plan]]
-"""Makes rule and plan from a method, the layout and the flat parameters, which the rule changes in place."""
+"""Builds rule and plan from a method, the layout and the flat parameters, which the rule changes in place."""
 
 _REMEDIES = {
     "learning_rates": ": give all the same schedule and number of steps (to the Trainer of transformers max_steps)"
@@ -37,16 +37,16 @@ _REMEDIES = {
 
 
 class Run:
-    """What the workers of a server have in common. The first worker describes it; worker 0 brings the parameters.
+    """One run of a server: its method, model, shared memory and log. Worker 0 describes it and brings the parameters.
 
     Args:
         run_dir: where ``events.jsonl`` and ``run.json`` go.
         slots: how many workers there can be at one time.
-        tell: what to do with a line for whoever runs it.
+        tell: passes a line to the user who runs the server.
 
     Attributes:
-        upstream: what it is to a global server, of which its own is a worker; None without one.
-        from_checkpoint: whether it has begun from a checkpoint that every worker is to read.
+        upstream: the run as a worker of a global server; None without one.
+        from_checkpoint: whether the run has begun from a checkpoint that every worker is to read.
     """
 
     def __init__(self, run_dir: Path, spec: MethodSpec, layout: Layout, slots: int, tell: Tell = tell_log) -> None:
@@ -63,12 +63,13 @@ class Run:
 
     @property
     def begun(self) -> bool:
-        """Whether there are parameters."""
+        """Whether the run has parameters."""
         return self._coordinator is not None
 
     @property
     def coordinator(self) -> Coordinator:
-        """
+        """The coordinator.
+
         Raises:
             RefusedError: there are no parameters yet.
         """
@@ -77,13 +78,14 @@ class Run:
         return self._coordinator
 
     def fragment(self, sequence: int) -> Fragment:
-        """What a worker's update of this number is of; where a run has one fragment, the whole model."""
+        """Returns the fragment of a worker's update of this number; with one fragment it is the whole model."""
         return in_turn(self._fragments, sequence)
 
     def check(self, name: str, spec: MethodSpec, layout: Layout) -> None:
-        """
+        """Checks that a worker has this run's model and method.
+
         Raises:
-            RefusedError: a worker trains something else, or in another way.
+            RefusedError: it has another.
         """
         if difference := layout.difference(self.layout):
             raise RefusedError(f"{name} has another model than the others: {difference}")
@@ -93,16 +95,16 @@ class Run:
     def begin(
         self, build: Build, parameters: Tensor, state: State | None, source: str, membership: Membership, time: float
     ) -> None:
-        """Copies the parameters (flat, fp32), or takes a state that has others in it.
+        """Begins the run with a copy of the parameters (flat, fp32), or with a state, which has its own.
 
         Args:
-            state: of :meth:`state_dict`, to go on from; None begins anew.
-            source: what to call the beginning in the log of rollbacks.
+            state: a state from :meth:`state_dict` to go on from; None begins anew.
+            source: the name of the beginning in the log of rollbacks.
             time: seconds since 1970.
         """
         if self.spec.server.server_shards > 1:
             read = {"state": state, "parameters": parameters}
-            parameters = shared_copy(parameters)  # no other copy may be in memory now: the shards would keep it
+            parameters = shared_copy(parameters)  # no other copy may be in memory at the fork: the shards would keep it
             rule, plan = build_sharded(build, self.spec, self.layout, parameters, self.memory.slot, self.run_dir, read)
         else:
             parameters = parameters.clone()
@@ -132,7 +134,7 @@ class Run:
         return upstream
 
     def publish(self) -> None:
-        """Shows the parameters to workers, if they have changed: where workers read them by themselves, or encoded."""
+        """Publishes changed parameters: in shared memory, where workers read them by themselves, or encoded."""
         server, before = self.coordinator.server, self._published
         self._published = server.version
         if server.version == before:
@@ -145,15 +147,15 @@ class Run:
             linux.trim()
 
     def checked_update(self, worker: int, push: Push) -> Update:
-        """The update in the worker's slot; raises a RefusedError if no worker can have sent it."""
+        """Returns the update in the worker's slot; raises a RefusedError if no worker can have sent it."""
         delta, tokens = self.fragment(push.sequence).of(self.memory.slot(worker)), push.report.tokens or 0.0
         update = Update(worker, push.sequence, push.base_version, push.weight, delta, tokens)
         self.coordinator.check(update, push.report)
         return update
 
     def hand_out(self, worker: int, pull: Pull) -> tuple[PullReply, Tensor]:
-        """The answer to a worker that asks for parameters, and these: a payload, or the worker's slot, into which they
-        are written."""
+        """Returns the answer to a pull, and the parameters: a payload, or the worker's slot, into which they were
+        written."""
         server, sequence = self.coordinator.server, pull.fragment_of
         compressed = self._starts if pull.starts else None
         starts = None if compressed is None else compressed.of(worker, sequence)
@@ -172,7 +174,7 @@ class Run:
         return PullReply(server.version), given
 
     def next_pull(self, push: Push, reply: PushReply) -> Pull | None:
-        """What a worker with this answer to its update will ask for; None where it asks for nothing, or not yet."""
+        """Returns the pull that a worker will send after this reply to its push; None if it sends none, or not yet."""
         waits = reply.finished or reply.assignment.idle or reply.status is Status.REFUSED
         if not push.pulls or waits or reply.version == push.base_version:
             return None
@@ -180,7 +182,7 @@ class Run:
         return Pull(reply.assignment.look_ahead, starts=True, fragment_of=fragment_of)
 
     def meet(self, worker: int) -> None:
-        """The worker has connected, as it does again when a connection was lost: an answer may not have come."""
+        """Forgets what was sent to a worker that connects: with a lost connection, an answer may have been lost."""
         if self._starts is not None:
             self._starts.forget(worker)
 
@@ -190,20 +192,20 @@ class Run:
             recorded = {} if self._recorder is None else self._recorder.of(each)
             if self._recorder is not None and self.spec.of_regions and each.receipt.status in SETTLED:
                 path = update_path(self.run_dir, each.receipt.worker, each.receipt.sequence)
-                self._events.keep(path, self.memory.slot(each.receipt.worker))  # until it is answered it stays there
+                self._events.keep(path, self.memory.slot(each.receipt.worker))  # it is there until it is answered
             self._first_batches.note(each.receipt.worker, each.report.first_batch)
             report = each.report
-            if each.receipt.status not in SETTLED:  # its position counts for nothing, and may be sent again and again
+            if each.receipt.status not in SETTLED:  # its position does not count, and may be sent again and again
                 report = replace(report, position=None)
             self._events.write(time, each.receipt, report, each.recorded | recorded)
 
     def log_merge(self, values: Tensor) -> None:
-        """Keeps the global server's parameters that have made this version, where the run is recorded."""
+        """Keeps, if the run is recorded, the global server's parameters whose merge has made the present version."""
         if self.spec.server.record:
             self._events.keep(merge_path(self.run_dir, self.coordinator.server.version), values)
 
     def welcome(self, worker: int, slots: int, now: float) -> Welcome:
-        """The answer to a worker that has joined; ``slots`` is how many workers there is room for."""
+        """Returns the answer to a worker that has joined; ``slots`` is how many workers there is room for."""
         state_path = str(restored_path(self.run_dir))
         if not self.begun:
             return Welcome(False, self.memory.path, self.memory.publishes, slots, state_path)
@@ -225,13 +227,13 @@ class Run:
         )
 
     def reply(self, instruction: Instruction) -> PushReply | WorkReply:
-        """The message that brings a worker its instruction."""
+        """Returns the message that brings a worker its instruction."""
         receipt, server = instruction.receipt, self.coordinator.server
         if receipt is None:
             return WorkReply(instruction.finished, instruction.assignment)
         return PushReply(
             status=receipt.status,
-            # behind a barrier the round may have gone on after this update: the worker is to pull what is there now
+            # not the receipt's: behind a barrier the round may have gone on after this update, and the worker pulls now
             version=server.version,
             staleness=receipt.staleness,
             refused=server.refused.get(instruction.worker, 0),
@@ -243,23 +245,23 @@ class Run:
         )
 
     def state_dict(self) -> State:
-        """All that another server needs to go on, with workers that have been told the method."""
+        """Returns all that another server needs to go on, besides the method's options, which its workers bring."""
         own: State = {"method": self.spec.name, "inner_optimizer": inner_optimizer(self.spec)}
         own["fragments"], own["server_shards"] = self.spec.fragments, self.spec.server.server_shards
-        own["layout"] = self.layout.to_json()  # which an export names the tensors by
-        if isinstance(self._starts, CompressedFragments):  # what single workers have they will be given anew
+        own["layout"] = self.layout.to_json()  # an export takes the names of the tensors from it
+        if isinstance(self._starts, CompressedFragments):  # starts of single workers are not kept: they are sent anew
             own["starts"] = self._starts.state_dict()
         if self.upstream is not None:
             own["upstream"] = self.upstream.state_dict()
         return own | self.coordinator.state_dict()
 
     def snapshot(self) -> State:
-        """All that another server needs to go on by itself, while the workers wait for it."""
+        """Returns all that another server needs to go on by itself, while the workers wait for it."""
         own = {"spec": self.spec.to_json(), "from_checkpoint": self.from_checkpoint}
         return self.state_dict() | self.coordinator.snapshot() | own
 
     def save_state(self, worker: int) -> StateSaved:
-        """Writes :meth:`state_dict` into a file that the worker takes away."""
+        """Writes :meth:`state_dict` into a file, which the worker then takes away."""
         path = saved_path(self.run_dir, worker)
         write_state(path, self.state_dict())
         return StateSaved(self.coordinator.server.version, str(path))
@@ -287,6 +289,6 @@ class Run:
 
 
 def inner_optimizer(spec: MethodSpec) -> str | None:
-    """The name of the optimizer that steps in the server, where a framework has named it."""
+    """Returns the name of the optimizer that steps in the server; None where the framework names none."""
     inner = spec.framework.get("inner_optimizer")
     return str(inner["_name"]) if isinstance(inner, dict) and "_name" in inner else None

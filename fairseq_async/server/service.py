@@ -1,4 +1,4 @@
-"""Answers the requests of a run's workers, and lets in only workers that know its token."""
+"""The service of a run: lets in the workers that know the run's token, and answers their requests."""
 
 import time
 from collections.abc import Callable
@@ -36,16 +36,17 @@ class Service(Connections):
         workers: how many workers are expected; their ids are 0 to ``workers - 1``.
         run_dir: where ``events.jsonl``, ``run.json`` and snapshots go.
         build: makes rule and plan when worker 0 has brought the parameters.
-        clock: seconds that do not go back; everything that is waited for is measured by it.
-        wall_clock: seconds since 1970, for logs alone.
-        tell: what to do with a line for whoever runs the server.
+        clock: returns seconds that do not go back; all waiting is measured by it.
+        wall_clock: returns seconds since 1970, for logs alone.
+        tell: passes a line to the user who runs the server.
 
     Attributes:
-        run: None until a worker has described it.
-        resumes: the run goes on from a snapshot of one before in the directory, unless a newer state is brought.
-        applying: what goes on while an update is applied, which changes nothing but parameters and rule.
-        bell: can be read when :meth:`tick` has something to do before its time.
-        busy: there is something to do also when the workers of a finished run have left.
+        run: the run; None until a worker has described it.
+        resumes: whether the run goes on from a snapshot of an earlier run in the directory, unless worker 0 brings a
+            newer state.
+        applying: returns the context in which an update is applied; while it is, only parameters and rule change.
+        bell: a socket that can be read when :meth:`tick` has something to do before its time; None where there is none.
+        busy: whether there is something left to do when the workers of a finished run have left.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Service(Connections):
 
     @property
     def begun(self) -> Run | None:
-        """The run, once it has parameters."""
+        """The run if it has parameters; else None."""
         return self.run if self.run is not None and self.run.begun else None
 
     @property
@@ -90,10 +91,10 @@ class Service(Connections):
     # Requests
 
     def receive(self, peer: Peer, body: bytes) -> None:
-        """Handles one message as it came.
+        """Handles the bytes of one message.
 
         Raises:
-            ProtocolError: it is not JSON.
+            ProtocolError: they are not JSON.
         """
         if len(body) > USUAL:
             peer.channel.largest = USUAL  # a worker says hello once on a connection, and nothing else is as large
@@ -107,14 +108,14 @@ class Service(Connections):
         """Handles one request. A request that fails gets an error as its answer; peer and server stay.
 
         Args:
-            accepted: it is an update that has had its answer.
+            accepted: whether the request is an update that was answered already.
 
         Raises:
             HalfAppliedError: the server's state is lost; another process has to go on from its last snapshot.
         """
         self.hear(peer)
         if self.has(peer) and not isinstance(request, protocol.Alive):
-            # before the recount: how long its update took says for how long a round waits for those of others
+            # before the recount: the time that this update took decides how long a round waits for others
             self.membership.ask(peer.id, self.clock(), peer.admitted and isinstance(request, protocol.Push))
         try:
             self._recount()  # a worker that was silent counts again
@@ -130,7 +131,7 @@ class Service(Connections):
             peer.channel.end()  # a stranger has one attempt
 
     def _answer_failure(self, peer: Peer, error: Exception) -> None:
-        """Answers a request that has failed."""
+        """Answers a failed request with an error message."""
         if isinstance(error, AsyncError):
             self.refuse(peer, type(error).__name__, error)
         elif isinstance(error, OSError):
@@ -140,16 +141,16 @@ class Service(Connections):
             self.answer(peer, protocol.ErrorReply(f"internal error of the server: {error!r}; see server.log"))
 
     def disconnected(self, peer: Peer) -> None:
-        """The connection is closed."""
+        """Lets the worker of a closed connection leave."""
         self._part(peer, for_good=False)
 
     def tick(self) -> float:
-        """Does what time brings; returns the seconds until there is something to do again. Raises as :meth:`handle`."""
+        """Does what is due by now; returns the seconds until it is to be called again. Raises as :meth:`handle`."""
         try:
             return self._tick()
         except HalfAppliedError:
             raise
-        except Exception as error:  # likewise
+        except Exception as error:  # a mistake of this program's own must not end the run
             self.refusals.count_mistake("the clock", error)
             return 1.0
 
@@ -165,7 +166,7 @@ class Service(Connections):
         return 1.0 if coordinator.deadline is None else max(0.0, min(1.0, coordinator.deadline - self.clock()))
 
     def recover(self) -> str:
-        """Goes on from the newest snapshot in the run's directory; returns its name.
+        """Goes on from the newest snapshot in the run's directory, if there is one; returns what to call this start.
 
         Raises:
             RefusedError: there are snapshots, and none can be read.
@@ -183,7 +184,7 @@ class Service(Connections):
         return path.name
 
     def _respond(self, peer: Peer, request: Request, accepted: bool) -> Answer | None:
-        """The answer to a request; None if there is none, or it was given already, or comes later."""
+        """Returns the answer to a request; None if it has none, was answered already, or is answered later."""
         if peer.worker is None:
             answer = self.introduce(peer, request)
             if peer.stream_of is None:
@@ -220,7 +221,7 @@ class Service(Connections):
         raise RefusedError(f"there is no message {request.kind!r} after the introduction")
 
     def _deliver(self, run: Run, outcome: Outcome) -> None:
-        """Publishes and logs what was settled, then answers the workers that wait for it."""
+        """Publishes the parameters and logs the settled updates, then answers the workers of an outcome."""
         run.publish()
         run.log(outcome.settled, self.wall_clock())
         for instruction in outcome.instructions:
@@ -231,7 +232,7 @@ class Service(Connections):
                 self._instruct(run, peer, run.reply(instruction))
             except HalfAppliedError:
                 raise
-            except Exception as error:  # as where memory runs out for its parameters: the others are to have theirs
+            except Exception as error:  # such as no memory for its parameters: the other workers must get their answers
                 self._answer_failure(peer, error)
         told = {instruction.worker for instruction in outcome.instructions}
         for worker, failure in outcome.failures:
@@ -243,7 +244,7 @@ class Service(Connections):
                 self._answer_failure(unanswered, failure)
 
     def _instruct(self, run: Run, peer: Peer, reply: protocol.PushReply | protocol.WorkReply) -> None:
-        """Answers a worker. One on another machine that would ask for parameters next has them behind the answer."""
+        """Answers a worker. A worker on another machine that would pull next gets the parameters behind the answer."""
         push, peer.push = peer.push, None
         if peer.remote and push is not None and isinstance(reply, protocol.PushReply):
             if (pull := run.next_pull(push, reply)) is not None:
@@ -284,7 +285,7 @@ class Service(Connections):
         return self._welcome(run, peer.id)
 
     def _describe(self, spec: MethodSpec, layout: Layout) -> Run:
-        """Worker 0, or a snapshot, says what is trained, and how."""
+        """Makes the run that worker 0, or a snapshot, describes."""
         self.run = Run(self.run_dir, spec, layout, self.membership.capacity, self.tell)
         self.membership.timeout = spec.server.worker_timeout
         return self.run
@@ -293,11 +294,11 @@ class Service(Connections):
         return run.welcome(worker, self.membership.capacity, self.clock())
 
     def _initialise(self, peer: Peer, request: protocol.Initialise) -> Answer | None:
-        """Worker 0 brings the parameters, in its slot or, with all the rest of the state, in a file."""
+        """Takes the parameters that worker 0 brings: in its slot or, with the rest of the state, in a file."""
         run = self.described
         if peer.worker != 0:
             raise RefusedError("worker 0 brings the parameters")
-        if run.begun:  # the answer was lost, and it asks again
+        if run.begun:  # the answer was lost, and worker 0 asks again
             return self._welcome(run, 0)
         restored = read_state(restored_path(self.run_dir)) if request.restored else None
         source, state = newest_state(run, restored, self.snapshots, self.resumes, self.tell)
@@ -306,12 +307,12 @@ class Service(Connections):
         return self._begin(run, run.memory.slot(0), state, source)
 
     def _begin(self, run: Run, parameters: Tensor, state: State | None, source: str) -> Answer | None:
-        """Begins the run; the answer is worker 0's."""
+        """Begins the run, and welcomes the workers that wait for it; returns the answer to worker 0."""
         run.begin(self.build, parameters, state, source, self.membership, self.wall_clock())
         self.journal("begin", f"the run begins at update {run.coordinator.server.version:,}, from {source}")
         self._recount(changed=True)
         self._keep_snapshots(run)
-        self.snapshots.wait()  # until it is there nobody is told of parameters, and a server that dies begins anew
+        self.snapshots.wait()  # no worker gets parameters before: a server that dies until then begins anew
         for worker in self.membership.waiting("hello"):
             self.answer(self.peers[worker], self._welcome(run, worker))
         return self._welcome(run, 0)
@@ -342,7 +343,7 @@ class Service(Connections):
             self.membership.wait(peer.id, "push")
         use_idle_cores(self.peers, self.membership, run.spec.server.server_threads)
         report = replace(push.report, server_seconds=peer.server_seconds, payload=payload)
-        norm = None if peer.channel.with_tensor else push.norm  # of what was sent, which is not what has arrived
+        norm = None if peer.channel.with_tensor else push.norm  # of what was sent: what arrived may differ
         receipt = coordinator.admit(update, report, waits, norm)
         if receipt.status is Status.APPLIED:
             with self.applying():
@@ -357,8 +358,8 @@ class Service(Connections):
     def _pull(self, peer: Peer, pull: protocol.Pull) -> None:
         """Gives parameters to a worker that does not read the published copy: in its slot, or behind the answer.
 
-        In shared memory not with the answer to an update: until that is heard, the slot must keep the update for a
-        second attempt.
+        In shared memory they never come with the answer to an update: until the worker has that answer, its slot must
+        keep the update for a second attempt.
         """
         reply, parameters = self.described.hand_out(peer.id, pull)
         self.answer(peer, reply, parameters if peer.remote or reply.compressed else None)
@@ -371,7 +372,7 @@ class Service(Connections):
     # Saving and leaving
 
     def _save_state(self, run: Run, peer: Peer) -> Answer:
-        """For a checkpoint that worker 0 writes."""
+        """Writes the run's state for a checkpoint of worker 0."""
         if peer.worker != 0:
             raise RefusedError("worker 0 saves the run's state")
         return run.save_state(0)

@@ -1,4 +1,4 @@
-"""What a region's server is to the global one, of which it is a worker (HALoS): without a socket or a thread."""
+"""A region's server as a worker of the global server (HALoS), without sockets or threads."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,14 +16,14 @@ from fairseq_async.server.receipt import SETTLED, Status
 
 @dataclass(frozen=True)
 class Drift:
-    """How far a region's workers have moved its parameters: δ, an update for the global server.
+    """An update for the global server: δ, how far a region's workers have moved its parameters.
 
     Attributes:
-        sequence: the region's own number for it.
-        base_version: of the global parameters that were merged last.
-        steps: local steps that are reported with it.
-        seconds: for one of them.
-        values: flat.
+        sequence: the region's own number for the update.
+        base_version: version of the global parameters that were merged last.
+        steps: number of local steps that are reported with the update.
+        seconds: time of one of these steps.
+        values: δ as a flat tensor.
     """
 
     sequence: int
@@ -35,13 +35,13 @@ class Drift:
 
 @dataclass(frozen=True)
 class Above:
-    """What the global server has answered, or welcomed the region with.
+    """An answer of the global server to an update, or its welcome to the region.
 
     Attributes:
         sequence: the number of the region's next update.
-        version: of the parameters.
-        finished: the global run is over.
-        values: its parameters, flat.
+        version: version of the global parameters.
+        finished: whether the global run is over.
+        values: the global parameters, flat.
     """
 
     sequence: int
@@ -52,7 +52,7 @@ class Above:
 
 @dataclass(frozen=True)
 class Lost:
-    """The global server does not take this region, or not any more; ``reason`` is one line."""
+    """The global server does not accept this region, or no longer does; ``reason`` is one line."""
 
     reason: str
 
@@ -66,42 +66,44 @@ News = Above | Lost | Left
 
 
 class Link(Protocol):
-    """The connection to the global server. Its methods return at once; what they lead to is news."""
+    """The connection to the global server. Its methods return at once; their results come later, as news."""
 
     def join(self, parameters: Tensor, patient: bool) -> None:
-        """Joins, and brings these parameters where the global server has none.
+        """Joins the global run, and brings these parameters if the global server has none.
 
         Args:
-            patient: a server that is not there is waited for, without end.
+            patient: whether to wait, without end, for a server that is not there.
         """
         ...
 
     def send(self, drift: Drift) -> None:
-        """Sends an update."""
+        """Sends an update to the global server."""
         ...
 
     def leave(self) -> None:
-        """Leaves for good."""
+        """Leaves the global run for good."""
         ...
 
     def news(self) -> News | None:
-        """What was not told yet."""
+        """Returns the next news that was not returned yet; None if there is none."""
         ...
 
 
 class Upstream:
-    """One region's part of :class:`~fairseq_async.algorithms.Region`, and its numbers with the global server.
+    """One region's side of the exchange with the global server: its :class:`~fairseq_async.algorithms.Region`, and its
+    sequence number and version there.
 
-    A region that goes on from a snapshot may find that the global server has had more of it than the snapshot knows.
-    What was moved until then counts there, so it is sent no second time: the region merges, and counts anew.
+    A region that goes on from a snapshot may find that the global server has had later updates of it than the snapshot.
+    They count there, so the region must not send their change again: it merges the global parameters and counts anew.
 
     Args:
-        coordinator: of the region's own server.
+        coordinator: the coordinator of the region's own server.
 
     Attributes:
-        joined: the global server has this region.
-        finished: the global run is over, or lost to this region: nothing is sent any more.
-        drift: what is on its way; it goes again, with the same number, where it was not settled.
+        joined: whether the global server has welcomed this region.
+        finished: whether the global run is over, or lost to this region: nothing is sent any more.
+        drift: the update that is on its way; it is sent again where it was not settled, with the number that the
+            global server expects.
     """
 
     def __init__(self, above: GlobalServer, coordinator: Coordinator) -> None:
@@ -114,11 +116,11 @@ class Upstream:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to send, and no answer to come."""
+        """Whether there is nothing to send, and no answer is awaited."""
         return self.finished or (self.joined and self.drift is None and not self.level.count)
 
     def count(self, settled: list[Settled]) -> None:
-        """Counts what the region's workers have sent."""
+        """Counts settled updates of the region's workers."""
         for each in settled:
             if each.receipt.status is Status.APPLIED:
                 self.level.note_update()
@@ -126,7 +128,7 @@ class Upstream:
                 self._unreported += each.report.local_steps or 0
 
     def due(self, now: float) -> Drift | None:
-        """δ, if it is time to send it: after K updates, and what is left when the region's workers are through."""
+        """Returns δ if it is to be sent now, after K updates or, for the rest, at the region's end; else None."""
         left = self.coordinator.finished and self.level.count > 0
         if not self.joined or self.finished or self.drift is not None or not (self.level.due or left):
             return None
@@ -138,15 +140,15 @@ class Upstream:
         return self.drift
 
     def join(self, above: Above, now: float, fresh: bool) -> None:
-        """The global server has this region; :attr:`drift` is to be sent again.
+        """Follows a welcome of the global server; :attr:`drift`, if it is left, is to be sent again.
 
         Args:
-            fresh: the region's parameters are the global server's.
+            fresh: whether the region has just begun with the global server's parameters.
         """
         settled = above.sequence > self._sequence and not fresh
-        unknown = above.sequence - self._sequence - (self.drift is not None)  # messages later than the snapshot
+        unknown = above.sequence - self._sequence - (self.drift is not None)  # updates sent after the snapshot
         if settled and unknown > 0:
-            self._unreported = 0  # they have reported it
+            self._unreported = 0  # these updates have reported the steps
         self.joined, self._sent_at, self._sequence = True, now, above.sequence
         if settled:
             return self.merge(above)
@@ -156,17 +158,17 @@ class Upstream:
             self.drift = Drift(self._sequence, self._version, drift.steps, drift.seconds, drift.values)
 
     def merge(self, above: Above) -> None:
-        """Takes the global server's parameters in."""
+        """Merges the global server's parameters into the region's, after which :attr:`drift` is settled."""
         self.coordinator.merge(self.level, above.values)
         self.drift = None
         self._sequence, self._version, self.finished = above.sequence, above.version, above.finished
 
     def lose(self) -> None:
-        """The region goes on alone."""
+        """Lets the region go on alone, without the global server."""
         self.finished, self.drift = True, None
 
     def state_dict(self) -> State:
-        """What another server of the region needs to go on."""
+        """Returns all that another server of the region needs to go on."""
         own = {"level": self.level.state_dict(), "sequence": self._sequence, "version": self._version}
         drift = None
         if self.drift is not None:

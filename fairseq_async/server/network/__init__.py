@@ -1,1 +1,1 @@
-"""The server's connections: who is at the other end, what comes from there, and in which order it is handled."""
+"""The server's connections: their peers, the messages that come from them, and the order of handling these."""

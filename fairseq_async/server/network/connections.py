@@ -1,4 +1,4 @@
-"""The connections of a run's server: who comes in, what each is answered, and who is gone."""
+"""The connections of a run's server: lets workers in, answers them, and notes those that are gone."""
 
 from collections.abc import Callable
 
@@ -11,19 +11,19 @@ from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.peers import Handshake, Peer, RefusalLog
 from fairseq_async.server.protocol import Answer, Introduce, PushReply, Request, Welcome, WorkReply
 
-_UNREAD = 32  # answers that may wait for a peer to take them; a worker waits for one at a time
+_UNREAD = 32  # answers that a peer may leave unread; a worker waits for one at a time
 
 
 class Connections:
-    """Lets in workers that know the run's token, and answers them. What they ask is answered by a subclass.
+    """Lets in workers that know the run's token, and sends them answers. A subclass handles their requests.
 
     Args:
         token: what a worker must know to come in.
         workers: how many workers are expected; their ids are 0 to ``workers - 1``.
-        clock: seconds that do not go back.
+        clock: returns seconds that do not go back.
 
     Attributes:
-        peers: by worker, those who have introduced themselves.
+        peers: the peers that have introduced themselves, by worker.
     """
 
     def __init__(self, token: str, workers: int, clock: Callable[[], float]) -> None:
@@ -38,24 +38,24 @@ class Connections:
         self.answer(peer, self.handshake.greet(peer))
 
     def hear(self, peer: Peer) -> None:
-        """Something has come from the peer, or was taken by it."""
+        """Notes that the peer has sent something, or has taken something from the server."""
         if self.has(peer):
             self.membership.hear(peer.id, self.clock())
 
     def has(self, peer: Peer) -> bool:
-        """Whether this is the connection of its worker; there may be a newer one."""
+        """Whether this is its worker's present connection; there may be a newer one."""
         return peer.worker is not None and self.peers.get(peer.worker) is peer
 
     def disconnected(self, peer: Peer) -> None:
-        """The connection is closed."""
+        """Forgets the peer of a closed connection."""
         if self.has(peer):
             del self.peers[peer.id]
 
     def introduce(self, peer: Peer, request: Request) -> Answer:
-        """Makes a peer that proves to know the token a worker, or one more stream of a worker.
+        """Makes a peer that proves that it knows the token a worker, or one more stream of a worker.
 
         Raises:
-            RefusedError: it does not, or there is no room for it.
+            RefusedError: the peer does not prove that, or there is no room for it.
         """
         introduce = self.handshake.checked(peer, request)
         if introduce.stream_of is not None:
@@ -70,7 +70,7 @@ class Connections:
         return self.handshake.complete(peer, introduce, worker, self.membership)
 
     def _add_stream(self, peer: Peer, introduce: Introduce, challenge: str) -> Answer:
-        """Makes a connection one on which there are pieces of a worker's tensors."""
+        """Makes a connection one more stream of a worker, for pieces of its tensors."""
         main = next((other for other in self.peers.values() if other.challenge == challenge), None)
         if main is None or main.admitted:
             raise RefusedError("there is no worker that has introduced itself, and not said hello, by that challenge")
@@ -81,13 +81,13 @@ class Connections:
         return self.handshake.complete(peer, introduce, main.id, self.membership)
 
     def answer(self, peer: Peer, answer: Answer, tensor: Tensor | None = None) -> None:
-        """Sends an answer, or leaves it to the event loop where the connection does not take it at once."""
+        """Sends an answer, or leaves it to the event loop if the connection does not take it at once."""
         if self.has(peer):
-            self.membership.answered(peer.id, self.clock())  # from now on it is its turn
+            self.membership.answered(peer.id, self.clock())  # from now on it is the worker's turn
             if isinstance(answer, PushReply | WorkReply | Welcome) and answer.finished:
                 self.membership.tell_end(peer.id)
         peer.channel.queue(protocol.encode(answer), tensor)
-        if peer.channel.unsent > _UNREAD:  # it asks on and on, and does not read: its answers must not fill the memory
+        if peer.channel.unsent > _UNREAD:  # it sends requests, and reads no answers: these must not fill the memory
             self.refusals.count("unread answers", peer.name, "disconnected")
             peer.channel.drop()
             return
@@ -97,7 +97,7 @@ class Connections:
             self.disconnected(peer)  # it died; the event loop will find its connection closed
 
     def refuse(self, peer: Peer, kind: str, error: object, said: str | None = None) -> None:
-        """Answers with an error. A stranger has one attempt."""
+        """Answers with an error; a stranger has one attempt, so its connection then ends."""
         self.refusals.count(kind, peer.name, error)
         self.answer(peer, protocol.ErrorReply(said or str(error)))
         if peer.worker is None:

@@ -1,4 +1,4 @@
-"""The server's main loop: one selector over all connections, in the thread that does all the rest."""
+"""The server's main loop: one selector over all connections, in the thread that does all other work too."""
 
 import selectors
 import socket
@@ -18,32 +18,32 @@ from fairseq_async.server.network.peers import SMALL, Peer
 from fairseq_async.server.network.turns import Turns
 from fairseq_async.server.service import Service
 
-_LATE_SECONDS = 20.0  # for which a finished server stays for workers that have not come yet
-_OWNER_SECONDS = 60.0  # and for a worker 0 that has died and is started again: it has the last checkpoint to write
+_LATE_SECONDS = 20.0  # that a finished server stays for workers that have not come yet
+_OWNER_SECONDS = 60.0  # that it stays for a worker 0 that has died and is started again: it writes the last checkpoint
 _HANDSHAKE_SECONDS = 10.0  # that a stranger has to prove itself
-_MOST_STRANGERS = 256  # of one address, at one time
-_MOST_IN_ALL = 512
-_TURN_SECONDS = 0.05  # after which it is asked again whose turn it is: something may have come meanwhile
+_MOST_STRANGERS = 256  # unidentified peers of one address, at one time
+_MOST_IN_ALL = 512  # unidentified peers of all addresses
+_TURN_SECONDS = 0.05  # of turns, after which the sockets are looked at again: more may have come
 
 
 def _is_over(began: float) -> bool:
-    """Whether a turn that has begun then has taken long enough."""
+    """Whether a turn that began at this time has taken long enough."""
     return time.perf_counter() - began > _TURN_SECONDS
 
 
 class HasFileno(Protocol):
-    """A file or socket."""
+    """A file or socket, which a selector can watch."""
 
     def fileno(self) -> int: ...
 
 
 class EventLoop:
-    """Accepts connections, and brings the service what its peers send.
+    """Accepts connections, and passes the messages of peers to the service.
 
     Args:
-        lifeline: a file whose other end whoever started the server holds open.
-        ends_with_workers: end also a run that is not finished, when nobody is there, or is awaited, any more.
-        encryption: of every connection; None for none.
+        lifeline: a file whose other end the process that started the server holds open.
+        ends_with_workers: end also an unfinished run, when no worker is there, or is awaited, any more.
+        encryption: the TLS context for every connection; None for no encryption.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class EventLoop:
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(lifeline, selectors.EVENT_READ)
         if service.bell is not None:
-            self._selector.register(service.bell, selectors.EVENT_READ)  # there is nothing to do but to tick
+            self._selector.register(service.bell, selectors.EVENT_READ)  # it only makes the loop tick
         self._finished_at: float | None = None
 
     def run(self) -> bool:
-        """Returns when the run is over: True; or when whoever started the server is gone: False."""
+        """Serves until the run is over (returns True), or the process that started the server is gone (False)."""
         wait, read_at = 0.0, self.service.clock()
         with closing(self.reader):
             while not self._over():
@@ -76,12 +76,12 @@ class EventLoop:
                 if any(key.fileobj is self.lifeline for key, _ in selected):
                     if not self.service.busy:
                         return False
-                    self._selector.unregister(self.lifeline)  # the run is finished: what is left is done first
+                    self._selector.unregister(self.lifeline)  # the run is finished: the service does what is left
                 if any(key.fileobj is self.listener for key, _ in selected):
                     self._accept()
                 self._serve_all([(key.data, events) for key, events in selected if key.data is not None])
                 self._close_strangers()
-                # After what has come was read: it may be of those who seem to be silent.
+                # Only after the messages were read: they may be from workers that seem silent.
                 wait = self.service.tick()
                 self._watch()
                 if any(peer.has_turn for peer in self.peers):
@@ -89,27 +89,27 @@ class EventLoop:
         return True
 
     def _serve_all(self, ready: Sequence[tuple[Peer, int]]) -> None:
-        """Each peer has its turn: those whose sockets are ready, and those of whom more was read than was handled."""
+        """Serves in turn the peers whose sockets are ready, and those with messages that were read and not handled."""
         left = [(peer, selectors.EVENT_READ) for peer in self.peers if peer.has_turn]
         turns: dict[Peer, int] = {}
         for peer, events in [*left, *ready]:
             turns[peer] = turns.get(peer, 0) | events
-        for peer in turns:  # those too whose turn comes later: also who sends or takes a tensor slowly is there
+        for peer in turns:  # at once, also for later turns: a peer that sends or takes a tensor slowly is alive
             self.service.hear(peer)
         for peer in self._turns.in_order(turns):
             if peer not in self.peers:
-                continue  # it was closed with another one of its connections
+                continue  # it was closed together with another connection of its worker
             began = time.perf_counter()
             with self._turn_of(peer):
                 self._serve(peer, turns[peer])
             if peer.stream_of is not None and peer in self.peers:
-                self.peers.remove(peer)  # its connection is another peer's now
+                self.peers.remove(peer)  # its connection belongs to that peer now
             if self._handle_background() or _is_over(began):
-                return  # connections were read, or more has come: which of them are ready is to be asked again
+                return  # other connections may be ready now: look again
 
     def _excuse_silence(self, read_at: float, wait: float) -> float:
-        """Who was suspended, or stopped, has not looked at its sockets since ``read_at``, for longer than it meant to
-        wait. Returns the time."""
+        """Excuses the workers' silence while this process was suspended or stopped: it has not read its sockets since
+        ``read_at``, much longer than the ``wait`` that it meant. Returns the time."""
         membership, now = self.service.membership, self.service.clock()
         if now - read_at - wait > membership.timeout / 2:
             membership.excuse(now - read_at)
@@ -122,9 +122,9 @@ class EventLoop:
             connection, (address, *_) = self.listener.accept()
             if self.encryption is not None:
                 connection = tls.accepted(self.encryption, connection)
-        except (OSError, MemoryError) as error:  # too many open files, or it has gone again
+        except (OSError, MemoryError) as error:  # too many open files, or the peer has gone again
             self.service.refusals.count("connection", "a stranger", error)
-            time.sleep(0.05)  # it stays in the queue: no need to spin
+            time.sleep(0.05)  # the connection stays in the queue: do not spin
             return
         peer = Peer(Channel(connection, SMALL), since=self.service.clock(), address=address)
         self.peers.append(peer)
@@ -134,7 +134,7 @@ class EventLoop:
             self.service.greet(peer)
 
     def _secure(self, peer: Peer) -> None:
-        """Goes on with the handshake of TLS. Nothing is read of a peer before it has shown a certificate of ours."""
+        """Goes on with the TLS handshake. Nothing is read from a peer before it has shown a certificate of ours."""
         try:
             peer.secured = tls.handshake(peer.channel.connection)
         except (ssl.SSLEOFError, ConnectionError):  # it has gone again
@@ -155,9 +155,9 @@ class EventLoop:
             self._handle_messages(peer)
 
     def _handle_messages(self, peer: Peer) -> None:
-        """Until the others have their turn, or the peer has to take answers first."""
+        """Handles a peer's messages until it is the others' turn, or the peer must take its answers first."""
         began = time.perf_counter()
-        at_once = AT_A_TIME if peer.worker is None else 1  # what comes behind an introduction is judged with it
+        at_once = AT_A_TIME if peer.worker is None else 1  # those behind an introduction are judged with it
         for number in range(AT_A_TIME):
             if peer.channel.is_full or (number and (_is_over(began) or not peer.channel.has_message)):
                 return
@@ -168,11 +168,11 @@ class EventLoop:
 
     @contextmanager
     def _turn_of(self, peer: Peer) -> Iterator[None]:
-        """The peer is served. What goes wrong ends this connection, and no other."""
+        """Charges a peer for its turn. An error in it ends this worker's connections, and no others."""
         began, stranger = time.perf_counter(), peer.worker is None
         try:
             yield
-        except (ProtocolError, MemoryError) as error:  # what it sends is no message, or more than there is room for
+        except (ProtocolError, MemoryError) as error:  # the peer sends no message, or more than there is room for
             self.service.refusals.count("no message", peer.name, str(error) or "no memory for what it sends")
             self._close(peer)
         except ExchangeError:
@@ -182,7 +182,7 @@ class EventLoop:
             self._turns.admit(peer)
 
     def _handle_background(self) -> bool:
-        """Handles what came while a step was taken; False if there was nothing."""
+        """Handles the messages that came during a step; returns whether there were any."""
         received = 0
         for each in self.reader.received():
             received += 1
@@ -194,7 +194,7 @@ class EventLoop:
         return received > 0
 
     def _close(self, peer: Peer) -> None:
-        """Closes all connections of a worker together."""
+        """Closes all connections of a peer's worker together."""
         main = peer.stream_of or peer
         self.peers = [each for each in self.peers if each not in (peer, main)]
         for stream in main.channel.streams:
@@ -204,7 +204,7 @@ class EventLoop:
         main.channel.close()
 
     def _close_strangers(self) -> None:
-        """Closes those that take too long to introduce themselves, and some of too many from one address."""
+        """Closes peers that take too long to introduce themselves, and one if there are too many of one address."""
         strangers = [peer for peer in self.peers if peer.worker is None]
         now = self.service.clock()
         superfluous = [peer for peer in strangers if now - peer.since > _HANDSHAKE_SECONDS]
@@ -212,7 +212,7 @@ class EventLoop:
         address, count = counts.most_common(1)[0] if counts else ("", 0)
         if count > _MOST_STRANGERS or len(strangers) > _MOST_IN_ALL:
             of_address = [peer for peer in strangers if peer.address == address]
-            # A worker far away takes a while to answer: those that have begun to, and the youngest, stay.
+            # A worker far away takes a while to answer: peers that have begun to, and the youngest, stay.
             superfluous.append(min(of_address, key=lambda peer: (peer.has_begun, peer.since)))
         for peer in superfluous:
             if peer in self.peers:
@@ -220,7 +220,7 @@ class EventLoop:
                 self._close(peer)
 
     def _watch(self) -> None:
-        """Watches for what each peer is to send, and for when one that does not take an answer at once can take it."""
+        """Watches for messages of each peer, and for when a peer that did not take an answer at once can take it."""
         for peer in self.peers:
             awaited = [] if peer.channel.is_full else peer.channel.awaited
             for stream in peer.channel.streams:
@@ -228,7 +228,7 @@ class EventLoop:
                 self._select(peer, stream.connection, reads | (selectors.EVENT_WRITE if stream.unsent else 0))
 
     def _select(self, peer: Peer, connection: socket.socket, events: int) -> None:
-        known = self._selector.get_map().get(connection.fileno())  # by its number: to look for a socket itself is slow
+        known = self._selector.get_map().get(connection.fileno())  # by number: a look-up by the socket is slow
         if known is None and events:
             self._selector.register(connection, events, peer)
         elif known is not None and not events:
@@ -248,7 +248,7 @@ class EventLoop:
             return False
         there = {peer.worker for peer in self.peers if peer.worker is not None} - membership.unready
         silent = there & membership.silent(now)
-        # A worker that has sent no update has none to lose any more: it has the usual timeout here.
+        # A worker that has sent no update can lose none any more: the usual timeout applies to it here.
         hanging = {w for w in there - silent if membership.hangs(w, now, since=self._finished_at, untried=0.0)}
         if there - silent - hanging:
             return False
@@ -260,7 +260,7 @@ class EventLoop:
         return True
 
     def _waits_for_late(self, membership: Membership, seconds: float) -> bool:
-        """Whether a run that is finished since so many seconds stays open for workers that are still to come."""
+        """Whether a run, finished for so many seconds, stays open for workers that are still to come."""
         owner_comes = membership.is_away(0) or 0 in membership.unready
         others_come = membership.unready or len(membership.joined) < membership.announced
         return seconds < (_OWNER_SECONDS if owner_comes else _LATE_SECONDS if others_come else 0.0)

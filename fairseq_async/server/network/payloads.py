@@ -1,4 +1,4 @@
-"""The tensors behind messages in a server: where they arrive, and how those that are compressed are decoded."""
+"""The tensors behind messages to a server: where they arrive, and how compressed ones are decoded."""
 
 import math
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from fairseq_async.server.protocol import Push
 
 
 class Payloads:
-    """Brings what comes behind a worker's messages into its slot.
+    """Brings the tensors behind a worker's messages into its slot.
 
-    A compressed update travels on the worker's connection, also on the server's own machine; its values are decoded
-    into the worker's slot, where an update that is not compressed would be.
+    A compressed update travels on the worker's connection, also on the server's own machine. Its values are decoded
+    into the worker's slot, where an uncompressed update would be.
     """
 
     def __init__(self, spec: MethodSpec, layout: Layout, fragments: Sequence[Fragment]) -> None:
@@ -33,20 +33,20 @@ class Payloads:
         self._room_bytes = max(4 * layout.size, most)  # worker 0 brings its first parameters in fp32
 
     def open(self, peer: Peer, slot: Tensor) -> None:
-        """Makes room for what comes behind the messages of a worker that has joined."""
+        """Makes room for the tensors behind the messages of a worker that has joined."""
         channel = peer.channel
         channel.any_length = self.codec is not None or len(self._fragments) > 1
-        if self.codec is not None:  # no memory before something arrives
+        if self.codec is not None:  # the system gives no memory for it before something arrives
             channel.room = torch.empty(self._room_bytes, dtype=torch.uint8)
         else:
             channel.room = slot if peer.remote else None
 
     def unpack(self, peer: Peer, push: Push, slot: Tensor) -> str | None:
-        """Writes a compressed update, or a fragment, into its place in the slot; returns the payload's checksum.
+        """Writes a compressed update, or a fragment, to its place in the slot; returns a payload's checksum, else None.
 
         Raises:
-            RefusedError: a tensor is missing, or is not of the size of its fragment.
-            CodecError: the payload is none of this run's codec.
+            RefusedError: a tensor is missing, or has not the size of its fragment.
+            CodecError: the payload is not one of this run's codec.
         """
         channel = peer.channel
         missing = not channel.with_tensor and (peer.remote or self.codec is not None)
@@ -73,10 +73,10 @@ class Payloads:
         """Writes the parameters that a worker on another machine has sent into the slot.
 
         Raises:
-            RefusedError: they are not of the model's size.
+            RefusedError: they have not the model's size.
         """
         if not peer.remote:
-            return  # they are there
+            return  # they are in the slot already
         if (sent := peer.channel.tensor_bytes) != 4 * self._size:
             raise RefusedError(f"the parameters have {4 * self._size} bytes: {sent} were sent")
         if self.codec is not None:

@@ -1,4 +1,4 @@
-"""The connections of a server: who is at the other end, and the proof that it belongs to the run."""
+"""The peers of a server's connections, and the proof that they belong to the run."""
 
 import hashlib
 import traceback
@@ -14,26 +14,26 @@ from fairseq_async.server.notices import tell_log
 from fairseq_async.server.protocol import Greeting, Hello, Introduce, Introduced, Push, Request
 
 SMALL = 1 << 10  # bytes that a peer may send at a time before it has proved that it knows the token
-USUAL = 1 << 18  # the same of a worker whose model is known
+USUAL = 1 << 18  # bytes that a worker may send at a time once its model is known
 
 
 @dataclass(eq=False)
 class Peer:
-    """One connection.
+    """One connection, and the worker at its other end.
 
     Attributes:
-        challenge: what the peer has to prove the token with.
-        worker: None until it has.
-        hello: with which it waits for worker 0 to describe the run.
-        admitted: its model and method are those of the run.
-        remote: tensors follow the messages; otherwise they go through shared memory.
-        server_seconds: for which the server worked on its last update.
+        challenge: the challenge with which the peer must prove that it knows the token.
+        worker: the worker's id; None until the peer has proved that.
+        hello: the worker's hello, while it waits for worker 0 to describe the run.
+        admitted: whether its model and method are those of the run.
+        remote: whether tensors follow the messages; otherwise they go through shared memory.
+        server_seconds: how long the server worked on its last update.
         since: when the connection was made.
-        address: from which it was made.
-        secured: it has shown in a handshake of TLS that its certificate is of the run's authority.
+        address: the address from which it was made.
+        secured: whether the peer has shown in a TLS handshake a certificate of the run's authority.
         push: its update that waits for an answer.
-        stream_of: the peer whose tensors this connection carries pieces of.
-        place: in the order of service, in seconds; see :class:`~fairseq_async.server.network.turns.Turns`.
+        stream_of: the peer whose tensors this connection carries pieces of; None for a connection with messages.
+        place: its place in the order of service, in seconds; see :class:`~fairseq_async.server.network.turns.Turns`.
     """
 
     channel: Channel
@@ -52,18 +52,18 @@ class Peer:
 
     @property
     def id(self) -> int:
-        """Its worker, once that is known."""
+        """The worker's id; only for a peer that has introduced itself."""
         assert self.worker is not None
         return self.worker
 
     @property
     def has_turn(self) -> bool:
-        """Whether a message of it was read and not handled yet, which may be handled now."""
+        """Whether a message of the peer was read, is not handled yet, and may be handled now."""
         return self.channel.has_message and not self.channel.is_full
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has begun to introduce itself."""
+        """Whether the peer has begun to introduce itself."""
         return self.secured or self.channel.has_begun
 
     @property
@@ -76,20 +76,20 @@ class RefusalLog:
     not fill the disk.
 
     Attributes:
-        counts: by kind.
+        counts: number of refusals by kind.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     def count_mistake(self, source: str, error: Exception) -> None:
-        """A mistake of this program's own; those that are written come with a traceback."""
+        """Counts a mistake of this program's own; a mistake that is written comes with its traceback."""
         if self.count("internal error", source, repr(error)):
             for line in "".join(traceback.format_exception(error)).splitlines():
                 tell_log(line)
 
     def count(self, kind: str, who: str, what: object) -> bool:
-        """One more refusal of this kind; ``who`` has sent it. Returns whether it was written."""
+        """Counts a refusal of this kind, of something that ``who`` has sent; returns whether it was written."""
         self.counts[kind] += 1
         count = self.counts[kind]
         if count & (count - 1):
@@ -99,30 +99,30 @@ class RefusalLog:
 
 
 class Handshake:
-    """The first messages of a connection: a challenge from here, proof and challenge from there, proof from here.
+    """The first messages of a connection: the server's challenge, the worker's proof and challenge, the server's proof.
 
     Args:
-        token: what both sides know.
+        token: the secret that both sides know.
 
     Attributes:
-        run: names the run, whose processes have the token in common.
+        run: name of the run, the same in all processes with its token.
     """
 
     def __init__(self, token: str) -> None:
         self._token = token
         self.run = hashlib.sha256(f"run {token}".encode()).hexdigest()[:16]
-        self._instance = challenge()  # names this process: another after each restart
+        self._instance = challenge()  # names this process; a new name after each restart
 
     def greet(self, peer: Peer) -> Greeting:
-        """The first message on a connection."""
+        """Returns the first message on a connection, with a new challenge."""
         peer.challenge = challenge()
         return Greeting(peer.challenge)
 
     def checked(self, peer: Peer, request: Request) -> Introduce:
-        """The peer's introduction.
+        """Returns the peer's introduction, checked.
 
         Raises:
-            RefusedError: it is something else, or its proof is wrong.
+            RefusedError: the request is something else, or its proof is wrong.
         """
         if not isinstance(request, Introduce):
             raise RefusedError("introduce yourself first")
@@ -131,7 +131,7 @@ class Handshake:
         return request
 
     def complete(self, peer: Peer, introduce: Introduce, worker: int, membership: Membership) -> Introduced:
-        """Makes the peer a worker; the answer has this side's proof."""
+        """Makes the peer a worker; returns the answer with the server's proof."""
         peer.worker, peer.channel.largest = worker, LARGEST if peer.stream_of is None else SMALL
         own = proof(self._token, "server", peer.challenge, introduce.challenge)
         return Introduced(own, worker, membership.announced, self._instance, membership.timeout)

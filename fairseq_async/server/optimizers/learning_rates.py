@@ -1,4 +1,4 @@
-"""Learning rates by the steps of an optimizer in the server; a script's own schedule as a table of them."""
+"""Learning rates as functions of the steps of the server's optimizer; a script's own schedule becomes a table."""
 
 import copy
 import math
@@ -13,47 +13,47 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError, option
 
-LARGEST_TABLE = 400_000  # rates: as JSON half of what a worker's first message may have
-Rates: TypeAlias = list[list[float]]  # of each parameter group, after 0, 1, … steps
+LARGEST_TABLE = 400_000  # rates; as JSON they are half of the largest message of a worker
+Rates: TypeAlias = list[list[float]]  # row n: the rate of each parameter group after n steps
 
 
 class StepSchedule:
-    """The learning rates of an optimizer as a function of its steps, here constant; a schedule of
-    :class:`~fairseq_async.server.optimizers.scheduled_rule.ScheduledRule`."""
+    """A schedule for :class:`~fairseq_async.server.optimizers.scheduled_rule.ScheduledRule`: learning rates that depend
+    on the optimizer's steps alone. In this class they are constant."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
 
     @property
     def learning_rate(self) -> float:
-        """The first group's rate of the next step."""
+        """The first group's rate for the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def follow(self, steps: int) -> None:
-        """Sets the rates of the step after so many steps."""
+        """Sets the rates for the step after so many steps; here they stay as they are."""
 
     def begin_epoch(self, epoch: int) -> None:
-        """Does nothing: the rates are of steps."""
+        """Does nothing: the rates depend on steps."""
 
     def end_epoch(self, epoch: int, loss: float | None) -> None:
-        """Does nothing: the rates are of steps."""
+        """Does nothing: the rates depend on steps."""
 
     def state_dict(self) -> State:
-        """Nothing: the number of steps says all."""
+        """Returns an empty state: the rates follow from the number of steps."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """See :meth:`state_dict`."""
+        """Does nothing; see :meth:`state_dict`."""
 
 
 class RateTable(StepSchedule):
-    """Learning rates from a table, whose last ones stay.
+    """Learning rates from a table; after its end the last row stays.
 
     Args:
         rates: see :func:`tabulate`; empty where they are constant.
 
     Raises:
-        ConfigurationError: a row has not one rate for each group.
+        ConfigurationError: a row does not have one rate for each group.
     """
 
     def __init__(self, optimizer: Optimizer, rates: Rates) -> None:
@@ -71,15 +71,16 @@ class RateTable(StepSchedule):
 
 
 def tabulate(scheduler: Any, optimizer: Optimizer, steps: int) -> Rates:
-    """The rates of a script's own scheduler, which a server cannot have: it is Python code, and nothing is unpickled.
+    """Tabulates the rates of a script's own scheduler. A server cannot have that: it is Python code, and nothing is
+    unpickled.
 
     Args:
-        scheduler: of ``optimizer``, with a method ``step`` that is called once after each of its steps; neither is
-            changed.
-        steps: of the whole run.
+        scheduler: a scheduler of ``optimizer``, whose method ``step`` is called once after each step of the optimizer;
+            neither is changed.
+        steps: number of steps of the whole run.
 
     Returns:
-        In row n the rate of each parameter group after n steps.
+        A table: row n has the rate of each parameter group after n steps.
 
     Raises:
         ConfigurationError: the rates do not follow from the number of steps alone, or are too many.
@@ -93,7 +94,7 @@ def tabulate(scheduler: Any, optimizer: Optimizer, steps: int) -> Rates:
             rates.append(row_after(step))
         except ConfigurationError:
             raise
-        except Exception as error:  # it is the script's code
+        except Exception as error:  # the scheduler is the script's code
             said = " ".join(str(error).split())
             raise ConfigurationError(
                 f"{name} cannot take step {step} of {option('total_steps')} {steps} ({type(error).__name__}: {said})"
@@ -128,27 +129,28 @@ def _check(scheduler: Any, name: str, optimizer: Optimizer, steps: int) -> None:
 
 
 def _row_of_lambdas(scheduler: LambdaLR) -> Callable[[int], list[float]]:
-    """The rates after so many steps: a function of their number, wherever the scheduler is now."""
+    """Returns a function from a number of steps to the rates after them, wherever the scheduler is now."""
     pairs = list(zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True))
     return lambda step: [float(base) * float(factor(step)) for base, factor in pairs]
 
 
 def _row_of_copy(scheduler: Any, name: str, optimizer: Optimizer) -> Callable[[int], list[float]]:
-    """The rates after 0 steps of a copy, then after 1, and so on; called once for each, in this order."""
-    # In the copy a bare optimizer stands for the own one: its groups change, no state and no parameter is copied.
+    """Returns a function from a number of steps to the rates after them, by a copy of the scheduler. Call it once for
+    each number, in the order 0, 1, …."""
+    # In the copy a bare optimizer replaces the real one: only its groups change; no state and no parameter is copied.
     groups = [{key: _own(value) for key, value in group.items()} for group in optimizer.param_groups]
     stand_in = Optimizer(groups, dict(optimizer.defaults))
     replaced = {id(each): stand_in for each in (optimizer, getattr(scheduler, "optimizer", optimizer))}
     try:
         copied = copy.deepcopy(scheduler, replaced)
-    except Exception as error:  # it is the script's code
+    except Exception as error:  # the scheduler is the script's code
         raise ConfigurationError(f"{name} cannot be copied to find its rates ({error}); use another") from error
     others = _other_options(stand_in)
 
     def row_after(step: int) -> list[float]:
         if step:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that the copy's optimizer takes no steps
+                warnings.simplefilter("ignore")  # torch warns that the copy's optimizer takes no steps
                 copied.step()
         if _other_options(stand_in) != others:
             raise ConfigurationError(f"{name} changes more than the learning rate: give it cycle_momentum=False")
@@ -158,7 +160,7 @@ def _row_of_copy(scheduler: Any, name: str, optimizer: Optimizer) -> Callable[[i
 
 
 def _own(value: object) -> object:
-    """A learning rate may be a tensor, which schedulers change in place."""
+    """Returns a copy of a tensor, as schedulers change a learning rate that is one in place; else the value itself."""
     return value.clone() if isinstance(value, Tensor) else value
 
 

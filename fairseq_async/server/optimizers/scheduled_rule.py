@@ -16,13 +16,13 @@ class Schedule(Protocol):
     def learning_rate(self) -> float: ...
 
     def follow(self, steps: int) -> None:
-        """Sets the optimizer's learning rate for the step after so many complete ones."""
+        """Sets the optimizer's learning rate for the step after so many complete steps."""
         ...
 
     def begin_epoch(self, epoch: int) -> None: ...
 
     def end_epoch(self, epoch: int, loss: float | None) -> None:
-        """``loss`` is that of the validation at the epoch's end."""
+        """Ends an epoch; ``loss`` is the validation loss at its end."""
         ...
 
     def state_dict(self) -> State: ...
@@ -34,7 +34,7 @@ class ScheduledRule(Rule):
     """Counts the steps of a rule's optimizer, and lets a schedule set its learning rate for the next one.
 
     Attributes:
-        steps: of the optimizer so far; a partial one counts as the part that it is.
+        steps: number of the optimizer's steps so far; a partial step counts as its part.
     """
 
     def __init__(self, rule: Rule, schedule: Schedule) -> None:
@@ -46,12 +46,12 @@ class ScheduledRule(Rule):
         return self.schedule.learning_rate
 
     def begin_epoch(self, epoch: int) -> None:
-        """Worker 0 begins an epoch."""
+        """Tells the schedule that worker 0 begins an epoch."""
         self.schedule.begin_epoch(epoch)
         self._follow()
 
     def end_epoch(self, epoch: int, loss: float | None) -> None:
-        """Worker 0 has ended an epoch, with this validation loss."""
+        """Tells the schedule that worker 0 has ended an epoch, with this validation loss."""
         self.schedule.end_epoch(epoch, loss)
         self._follow()
 
@@ -79,7 +79,8 @@ class ScheduledRule(Rule):
         return self.rule.state_dict() | {"steps": self.steps, "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
-        """A state whose schedule is None, as after ``--reset-lr-scheduler``, leaves the schedule at its beginning."""
+        """Goes on from a state. With None for the schedule in it, as after ``--reset-lr-scheduler``, the schedule stays
+        at its beginning."""
         self.rule.load_state_dict(state)
         self.steps = state["steps"]
         if state["schedule"] is not None:

@@ -1,4 +1,4 @@
-"""A torch optimizer in plain data, from which the server builds the same one: nothing of it is pickled."""
+"""Describes a torch optimizer in plain data, from which the server builds the same one: nothing is pickled."""
 
 import inspect
 import json
@@ -20,7 +20,7 @@ from fairseq_async.method_spec import JsonObject
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.optimizers.learning_rates import Rates
 
-# Each steps every element by itself: a model may be stepped in pieces, by several threads.
+# Each of these steps every element independently: a model may be stepped in pieces, by several threads.
 OPTIMIZERS: dict[str, type[Adam | AdamW | SGD]] = {"Adam": Adam, "AdamW": AdamW, "SGD": SGD}
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not what it is
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -30,7 +30,7 @@ _Option: TypeAlias = bool | float | list[float]
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Options of some of the model's tensors.
+    """The optimizer's options for some of the model's tensors.
 
     Attributes:
         tensors: their numbers in the layout.
@@ -44,13 +44,14 @@ class ParameterGroup:
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """What steps in the server. Worker 0 sends it; every other worker must send an equal one.
+    """The optimizer that steps in the server. Worker 0 sends it; every other worker must send an equal one.
 
     Attributes:
         optimizer: name of the class in ``torch.optim``.
-        parameter_groups: as the optimizer has them, in its order. A tensor in none of them is not stepped.
-        learning_rates: of each group, after 0, 1, … steps; the last ones stay. Empty where no table is needed.
-        clip_norm: largest L2 norm of the gradient that is stepped with; 0 does not clip.
+        parameter_groups: the optimizer's groups, in its order. A tensor in none of them is not stepped.
+        learning_rates: row n has the rate of each group after n steps; the last row stays. Empty where no table is
+            needed.
+        clip_norm: L2 norm to which a larger gradient is clipped before the step; 0 does not clip.
     """
 
     optimizer: str
@@ -59,7 +60,7 @@ class OptimizerSpec:
     clip_norm: Annotated[float, Field(ge=0)] = 0.0
 
     def to_json(self) -> JsonObject:
-        """For the ``framework`` of a :class:`~fairseq_async.method_spec.MethodSpec`."""
+        """Returns the JSON for the ``framework`` of a :class:`~fairseq_async.method_spec.MethodSpec`."""
         return asdict(self)
 
     @classmethod
@@ -67,10 +68,10 @@ class OptimizerSpec:
         """The inverse of :meth:`to_json`.
 
         Raises:
-            ConfigurationError: it is no such description.
+            ConfigurationError: ``framework`` is no description of an optimizer.
         """
         try:
-            return _adapter().validate_json(json.dumps(framework))  # strict types are JSON's
+            return _adapter().validate_json(json.dumps(framework))  # as JSON: strict types are JSON's
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
@@ -83,10 +84,10 @@ def _adapter() -> TypeAdapter[OptimizerSpec]:
 
 
 def check_of_model(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> None:
-    """Checks that all that the optimizer trains is the model's, which alone server and workers share.
+    """Checks that the optimizer trains only parameters of the model: server and workers share no others.
 
     Raises:
-        ConfigurationError: it has other parameters.
+        ConfigurationError: the optimizer trains other parameters.
     """
     known = {id(tensor) for _, tensor in named}
     trained = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
@@ -104,13 +105,13 @@ def describe(
     rates: Rates | None = None,
     clip_norm: float = 0.0,
 ) -> OptimizerSpec:
-    """An optimizer that has not stepped yet, for the server.
+    """Describes for the server an optimizer that has not stepped yet.
 
     Args:
         named: the tensors of the layout, in its order.
         kind: name of the class in ``torch.optim`` that takes the same steps, if the optimizer is not of such a class.
         rates: a table of learning rates, if they are not constant; see :class:`OptimizerSpec`.
-        clip_norm: likewise.
+        clip_norm: see :class:`OptimizerSpec`.
 
     Raises:
         ConfigurationError: the server has no such optimizer, or not all of its parameters.
@@ -128,18 +129,18 @@ def describe(
 
 
 def _describe_group(group: dict[str, Any], kind: str, numbers: dict[int, int]) -> ParameterGroup:
-    """One group; tensors that are not trained are left out of it."""
+    """Describes one group; tensors that are not trained, and so not in ``numbers``, are left out."""
     tensors = sorted(numbers[id(each)] for each in group["params"] if id(each) in numbers)
     return ParameterGroup(tensors, {name: _plain(group[name], name) for name in _arguments_of(kind) if name in group})
 
 
 def _arguments_of(kind: str) -> list[str]:
-    """What the constructor takes; a group has also what schedules and torch itself keep there."""
+    """Returns the constructor's options of the step. A group has more entries, of schedules and of torch itself."""
     return [name for name in inspect.signature(OPTIMIZERS[kind]).parameters if name not in _HOW]
 
 
 def _plain(value: Any, name: str) -> _Option:
-    """An option as JSON has it: torch takes numbers, tensors of one element, and pairs of either."""
+    """Converts an option to JSON's types: torch takes numbers, tensors of one element, and pairs of either."""
     if isinstance(value, bool):
         return value
     numbers = [float(each) for each in (value if isinstance(value, tuple | list) else [value])]
@@ -149,10 +150,11 @@ def _plain(value: Any, name: str) -> _Option:
 
 
 def build_optimizer(spec: OptimizerSpec, layout: Layout, parameters: Tensor) -> Optimizer:
-    """The optimizer over the server's flat parameters, with a group for each of the worker's.
+    """Builds the optimizer over the server's flat parameters, with a group for each of the worker's groups.
 
     Raises:
-        ConfigurationError: there is no such optimizer, or the groups are not of the layout's tensors.
+        ConfigurationError: there is no such optimizer or option, or the groups do not have each of the layout's tensors
+            at most once.
     """
     kind = OPTIMIZERS.get(spec.optimizer)
     if kind is None:
@@ -175,10 +177,10 @@ def build_optimizer(spec: OptimizerSpec, layout: Layout, parameters: Tensor) -> 
 
 
 def of_tensors(framework: JsonObject, tensors: slice) -> JsonObject:
-    """The same description for a part of the layout's tensors, which are counted from 0 there."""
+    """Returns the description of an optimizer for a part of the layout's tensors, which are counted from 0 there."""
     groups = framework.get("parameter_groups")
     if not isinstance(groups, list):
-        return framework  # of another server program, which names no tensors
+        return framework  # a description for another server program, which names no tensors
     own: list[JsonValue] = []
     for group in groups:
         assert isinstance(group, dict) and isinstance(numbers := group["tensors"], list)
@@ -194,7 +196,7 @@ def _arguments(options: dict[str, _Option]) -> dict[str, object]:
 
 
 def _stepped(parameters: Tensor, bounds: Iterable[tuple[int, int]]) -> list[Parameter]:
-    """The group's part of the flat parameters: neighbouring tensors are stepped as one, in pieces for the cache."""
+    """Returns a group's part of the flat parameters: neighbouring tensors as one, in pieces that fit the cache."""
     runs: list[tuple[int, int]] = []
     for start, end in sorted(bounds):
         if runs and runs[-1][1] == start:

@@ -1,4 +1,4 @@
-"""What the server says to a worker."""
+"""The messages from the server to a worker."""
 
 from dataclasses import field
 from typing import Literal
@@ -11,7 +11,7 @@ from fairseq_async.server.receipt import Status
 
 @message
 class Greeting:
-    """The server's first message on a connection: what the worker has to prove the token with."""
+    """The server's first message on a connection: the challenge for the worker's proof that it knows the token."""
 
     challenge: str
     kind: Literal["greeting"] = "greeting"
@@ -22,9 +22,9 @@ class Introduced:
     """The server's own proof, and the worker's place in the run.
 
     Attributes:
-        workers: how many were announced.
-        server: names the server's process: one that was started again is another.
-        timeout: seconds without a word after which one side gives the other up.
+        workers: how many workers were announced.
+        server: names the server's process; a restarted server has another name.
+        timeout: seconds without a message after which one side gives the other up.
     """
 
     proof: str
@@ -40,14 +40,15 @@ class Welcome:
     """The answer to :class:`Hello` and :class:`Initialise`.
 
     Attributes:
-        initialised: the server has parameters; if not, worker 0 is to bring them, and the other fields say nothing.
+        initialised: whether the server has parameters. If not, worker 0 is to bring them, and the fields about the
+            state of the run say nothing.
         state_path: where worker 0 is to put a server's whole state, if it brings one.
         memory: path of the shared memory, with room for ``slots`` workers.
         sequence: the number of this worker's next update.
-        position: where this worker was in its data with its last update.
+        position: this worker's position in its data at its last update.
         refused: how many of this worker's updates had NaN or Inf.
-        from_checkpoint: the run has begun from a checkpoint that its workers are to read. Otherwise a checkpoint that
-            lies in its directory is this run's own, with worker 0's place in the data.
+        from_checkpoint: whether the run has begun from a checkpoint that its workers are to read. If not, a checkpoint
+            in its directory is this run's own, with worker 0's place in the data.
     """
 
     initialised: bool
@@ -67,13 +68,13 @@ class Welcome:
 
 @message
 class PushReply:
-    """What became of an update, and the worker's next work; see :class:`~fairseq_async.server.Receipt`.
+    """The receipt of an update, and the worker's next work; see :class:`~fairseq_async.server.Receipt`.
 
     Attributes:
         refused: how many of this worker's updates had NaN or Inf, this one included.
-        finished: the run is over.
-        taken: the update is in the parameters, or will be; otherwise it has changed nothing, and never will.
-        with_parameters: a :class:`PullReply` comes next, with the parameters to start from, for which nobody has asked.
+        finished: whether the run is over.
+        taken: whether the update is in the parameters, or will be; otherwise it has changed nothing, and never will.
+        with_parameters: whether a :class:`PullReply` comes next, unasked, with the parameters to start from.
     """
 
     status: Status
@@ -94,8 +95,8 @@ class PullReply:
     """The parameters of this version are in the worker's slot, or behind this answer.
 
     Attributes:
-        compressed: a payload is behind it.
-        adds: it is to be added to what this connection has brought before.
+        compressed: whether the parameters are a payload behind this answer.
+        adds: whether the payload is to be added to what this connection has brought before.
     """
 
     version: int
@@ -106,7 +107,7 @@ class PullReply:
 
 @message
 class WorkReply:
-    """There is work again, or the run is finished."""
+    """The answer to :class:`WaitForWork`: there is work again, or the run is finished."""
 
     finished: bool
     assignment: Assignment
@@ -123,7 +124,7 @@ class ScheduleReply:
 
 @message
 class StateSaved:
-    """The state of this version is in the file, which the worker is to take away."""
+    """The server's state at this version is in the file, which the worker is to take away."""
 
     version: int
     path: str

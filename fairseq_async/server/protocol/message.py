@@ -1,4 +1,4 @@
-"""What all messages between workers and server have in common."""
+"""The decorator of all messages between workers and server."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,5 +12,5 @@ _Message = TypeVar("_Message")
 
 @dataclass_transform(frozen_default=True)
 def message(cls: type[_Message]) -> type[_Message]:
-    """Makes a frozen dataclass whose parser takes no other fields and no other types than the declared ones."""
+    """Makes the class a frozen dataclass, whose parser takes only the declared fields and types."""
     return with_config(_STRICT)(dataclass(frozen=True)(cls))

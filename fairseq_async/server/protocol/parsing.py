@@ -1,4 +1,4 @@
-"""Messages as bytes of JSON, and back: each is checked once, when it is parsed."""
+"""Encodes messages as bytes of JSON, and parses them; each message is checked once, when it is parsed."""
 
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -10,11 +10,11 @@ from fairseq_async.server.protocol.answers import Answer, ErrorReply
 from fairseq_async.server.protocol.requests import Request
 
 _Message = TypeVar("_Message")
-# Hazard: whoever is connected may send anything, and meanwhile the server serves nobody else. These keep what one
-# message costs well below a second, whatever is in it.
-_MOST_VALUES = 1 << 19  # of a message; the largest one has a table of learning rates, and a model's tensors
-_MOST_ERRORS = 64  # of which each is looked at; to tell which field is wrong takes longer than to find it
-_MOST_SAID = 500  # characters of an error, in which there may be names that the peer has chosen
+# Hazard: a connected peer may send anything, and the server serves no other peer while it parses. These limits keep the
+# cost of one message well below a second, whatever is in it.
+_MOST_VALUES = 1 << 19  # values in a message; the largest message has a table of learning rates, and a model's tensors
+_MOST_ERRORS = 64  # errors in a message that are located; locating an error takes longer than finding it
+_MOST_SAID = 500  # characters of an error, which may have names that the peer has chosen
 _REQUEST = Annotated[Request, Field(discriminator="kind")]
 _ANSWER = Annotated[Answer, Field(discriminator="kind")]
 
@@ -24,27 +24,27 @@ class MalformedMessageError(RefusedError):
 
 
 def encode(message: Request | Answer) -> bytes:
-    """The bytes of a message. A norm may be NaN or Inf: both ends write and read these as Python's ``json`` does."""
+    """Returns the bytes of a message. A norm may be NaN or Inf; both ends write and read these as Python's ``json``."""
     kind: Any = type(message)
     return _adapter(kind).dump_json(message)
 
 
 def parse_request(body: bytes) -> Request:
-    """A worker's message.
+    """Parses a worker's message.
 
     Raises:
         ProtocolError: it is not JSON.
-        MalformedMessageError: it is JSON, and not a request.
+        MalformedMessageError: it is JSON, but no request.
     """
     request: Request = _parse(body, _REQUEST)
     return request
 
 
 def parse_answer(body: bytes, expected: type[_Message]) -> _Message:
-    """The server's answer.
+    """Parses the server's answer, which must be of the expected class.
 
     Raises:
-        ProtocolError: it is another than the expected one.
+        ProtocolError: it is of another class, or not JSON.
         RefusedError: the server has refused the request.
     """
     answer: Answer = _parse(body, _ANSWER)
@@ -57,7 +57,7 @@ def parse_answer(body: bytes, expected: type[_Message]) -> _Message:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """The parser of a class of messages or of a union of them; made once, since making it takes milliseconds."""
+    """Returns the parser of a message class or of a union of them; made once, since making it takes milliseconds."""
     return TypeAdapter(kind)
 
 

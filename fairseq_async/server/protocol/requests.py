@@ -1,4 +1,4 @@
-"""What a worker says to the server."""
+"""The messages from a worker to the server."""
 
 from dataclasses import field
 from typing import Annotated, Literal
@@ -13,15 +13,15 @@ from fairseq_async.server.protocol.work import Report
 
 @message
 class Introduce:
-    """The first message on a connection: who it is, and the proof that it knows the run's token.
+    """The first message on a connection: the worker's id, and the proof that it knows the run's token.
 
     Attributes:
-        worker: its id; None asks for a free one.
-        joins: it was not announced.
-        instance: names the process, which may connect again.
-        challenge: what the server has to prove the token with.
+        worker: the worker's id; None asks for a free one.
+        joins: whether the worker was not announced.
+        instance: names the worker's process, which may connect again.
+        challenge: the challenge with which the server proves that it knows the token.
         stream_of: the server's challenge on another connection of this worker, which has not said hello yet: the new
-            one carries pieces of its tensors, and no messages. None for a connection of its own.
+            connection carries pieces of its tensors, and no messages. None for a worker's first connection.
     """
 
     proof: str
@@ -38,7 +38,7 @@ class Hello:
     """Joins the run with a model and a method.
 
     Attributes:
-        remote: tensors follow the messages on this connection; otherwise they go through shared memory.
+        remote: whether tensors follow the messages on this connection; otherwise they go through shared memory.
     """
 
     spec: MethodSpec
@@ -52,8 +52,8 @@ class Initialise:
     """Worker 0 brings a new server its parameters.
 
     Attributes:
-        restored: a server's whole state is in the file that :class:`Welcome` names.
-        from_checkpoint: worker 0 has begun from a checkpoint, which the other workers are to read as well.
+        restored: whether a server's whole state is in the file that :class:`Welcome` names.
+        from_checkpoint: whether worker 0 has begun from a checkpoint, which the other workers are to read as well.
     """
 
     restored: bool
@@ -66,14 +66,14 @@ class Push:
     """An update is ready in the worker's slot.
 
     Attributes:
-        sequence: the worker's own number for it.
-        base_version: the server's version that it was computed from.
-        weight: target tokens, or local steps.
-        wait: answer only when the update is settled, even if it will only be added to others.
-        norm: the update's L2 norm where the worker knows it; NaN or Inf where it is compressed and has these, for which
-            there is no payload.
-        pulls: the worker will ask for the parameters next, to start from them. One on another machine may have them
-            behind the answer, which saves a way there and back.
+        sequence: the worker's own number for the update.
+        base_version: the server's version that the update was computed from.
+        weight: target tokens, or local steps, of the update.
+        wait: whether to answer only when the update is settled, even if it will only be added to others.
+        norm: the update's L2 norm if the worker knows it. NaN or Inf for an update with these that should be
+            compressed: there is no payload for it.
+        pulls: whether the worker will ask for the parameters next, to start from them. A worker on another machine may
+            get them behind the answer, which saves a round trip.
     """
 
     sequence: int
@@ -91,10 +91,10 @@ class Pull:
     """Asks for the current parameters, in the worker's slot or behind the answer.
 
     Attributes:
-        look_ahead: versions ahead along the server's last step.
-        starts: work starts from them: the server's rule may look ahead, and they may be compressed. Otherwise they are
-            the server's own, in fp32.
-        fragment_of: the number of an update of this worker, of whose fragment alone it asks; None for the whole model.
+        look_ahead: how many versions ahead of them to go, along the server's last step.
+        starts: whether work starts from them: then the server's rule may look ahead, and they may be compressed.
+            Otherwise they are the server's own, in fp32.
+        fragment_of: the number of an update of this worker whose fragment alone it asks for; None for the whole model.
     """
 
     look_ahead: Annotated[float, Field(ge=0, le=1024)] = 0.0
@@ -105,18 +105,18 @@ class Pull:
 
 @message
 class WaitForWork:
-    """An idle worker asks for work; the answer comes when there is some, or when the run is finished."""
+    """Asks for work for an idle worker; the answer comes when there is some, or when the run is finished."""
 
     kind: Literal["wait"] = "wait"
 
 
 @message
 class ScheduleEvent:
-    """Worker 0 begins or ends an epoch, which the learning-rate schedule follows.
+    """Tells that worker 0 begins or ends an epoch, which the learning-rate schedule follows.
 
     Attributes:
         number: names the event; a second message with the same number has no effect.
-        loss: of the validation at the end of the epoch.
+        loss: the validation loss at the end of the epoch.
     """
 
     number: str
@@ -128,14 +128,14 @@ class ScheduleEvent:
 
 @message
 class SaveState:
-    """Asks the server to write its whole state into a file, whose name the server chooses."""
+    """Asks the server to write its whole state into a file; the server chooses its name."""
 
     kind: Literal["save_state"] = "save_state"
 
 
 @message
 class Alive:
-    """The worker is computing; there is no answer."""
+    """Shows that the worker is alive while it computes; there is no answer."""
 
     kind: Literal["alive"] = "alive"
 

@@ -1,4 +1,4 @@
-"""What a worker says of its work, and what the server gives it to do next: parts of the messages between them."""
+"""A worker's report of its work, and its next work from the server: parts of the messages between them."""
 
 from typing import Annotated
 
@@ -9,23 +9,23 @@ from fairseq_async.server.positions import bounded
 from fairseq_async.server.protocol.message import message
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, le=1 << 53)]  # sums of a log's numbers are floats, which are exact up to there
+Count = Annotated[int, Field(ge=0, le=1 << 53)]  # a log's numbers are summed as floats, which are exact up to there
 
 
 @message
 class Report:
-    """What a worker says of itself with an update. It goes into ``events.jsonl``, where README.md describes each field.
+    """A worker's report with an update. It goes into ``events.jsonl``; README.md describes each field there.
 
     Attributes:
         local_steps: the number of steps in this update; None for a gradient.
-        look_ahead: versions ahead of the base version at which the worker has started; None at that version itself.
+        look_ahead: how many versions ahead of the base version the worker started; None for that version itself.
         position: where the worker is in its data, for its restart; the server does not look into it.
-        bytes_sent: of this update: of its payload, where it is compressed, header included.
-        bytes_received: of the parameters that were taken since the update before.
-        residual_norm: L2 norm of what the updates before this one had that was not sent, where it is kept.
-        payload: checksum of a compressed update, which the server notes.
+        bytes_sent: size of this update; where it is compressed, of its payload, header included.
+        bytes_received: size of the parameters that the worker has taken since the update before.
+        residual_norm: L2 norm of the part of earlier updates that was not sent, where the worker keeps it.
+        payload: checksum of a compressed update, as it has arrived at the server.
         start_payload: checksum of the compressed parameters that this work started from; None where they came in fp32.
-        first_batch: with a worker's first update, a digest of its first batch, where that is known.
+        first_batch: digest of the worker's first batch, with its first update, where it is known.
     """
 
     position: Annotated[JsonObject | None, AfterValidator(bounded)] = None
@@ -57,15 +57,15 @@ class Assignment:
     """The next work of one worker.
 
     Attributes:
-        learning_rate: of the server's optimizer, for the worker's log; None under local SGD.
-        local_steps: how many to take before the next exchange.
+        learning_rate: learning rate of the server's optimizer, for the worker's log; None under local SGD.
+        local_steps: how many steps to take before the next exchange.
         shard: the part of the training set to draw from; None where the server chooses none.
         offset: the batch of the shard to begin with.
-        progress: where the learning-rate schedule is at the first step, in mean local steps of a worker.
+        progress: position of the learning-rate schedule at the first step, in mean local steps of a worker.
         progress_per_step: by how much each step of this worker moves the schedule.
-        total_progress: where the whole run is, in mean local steps of a worker, or in whole steps of the server.
-        idle: nothing is left to do for this worker while the others do their work.
-        look_ahead: versions ahead of the server's at which to start.
+        total_progress: position of the whole run, in mean local steps of a worker, or in steps of the server.
+        idle: whether nothing is left for this worker to do while the others do their work.
+        look_ahead: how many versions ahead of the server's to start.
     """
 
     learning_rate: float | None = None

@@ -1,1 +1,1 @@
-"""How long a round waits for whom, and how far ahead those start who are not waited for."""
+"""How long a round waits for which workers, and how far ahead of the parameters workers with stale updates start."""

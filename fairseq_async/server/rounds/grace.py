@@ -1,4 +1,4 @@
-"""For how long a round stays open for workers that are about to come (Liu et al. 2024, arXiv 2401.09135)."""
+"""How long a round stays open for updates that are about to come (Liu et al. 2024, arXiv 2401.09135)."""
 
 from collections.abc import Collection
 from math import inf
@@ -10,17 +10,17 @@ _ROUNDING = 1e-6  # of the time that work takes
 
 
 class GracePeriod:
-    """A grace period. It begins with the first update of a round, and ends early when nobody can be expected in it.
+    """A grace period. It begins with the first update of a round, and ends early when no more update can come in it.
 
-    A worker is expected when its present steps, at the speed of its last ones, are done in time; a worker without a
-    speed may come at any time. To wait for workers that will be late anyway would cost all others the whole period in
+    A worker is expected if its present steps, at the speed of its last ones, are done in time; a worker of unknown
+    speed may come at any time. Waiting for workers that will be late anyway would cost all others the whole period in
     every round.
 
     Args:
-        seconds: None for a round that stays open until it is complete.
+        seconds: length of the period; None for a round that stays open until it is complete.
 
     Attributes:
-        deadline: when the present period ends; None while there is none.
+        deadline: when the present period ends; None if there is none.
         steps_together: whether the updates of a round are one step of the rule.
     """
 
@@ -32,18 +32,18 @@ class GracePeriod:
         self._begun: dict[int, float] = {}
 
     def begin_work(self, worker: int, now: float) -> None:
-        """The worker was given its work."""
+        """Notes when a worker was given its work."""
         self._begun[worker] = now
 
     def forget(self, worker: int) -> None:
-        """The worker is gone; one that comes back is due at once."""
+        """Forgets a worker that is gone; one that comes back is due at once."""
         self._begun.pop(worker, None)
 
     def continues(self, arrived: int | None, others: Collection[int], plan: Plan, now: float) -> bool:
-        """Whether the round stays open, now that this worker's update has joined it, for any of the others at work.
+        """Whether the round stays open for any of the others at work.
 
         Args:
-            arrived: None where only the others have changed.
+            arrived: the worker whose update has just joined the round; None where only the others have changed.
         """
         if self.seconds is None or arrived is None:
             return True
@@ -53,11 +53,11 @@ class GracePeriod:
         return any(self._may_come(worker, plan, factor) for worker in others)
 
     def close(self) -> None:
-        """The round is over."""
+        """Ends the period with its round."""
         self.deadline = None
 
     def _seconds_over_expected(self, worker: int, plan: Plan, now: float) -> float:
-        """How long its work took, over what was expected: what speeds up one worker may speed up all."""
+        """Returns the time of a worker's work over the expected time: what speeds up one worker may speed up all."""
         expected = plan.expected_seconds(worker)
         return (now - self._begun[worker]) / expected if expected and worker in self._begun else 1.0
 

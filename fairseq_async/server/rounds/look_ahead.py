@@ -1,4 +1,4 @@
-"""How far ahead of the server's parameters a worker starts whose updates will be stale."""
+"""How far ahead of the server's parameters a worker with stale updates starts."""
 
 from torch import Tensor
 
@@ -6,25 +6,25 @@ from fairseq_async.algorithms.rule import State
 
 _NEWEST = 0.25  # weight of a worker's last update in its running means
 _IN_STEP = 0.5  # a worker whose updates are less stale than this starts from the parameters as they are
-_MOST = 2.0  # times its staleness that a worker starts ahead: a tiny step says little of those behind it
-_VERSIONS, _SAMPLE = 128, 1024  # of the parameters, that are kept to be compared; they are in each snapshot
+_MOST = 2.0  # times its staleness that a worker starts ahead: a tiny step says little about the next ones
+_VERSIONS, _SAMPLE = 128, 1024  # versions kept, and parameters kept of each, for comparison; each snapshot has them
 
 NOTHING_MEASURED: State = {"staleness": {}, "steps": {}, "path": {}}
-"""The state of a run that begins."""
+"""The state at the beginning of a run."""
 
 
 class LookAhead:
-    """For each worker, by how many of the server's last steps it starts ahead; 0 for one that is in step with it.
+    """Measures how far ahead each worker starts, in multiples of the server's last step; 0 for one in step with it.
 
     An update that is τ versions late should be computed where the parameters are τ versions later. Their last step
-    predicts that place: the nearest point along it is s steps ahead, and s is measured when the update comes. Of steps
-    that all go the same way it is τ; it is less where they turn. A worker starts ahead by the running mean of its own
-    s, and before the first measurement by that of its τ: an update that began at the first version has no step before
-    it. One that began before the versions that are kept says nothing: a worker's first update may be late by thousands
-    of versions, once, and must not send its worker so far away.
+    predicts that place: the nearest point along it is s steps ahead, and s is measured when the update comes. If all
+    steps go the same way, s is τ; it is less where they turn. A worker starts ahead by the running mean of its s, and
+    before the first measurement of s by that of its τ: an update from the first version has no step before it. An
+    update from before the versions that are kept is not counted: a worker's first update may be late by thousands of
+    versions, once, and must not send the worker so far ahead.
 
     Args:
-        versions: the same for all workers in place of what is measured; None measures.
+        versions: a fixed distance for all workers, in place of the measured ones; None measures.
     """
 
     def __init__(self, versions: float | None) -> None:
@@ -34,15 +34,15 @@ class LookAhead:
         self._path: dict[int, Tensor] = {}  # a sample of the parameters at each of the last versions
 
     def follow(self, version: int, parameters: Tensor) -> None:
-        """The server is at this version."""
+        """Keeps a sample of the parameters at the server's present version."""
         if self.versions is None and version not in self._path:
             stride = max(1, parameters.numel() // _SAMPLE)
             self._path[version] = parameters[::stride].detach().clone()
             while len(self._path) > _VERSIONS:
-                del self._path[min(self._path)]  # a round may take several versions at once: not always the same ones
+                del self._path[min(self._path)]  # the oldest; some are missing: a round may take several at once
 
     def note(self, worker: int, base: int, staleness: int) -> None:
-        """An update of the worker was settled, which it had computed from version ``base``."""
+        """Measures with a settled update of the worker, which was computed from version ``base``."""
         if base not in self._path:
             return
         self._staleness[worker] = _moved(self._staleness.get(worker), float(staleness))
@@ -51,20 +51,20 @@ class LookAhead:
             self._steps[worker] = _moved(self._steps.get(worker), min(steps, _MOST * staleness))
 
     def of(self, worker: int) -> float:
-        """Steps that the worker's next start is ahead."""
+        """Returns how many steps ahead the worker's next start is."""
         if self.versions is not None:
             return self.versions
         staleness = self._staleness.get(worker, 0.0)
         return max(0.0, self._steps.get(worker, staleness)) if staleness >= _IN_STEP else 0.0
 
     def forget(self, worker: int) -> None:
-        """The worker is gone."""
+        """Forgets a worker that is gone."""
         self._staleness.pop(worker, None)
         self._steps.pop(worker, None)
 
     def _steps_between(self, base: int, now: int) -> float | None:
-        """The multiple of the step into version ``base`` that leads nearest to version ``now``; None where it is not
-        known: argmin over s of |θ_now − θ_base − s · (θ_base − θ_(base−1))|."""
+        """Returns the multiple of the step into version ``base`` that leads nearest to version ``now``; None if it is
+        not known: argmin over s of |θ_now − θ_base − s · (θ_base − θ_(base−1))|."""
         before, start, end = (self._path.get(version) for version in (base - 1, base, now))
         if before is None or start is None or end is None:
             return None

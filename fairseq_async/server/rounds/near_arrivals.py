@@ -1,4 +1,4 @@
-"""For how long a step stays open for gradients that are about to come."""
+"""How long a step stays open for gradients that are about to come."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from statistics import median
 
 from fairseq_async.algorithms.rule import State
 
-_REMEMBERED = 5  # steps of a worker: one odd batch among them does not move their median
-_DEVIATION = 1.4826  # times the median absolute deviation
+_REMEMBERED = 5  # last steps of a worker: one odd batch among them does not move their median
+_DEVIATION = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
 _ROUNDING = 1e-9  # of the time that work takes
 
 
 @dataclass(frozen=True)
 class _Pace:
-    """What a worker's last steps say.
+    """The pace of a worker, from its last steps.
 
     Attributes:
-        seconds: their median.
-        spread: how uneven they are, in seconds.
+        seconds: their median time.
+        spread: how uneven their times are, in seconds.
     """
 
     seconds: float
@@ -30,25 +30,25 @@ class _Pace:
 
 
 class NearArrivals:
-    """Keeps a step open while another worker is near, and closes it when nobody is.
+    """Keeps a step open while another worker is near, and closes it when no worker is.
 
-    A worker is due when its work was given to it plus the median of the seconds that its last steps have taken, from
-    one answer of the server to the arrival of the next gradient. It is near when it is due within a grace of the
-    arrival of each gradient that waits; the grace is a share of that gradient's worker's own step, and as much more as
-    its steps are uneven: by the spread of its last steps (1.48 times their median absolute deviation, which is the
-    standard deviation of normal ones), up to the share again. So workers of about equal speed step together, however
-    uneven their batches are, a fast worker never waits for one that is much slower, and a slow worker, for which half a
-    step is long, waits for the fast ones. Who is near and does not come is waited for until a grace after it was due:
-    that much a wrong estimate costs, once, for it is not near any more then. In the first step nobody is known, and all
-    are taken to be as fast as the first that comes; later nobody waits for a worker before its first gradient.
+    A worker is due at the time when it was given its work plus the median time of its last steps, from an answer of the
+    server to the arrival of the next gradient. It is near if it is due within a grace after the arrival of each waiting
+    gradient. The grace of a gradient is a share of its worker's own step, and more if its steps are uneven: by the
+    spread of its last steps (1.48 times their median absolute deviation, which is the standard deviation of normal
+    ones), up to the share again. So workers of about equal speed step together, however uneven their batches are; a
+    fast worker never waits for one that is much slower; and a slow worker, for which half a step is long, waits for the
+    fast ones. A near worker that does not come is waited for until a grace after it was due. A wrong estimate costs
+    that much once: afterwards the worker is not near any more. In the first step no pace is known, and all workers are
+    taken to be as fast as the first that comes; later no step waits for a worker's first gradient.
 
     Args:
-        share: of a worker's own step.
-        seconds: the grace for all, in place of the share.
+        share: the grace as a share of a worker's own step.
+        seconds: the grace of all workers, in place of the share.
 
     Attributes:
-        deadline: when the step closes if nobody comes; None while no gradient waits.
-        steps_together: the gradients of a step are one step of the rule.
+        deadline: when the step closes if no gradient comes; None while no gradient waits.
+        steps_together: whether the gradients of a step are one step of the rule.
     """
 
     steps_together = True
@@ -58,16 +58,16 @@ class NearArrivals:
         self.deadline: float | None = None
         self._begun: dict[int, float] = {}
         self._took: dict[int, list[float]] = {}
-        self._paces: dict[int, _Pace] = {}  # of these; each arrival asks for those of all workers
-        self._waiting: dict[int, float] = {}  # since when
+        self._paces: dict[int, _Pace] = {}  # from _took; kept, since each arrival needs those of all workers
+        self._waiting: dict[int, float] = {}  # since when the gradient of each worker waits
         self._first_step = True
 
     def begin_work(self, worker: int, now: float) -> None:
-        """The worker was given its work. One that asks for it again, without a gradient, is due when it was."""
+        """Notes when a worker was given its work. If it asks again without a gradient, the first time counts."""
         self._begun.setdefault(worker, now)
 
     def arrive(self, worker: int, now: float) -> None:
-        """The worker's gradient has come, and waits."""
+        """Notes that a worker's gradient has come, and waits."""
         if worker in self._begun:
             took = self._took.setdefault(worker, [])
             took.append(now - self._begun.pop(worker))
@@ -76,7 +76,7 @@ class NearArrivals:
         self._waiting[worker] = now
 
     def continues(self, others: Iterable[int], now: float) -> bool:
-        """Whether the step stays open for any of these others, who are at work."""
+        """Whether the step stays open for any of the others, which are at work."""
         fastest = self._fastest()
         graces = {worker: self._grace(self._paces.get(worker, fastest)) for worker in self._waiting}
         until = min((since + graces[worker] for worker, since in self._waiting.items()), default=now)
@@ -88,12 +88,12 @@ class NearArrivals:
         return bool(near)
 
     def forget(self, worker: int) -> None:
-        """The worker is gone; whoever takes its place may have another speed."""
+        """Forgets a worker that is gone; its successor may have another speed."""
         for known in (self._begun, self._took, self._paces, self._waiting):
             known.pop(worker, None)
 
     def close(self) -> None:
-        """The step is closed, if one was open."""
+        """Closes the step, if one is open."""
         if self._waiting:
             self._first_step = False
         self.deadline, self._waiting = None, {}
@@ -108,7 +108,7 @@ class NearArrivals:
         return share + min(pace.spread, share)
 
     def _fastest(self) -> _Pace:
-        """That of whom nothing is known yet, in the first step."""
+        """Returns the pace of the fastest worker, for workers of unknown pace in the first step."""
         return _Pace(min((pace.seconds for pace in self._paces.values()), default=0.0))
 
     def state_dict(self) -> State:

@@ -8,13 +8,13 @@ from fairseq_async.server.rounds.grace import GracePeriod
 
 
 class Quorum(GracePeriod):
-    """A round that stays open until K updates are there, and then for a grace period; its updates are one step.
+    """A round that stays open until K updates have come, and then for a grace period; its updates are one step.
 
-    Where fewer workers than K are at work it closes when all of them have come.
+    With fewer than K workers at work the round closes when all of them have come.
 
     Args:
         size: K.
-        seconds: the grace period.
+        seconds: length of the grace period.
     """
 
     steps_together = True

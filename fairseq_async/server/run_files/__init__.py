@@ -1,1 +1,1 @@
-"""What a server writes into its run's directory, and reads there: the log, snapshots, states, what the run is."""
+"""The files that a server writes and reads in its run's directory: log, snapshots, states, description of the run."""

@@ -1,4 +1,4 @@
-"""``run.json``: what a run is, for those who read its files."""
+"""``run.json``: the description of a run, for programs that read its files."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ from fairseq_async.validation import first_mistake
 
 
 class SimulatedTrial(BaseModel):
-    """Which trial of a simulation it is: its method, its cluster where there are several, its place among all."""
+    """The trial of a simulation that a run is: its method, its cluster if there are several, its place among all."""
 
     name: str = ""
     cluster: str = ""
@@ -20,13 +20,13 @@ class SimulatedTrial(BaseModel):
 
 
 class RunDescription(BaseModel):
-    """A run as it was begun. Its file may be cut, or another program's: nothing in it is taken for granted.
+    """A run as it was begun. Its file may be cut off, or another program's: everything in it is checked.
 
     Attributes:
-        workers: how many it was started with; None where the file does not say it.
+        workers: how many workers the run was started with; None where the file does not say.
         method: the JSON of a :class:`~fairseq_async.method_spec.MethodSpec`, of this version or an older one.
         tensors: the JSON of a :class:`~fairseq_async.server.layout.Layout`.
-        simulated: None for a real run.
+        simulated: the trial of a simulation; None for a real run.
     """
 
     workers: Annotated[int, Field(ge=0)] | None = None
@@ -37,7 +37,8 @@ class RunDescription(BaseModel):
 
     @classmethod
     def read(cls, run_dir: Path) -> "RunDescription":
-        """
+        """Reads the description of the run in a directory.
+
         Raises:
             ConfigurationError: there is no run in the directory, or none that can be read.
         """
@@ -50,7 +51,7 @@ class RunDescription(BaseModel):
 
     @property
     def spec(self) -> MethodSpec:
-        """The method. Raises a ConfigurationError where it is none."""
+        """The method. Raises a ConfigurationError where the file has no valid one."""
         try:
             return MethodSpec.from_json(self.method)
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
@@ -58,7 +59,7 @@ class RunDescription(BaseModel):
 
     @property
     def layout(self) -> Layout:
-        """The model's tensors. Raises a ConfigurationError where they are none."""
+        """The layout of the model. Raises a ConfigurationError where the file has no valid one."""
         try:
             return Layout.from_json(self.tensors)
         except (ValueError, TypeError) as error:
@@ -76,13 +77,13 @@ class RunDescription(BaseModel):
 
     @property
     def fragments(self) -> int:
-        """In how many fragments the model is exchanged."""
+        """Number of fragments in which the model is exchanged."""
         given = self._options.get("fragments", 1)
         return given if isinstance(given, int) else 1
 
     @property
     def shards(self) -> int:
-        """Processes of the server."""
+        """Number of shards of the server, each of which is a process."""
         server = self.method.get("server")
         given = server.get("server_shards", 1) if isinstance(server, dict) else 1
         return given if isinstance(given, int) and given > 0 else 1

@@ -1,4 +1,4 @@
-"""``events.jsonl``: one line for every update that was settled; and what a replay needs beside it."""
+"""``events.jsonl``, which has one line for every settled update, and the files that a replay needs besides."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from fairseq_async.server.run_files.state_files import private
 
 EVENTS, ROLLED_BACK, ROLLBACKS = "events.jsonl", "events.rolled-back.jsonl", "rollbacks.jsonl"
 BAD = "events.bad.jsonl"
-PADDING = b"\0"  # what a machine that lost its power may leave before a line
+PADDING = b"\0"  # bytes that a power failure may leave before a line
 
 
 class EventLog:
@@ -32,12 +32,12 @@ class EventLog:
 
     Args:
         run_dir: where the file is.
-        sequences: the last settled update of each worker. Events after these are taken back by a restart, or belong to
-            another run: they go to ``events.rolled-back.jsonl``, and ``rollbacks.jsonl`` says how many, when and why;
-            none, where only an update was lost that was acknowledged and not written yet.
-        source: the state from which the run goes on.
+        sequences: the sequence number of each worker's last settled update. Later events were taken back by a restart,
+            or belong to another run: they go to ``events.rolled-back.jsonl``, and ``rollbacks.jsonl`` says how many,
+            when and why. Their number is 0 where a lost update was acknowledged, but not written yet.
+        source: the name of the state from which the run goes on.
         time: seconds since 1970.
-        tell: what to do with a line that says that something could not be written, or read.
+        tell: passes a line to the user, such as that something could not be written or read.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class EventLog:
 
         Args:
             time: seconds since 1970, or a simulation's.
-            extra: what else the line is to have, such as a checksum.
+            extra: further fields of the line, such as a checksum.
         """
         own: JsonObject = {
             "time": time,
@@ -79,13 +79,13 @@ class EventLog:
                 raise OSError("the disk is full")
 
     def keep(self, path: Path, vector: Tensor) -> None:
-        """Keeps what a replay cannot compute, 4 bytes a value; on a full disk as :meth:`write`."""
+        """Keeps a vector that a replay cannot compute, 4 bytes a value; on a full disk the run goes on without it."""
         with self._or_without("vectors for a replay"):
             record_vector(path, vector)
 
     @contextmanager
     def _or_without(self, what: str) -> Iterator[None]:
-        """That these cannot be written is said once, until they can be again."""
+        """Tells once that these cannot be written, until they can be again."""
         try:
             yield
             self._lacks.discard(what)
@@ -96,8 +96,8 @@ class EventLog:
 
 
 def _take_back(path: Path, sequences: Mapping[int, int], source: str, time: float) -> int:
-    """Moves the events after these sequence numbers; a death before the last line here leaves it all to the next
-    restart. Lines that are no events go to ``events.bad.jsonl``, and their number is returned."""
+    """Moves the events after these sequence numbers; a death before the last file is written leaves this to the next
+    restart. Lines that are no events go to ``events.bad.jsonl``; their number is returned."""
     rolled_back, rollbacks, bad = (path.with_name(name) for name in (ROLLED_BACK, ROLLBACKS, BAD))
     events: list[bytes] = []
     taken_back: list[bytes] = []
@@ -134,7 +134,7 @@ def _write_whole(path: Path, lines: list[bytes]) -> None:
 
 
 def _covered(line: bytes, sequences: Mapping[int, int]) -> bool | None:
-    """Whether the update of this event is among those; None where the line is no event."""
+    """Whether the update of this event is not after these sequence numbers; None where the line is no event."""
     event = _parsed(line)
     worker, sequence = event.get("worker"), event.get("sequence")
     if not (isinstance(worker, int) and isinstance(sequence, int)):
@@ -159,10 +159,10 @@ START = "start.pt"
 
 
 class Recorder:
-    """Writes the server's first state, and adds to events what a replay cannot know otherwise.
+    """Writes the server's first state, and adds to events the fields that a replay needs besides.
 
     Args:
-        resumed: the first state is a checkpoint's or a snapshot's.
+        resumed: whether the first state is a checkpoint's or a snapshot's.
     """
 
     def __init__(self, run_dir: Path, server: ParameterServer, resumed: bool) -> None:
@@ -172,7 +172,8 @@ class Recorder:
             torch.save(state, file)
 
     def of(self, settled: Settled) -> JsonObject:
-        """For this update's event. Of several that were applied together, the parameters are those after the last."""
+        """Returns the fields for this update's event. Of updates that were applied together, the checksum is of the
+        parameters after the last."""
         added: JsonObject = {}
         if settled.control_events:
             added["control_events"] = [_described(event) for event in settled.control_events]
@@ -187,36 +188,36 @@ def _described(event: ControlEvent) -> JsonObject:
 
 
 def checksum(flat: Tensor) -> str:
-    """CRC-32 of the bytes of a flat contiguous tensor: equal for equal bits. About 0.4 s for a gigabyte."""
+    """Returns the CRC-32 of the bytes of a flat contiguous tensor: equal for equal bits. About 0.4 s for a gigabyte."""
     return f"{zlib.crc32(flat.detach().cpu().numpy().data):08x}"
 
 
 def merge_path(run_dir: Path, version: int) -> Path:
-    """Where a recorded region keeps the global server's parameters that have made this version."""
+    """Returns where a recorded region keeps the global server's parameters whose merge has made this version."""
     return run_dir / "merges" / f"version-{version:012d}.pt"
 
 
 def update_path(run_dir: Path, worker: int, sequence: int) -> Path:
-    """Where a recorded global server keeps an update of a region."""
+    """Returns where a recorded global server keeps an update of a region."""
     return run_dir / "updates" / f"region-{worker}-{sequence:012d}.pt"
 
 
 def record_vector(path: Path, vector: Tensor) -> None:
-    """Keeps what a replay cannot compute; 4 bytes a value."""
+    """Writes a vector that a replay cannot compute; 4 bytes a value."""
     path.parent.mkdir(exist_ok=True)
     try:
         with open(path, "wb", opener=private) as file:
-            torch.save(vector.clone(), file)  # a view would bring all of its memory along
+            torch.save(vector.clone(), file)  # torch.save writes the whole storage of a view
     except BaseException:
-        path.unlink(missing_ok=True)  # a part of it takes the room that another needs
+        path.unlink(missing_ok=True)  # a partial file takes room that others need
         raise
 
 
 def read_vector(path: Path, size: int) -> Tensor:
-    """What :func:`record_vector` has kept.
+    """Reads a vector that :func:`record_vector` has written.
 
     Raises:
-        ConfigurationError: it is not there, or something else.
+        ConfigurationError: the file cannot be read, or is not a vector of this size.
     """
     try:
         vector = torch.load(path, map_location="cpu", weights_only=True)

@@ -20,8 +20,8 @@ from fairseq_async.validation import first_mistake
 class Event:
     """One line of ``events.jsonl``: an update that reached the server, and what became of it.
 
-    The fields down to ``status`` are the server's and always there. The others are the worker's report, which depends
-    on the method, and what a recording adds; None where the line does not have them. The README has a table of all.
+    The fields down to ``status`` are the server's and always there. The others are of the worker's report, which
+    depends on the method, or added by a recording; None where the line does not have them. The README has a table.
     """
 
     time: float
@@ -52,7 +52,7 @@ class Event:
     offset: int | None = None
     first_batch: str | None = None
     progress: float | None = None
-    # The second name is that of the first edition's files.
+    # The second name is the one in files of the first edition.
     progress_per_step: Annotated[float | None, Field(validation_alias=AliasChoices("progress_per_step", "pace"))] = None
     bytes_sent: int | None = None
     bytes_received: int | None = None
@@ -67,7 +67,7 @@ class Event:
 
     @staticmethod
     def from_json(line: bytes) -> "Event":
-        """Reads one line; fields that are not known here are left out.
+        """Parses one line; unknown fields are left out.
 
         Raises:
             pydantic.ValidationError: it is not JSON, or a field is missing or of another type.
@@ -76,12 +76,12 @@ class Event:
 
     @property
     def target_tokens(self) -> float:
-        """Target tokens of the update, whose weight may be another number: sentences, or local steps."""
+        """Target tokens of the update; where none are reported, its weight (which may be sentences or local steps)."""
         return self.tokens or self.weight
 
     @property
     def exchange_seconds(self) -> float:
-        """How long the worker's exchange before this one took."""
+        """Seconds that the worker's exchange before this one took."""
         if self.waiting_seconds is not None:
             return self.waiting_seconds
         return (self.push_seconds or 0.0) + (self.pull_seconds or 0.0)
@@ -94,16 +94,17 @@ _Line = TypeVar("_Line")
 class LineReader(Generic[_Line]):
     """Reads the whole lines of a ``.jsonl`` file, each once, while it may still be written.
 
-    Iterating yields the lines that were added since; of a file that took the place of the one before, as after a
-    restart that took events back, all. A file that does not exist has no lines.
+    Iterating yields the lines that were added since the last time, or all lines of a file that has replaced the one
+    before, as after a restart that took events back. A file that does not exist has no lines.
 
     Args:
         parse: makes a value of a line, or raises a pydantic.ValidationError.
-        skip: called with what is wrong with a line that cannot be parsed, and then it is left out.
+        skip: called with the error of a line that cannot be parsed; the line is then left out. Without it the error is
+            raised.
 
     Attributes:
-        number: of the last line that was read, from 1.
-        replaced: how often another file was found in the place of the one before.
+        number: number of the last line that was read, from 1.
+        replaced: how often a new file was found in place of the one before.
         cut: whether the file ended in the middle of a line when it was last read.
     """
 
@@ -116,7 +117,8 @@ class LineReader(Generic[_Line]):
         self._file = 0  # its inode: a new file may have grown longer than the old one before anybody looks
 
     def __iter__(self) -> Iterator[_Line]:
-        """
+        """Yields the lines that were added, parsed.
+
         Raises:
             ConfigurationError: the file cannot be read, or a line not parsed; names the file, the line and the key.
         """
@@ -129,7 +131,7 @@ class LineReader(Generic[_Line]):
                 self._skip(str(error))
 
     def skip(self) -> None:
-        """Goes to the end of the lines that are there now."""
+        """Skips all lines that are there now."""
         for _ in self._new_lines():
             pass
 
@@ -169,7 +171,7 @@ class LineReader(Generic[_Line]):
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a file up to its last whole line; none where there is no file.
+    """Returns the events of a file up to its last whole line; none if there is no file.
 
     Raises:
         ConfigurationError: a line is not an event.

@@ -1,4 +1,4 @@
-"""What a launch that never became a run has made on the disk."""
+"""Removes the files of a launch that never became a run."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -9,7 +9,7 @@ from fairseq_async.server.run_files.snapshots import DIRECTORY
 
 
 class Leftovers:
-    """The files and directories that are not there yet when a launch begins.
+    """Remembers which of a run's files and directories exist when a launch begins, and removes those made later.
 
     Args:
         run_dir: where the run's files will go.
@@ -22,10 +22,10 @@ class Leftovers:
         self._missing = [path for path in made if not path.exists()]
 
     def remove(self, logs: bool) -> None:
-        """Removes what has come since: a start in the same directory would take it for a run that was interrupted.
+        """Removes the files made since: a start in the same directory would take them for an interrupted run.
 
         Args:
-            logs: remove these, too: an error that is shown says all that they have.
+            logs: whether to remove the logs, too, as when the error that is shown says all that they have.
         """
         self._unlink(self._files_of_run())
         if logs:
@@ -33,7 +33,7 @@ class Leftovers:
         self.remove_directories()
 
     def remove_directories(self) -> None:
-        """Removes those that have come since and are empty; what is in them may be another run's."""
+        """Removes the directories made since that are empty; files in others may be another run's."""
         for directory in self._missing:
             with suppress(OSError):
                 directory.rmdir()

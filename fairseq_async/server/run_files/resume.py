@@ -1,4 +1,4 @@
-"""From which state a new server goes on: the one that worker 0 brings, or a snapshot of a run that was interrupted."""
+"""Chooses the state from which a new server goes on: worker 0's, or a snapshot of an interrupted run."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ from fairseq_async.server.run_files.snapshots import Snapshots
 def newest_state(
     run: Run, restored: State | None, snapshots: Snapshots, resumes: bool, tell: Tell
 ) -> tuple[str, State | None]:
-    """What to call the state in the log of rollbacks, and the state; None to begin anew.
+    """Returns the state to go on from, None to begin anew, and before it the state's name for the log of rollbacks.
 
-    Both may be of the same training, which was interrupted after its last checkpoint: the higher version is the newer
-    one. A snapshot that does not fit this run is set aside, and those that are older are removed: their versions could
-    be taken for this run's later.
+    A checkpoint and a snapshot may be of the same training, which was interrupted after the checkpoint: the higher
+    version is the newer one. A snapshot that does not fit this run is set aside. Unless the run goes on from a
+    snapshot, all that are left are removed: their versions could be taken for later ones of this run.
 
     Args:
-        restored: worker 0's, from a checkpoint.
-        resumes: whether a snapshot of a run before counts.
+        restored: the state from a checkpoint that worker 0 brings.
+        resumes: whether a snapshot of an earlier run counts.
     """
     found = snapshots.of_run_before(check_snapshot) if resumes else None
     if found is not None:
@@ -39,14 +39,14 @@ def newest_state(
 
 
 def check_snapshot(state: dict[str, Any]) -> None:
-    """Raises whatever reading it leads to if it is no snapshot of a server."""
+    """Checks that a state is a server's snapshot; raises any exception, from reading it, if it is not."""
     MethodSpec.from_json(state["spec"])
     Layout.from_json(state["layout"])
     int(state["server"]["version"])
 
 
 def _misfit(run: Run, state: dict[str, Any]) -> str:
-    """What in a snapshot is not this run's; empty if it fits."""
+    """Returns in words how a snapshot differs from this run; empty if it fits."""
     spec = MethodSpec.from_json(state["spec"])
     if difference := Layout.from_json(state["layout"]).difference(run.layout):
         return f"another model: {difference}"

@@ -1,4 +1,4 @@
-"""The server's whole state on disk, from which it goes on after its death."""
+"""Snapshots: the server's whole state on disk, from which a new server goes on after its death."""
 
 import os
 import signal
@@ -15,19 +15,20 @@ from fairseq_async.server.notices import Journal, Tell, tell_log
 from fairseq_async.server.run_files.state_files import private
 
 DIRECTORY = "snapshots"
-_KEPT = 2  # the last one may have been torn by what killed the server
+_KEPT = 2  # snapshots; the last one may be torn by what killed the server
 
 
 class Snapshots:
-    """Written by a child process, which has the memory as it was at the moment of its birth, while the server goes on.
+    """Takes and reads the snapshots of a run. A child process writes each one while the server goes on: a fork has the
+    memory as it was at the fork.
 
-    Each is written under another name and renamed when the disk has it: a file with its own name is whole.
+    A snapshot is written under another name and renamed when the disk has it: a file with its own name is whole.
 
     Args:
-        run_dir: they go to ``snapshots/`` there.
-        clock: seconds.
-        tell: what to do with a line that says that one could not be written.
-        run: names the run, whose server goes on from no other's.
+        run_dir: the snapshots go to ``snapshots/`` there.
+        clock: returns seconds that do not go back.
+        tell: passes a line to the user, such as that a snapshot could not be written.
+        run: names the run; its server goes on from no other run's snapshot.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Snapshots:
         self.journal = Journal()
 
     def keep_up(self, state: Callable[[], dict[str, Any]], version: int, seconds: float, updates: int | None) -> None:
-        """Takes one at the beginning, and then when so many seconds or updates have passed."""
+        """Takes a snapshot at the beginning, and then whenever so many seconds or versions have passed."""
         due = self._taken_at is None or self.clock() - self._taken_at >= seconds
         due = due or bool(updates and version - self._version >= updates)
         if due and version != self._version and not self.busy:
@@ -52,10 +53,10 @@ class Snapshots:
                 self._fail(f": {error}")
 
     def take(self, state: dict[str, Any], version: int) -> None:
-        """Begins to write; nothing while the one before is being written.
+        """Begins to write a snapshot; does nothing while the one before is being written.
 
         Raises:
-            OSError: there can be no other process, or no directory.
+            OSError: the process cannot be forked, or the directory cannot be made.
         """
         if self.busy:
             return
@@ -66,8 +67,8 @@ class Snapshots:
         if self._child == 0:
             code = 1
             try:
-                end_with_parent(signal.SIGKILL, server)  # the next server must not find what it has taken back
-                os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # connections and locks end with the server, not with us
+                end_with_parent(signal.SIGKILL, server)  # a new server must not find what it has taken back
+                os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # connections and locks must end with the server
                 torch.set_num_threads(1)  # the threads of OpenMP are not in this process
                 self._write(state, version)
                 code = 0
@@ -79,15 +80,15 @@ class Snapshots:
 
     @property
     def busy(self) -> bool:
-        """Whether one is being written."""
+        """Whether a snapshot is being written."""
         return not self._ends(os.WNOHANG)
 
     def wait(self) -> None:
-        """Until the one that is being written is whole."""
+        """Waits until the snapshot that is being written, if any, is whole."""
         self._ends(0)
 
     def _ends(self, options: int) -> bool:
-        """Whether nothing is being written; says so when the writer failed, and nothing else happens."""
+        """Whether no snapshot is being written; if the writer failed it only tells so, and nothing else happens."""
         if self._child:
             child, status = os.waitpid(self._child, options)
             if not child:
@@ -101,21 +102,21 @@ class Snapshots:
         return True
 
     def _fail(self, why: str) -> None:
-        """Says it once, not with each attempt of a disk that is full for hours."""
+        """Tells of a failure once, not at each attempt while a disk is full for hours."""
         if not self._failed:
             self.tell(f"a snapshot could not be written{why}; the run goes on without it")
         self._failed = True
 
     def latest(self, check: Callable[[dict[str, Any]], object]) -> tuple[Path, dict[str, Any]] | None:
-        """The newest that can be read and that ``check`` does not raise for; None where none has been written.
+        """Returns the newest snapshot of this run that can be read and that ``check`` accepts; None without one.
 
-        Newer ones, of which a warning tells, get another name: they would be taken for newer than those to come.
+        Newer ones are skipped with a warning, and renamed: they would be taken for newer than those to come.
 
         Raises:
-            RefusedError: there are some, and none can be read.
+            RefusedError: there are snapshots, and none can be read.
         """
         for part in self.directory.glob("*.part"):
-            part.unlink(missing_ok=True)  # whoever wrote it has ended with its server
+            part.unlink(missing_ok=True)  # its writer has ended with its server
         for path in reversed(self._files()):
             try:
                 state = torch.load(path, map_location="cpu", weights_only=True)
@@ -132,8 +133,7 @@ class Snapshots:
         return None
 
     def of_run_before(self, check: Callable[[dict[str, Any]], object]) -> tuple[Path, dict[str, Any]] | None:
-        """The newest that can be read and that ``check`` does not raise for, of whichever run has left it; None where
-        there is none."""
+        """Returns the newest snapshot, of any run, that can be read and that ``check`` accepts; None without one."""
         for path in reversed(self._files()):
             try:
                 state = torch.load(path, map_location="cpu", weights_only=True)
@@ -146,7 +146,7 @@ class Snapshots:
         return None
 
     def take_last(self, state: dict[str, Any], version: int) -> None:
-        """Writes one in this process, which serves nobody any more."""
+        """Writes a snapshot in this process, which no longer serves workers."""
         self.wait()
         try:
             self.directory.mkdir(exist_ok=True)
@@ -155,7 +155,7 @@ class Snapshots:
             self.tell(f"the last snapshot could not be written: {error}")
 
     def clear(self) -> None:
-        """Those of a run before."""
+        """Removes all snapshots, such as those of an earlier run."""
         for path in [*self._files(), *self.directory.glob("*.part"), *self.directory.glob("*.torn")]:
             path.unlink(missing_ok=True)
 
@@ -167,7 +167,7 @@ class Snapshots:
                 torch.save(state | {"run": self.run}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            torch.load(part, map_location="cpu", weights_only=True, mmap=True)  # what nobody can read replaces nothing
+            torch.load(part, map_location="cpu", weights_only=True, mmap=True)  # an unreadable file replaces nothing
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Files that hold a server's state: only the run's user reads them, and only the server chooses their names."""
+"""Files with a server's state: only the run's user can read them, and only the server chooses their names."""
 
 import os
 import shutil
@@ -14,35 +14,35 @@ from fairseq_async.errors import RefusedError
 
 
 def restored_path(run_dir: Path) -> Path:
-    """Where worker 0 puts the state that it brings a new server."""
+    """Returns where worker 0 puts the state that it brings a new server."""
     return run_dir.resolve() / ".state-restored.pt"
 
 
 def saved_path(run_dir: Path, worker: int) -> Path:
-    """Where the server writes its state for this worker, which takes the file away."""
+    """Returns where the server writes its state for this worker, which takes the file away."""
     return run_dir.resolve() / f".state-{worker}.pt"
 
 
 def meeting_path(run_dir: Path) -> Path:
-    """Where the workers of a job are told where its server is."""
+    """Returns the file from which the workers of a job read the address of its server."""
     return run_dir / ".server.json"
 
 
 def ending_path(run_dir: Path) -> Path:
-    """There while a server that was interrupted writes its last snapshot."""
+    """Returns the file that exists while an interrupted server writes its last snapshot."""
     return run_dir / ".ending"
 
 
 def private(path: str, flags: int) -> int:
-    """An opener of files that nobody else may read."""
+    """Opens a file that no other user can read; an opener for :func:`open`."""
     return os.open(path, flags, 0o600)
 
 
 def write_state(path: Path, state: State) -> None:
-    """Writes a file of its own, whatever was there under this name.
+    """Writes a state into a new file, in place of any file of this name.
 
     Raises:
-        RefusedError: it cannot be written.
+        RefusedError: the file cannot be written.
     """
     try:
         path.unlink(missing_ok=True)
@@ -55,10 +55,10 @@ def write_state(path: Path, state: State) -> None:
 
 
 def read_state(path: Path) -> State:
-    """The server's state in a regular file; a link is not followed, and a pipe not waited for.
+    """Reads the server's state from a regular file; it follows no link, and waits for no pipe.
 
     Raises:
-        RefusedError: it cannot be read.
+        RefusedError: the state cannot be read.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
@@ -72,10 +72,10 @@ def read_state(path: Path) -> State:
 
 @contextmanager
 def placed(state: Path, inbox: Path) -> Iterator[None]:
-    """A copy of a state's file is where the server looks for it.
+    """Keeps, inside this context, a copy of a state's file where the server looks for it.
 
     Raises:
-        RefusedError: it cannot be put there.
+        RefusedError: the copy cannot be written.
     """
     try:
         inbox.unlink(missing_ok=True)

@@ -18,10 +18,10 @@ class Validation:
 
     Attributes:
         time: seconds since 1970.
-        updates: of the server so far, as the front end counts them.
-        loss: mean, in the front end's unit; None where it was not finite.
-        metric: name of the score beside the loss, such as ``bleu``; None where there is none.
-        score: its value.
+        updates: number of the server's updates so far, as the front end counts them.
+        loss: mean loss, in the front end's unit; None where it was not finite.
+        metric: name of the score besides the loss, such as ``bleu``; None where there is none.
+        score: value of the metric.
     """
 
     time: float
@@ -32,7 +32,7 @@ class Validation:
     score: float | None = None
 
     def append(self, run_dir: Path) -> None:
-        """Adds its line to the file of the run. Raises an OSError where that cannot be written."""
+        """Appends its line to the run's file. Raises an OSError where that cannot be written."""
         values = {key: finite(value) for key, value in asdict(self).items() if value is not None}
         with (run_dir / VALIDATIONS).open("a") as file:
             file.write(json.dumps({"loss": None} | values) + "\n")
@@ -42,15 +42,16 @@ _VALIDATION = TypeAdapter(Validation)
 
 
 def parse_validation(line: bytes) -> Validation:
-    """
+    """Parses one line of ``validations.jsonl``.
+
     Raises:
-        pydantic.ValidationError: it is not a line of such a file.
+        pydantic.ValidationError: it is not such a line.
     """
     return _VALIDATION.validate_json(line)
 
 
 def not_taken_back(validations: Sequence[Validation]) -> list[Validation]:
-    """Those that the run has not gone back behind since, in their order: a restart may repeat updates."""
+    """Returns, in their order, the validations that no restart has taken back: a restart may repeat updates."""
     kept: list[Validation] = []
     for validation in validations:
         while kept and kept[-1].updates >= validation.updates:

@@ -1,1 +1,1 @@
-"""A server that is several processes, each with a part of the model."""
+"""A server divided among several processes (shards), each of which holds a part of the model."""

@@ -1,4 +1,4 @@
-"""What the server and the processes of its shards say to each other, over a socket that keeps messages apart."""
+"""The messages between the server and the processes of its shards, over a socket that keeps messages apart."""
 
 from functools import cache
 from typing import Annotated, Any, Literal, TypeAlias
@@ -7,12 +7,12 @@ from pydantic import Field, TypeAdapter
 
 from fairseq_async.server.protocol.message import message
 
-LARGEST = 1 << 16  # bytes of a message; an error is cut before
+LARGEST = 1 << 16  # bytes of a message; the text of an error is cut to fit
 
 
 @message
 class Select:
-    """What follows is about this fragment of the model. There is no answer."""
+    """The commands that follow refer to this fragment of the model. The shard sends no answer."""
 
     fragment: int
     kind: Literal["select"] = "select"
@@ -20,7 +20,11 @@ class Select:
 
 @message
 class Apply:
-    """Take in the update in a worker's slot, or what staleness has made of it, on so many threads."""
+    """Apply an update, on so many threads.
+
+    Attributes:
+        weighed: the update lies in the memory for weighed updates, and not in the worker's slot.
+    """
 
     worker: int
     weighed: bool
@@ -34,7 +38,7 @@ class Apply:
 
 @message
 class NormOfAll:
-    """The sum over all shards of what each has said by :class:`Norm`."""
+    """The squared norm of the whole gradient: the sum of what every shard has sent by :class:`Norm`."""
 
     squared: float
     kind: Literal["norm_of_all"] = "norm_of_all"
@@ -42,7 +46,7 @@ class NormOfAll:
 
 @message
 class Compare:
-    """How does an update, which lies where that of :class:`Apply` does, lie to the momentum?"""
+    """Compare an update with the momentum. The update lies where :class:`Apply` says."""
 
     worker: int
     weighed: bool
@@ -51,7 +55,7 @@ class Compare:
 
 @message
 class LimitRound:
-    """See :meth:`~fairseq_async.algorithms.Rule.limit_round`."""
+    """Limit the updates of a round; see :meth:`~fairseq_async.algorithms.Rule.limit_round`."""
 
     updates: int
     kind: Literal["limit_round"] = "limit_round"
@@ -59,14 +63,14 @@ class LimitRound:
 
 @message
 class Dispatch:
-    """Write what local steps start from into the memory for it."""
+    """Write the shard's part of the tensor that local steps start from into the shared memory for it."""
 
     kind: Literal["dispatch"] = "dispatch"
 
 
 @message
 class BeginEpoch:
-    """Of the learning-rate schedule."""
+    """Begin an epoch of the learning-rate schedule."""
 
     epoch: int
     kind: Literal["begin_epoch"] = "begin_epoch"
@@ -74,7 +78,7 @@ class BeginEpoch:
 
 @message
 class EndEpoch:
-    """Of the learning-rate schedule, with the loss of the validation."""
+    """End an epoch of the learning-rate schedule, with the validation loss."""
 
     epoch: int
     loss: float | None
@@ -90,14 +94,14 @@ class Save:
 
 @message
 class Load:
-    """Go on from the rule's state in the file that comes with the message."""
+    """Load the rule's state from the file that comes with the message."""
 
     kind: Literal["load"] = "load"
 
 
 @message
 class Norm:
-    """The squared norm of the shard's part of the gradient: before the step every shard asks for that of all."""
+    """The squared norm of the shard's part of the gradient. Before its step the shard waits for :class:`NormOfAll`."""
 
     squared: float
     kind: Literal["norm"] = "norm"
@@ -105,7 +109,7 @@ class Norm:
 
 @message
 class Compared:
-    """The scalar product of update and momentum, and the squared norm of the momentum."""
+    """In the shard's part: the scalar product of update and momentum, and the squared norm of the momentum."""
 
     product: float
     squared: float
@@ -121,7 +125,7 @@ class Done:
 
 @message
 class NotSaved:
-    """The file could not be written, as on a full disk. The shard goes on."""
+    """The file for the state could not be written, as on a full disk. The shard goes on."""
 
     error: str
     kind: Literal["not_saved"] = "not_saved"
@@ -129,7 +133,7 @@ class NotSaved:
 
 @message
 class Failed:
-    """The command, or the start, has failed; the process ends."""
+    """The command, or the start of the process, has failed. The process ends."""
 
     error: str
     kind: Literal["failed"] = "failed"
@@ -155,12 +159,12 @@ Message: TypeAlias = (
 
 
 def encode(said: Message) -> bytes:
-    """The bytes of a message; NaN and Inf as Python's ``json`` writes them."""
+    """Returns the bytes of a message; NaN and Inf as Python's ``json`` writes them."""
     return _adapter().dump_json(said)
 
 
 def parse(body: bytes) -> Message:
-    """The inverse of :func:`encode`; a pydantic ``ValidationError`` for other bytes."""
+    """Parses the bytes of :func:`encode`; raises a pydantic ``ValidationError`` for other bytes."""
     parsed: Message = _adapter().validate_json(body)
     return parsed
 

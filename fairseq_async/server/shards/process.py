@@ -1,4 +1,4 @@
-"""One shard of a server in a process of its own: the server's side of it, and the process."""
+"""One shard of a server in a process of its own: the server's handle on it, and the code that the process runs."""
 
 import gc
 import os
@@ -44,12 +44,13 @@ from fairseq_async.server.shards.messages import (
 
 @dataclass(frozen=True)
 class ShardPart:
-    """What a shard has of the model, or of one of its fragments: a rule, and its part of what all processes see.
+    """One shard's part of the model, or of one fragment of it: its rule, and its slices of the tensors that all
+    processes share.
 
     Attributes:
-        slots: of a worker, with its update.
-        weighed: an update that is not what lies in its worker's slot any more.
-        starts: what local steps start from, where that is not the parameters.
+        slots: returns the slot of a worker, the memory that holds its update.
+        weighed: memory for an update that differs from the one in its worker's slot, as staleness has changed it.
+        starts: memory for the tensor that local steps start from, where that is not the parameters.
     """
 
     rule: Rule
@@ -59,21 +60,21 @@ class ShardPart:
     starts: Tensor
 
     def delta(self, told: Apply | Compare) -> Tensor:
-        """Of the update that a command is about."""
+        """Returns this shard's part of the update that the command refers to."""
         return self.weighed if told.weighed else self.slots(told.worker)
 
 
 class ShardProcess:
-    """A process that applies updates to its shard, as it is told.
+    """A process that applies updates to its shard, on the server's commands.
 
-    It is forked from the server, of which it has the shared memory and what is imported. It ends with it. If it has
-    ended, or cannot do what it is told, the shards are of different versions: a HalfAppliedError ends the server, and
-    another goes on from the last snapshot, with all its shards.
+    The process is forked from the server, whose shared memory and imports it has, and ends with the server. If it has
+    ended, or fails at a command, the shards may be at different versions: a HalfAppliedError ends the server, and a new
+    server goes on from the last snapshot, with all its shards.
 
     Args:
-        number: of the shard.
-        build: makes its parts of fragments, by their numbers, in the process.
-        forgets: what the server holds in memory for a while, and the process is not to keep.
+        number: number of the shard.
+        build: returns the shard's part of each fragment, by the fragment's number; it is called in the process.
+        forgets: tensors that the server holds only for its start; the process gives the memory of its copy back.
     """
 
     def __init__(self, number: int, build: Callable[[], dict[int, ShardPart]], forgets: State | None = None) -> None:
@@ -87,20 +88,20 @@ class ShardProcess:
         theirs.close()
 
     def select(self, fragment: int) -> None:
-        """Commands are about this fragment from now on."""
+        """Tells the process which fragment the next commands refer to."""
         if fragment != self._fragment:
             self.say(Select(fragment))
             self._fragment = fragment
 
     def say(self, command: Message, file: IO[bytes] | None = None) -> None:
-        """Gives a command, with a file where it is about one."""
+        """Sends a command, with the file that it refers to, if any."""
         try:
             socket.send_fds(self._socket, [encode(command)], [] if file is None else [file.fileno()])
         except OSError as error:
             raise self._ended() from error
 
     def hear(self) -> Message:
-        """The next answer."""
+        """Returns the next answer of the process; raises a HalfAppliedError if the process has failed or ended."""
         try:
             body = self._socket.recv(LARGEST)
         except OSError as error:
@@ -113,7 +114,7 @@ class ShardProcess:
         return answer
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process and waits for its end."""
         self._socket.close()
         os.waitpid(self.pid, 0)
 
@@ -122,42 +123,42 @@ class ShardProcess:
 
 
 def state_to_file(state: State, file: IO[bytes]) -> None:
-    """Writes a rule's state."""
+    """Writes a rule's state into the file."""
     torch.save(state, file)
     file.flush()
 
 
 def state_from_file(file: IO[bytes]) -> State:
-    """A rule's state, whose tensors stay in the file until they are read; nothing is unpickled but tensors."""
+    """Returns a rule's state. Its tensors stay in the file until they are read; nothing is unpickled but tensors."""
     path = f"/proc/self/fd/{file.fileno()}"  # the file has no name of its own
     return cast(State, torch.load(path, map_location="cpu", weights_only=True, mmap=True))
 
 
 def nameless_file(directory: Path) -> IO[bytes]:
-    """An empty file that is gone when nobody has it open."""
+    """Opens an empty file without a name, which is gone when no process has it open any more."""
     return cast(IO[bytes], tempfile.TemporaryFile(dir=directory))
 
 
 def accumulation(rule: Rule) -> HybridAccumulation | None:
-    """The part of a rule that clips by the norm of all shards' gradients; None where nothing does."""
+    """Returns the part of a rule that clips the gradient by the norm over all shards; None where nothing clips."""
     inner = rule.rule if isinstance(rule, ScheduledRule) else rule
     return inner if isinstance(inner, HybridAccumulation) else None
 
 
 def compare(delta: Tensor, momentum: Tensor) -> Compared:
-    """How an update lies to the momentum, in the part of a shard."""
+    """Compares an update with the momentum, in one shard's part: see :class:`Compared`."""
     return Compared(float(torch.dot(delta, momentum)), float(torch.linalg.vector_norm(momentum)) ** 2)
 
 
 def _run(
     connection: socket.socket, server: int, build: Callable[[], dict[int, ShardPart]], forgets: State | None
 ) -> None:
-    """The process, which does not return from here."""
+    """Runs the shard in the forked process, and ends the process: it does not return."""
     try:
         end_with_parent(signal.SIGKILL, server)
         kept = connection.fileno()
-        # Connections, locks and the listening socket end with the server, not with us. Their Python objects are never
-        # freed here: they would close what has got their number since.
+        # Connections, locks and the listening socket must close when the server ends, not when this process does. Their
+        # Python objects must never be freed here: they would close descriptors that have reused their numbers.
         gc.freeze()
         os.closerange(3, kept)
         os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
@@ -171,7 +172,7 @@ def _run(
 
 
 def _free(held: object) -> None:
-    """Gives back the memory of all tensors in a state, which nobody may look at any more."""
+    """Gives the memory of all tensors in a state back to the system. Nobody may read these tensors any more."""
     if isinstance(held, Tensor):
         storage = held.untyped_storage()
         give_back(storage.data_ptr(), storage.nbytes())
@@ -183,7 +184,7 @@ def _free(held: object) -> None:
 
 
 class _Shard:
-    """Carries out commands until the server is gone."""
+    """Carries out the server's commands until the server is gone."""
 
     def __init__(self, connection: socket.socket, parts: dict[int, ShardPart]) -> None:
         self.connection, self.parts, self._stepped = connection, parts, False

@@ -1,4 +1,4 @@
-"""A rule whose tensors are divided among several processes."""
+"""A rule whose tensors are divided among the processes of a server's shards."""
 
 import mmap
 from collections.abc import Callable, Sequence
@@ -51,12 +51,12 @@ _SHARDS = "shards"
 
 
 def shared_copy(parameters: Tensor) -> Tensor:
-    """The parameters in memory that this process shares with those that it forks from now on."""
+    """Returns a copy of the parameters in memory that this process shares with those that it forks from now on."""
     return shared_zeros(parameters.numel()).copy_(parameters)
 
 
 def shared_zeros(size: int) -> Tensor:
-    """Zeros in such memory, which takes no space before it is written to."""
+    """Returns fp32 zeros in memory that is shared in the same way, and takes no space before it is written to."""
     return torch.frombuffer(mmap.mmap(-1, 4 * size), dtype=torch.float32)
 
 
@@ -69,18 +69,18 @@ def build_sharded(
     directory: Path,
     read: State | None = None,
 ) -> tuple[Rule, Plan]:
-    """Rule and plan of a server in shards, of which this process has the first.
+    """Builds the rule and the plan of a server in shards, and starts their processes; this process has the first shard.
 
     Args:
-        build: makes those of a server that is one process.
-        parameters: of :func:`shared_copy`.
-        slot: of a worker, in memory that all shards share.
-        directory: where the states of shards go on their way, in files without a name.
-        read: what this process has in memory for the beginning, which the other processes do not keep.
+        build: builds the rule and the plan of a server that is one process.
+        parameters: the parameters from :func:`shared_copy`.
+        slot: returns the slot of a worker, in memory that all shards share.
+        directory: where the processes exchange the states of shards, in files without a name.
+        read: tensors that this process has in memory only for the start; the other processes give their copies back.
 
     Raises:
-        RefusedError: the model has fewer tensors.
-        ConfigurationError: of ``build``.
+        RefusedError: the model has fewer tensors than there are shards.
+        ConfigurationError: ``build`` raised it.
     """
     fragments, count = layout.fragments(spec.fragments), spec.server.server_shards
     shards = _divided(layout, fragments, count)
@@ -128,17 +128,19 @@ def build_sharded(
 
 
 def close_shards(rule: Rule) -> None:
-    """Ends the processes of a rule of :func:`build_sharded`; of another rule there are none."""
+    """Ends the processes of a rule from :func:`build_sharded`; any other rule has none."""
     rules = rule.rules if isinstance(rule, FragmentedRule) else [rule]
     for shard in {other for each in rules if isinstance(each, ShardedRule) for other in each.others}:
         shard.close()
 
 
 def _divided(layout: Layout, fragments: Sequence[Fragment], count: int) -> list[tuple[Fragment, ...]]:
-    """The shards of each fragment, which count its tensors and elements from 0; a fragment of fewer tensors has fewer.
+    """Divides each fragment into ``count`` shards, or fewer where it has fewer tensors.
+
+    A shard counts tensors and elements from the beginning of its fragment.
 
     Raises:
-        RefusedError: the model has fewer tensors.
+        RefusedError: the model has fewer tensors than ``count``.
     """
     sizes = [segment.size for segment in layout.segments]
     try:
@@ -150,20 +152,21 @@ def _divided(layout: Layout, fragments: Sequence[Fragment], count: int) -> list[
 
 
 class ShardedRule(ComparingRule):
-    """Applies each update of the model, or of one of its fragments, to every shard: to the first by a rule here, to the
-    others in their processes.
+    """Applies each update of the model, or of one fragment of it, to every shard: to the first in this process, to the
+    others in theirs.
 
-    An update is admitted before, for all shards at once. If a shard fails, a HalfAppliedError says that the parameters
+    An update was admitted before, for all shards at once. If a shard fails, a HalfAppliedError says that the parameters
     are of no version any more.
 
     Args:
-        own: the rule of the first shard. What is the same in all shards, as counts and learning rates, is read from it.
-        shard: the first.
-        others: the processes of the others.
-        slot: of a worker, in memory that all share. It keeps the update as it came, for a record or a second attempt.
-        weighed: shared memory for what staleness makes of an update.
-        starts: shared memory for what local steps start from; None where that is the parameters.
-        directory: where their states go on their way.
+        own: the rule of the first shard. Counts and learning rates, the same in all shards, are read from it.
+        shard: the first shard.
+        others: the processes of the other shards.
+        slot: returns the slot of a worker, in shared memory. It keeps the update as it came, for a record or a second
+            attempt.
+        weighed: shared memory for an update as staleness has changed it.
+        starts: shared memory for the tensor that local steps start from; None where that is the parameters.
+        directory: where the processes exchange their states.
         fragment: number of the fragment.
     """
 
@@ -184,7 +187,7 @@ class ShardedRule(ComparingRule):
             clips.norm_of_all = self._norm_of_all
 
     def apply(self, parameters: Tensor, update: Update) -> float:
-        """One update."""
+        """Applies one update to every shard; returns the share of a step that was taken."""
         weighed, threads = self._share(update), thread_count()
         each = max(1, threads // (1 + len(self.others)))
         self._say(
@@ -203,7 +206,7 @@ class ShardedRule(ComparingRule):
         return self.own.moves_parameters(ahead)
 
     def dispatch(self, parameters: Tensor) -> Tensor:
-        """The parameters, or the shared memory where every shard has written its own part."""
+        """Returns the parameters, or the shared memory into which every shard has written its part."""
         if self.starts is None:
             return parameters
         self._say(Dispatch())
@@ -212,7 +215,7 @@ class ShardedRule(ComparingRule):
         return self.starts
 
     def cosine(self, update: Update, norm: float) -> float:
-        """Of the update, with this norm, and the momentum of all shards; NaN where there is none."""
+        """Returns the cosine of the update, of this norm, and the momentum of all shards; NaN without momentum."""
         momentum = self.own.momentum_buffer
         if momentum is None:
             return float("nan")
@@ -238,22 +241,22 @@ class ShardedRule(ComparingRule):
         return self._scheduled.learning_rate
 
     def begin_epoch(self, epoch: int) -> None:
-        """Worker 0 begins an epoch."""
+        """Tells the schedule of every shard that worker 0 begins an epoch."""
         self._say(BeginEpoch(epoch))
         self._scheduled.begin_epoch(epoch)
         self._hear_done()
 
     def end_epoch(self, epoch: int, loss: float | None) -> None:
-        """Worker 0 has ended an epoch, with this validation loss."""
+        """Tells the schedule of every shard that worker 0 has ended an epoch, with this validation loss."""
         self._say(EndEpoch(epoch, loss))
         self._scheduled.end_epoch(epoch, loss)
         self._hear_done()
 
     def state_dict(self) -> State:
-        """That of the first shard, and with it those of the others, whose tensors lie in files without a name.
+        """Returns the first shard's state, and in it those of the others, whose tensors lie in files without a name.
 
         Raises:
-            OSError: there is no room for these files.
+            OSError: these files cannot be written, as on a full disk.
         """
         with ExitStack() as stack:
             files = [stack.enter_context(nameless_file(self.directory)) for _ in self.others]
@@ -266,7 +269,7 @@ class ShardedRule(ComparingRule):
         return self.own.state_dict() | {_SHARDS: states}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on from :meth:`state_dict`, of as many shards."""
+        """Goes on from :meth:`state_dict`, which must have as many shards."""
         for shard, its in zip(self.others, state[_SHARDS], strict=True):
             with nameless_file(self.directory) as file:
                 state_to_file(_as_the_first(its, state), file)
@@ -280,14 +283,14 @@ class ShardedRule(ComparingRule):
         return self.own
 
     def _share(self, update: Update) -> bool:
-        """Whether it was copied to where all can see it, since it is not what lies in its worker's slot."""
+        """Copies an update that is not the one in its worker's slot into shared memory; returns whether it did."""
         weighed = update.delta.data_ptr() != self._slot(update.worker).data_ptr()
         if weighed:
             self._weighed.copy_(update.delta)
         return weighed
 
     def _norm_of_all(self, norm: Tensor) -> Tensor:
-        """In the middle of an update: the norm of the whole gradient, the same in all shards."""
+        """Returns the norm of the whole gradient, the same in all shards; called in the middle of an update."""
         squared = float(norm) ** 2
         for answer in self._hear():
             assert isinstance(answer, Norm)
@@ -304,7 +307,7 @@ class ShardedRule(ComparingRule):
         shard.say(command, file)
 
     def _hear(self) -> list[Message]:
-        """The answer of each, in the order of the shards."""
+        """Returns the answers of the other shards, in their order."""
         return [shard.hear() for shard in self.others]
 
     def _hear_done(self) -> None:
@@ -314,7 +317,7 @@ class ShardedRule(ComparingRule):
 
 
 def _as_the_first(state: State, first: State) -> State:
-    """A shard's state with the schedule and the optimizer's options of the first shard's, which a user may change."""
+    """Returns a shard's state with the schedule and optimizer options of the first shard's, which a user may change."""
     if "schedule" not in first:
         return state
     groups = zip(state["optimizer"]["param_groups"], first["optimizer"]["param_groups"], strict=True)
