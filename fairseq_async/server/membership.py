@@ -59,7 +59,7 @@ class Membership:
 
     Args:
         announced: workers 0 to ``announced - 1`` are expected; others may join.
-        now: the beginning of the run.
+        now: time at which the server starts.
         timeout: seconds without a message after which no round waits for a worker any more.
         arrival_timeout: the same for a worker that has not come yet, or is not ready. For a worker that is expected
             back (see :meth:`expect_back`) it is ``timeout``.
@@ -102,7 +102,7 @@ class Membership:
         A worker that ``joins`` was not announced; where it asks for no id it gets a free one.
 
         Raises:
-            RefusedError: there is no such worker, or it is here already as another process.
+            RefusedError: there is no such worker, it is here already as another process, or there is no room.
         """
         if joins and asked is None:
             free = [worker for worker in range(self.announced, self.capacity) if worker not in self.members]

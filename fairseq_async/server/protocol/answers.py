@@ -46,7 +46,7 @@ class Welcome:
         memory: path of the shared memory, with room for ``slots`` workers.
         sequence: the number of this worker's next update.
         position: this worker's position in its data at its last update.
-        refused: how many of this worker's updates had NaN or Inf.
+        refused: how many of this worker's updates were refused: those with NaN or Inf, and outliers.
         from_checkpoint: whether the run has begun from a checkpoint that its workers are to read. If not, a checkpoint
             in its directory is this run's own, with worker 0's place in the data.
     """
@@ -71,7 +71,7 @@ class PushReply:
     """The receipt of an update, and the worker's next work; see :class:`~fairseq_async.server.Receipt`.
 
     Attributes:
-        refused: how many of this worker's updates had NaN or Inf, this one included.
+        refused: how many of this worker's updates were refused as NaN, Inf or outliers, this one included.
         finished: whether the run is over.
         taken: whether the update is in the parameters, or will be; otherwise it has changed nothing, and never will.
         with_parameters: whether a :class:`PullReply` comes next, unasked, with the parameters to start from.

@@ -20,8 +20,9 @@ from fairseq_async.validation import first_mistake
 class Event:
     """One line of ``events.jsonl``: an update that reached the server, and what became of it.
 
-    The fields down to ``status`` are the server's and always there. The others are of the worker's report, which
-    depends on the method, or added by a recording; None where the line does not have them. The README has a table.
+    The fields down to ``status`` are the server's and always there. The others are from the worker's report, which
+    depends on the method, measured by the server, or added by a recording; None where the line does not have them.
+    The README has a table.
     """
 
     time: float

@@ -113,7 +113,7 @@ class Snapshots:
         Newer ones are skipped with a warning, and renamed: they would be taken for newer than those to come.
 
         Raises:
-            RefusedError: there are snapshots, and none can be read.
+            RefusedError: there are snapshots that cannot be read, and none of this run that can.
         """
         for part in self.directory.glob("*.part"):
             part.unlink(missing_ok=True)  # its writer has ended with its server
