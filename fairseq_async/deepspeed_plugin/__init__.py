@@ -1,6 +1,6 @@
 """Asynchronous methods for DeepSpeed scripts: ``initialize`` in place of ``deepspeed.initialize``.
 
-``attach`` does the same for scripts whose ``transformers.Trainer`` or accelerate calls it.
+``attach`` does the same for scripts in which ``transformers.Trainer`` or accelerate calls ``deepspeed.initialize``.
 """
 
 import sys
@@ -11,7 +11,7 @@ __all__ = ["attach", "initialize"]
 
 
 def attach() -> None:
-    """See :func:`fairseq_async.deepspeed_plugin.huggingface.attach`."""
+    """Makes ``transformers`` train asynchronously: see :func:`fairseq_async.deepspeed_plugin.huggingface.attach`."""
     _hide_broken_torchaudio()
     # Reason: transformers and accelerate are needed by scripts that use them, and by nobody else.
     from fairseq_async.deepspeed_plugin import huggingface
@@ -20,7 +20,7 @@ def attach() -> None:
 
 
 def _hide_broken_torchaudio() -> None:
-    """transformers imports torchaudio where it is installed, and fails with it where it was built for another torch."""
+    """Hides a torchaudio that was built for another torch: transformers would import it, and fail with it."""
     # Reason: the import is the only test of whether torchaudio's library can be loaded.
     try:
         import torchaudio  # noqa: F401

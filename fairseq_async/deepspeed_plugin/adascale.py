@@ -19,7 +19,7 @@ _STATE = "fairseq_async.adascale"  # the key in a checkpoint's client state
 
 
 class AdaScaleEngine(SynchronousEngine):
-    """The engine of AdaScale: steps as far as the batches of a step are worth.
+    """The engine of AdaScale: steps with learning rates multiplied by AdaScale's gains.
 
     The learning-rate schedule follows scale-invariant steps, which are also the progress of the run.
     """
@@ -78,7 +78,7 @@ class AdaScaleEngine(SynchronousEngine):
     ) -> tuple[str | None, ClientState]:
         """Loads as DeepSpeed does, with what :meth:`save_checkpoint` has added.
 
-        The scale S is not in it: a run may go on with more or fewer ranks.
+        The scale S is not in a checkpoint: a run may go on with more or fewer ranks.
         """
         path, state = super().load_checkpoint(load_dir, tag, *args, **kwargs)
         if path is not None and _STATE in state:
@@ -88,7 +88,7 @@ class AdaScaleEngine(SynchronousEngine):
 
     @errors_in_one_line()
     def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
-        """Takes the norms, then steps as DeepSpeed does with the learning rates that follow from the gains."""
+        """Measures the gradients' norms, then steps as DeepSpeed does, with learning rates multiplied by the gains."""
         loss_scale = loss_scale_of(self)
         self.adascale.measure(loss_scale, in_gradients=loss_scale)
         bad = on_any_rank(not tensors.all_finite(tensors.step_gradients(self)), torch.device(self.device))
@@ -105,7 +105,7 @@ class AdaScaleEngine(SynchronousEngine):
         self._log()
 
     def _log(self) -> None:
-        """Writes the gain and what it is made of to DeepSpeed's monitor, by samples as its other curves."""
+        """Writes the gain and what it is made of to DeepSpeed's monitor, over samples as its other curves."""
         if self.monitor.enabled:
             whole = self.adascale.gains.whole
             values = {"gain": self.adascale.gain, "noise_scale": whole.noise_scale, "variance": whole.variance}

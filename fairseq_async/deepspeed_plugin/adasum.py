@@ -34,7 +34,7 @@ class SingleRankGroups:
     get_model_parallel_group = get_data_parallel_group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """This rank alone."""
+        """The ranks in the group: this rank alone."""
         return [self._rank]
 
     def get_data_parallel_rank(self) -> int:
@@ -51,7 +51,7 @@ class SingleRankGroups:
 
 
 class AdasumEngine(SynchronousEngine):
-    """The engine of Adasum: combines gradients, or what each rank's own step has changed.
+    """The engine of Adasum: combines the ranks' gradients, or the changes that the ranks' own steps make.
 
     DeepSpeed must have been given :class:`SingleRankGroups`. ZeRO 1 and 2 then have nothing to divide.
     """
@@ -73,7 +73,7 @@ class AdasumEngine(SynchronousEngine):
         self._states = RankStates(self.basic_optimizer)
 
     def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: object, **kwargs: object) -> object:
-        """Saves every rank as DeepSpeed does, since optimizer states may differ.
+        """Saves on every rank as DeepSpeed does, since the ranks' optimizer states may differ.
 
         Rank 0's checkpoint is in ``save_dir``, that of rank n in its subdirectory ``worker-n``.
         """
@@ -110,7 +110,7 @@ class AdasumEngine(SynchronousEngine):
             self._step_and_combine(lr_kwargs, gradients[0].device)
 
     def _step_and_combine(self, lr_kwargs: dict[str, object] | None, device: torch.device) -> None:
-        """The delta form: steps on this rank alone, then replaces what that changed by the ranks' Adasum of it."""
+        """Steps in the delta form: on this rank alone; then the Adasum of all ranks' changes replaces this one's."""
         start = torch.zeros(self._replica.layout.size, device=device)
         self._replica.read(start)
         super()._take_model_step(lr_kwargs)
@@ -125,7 +125,7 @@ class AdasumEngine(SynchronousEngine):
 
 
 def _latest_tag(directory: str) -> str:
-    """The tag of the last checkpoint in a directory.
+    """Returns the tag of the last checkpoint in a directory.
 
     Raises:
         ConfigurationError: there is none.

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-_BYTES = 1 << 20  # of each tensor: batches that differ do so at once
+_BYTES = 1 << 20  # hashed of each tensor: batches that differ do so early in it
 
 
 def digest_of(batch: object) -> str | None:
-    """A digest of the tensors in a batch, whatever containers they are in; None where it has none.
+    """Returns a digest of the tensors in a batch, whatever containers they are in; None if the batch has no tensor.
 
     Args:
         batch: what a model is called with: tensors in tuples, lists and mappings, of any depth.

@@ -1,4 +1,4 @@
-"""What DeepSpeed would take wrongly, or end with a traceback for: batch sizes, optimizer, schedule, "auto"."""
+"""Checks for what DeepSpeed would misread or end with a traceback for: batch sizes, optimizer, schedule, "auto"."""
 
 import inspect
 import math
@@ -22,10 +22,10 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 
 def check_values(config: dict[str, Any], name: str) -> None:
-    """No value is left to fill in, and what is to be a number is one.
+    """Checks that no value is left as "auto", and that the values that are to be numbers are numbers.
 
     Raises:
-        ConfigurationError: names the key.
+        ConfigurationError: a value is wrong; names its key.
     """
     filled = {key: config[key] for key in ("optimizer", "scheduler") if key in config}
     plain = {key: value for key, value in config.items() if not isinstance(value, dict)}
@@ -41,14 +41,14 @@ def check_values(config: dict[str, Any], name: str) -> None:
 
 
 def check_optimizer(config: dict[str, Any], name: str, given: bool, in_the_server: bool) -> None:
-    """The section "optimizer", for a script that gives no optimizer of its own.
+    """Checks the section "optimizer", for a script that gives no optimizer of its own.
 
     Args:
-        given: the script gives one.
-        in_the_server: the server is to have the same.
+        given: whether the script gives one; then nothing is checked.
+        in_the_server: whether the server is to have the same optimizer.
 
     Raises:
-        ConfigurationError: it is missing or wrong.
+        ConfigurationError: the section is missing or wrong.
     """
     if given:
         return
@@ -77,10 +77,10 @@ def check_optimizer(config: dict[str, Any], name: str, given: bool, in_the_serve
 
 
 def check_scheduler(config: dict[str, Any], name: str, given: bool) -> None:
-    """The section "scheduler", for a script that gives no schedule of its own.
+    """Checks the section "scheduler", for a script that gives no schedule of its own.
 
     Raises:
-        ConfigurationError: it is wrong.
+        ConfigurationError: the section is wrong.
     """
     section = config.get("scheduler")
     if section is None or given:
@@ -103,13 +103,14 @@ def check_scheduler(config: dict[str, Any], name: str, given: bool) -> None:
 
 
 def worker_batch(config: dict[str, Any], workers: int, island_size: int, name: str) -> dict[str, Any]:
-    """The configuration of one worker: "train_batch_size" means the samples of all workers' steps together.
+    """Returns the configuration of one worker, which has its share of "train_batch_size".
 
-    So it means what it means in a synchronous run on as many ranks, and DeepSpeed, to which the worker's island is the
-    whole world, gets the worker's share.
+    "train_batch_size" means the samples of all workers' steps together, as in a synchronous run on as many ranks.
+    DeepSpeed, to which the worker's island is the whole world, gets the worker's share.
 
     Raises:
-        ConfigurationError: it is not the product of the other keys, or does not divide among the ranks.
+        ConfigurationError: a size is wrong or missing, or "train_batch_size" is not the product of the other keys, or
+            does not divide among the ranks.
     """
     for key in _BATCH_KEYS:
         if key in config and not (isinstance(config[key], int) and config[key] > 0 and config[key] is not True):
@@ -131,7 +132,7 @@ def worker_batch(config: dict[str, Any], workers: int, island_size: int, name: s
 
 
 def _autos(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Where "auto" stands."""
+    """Yields the path, by keys, of each value that is "auto"."""
     if value == "auto":
         yield path
     elif isinstance(value, dict):

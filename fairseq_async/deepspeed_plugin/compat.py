@@ -1,7 +1,7 @@
-"""What this plugin needs of DeepSpeed beyond its documented interface, and the check that a DeepSpeed has it.
+"""What this plugin needs of DeepSpeed beyond its documented interface, and a check that a DeepSpeed has it.
 
-All attributes of DeepSpeed's optimizers, parameters and engines that are not documented are read or set here, as
-DeepSpeed 0.19 has them; the engines of this plugin override ``_take_model_step``.
+All undocumented attributes of DeepSpeed's optimizers, parameters and engines are read or set here, as DeepSpeed 0.19
+has them; the engines of this plugin override ``_take_model_step``.
 """
 
 import os
@@ -23,7 +23,7 @@ DeepSpeedOptimizer: TypeAlias = Any
 
 MADE_FOR = "0.19.8"  # the version that setup.py names
 
-# Of the engine: the methods that subclasses override, and the counts that they keep where they do.
+# Attributes of the engine: the methods that our subclasses override, and what those overrides read or count.
 ENGINE = (
     "_report_progress",
     "_step_applied",
@@ -39,7 +39,7 @@ ENGINE = (
     "optimizer",
     "skipped_steps",
 )
-# Of each of DeepSpeed's optimizers, by its class: where the gradients of a step and the fp32 masters are.
+# Attributes of DeepSpeed's optimizers, by class: where the gradients of a step and the fp32 masters are.
 OPTIMIZERS = {
     "DeepSpeedZeroOptimizer": ("averaged_gradients", "bit16_groups", "check_grad_overflow"),
     "BF16_Optimizer": ("bf16_groups", "fp32_groups_gradients"),
@@ -49,10 +49,10 @@ OPTIMIZERS = {
 
 
 def check_attributes(engine: DeepSpeedEngine) -> None:
-    """Checks that engine and optimizer have all that this plugin reads or overrides.
+    """Checks that engine and optimizer have all attributes that this plugin reads or overrides.
 
     Raises:
-        ConfigurationError: DeepSpeed is of another version, which lacks one of them; names both.
+        ConfigurationError: DeepSpeed is of another version, which lacks an attribute; names both.
     """
     _check(engine, "DeepSpeedEngine", ENGINE)
     optimizer = engine.optimizer
@@ -70,17 +70,17 @@ def _check(owner: object, class_name: str, names: Iterable[str]) -> None:
 
 
 def _is_zero(optimizer: DeepSpeedOptimizer) -> bool:
-    """Whether it is the optimizer of ZeRO 1 and 2, which drops ``.grad`` and keeps this rank's reduced parts."""
+    """Whether this is the optimizer of ZeRO 1 and 2, which drops ``.grad`` and keeps this rank's reduced parts."""
     return hasattr(optimizer, "averaged_gradients")
 
 
 def keeps_gradients_apart(optimizer: DeepSpeedOptimizer) -> bool:
-    """Whether the gradients that it steps with are not the parameters' ``.grad``."""
+    """Whether the gradients that the optimizer steps with are not the parameters' ``.grad``."""
     return _is_zero(optimizer) or isinstance(optimizer, BF16_Optimizer)
 
 
 def optimizer_gradients(optimizer: DeepSpeedOptimizer) -> list[list[Tensor]]:
-    """The gradients of the coming step on this rank, for each parameter group of an optimizer with fp32 masters."""
+    """Returns this rank's gradients of the coming step, for each parameter group of an optimizer with fp32 masters."""
     if _is_zero(optimizer):
         return [list(parts or []) for _, parts in sorted(optimizer.averaged_gradients.items())]
     if isinstance(optimizer, BF16_Optimizer):
@@ -90,9 +90,9 @@ def optimizer_gradients(optimizer: DeepSpeedOptimizer) -> list[list[Tensor]]:
 
 
 def low_precision_groups(optimizer: DeepSpeedOptimizer) -> list[list[Tensor]]:
-    """The model's parameters by parameter group, where the optimizer's own groups hold fp32 masters instead of them.
+    """Returns the model's parameters by group if the optimizer's own groups hold fp32 masters, else an empty list.
 
-    The name differs: ``bit16_groups`` in ZeRO, ``bf16_groups`` in BF16_Optimizer, ``fp16_groups`` in fp16 without ZeRO.
+    The attribute is ``bit16_groups`` in ZeRO, ``bf16_groups`` in BF16_Optimizer, ``fp16_groups`` in fp16 without ZeRO.
     """
     for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
         if hasattr(optimizer, name):
@@ -101,19 +101,22 @@ def low_precision_groups(optimizer: DeepSpeedOptimizer) -> list[list[Tensor]]:
 
 
 def has_master_in_partition(parameter: Tensor) -> bool:
-    """Whether :func:`master_in_partition` knows the parameter: in ZeRO 1 and 2, and in bf16."""
+    """Whether :func:`master_in_partition` can be asked for the parameter: with ZeRO 1 and 2, and in bf16."""
     return hasattr(parameter, "_hp_mapping")
 
 
 def master_in_partition(parameter: Tensor) -> tuple[int, Tensor] | None:
-    """ZeRO 1, 2 and bf16: this rank's part of a parameter, as its first element and its master; None if it has none."""
+    """Returns the first element's index and the master of this rank's part of a parameter; None if it has no part.
+
+    For ZeRO 1, 2 and bf16.
+    """
     # the one link from a parameter to its slice of the flat master; safe_get_full_fp32_param goes the same way
     mapping = getattr(parameter, "_hp_mapping")  # noqa: B009 - torch's type hints do not know DeepSpeed's attribute
     return None if mapping is None else (mapping.lp_fragment_address.start, mapping.hp_fragment)
 
 
 def fp16_masters(optimizer: DeepSpeedOptimizer) -> dict[int, Tensor]:
-    """fp16 without ZeRO: the flat fp32 master of each parameter, by the parameter's ``id``."""
+    """Returns the flat fp32 master of each parameter, by the parameter's ``id``, for fp16 without ZeRO."""
     masters: dict[int, Tensor] = {}
     for index, group in enumerate(getattr(optimizer, "fp16_groups", [])):
         if hasattr(optimizer, "fp32_groups_flat"):  # the fused optimizer has one flat master for a group
@@ -125,13 +128,13 @@ def fp16_masters(optimizer: DeepSpeedOptimizer) -> dict[int, Tensor]:
 
 
 def check_overflow_always(optimizer: DeepSpeedOptimizer) -> None:
-    """Makes ZeRO look for NaN and Inf at each step, in every type; by itself it never does so in fp32."""
+    """Makes ZeRO check each step for NaN and Inf, in every type; by itself it never does so in fp32."""
     if hasattr(optimizer, "check_grad_overflow"):  # DeepSpeed's configuration has a key for bf16 only
         optimizer.check_grad_overflow = True
 
 
 def loss_scale_of(engine: DeepSpeedEngine) -> float:
-    """The factor of the loss that is in the gradients before a step: ``cur_scale`` of a ZeRO optimizer in fp16, or 1.
+    """Returns the loss scale that is in the gradients before a step: ``cur_scale`` of a ZeRO optimizer in fp16, or 1.
 
     Without ZeRO, DeepSpeed 0.19 does not multiply the loss in fp16, although its optimizer has a scale.
     """
@@ -139,17 +142,17 @@ def loss_scale_of(engine: DeepSpeedEngine) -> float:
 
 
 def has_gradient_scaler(engine: DeepSpeedEngine) -> bool:
-    """Whether torch's autocast without ZeRO has a scaler, which skips steps with NaN or Inf itself."""
+    """Whether the engine uses torch's autocast without ZeRO with a scaler, which itself skips steps with NaN or Inf."""
     return getattr(engine, "torch_autocast_z0_gradscaler", None) is not None
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """ZeRO 3: the shape of a parameter that is whole; between two steps it has no elements of its own."""
+    """Returns the whole shape of a parameter in ZeRO 3, which has no elements of its own between two steps."""
     return tuple(getattr(parameter, "ds_shape"))  # noqa: B009 - torch's type hints do not know DeepSpeed's attribute
 
 
 def count_step(engine: DeepSpeedEngine, applied: bool) -> None:
-    """What DeepSpeed does at the end of its own ``_take_model_step``, where that did not run."""
+    """Counts a step in which DeepSpeed's own ``_take_model_step`` did not run, as that does at its end."""
     engine._step_applied = applied  # what its was_step_applied() answers
     engine.losses = None
     engine.global_steps += 1

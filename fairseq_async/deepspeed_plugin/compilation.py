@@ -1,4 +1,4 @@
-"""A word on the terminal while DeepSpeed waits for its compiled operators, which torch does in silence.
+"""A line on the terminal while DeepSpeed waits for its compiled operators; torch itself waits in silence.
 
 torch compiles one operator in one process, and all others wait for its lock, a file. A process that is killed while it
 compiles leaves the file, at which every later job on this machine waits forever.
@@ -19,7 +19,7 @@ _SECONDS = 60.0  # an operator compiles for about half a minute
 
 @contextmanager
 def waiting_for_compilers(seconds: float = _SECONDS) -> Iterator[None]:
-    """Names the locks of torch's compilers if what is done here takes longer than this many seconds."""
+    """Names the locks of torch's compilers on the terminal if the block takes longer than this many seconds."""
     timer = Timer(seconds, _name_locks, [seconds])
     timer.daemon = True
     timer.start()
@@ -30,7 +30,7 @@ def waiting_for_compilers(seconds: float = _SECONDS) -> Iterator[None]:
 
 
 def locks(older_than: float) -> list[Path]:
-    """The locks of operators that have been compiling for longer than this many seconds."""
+    """Returns the locks of operators that have been compiling for longer than this many seconds."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     return sorted(lock for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern) if _age(lock) >= older_than)
 
@@ -46,7 +46,7 @@ def _name_locks(seconds: float) -> None:
 
 
 def _age(lock: Path) -> float:
-    """Seconds since the lock was taken, by the clock of the files; 0 if it is gone by now."""
+    """Returns the seconds since the lock was taken, by its file's time; 0 if the lock is gone by now."""
     try:
         return time.time() - lock.stat().st_mtime
     except OSError:

@@ -16,10 +16,10 @@ SECTION = "async_training"
 
 
 def read(args: Any, config: str | dict[str, Any] | None) -> tuple[dict[str, Any], str]:
-    """The configuration that ``deepspeed.initialize`` would find, and what to call it in an error.
+    """Returns the configuration that ``deepspeed.initialize`` would find, and its name for error messages.
 
     Raises:
-        ConfigurationError: there is none, or it is no JSON object.
+        ConfigurationError: there is no configuration, or it is no JSON object.
     """
     given = config if config is not None else getattr(args, "deepspeed_config", None)
     if given is None:
@@ -40,7 +40,7 @@ def read(args: Any, config: str | dict[str, Any] | None) -> tuple[dict[str, Any]
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of the JSON. Python would take the last of two values, and DeepSpeed refuses them."""
+    """Returns an object of the JSON; refuses a key that is there twice, as DeepSpeed does (Python takes the last)."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -50,10 +50,10 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def split(config: dict[str, Any], name: str) -> tuple[dict[str, Any], Section, MethodOptions]:
-    """What is DeepSpeed's, and what is ours.
+    """Splits a configuration into DeepSpeed's own keys, and our section's common options and the method's options.
 
     Raises:
-        ConfigurationError: there is no such section, or it is wrong.
+        ConfigurationError: there is no section of ours, or it is wrong.
     """
     if not isinstance(config.get(SECTION), dict):
         raise ConfigurationError(f'{name}: there is no section "{SECTION}"; without one call deepspeed.initialize')
@@ -73,10 +73,10 @@ def split(config: dict[str, Any], name: str) -> tuple[dict[str, Any], Section, M
 
 
 def check(config: dict[str, Any], options: MethodOptions, section: Section, name: str) -> None:
-    """What of DeepSpeed does not go with workers that exchange parameters.
+    """Checks for keys of DeepSpeed that do not go with workers that exchange parameters.
 
     Raises:
-        ConfigurationError: names the key.
+        ConfigurationError: there is such a key; names it.
     """
     zero = _object(config, "zero_optimization", name)
     stages = _STAGES[options.method]
@@ -115,7 +115,7 @@ _REASON = ", whose optimizer steps in the server"
 
 
 def _check_hybrid(config: dict[str, Any], section: Section, name: str) -> None:
-    """Hybrid asynchronous SGD steps in the server, in fp32, on whole gradients."""
+    """Checks for keys that do not go with hybrid_async, which steps in the server, in fp32, on whole gradients."""
     reason = f"is not supported with method hybrid_async{_REASON}; local_sgd has it"
     for key in _HALF_PRECISION:
         if _object(config, key, name).get("enabled", False):
@@ -128,7 +128,7 @@ def _check_hybrid(config: dict[str, Any], section: Section, name: str) -> None:
 
 
 def _object(config: dict[str, Any], key: str, name: str) -> dict[str, Any]:
-    """A section of the configuration; empty where there is none."""
+    """Returns a section of the configuration; an empty one if there is none."""
     section = config.get(key)
     if section is not None and not isinstance(section, dict):
         raise ConfigurationError(f'{name}: "{key}" is {section!r}: it must be an object, as in {{"key": value}}')
@@ -136,10 +136,10 @@ def _object(config: dict[str, Any], key: str, name: str) -> dict[str, Any]:
 
 
 def check_group(section: Section, method: str, name: str) -> None:
-    """The synchronous methods need no server, and all ranks are one group.
+    """Checks for keys about a server, which a synchronous method does not need: all its ranks are one group.
 
     Raises:
-        ConfigurationError: names the key.
+        ConfigurationError: there is such a key; names it.
     """
     of_a_server = section.model_fields_set - {"run_dir"}  # which a script may set for whatever method
     if of_a_server:
@@ -148,7 +148,10 @@ def check_group(section: Section, method: str, name: str) -> None:
 
 
 def own_monitor(config: dict[str, Any], worker: int) -> dict[str, Any]:
-    """Every worker takes itself for rank 0: all but worker 0 write under a name of their own."""
+    """Returns the configuration with this worker's own monitors.
+
+    Every worker takes itself for rank 0, so all but worker 0 write under a name of their own, or not at all.
+    """
     if worker == 0:
         return config
     monitors = {key: dict(config[key]) for key in ("tensorboard", "csv_monitor", "wandb", "comet") if key in config}
@@ -161,7 +164,7 @@ def own_monitor(config: dict[str, Any], worker: int) -> dict[str, Any]:
 
 
 def without_file(args: Any) -> Any:
-    """DeepSpeed takes a configuration from one place only, and gets it as a dictionary."""
+    """Returns the arguments without ``deepspeed_config``: DeepSpeed takes one configuration, and gets a dictionary."""
     if getattr(args, "deepspeed_config", None) is None:
         return args
     return Namespace(**vars(args) | {"deepspeed_config": None})

@@ -21,11 +21,11 @@ class DataShare:
 
     Attributes:
         sizes: samples in each shard.
-        workers: that share the data set.
+        workers: number of workers that share the data set.
         batch_size: samples of one micro-batch of one rank.
-        micro_batches: of a local step.
-        rank: of this process, among the ``ranks`` that share the worker's batches.
-        ranks: how many they are.
+        micro_batches: number of micro-batches in a local step.
+        rank: this process's rank among the ``ranks`` that share the worker's batches.
+        ranks: number of ranks that share the worker's batches.
     """
 
     sizes: list[int]
@@ -37,22 +37,22 @@ class DataShare:
 
 
 class ShardedLoader:
-    """An iterable of batches of the data that the server chooses: to the end of the run, or for one pass.
+    """An iterable of batches from the shards that the server chooses, to the end of the run or for one pass.
 
     A shard is a contiguous part of the data set, shuffled anew in each pass over it. The server knows how far each
     shard has been drawn, so that workers that take turns on one draw what others have not. A second loop over the
     loader goes on where the first one ended.
 
     Args:
-        dataset: of a known length.
-        share: of this rank.
-        seed: of the orders.
+        dataset: a data set of known length.
+        share: this rank's share of the data.
+        seed: seed of the orders in which shards are shuffled.
         collate: makes a batch of a list of samples; torch's default if None.
         join: joins the run if that has not happened yet, since only then there is a shard to draw from, and returns
             the position, which moves on as the worker steps.
-        endless: a loop goes on until the run is over; else it has ``len(loader)`` batches, if the run is not over
-            before.
-        loading: by how many processes batches are made, and what happens to the last one of a pass.
+        endless: whether a loop goes on until the run is over; else it has ``len(loader)`` batches, if the run is not
+            over before.
+        loading: by how many processes batches are made, and what happens to the last batch of a pass.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class ShardedLoader:
         self._counter = BatchCounter(share.micro_batches)
 
     def __len__(self) -> int:
-        """Batches of one pass over the data set, of which each worker has its part: as DeepSpeed's own loader."""
+        """Number of batches in this worker's part of one pass over the data set, as in DeepSpeed's own loader."""
         batches = length_of(self.dataset) / (self.share.batch_size * self.share.ranks * self.share.workers)
         return floor(batches) if self._drop_last else ceil(batches)
 
     def __iter__(self) -> Iterator[object]:
-        """Follows the worker: a step's batches are those of its shard, whatever was drawn ahead."""
+        """Yields batches at the worker's position: a step's are those of its shard, whatever was drawn ahead."""
         position = self.join()
         for _ in count() if self.endless else range(len(self)):
             if position.finished:
@@ -86,7 +86,7 @@ class ShardedLoader:
 
 
 class _ShardBatches(Dataset[tuple[BatchKey, object]]):
-    """A rank's part of each batch of the shards, by its key."""
+    """A data set of a rank's part of each batch of the shards, by the batch's key."""
 
     def __init__(self, dataset: Dataset[object], share: DataShare, order: ShardOrder, collate: Collate) -> None:
         self.dataset, self.share, self.order, self.collate = dataset, share, order, collate
@@ -99,10 +99,10 @@ class _ShardBatches(Dataset[tuple[BatchKey, object]]):
 
 
 def length_of(dataset: object) -> int:
-    """The number of samples in a data set, which must be known to divide it into shards.
+    """Returns the number of samples in a data set, which must be known to divide it into shards.
 
     Raises:
-        ConfigurationError: it has no length, or none above 0, or no samples by number.
+        ConfigurationError: the data set has no length, or none above 0, or no samples by number.
     """
     if isinstance(dataset, Sized) and not hasattr(dataset, "__getitem__"):
         raise ConfigurationError(
@@ -114,11 +114,11 @@ def length_of(dataset: object) -> int:
 
 
 def sizes_of_shards(dataset: object, shards: int, workers: int, name: str) -> list[int]:
-    """Samples in each shard of a data set; no shards where the script gave no data set.
+    """Returns the number of samples in each shard of a data set; an empty list if the script gave no data set.
 
     Args:
-        shards: how many; 0 for as many as workers.
-        name: of the configuration, for errors.
+        shards: number of shards; 0 for as many as workers.
+        name: name of the configuration, for errors.
 
     Raises:
         ConfigurationError: the data has fewer samples than shards, or no known length, or there is none to divide.

@@ -1,4 +1,4 @@
-"""How a worker's process ends: it leaves the run, and the one that has started the server outlasts the others."""
+"""How a worker's process ends: it leaves the run, and the process that has started the server outlasts the others."""
 
 from fairseq_async.errors import AsyncError, has_failed
 from fairseq_async.server.process import ServerProcess
@@ -10,8 +10,8 @@ def leave_at_exit(client: Client, async_worker: AsyncWorker, server: ServerProce
     """Leaves the run when the process ends, for whatever reason.
 
     A process that has started the server stays until the other workers have ended, too. If it has failed or was
-    interrupted, it stays for nobody: whoever has started the job is to learn of it at once, and to end the other ranks.
-    The server writes a last snapshot then.
+    interrupted, it does not stay: whoever has started the job is to learn of it at once, and to end the other ranks.
+    The server then writes a last snapshot.
     """
     failed = has_failed()
     try:
@@ -23,7 +23,7 @@ def leave_at_exit(client: Client, async_worker: AsyncWorker, server: ServerProce
         return client.leave(finished=False)
     try:
         if failed:
-            client.close()  # after a last worker that leaves, the run would be over, and nothing of it be kept
+            client.close()  # if the last worker left, the run would be over, and no snapshot of it would be kept
         else:
             client.leave(finished=False)
             server.outlast_workers()

@@ -55,9 +55,9 @@ class AsyncEngine(DeepSpeedEngine):
         """Sets the attributes of this class.
 
         Args:
-            async_worker: not joined yet.
-            spec: the method, with which it will join.
-            context: with the number that the server has given to the worker.
+            async_worker: the worker side of the method, which has not joined the run yet.
+            spec: the method's description, with which the worker will join.
+            context: which worker this is, with the number that the server has given to it.
         """
         self.async_worker, self.spec, self.context, self.worker = async_worker, spec, context, context.worker
         self.workers = context.workers
@@ -82,7 +82,7 @@ class AsyncEngine(DeepSpeedEngine):
         return self.async_worker
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
-        """Computes as DeepSpeed does; the first call joins the run, be it a validation, which all workers may share."""
+        """Computes as DeepSpeed does; the first call joins the run, even if it is a validation, which all may share."""
         self.join_run()
         if not self._step_ended and self.training and torch.is_grad_enabled():
             self.async_worker.first_batch = digest_of((inputs, kwargs))
@@ -118,8 +118,8 @@ class AsyncEngine(DeepSpeedEngine):
         """Loads this worker's checkpoint and joins the run; worker 0 also brings the server its state back.
 
         A worker without a checkpoint of its own starts with worker 0's inner optimizer. Where the checkpoint has no
-        server state, a new run starts from worker 0's parameters. After :meth:`end`, it loads as DeepSpeed does: the
-        best checkpoint at the end of a run.
+        server state, a new run starts from worker 0's parameters. After :meth:`end`, it only loads as DeepSpeed does,
+        for instance the best checkpoint at the end of a run.
         """
         if self.async_worker.joined and not self.finished:
             fail("load_checkpoint must come before the first batch of an asynchronous run, or after engine.end()")
@@ -140,7 +140,7 @@ class AsyncEngine(DeepSpeedEngine):
         return loaded
 
     def _restore_compressor(self, loaded_from: str | None) -> None:
-        """Takes what was not sent back from a checkpoint of the time at which the server is."""
+        """Restores what compressed updates left unsent, unless the checkpoint is of another time than the server."""
         path = None if loaded_from is None else Path(loaded_from).resolve().parent / _COMPRESSOR_STATE
         if path is not None and path.exists():
             self.async_worker.restore_compressor(torch.load(path, weights_only=True))
@@ -148,11 +148,11 @@ class AsyncEngine(DeepSpeedEngine):
     def end(self, for_all: bool = False) -> None:
         """Ends this worker's part in the run, with the server's parameters in the model.
 
-        Local steps that are done are sent first. A loop that ends by its own count calls this, or :meth:`pull`, after
-        it: without, the steps since the last exchange are lost. Steps after it would be no part of the run.
+        Local steps that are done are sent first. A loop that ends by its own count calls this, or :meth:`pull`,
+        afterwards: otherwise the steps since the last exchange are lost. Steps after this call are no part of the run.
 
         Args:
-            for_all: end the run for all workers, which stop after their present step or round.
+            for_all: whether to end the run for all workers, which stop after their present step or round.
         """
         if not self.async_worker.joined or self.finished:
             return
@@ -174,14 +174,14 @@ class AsyncEngine(DeepSpeedEngine):
         self._set_learning_rates()
 
     def _exchange_first_parameters(self, server_state: Path | None) -> None:
-        """Joins; gives a server that has none the parameters, then takes the server's."""
+        """Joins the run, brings parameters to a server that has none, then takes the server's parameters."""
         welcome = self.async_worker.join(self.spec)
         if not welcome.initialised:
             welcome = self.async_worker.bring_parameters(None if server_state is None else str(server_state))
         self.async_worker.begin(welcome)
 
     def _set_learning_rates(self) -> None:
-        """Sets the optimizer's learning rates to where the run is."""
+        """Sets the optimizer's learning rates to those of the run's progress."""
         set_schedule(self.lr_scheduler, self.async_worker.progress)
 
     def _is_past_the_end(self) -> bool:
@@ -195,18 +195,18 @@ class AsyncEngine(DeepSpeedEngine):
         return self.finished
 
     def _skip_step(self) -> None:
-        """Counts a step that is left out, as DeepSpeed counts those that its fp16 leaves out."""
+        """Clears the gradients and counts the step as skipped, as DeepSpeed counts steps that its fp16 leaves out."""
         self.optimizer.zero_grad()
         self.zero_grad()
         self.skipped_steps += 1
         count_step(self, applied=False)
 
     def _sleep_if_slowed_down(self) -> None:
-        """Makes this step as many times longer as an experiment wants it."""
+        """Sleeps so that this step takes ``slowdown`` times as long, for experiments."""
         time.sleep((self.context.slowdown - 1.0) * (time.perf_counter() - self._step_ended))
 
     def _log(self) -> None:
-        """Writes figures of the last exchange to DeepSpeed's monitor, by samples as its other curves."""
+        """Writes figures of the last exchange to DeepSpeed's monitor, over samples as its other curves."""
         if self.monitor.enabled:
             scalars = [(f"Async/{name}", value, self.global_samples) for name, value in self.async_worker.last.items()]
             self.monitor.write_events(scalars)
@@ -215,8 +215,8 @@ class AsyncEngine(DeepSpeedEngine):
 class LocalEngine(AsyncEngine):
     """The engine of local SGD: steps as DeepSpeed does, and exchanges after its local steps.
 
-    A step whose gradient has NaN or Inf is left out, since the optimizer would keep it in its moments: it changes no
-    parameter, and counts as skipped and not as a local step, as those that fp16 skips.
+    A step whose gradient has NaN or Inf is left out, since the optimizer would keep the NaN or Inf in its moments. Such
+    a step changes no parameter, and counts as skipped and not as a local step, as those that fp16 skips.
     """
 
     async_worker: LocalSGDWorker
@@ -235,8 +235,8 @@ class LocalEngine(AsyncEngine):
     def step(self, *args: object, **kwargs: object) -> None:
         """Steps as DeepSpeed does; after the last local step of a round, exchanges with the server.
 
-        A worker whose gradients had NaN or Inf ``max_refused`` times in a row ends with one line. With fp16, its loss
-        scale decides: DeepSpeed ends when that cannot be lowered.
+        A worker whose gradients had NaN or Inf ``max_refused`` times in a row ends with one line. With fp16, the loss
+        scale decides instead: DeepSpeed ends the worker when the scale cannot be lowered.
         """
         before = self.global_steps
         super().step(*args, **kwargs)
@@ -246,7 +246,7 @@ class LocalEngine(AsyncEngine):
             self._step_ended = time.perf_counter()
 
     def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
-        """The optimizer's step, where the gradient is finite and the run is not over."""
+        """Steps the optimizer if the gradient is finite and the run is not over; else skips the step."""
         if self._is_past_the_end() or tensors.has_nonfinite_step(self):
             self._skip_step()
         else:
@@ -254,7 +254,7 @@ class LocalEngine(AsyncEngine):
 
     @errors_in_one_line()
     def _end_step(self) -> None:
-        """After a step: counts it, and exchanges if it was the last of its round."""
+        """Counts a step that was taken, and exchanges with the server if it was the last of its round."""
         self._sleep_if_slowed_down()
         skipped = not self.was_step_applied()
         if not self.fp16_enabled():
@@ -267,7 +267,7 @@ class LocalEngine(AsyncEngine):
 class HybridEngine(AsyncEngine):
     """The engine of hybrid asynchronous SGD: pushes gradients to the server, whose optimizer steps.
 
-    The engine's own optimizer never steps; its parameter groups show the learning rates of the server's.
+    The engine's own optimizer never steps; its parameter groups show the learning rates of the server's optimizer.
     """
 
     async_worker: HybridWorker
@@ -282,7 +282,7 @@ class HybridEngine(AsyncEngine):
             self._schedule = RateTable(self.optimizer, OptimizerSpec.from_json(spec.framework).learning_rates)
 
     def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: object, **kwargs: object) -> object:
-        """As :meth:`AsyncEngine.save_checkpoint`, of the server's own parameters: the model's may be ahead of them."""
+        """Saves as :meth:`AsyncEngine.save_checkpoint`, with the server's parameters: the model's may be ahead."""
         if self.async_worker.look_ahead:
             self.pull()
         return super().save_checkpoint(save_dir, tag, *args, **kwargs)
@@ -306,10 +306,10 @@ class HybridEngine(AsyncEngine):
         self._log()
 
     def _set_learning_rates(self) -> None:
-        """As the server sets those of its optimizer."""
+        """Sets the learning rates as the server sets those of its optimizer."""
         self._schedule.follow(whole_steps(self.async_worker.progress))
 
 
 def checkpoint_directory(directory: str, worker: int) -> str:
-    """Where worker or rank ``worker`` saves: ``directory`` itself for 0, a subdirectory for each other."""
+    """Returns where worker or rank ``worker`` saves: ``directory`` itself for 0, a subdirectory for each other."""
     return directory if worker == 0 else str(Path(directory) / f"worker-{worker}")

@@ -1,4 +1,4 @@
-"""What of ``transformers.Trainer`` follows an asynchronous run: a callback, and its learning-rate schedule."""
+"""A callback and a learning-rate schedule by which ``transformers.Trainer`` follows an asynchronous run."""
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
@@ -14,8 +14,9 @@ class FollowRun(TrainerCallback):
     count, ``max_steps``, ends the training only where the run has no end.
 
     Attributes:
-        engine: set when the Trainer has made it; before that, and without an asynchronous run, nothing happens.
-        has_end: the run has ``total_steps``.
+        engine: the engine that the Trainer has made; None before that, and without an asynchronous run: then the
+            callback does nothing.
+        has_end: whether the run has ``total_steps``.
     """
 
     engine: AsyncEngine | None = None
@@ -24,14 +25,14 @@ class FollowRun(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Keeps the Trainer's own end away."""
+        """Moves the Trainer's ``max_steps`` ahead of its count if the run has an end, which ends the training."""
         if self.engine is not None and self.has_end:
             state.max_steps = max(state.max_steps, state.global_step + 2)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """After the last step of the run, validates and saves as the Trainer does after its own last step."""
+        """After the last step of the run, makes the Trainer validate and save as after its own last step."""
         if self.engine is not None and self.engine.finished:
             control.should_training_stop = True
             control.should_evaluate |= args.eval_strategy == IntervalStrategy.STEPS
@@ -41,18 +42,18 @@ class FollowRun(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """As after a step."""
+        """Prepares a validation or checkpoint at the end of an epoch, as after a step."""
         self._take_parameters(control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Leaves the model with the server's parameters, or those of the best checkpoint."""
+        """Ends this worker's part; the model has the server's parameters, or those of the best checkpoint."""
         self.end()
 
     @classmethod
     def end(cls) -> None:
-        """Ends this worker's part; worker 0's Trainer, which an early stop may have ended, ends the run for all."""
+        """Ends this worker's part; worker 0 ends a run that has an end for all: its Trainer may have stopped early."""
         if cls.engine is not None:
             cls.engine.end(for_all=cls.has_end and cls.engine.worker == 0)
 
@@ -75,12 +76,12 @@ class ServerSchedule:
         """Does nothing: the engine takes the rate with each answer of the server."""
 
     def get_last_lr(self) -> list[float]:
-        """The rate of each parameter group."""
+        """Returns the learning rate of each parameter group."""
         return [group["lr"] for group in self._optimizer.param_groups]
 
     def state_dict(self) -> dict[str, object]:
-        """Nothing: the server has it."""
+        """Returns an empty state: the server has the schedule's."""
         return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Does nothing."""
+        """Does nothing: the server has the schedule's state."""

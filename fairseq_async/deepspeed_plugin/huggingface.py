@@ -39,8 +39,8 @@ _deepspeed_initialize = deepspeed.initialize
 def attach() -> None:
     """Makes ``transformers.Trainer`` and ``accelerate.Accelerator`` train asynchronously in this process.
 
-    To be called before ``TrainingArguments``, ``DeepSpeedPlugin`` or ``Accelerator`` is made. What changes, where the
-    DeepSpeed configuration has our section:
+    To be called before ``TrainingArguments``, ``DeepSpeedPlugin`` or ``Accelerator`` is made. If the DeepSpeed
+    configuration has our section, this changes:
 
     - Every worker is a distributed world of its own.
     - A ``Trainer``'s training data is divided among the workers; other loaders are as the script makes them.
@@ -104,8 +104,10 @@ def _enter_world(given: str | Config | None) -> None:
 
 
 def _read(given: str | Config | None) -> Config:
-    """A configuration as the Trainer takes it: a file's name, JSON, or a dictionary; {} where it cannot be read, which
-    the Trainer will say."""
+    """Returns a configuration, given as the Trainer takes it: as a file's name, as JSON, or as a dictionary.
+
+    If it cannot be read, the result is {}: the Trainer will say so.
+    """
     if isinstance(given, str):
         try:
             given = json.loads(given if given.lstrip().startswith("{") else Path(given).read_text(encoding="utf-8"))
@@ -117,7 +119,7 @@ def _read(given: str | Config | None) -> Config:
 def _complete_configuration(
     original: Callable[..., None], config: HfTrainerDeepSpeedConfig, args: object, model: object, steps: int
 ) -> None:
-    """The Trainer fills in what depends on its number of steps."""
+    """Sets ``total_steps`` of our section to the Trainer's number of steps, if it is "auto" or not there."""
     section = config.config.get(_SECTION)
     if isinstance(section, dict) and section.get("total_steps", "auto") == "auto":
         section["total_steps"] = steps
@@ -125,7 +127,7 @@ def _complete_configuration(
 
 
 def _initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """In the place of ``deepspeed.initialize``."""
+    """Stands for ``deepspeed.initialize``: makes an engine of ours if the configuration has our section."""
     config = kwargs.get("config", kwargs.get("config_params"))
     if not isinstance(config, dict) or not isinstance(config.get(_SECTION), dict):
         made: tuple[Any, ...] = _deepspeed_initialize(*args, **kwargs)
@@ -151,9 +153,9 @@ def _make_train_loader(original: Callable[[Trainer], DataLoader[Any]], trainer: 
 
 @contextmanager
 def _divided_data(accelerator: Accelerator, context: WorkerContext) -> Iterator[None]:
-    """Within this, loaders that accelerate prepares are of this rank's part of the data, among all ranks.
+    """Within this context, loaders that accelerate prepares draw this rank's part of the data, among all ranks.
 
-    The order is one for all workers, since accelerate's sampler shuffles by the epoch and the seed.
+    All workers have the same order, since accelerate's sampler shuffles by the epoch and the seed.
     """
     state, loading = accelerator.state, accelerator.dataloader_config
     before = state.num_processes, state.process_index, loading.dispatch_batches
@@ -166,7 +168,7 @@ def _divided_data(accelerator: Accelerator, context: WorkerContext) -> Iterator[
 
 
 def _plan_training(original: Callable[..., tuple[Any, ...]], trainer: Trainer, *args: object) -> tuple[Any, ...]:
-    """A fast worker goes through its data more often than the Trainer counts."""
+    """Raises the Trainer's number of epochs: a fast worker goes through its data more often than the Trainer counts."""
     epochs, *others = original(trainer, *args)
     return (epochs * (1 if entered_world() is None else _FASTEST), *others)
 
@@ -177,6 +179,6 @@ def _load_best_model(original: Callable[[Trainer], None], trainer: Trainer) -> N
 
 
 def _process_index(own: int) -> int:
-    """Among the ranks of all workers: the Trainer saves and logs where it is 0."""
+    """Returns this process's rank among those of all workers: the Trainer saves and logs where it is 0."""
     context = entered_world()
     return own if context is None else context.global_rank

@@ -1,4 +1,4 @@
-"""``initialize``: what ``deepspeed.initialize`` does, and joining an asynchronous run or a synchronous group."""
+"""``initialize``: does what ``deepspeed.initialize`` does, for an asynchronous run or a synchronous method."""
 
 import atexit
 from collections.abc import Callable
@@ -60,7 +60,7 @@ from fairseq_async.worker.shards import DataPosition
 
 _LONGEST = 300  # characters of a reason: some show a whole tensor
 _MISTAKES = (ValueError, TypeError, KeyError, AttributeError, AssertionError, NotImplementedError, DeepSpeedConfigError)
-_initialize_deepspeed = deepspeed.initialize  # its own, also where the name in deepspeed is given to this module's
+_initialize_deepspeed = deepspeed.initialize  # DeepSpeed's own, also after attach() has replaced it
 _HYBRID_SERVER = "fairseq_async.deepspeed_plugin.server"  # with torch's optimizers and DeepSpeed's schedules
 
 AsyncOptions: TypeAlias = LocalSGDOptions | HybridOptions
@@ -117,11 +117,11 @@ def initialize(
 
 @dataclass(frozen=True)
 class _Arguments:
-    """What a script has given ``initialize``, but for the configuration.
+    """The arguments that a script has given ``initialize``, without the configuration.
 
     Attributes:
-        others: passed on to ``deepspeed.initialize`` as they are.
-        name: of the configuration, for errors.
+        others: further arguments, passed on to ``deepspeed.initialize`` as they are.
+        name: name of the configuration, for errors.
     """
 
     args: object
@@ -132,13 +132,13 @@ class _Arguments:
     name: str
 
     def check(self, config: Config, in_the_server: bool) -> None:
-        """Finds what would end in a traceback of DeepSpeed's, or of torch's.
+        """Checks for mistakes that would end in a traceback of DeepSpeed's, or of torch's.
 
         Args:
-            in_the_server: the optimizer is to step there.
+            in_the_server: whether the optimizer is to step in the server.
 
         Raises:
-            ConfigurationError: names the key.
+            ConfigurationError: there is a mistake; names the key.
         """
         checks.check_values(config, self.name)
         checks.check_optimizer(config, self.name, self.others["optimizer"] is not None, in_the_server)
@@ -147,14 +147,14 @@ class _Arguments:
             loading_of(config, self.name)
 
     def make_engine(self, config: Config, **more: object) -> _Made:
-        """DeepSpeed's own engine, optimizer and schedule. The data is not given: it would make a loader of its own."""
+        """Makes DeepSpeed's own engine, optimizer and schedule, without the data, for which it would make a loader."""
         args = configuration.without_file(self.args)
         try:
             with waiting_for_compilers():
                 engine, optimizer, _, schedule = _initialize_deepspeed(
                     args=args, model=self.model, collate_fn=self.collate_fn, config=config, **self.others | more
                 )
-        except _MISTAKES as error:  # DeepSpeed finds mistakes by whatever goes wrong with them
+        except _MISTAKES as error:  # DeepSpeed checks little: a mistake raises what it leads to
             said = " ".join(str(error).split())[:_LONGEST] or "no reason given"
             raise ConfigurationError(f"{self.name}: DeepSpeed refuses this: {said} ({type(error).__name__})") from error
         return engine, optimizer, schedule
@@ -168,11 +168,11 @@ class _Arguments:
         join: _Join,
         config: Config,
     ) -> ShardedLoader | None:
-        """A loader of this rank's batches; None without training data.
+        """Makes a loader of this rank's batches; returns None without training data.
 
         Args:
             sizes: samples in each shard.
-            ranks: this rank, and how many share the batches.
+            ranks: this rank, and the number of ranks that share the batches.
         """
         if self.training_data is None:
             return None
@@ -199,7 +199,7 @@ def _initialize(arguments: _Arguments, config: Config) -> Initialized:
 def _initialize_synchronous(
     arguments: _Arguments, options: AdasumOptions | AdaScaleOptions, config: Config
 ) -> Initialized:
-    """An engine whose ranks, all that were started, are one data-parallel group."""
+    """Makes an engine of a synchronous method: all ranks that were started are one data-parallel group."""
     set_environment_without_launcher()
     deepspeed.init_distributed()
     unlink_reduction_buffer()
@@ -225,7 +225,7 @@ def _initialize_synchronous(
 def _initialize_asynchronous(
     arguments: _Arguments, options: AsyncOptions, section: Section, config: Config
 ) -> Initialized:
-    """An engine that is a worker, or one rank of it; a server is started if this process is to start one."""
+    """Makes an engine that is a worker, or one rank of it; starts the server if this process is to start it."""
     data, shards = arguments.training_data, options.shards if isinstance(options, LocalSGDOptions) else 0
     context = entered_world()
     if context is None:
@@ -255,7 +255,7 @@ def _make_worker_engine(
     client: Client,
     server: ServerProcess | None,
 ) -> Initialized:
-    """The engine of a worker that is connected to its server."""
+    """Makes the engine of a worker that is connected to its server."""
     shards = options.shards if isinstance(options, LocalSGDOptions) else 0
     sizes = sizes_of_shards(arguments.training_data, shards, context.workers, arguments.name)
     if entered_world() is None:
@@ -301,10 +301,10 @@ def _change_class(engine: DeepSpeedEngine, engine_class: type[_Engine]) -> _Engi
 def _describe(
     options: AsyncOptions, section: Section, context: WorkerContext, sizes: list[int], inner: JsonObject
 ) -> MethodSpec:
-    """The method as the server builds it and all workers must have it.
+    """Returns the method's description, from which the server builds it and on which all workers must agree.
 
     Args:
-        inner: what the server of a hybrid run builds its optimizer from.
+        inner: the description from which the server of a hybrid run builds its optimizer.
     """
     if isinstance(options, LocalSGDOptions):
         return local_sgd_spec(options, context.workers, sizes, section, inner)
@@ -314,7 +314,7 @@ def _describe(
 def _connect(
     context: WorkerContext, section: Section, server_module: str
 ) -> tuple[WorkerContext, Client, ServerProcess | None]:
-    """The context with the worker's number, the connection, and the server if this process has started it."""
+    """Connects; returns the context with the worker's number, the connection, and the server if it was started here."""
     if context.rank > 0:
         return context, _island_client(None, context), None
     context, client, server = context.connect(server_module, section, Path(section.run_dir), end_process)
@@ -322,14 +322,14 @@ def _connect(
 
 
 def _island_client(client: Client | None, context: WorkerContext) -> Client:
-    """A client for one rank of an island. It has those of Client's methods that LocalSGDWorker calls."""
+    """Makes a client for one rank of an island, which has those of Client's methods that LocalSGDWorker calls."""
     return cast(Client, IslandClient(client, context))
 
 
 def _make_worker(
     client: Client, engine: DeepSpeedEngine, options: AsyncOptions, context: WorkerContext
 ) -> LocalSGDWorker | HybridWorker:
-    """The worker side of the method, which has not joined the run yet."""
+    """Makes the worker side of the method, which has not joined the run yet."""
     if isinstance(options, LocalSGDOptions):
         return local_sgd_worker(client, replica_of(engine, context.rank), options)
     return HybridWorker(client, trainable(engine), options.max_refused)

@@ -46,7 +46,7 @@ class IslandClient:
 
     Args:
         client: rank 0's connection; None on the other ranks.
-        context: this rank's.
+        context: which rank of which worker this process is.
     """
 
     def __init__(self, client: Client | None, context: WorkerContext) -> None:
@@ -124,7 +124,7 @@ class IslandClient:
         return {"slot": self.slot}
 
     def _attach_slot(self, location: _SlotLocation) -> None:
-        """Opens rank 0's slot, and again when a server that came back has brought another one."""
+        """Opens rank 0's slot on the other ranks; opens it again when a server that came back has brought another."""
         if self.client is None and location != self._location:
             self._location = location
             memory = SharedMemory.attach(location.path, self._size, location.workers, location.publishes)
@@ -141,7 +141,7 @@ class IslandClient:
         with the slot's location. They go as JSON, because broadcasting objects would unpickle them.
 
         Raises:
-            AsyncError: on rank 0, the request's own.
+            AsyncError: on rank 0, the request's own error.
             ExchangeError: on the other ranks, if rank 0's request failed.
         """
         device = deepspeed.get_accelerator().current_device_name()
@@ -166,12 +166,12 @@ class IslandClient:
 
 
 def _adapter(kind: type[_Answer]) -> TypeAdapter[tuple[_Answer, _SlotLocation]]:
-    """The parser of an answer of this type with the slot's location."""
+    """Returns the parser of an answer of this type with the slot's location."""
     return TypeAdapter(tuple[kind, _SlotLocation])  # type: ignore[valid-type]
 
 
 def _share_slot(client: Client, size: int) -> _SlotLocation:
-    """Where the other ranks find the slot; one that goes over the network is moved to shared memory first."""
+    """Returns where the other ranks find the slot; a slot that goes over the network first moves to shared memory."""
     if client.memory is None:
         client.use(SharedMemory.create(size, 1, publishes=False))
         assert client.memory is not None

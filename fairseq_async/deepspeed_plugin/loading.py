@@ -1,4 +1,4 @@
-"""Batches that loader processes make ahead, where the configuration asks for them."""
+"""Reads batches, which loader processes make ahead if the configuration asks for them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,13 +29,14 @@ class Loading:
 
 
 def loading_of(config: dict[str, Any], name: str) -> Loading:
-    """
+    """Returns how a DeepSpeed configuration has ``training_data`` read.
+
     Args:
-        config: DeepSpeed's.
-        name: of the configuration, for errors.
+        config: DeepSpeed's configuration.
+        name: name of the configuration, for errors.
 
     Raises:
-        ConfigurationError: a value is wrong, or the order of the data would be DeepSpeed's, which the server chooses.
+        ConfigurationError: a value is wrong, or DeepSpeed would choose the order of the data, which the server chooses.
     """
     sampling = config.get("data_efficiency", {}).get("data_sampling", {})
     if sampling.get("curriculum_learning", {}).get("enabled"):
@@ -52,14 +53,14 @@ def loading_of(config: dict[str, Any], name: str) -> Loading:
 
 
 class BatchReader:
-    """Reads batches by their keys; loader processes make the following ones of the shard meanwhile.
+    """Reads batches by their keys; loader processes make the following batches of the shard meanwhile.
 
     When the server gives another shard, the batches that were made ahead are thrown away: as many as the processes
     hold, at most ``2 * num_workers``.
 
     Args:
         batches: a data set whose indices are keys, and whose samples are a key and its batch. Each process has a copy.
-        loading: by how many processes.
+        loading: the number of processes, and whether batches are in pinned memory.
     """
 
     def __init__(self, batches: Dataset[tuple[BatchKey, object]], loading: Loading) -> None:
@@ -77,7 +78,7 @@ class BatchReader:
         self._expected: BatchKey | None = None
 
     def read(self, key: BatchKey) -> object:
-        """The batch of this key."""
+        """Returns the batch of this key."""
         if key != self._expected:
             self._keys.following = key
         if self._batches is None:
@@ -87,7 +88,7 @@ class BatchReader:
 
 
 class _KeysAhead(Sampler[BatchKey]):
-    """The keys that are expected: one batch after the other of a shard, without end."""
+    """Yields the keys that are expected next: one batch of a shard after the other, without end."""
 
     def __init__(self) -> None:
         self.following: BatchKey = (0, 0)
@@ -100,5 +101,5 @@ class _KeysAhead(Sampler[BatchKey]):
 
 
 def _unchanged(sample: object) -> object:
-    """In place of torch's default, which would make tensors of arrays."""
+    """Returns the sample as it is, in place of torch's default ``collate_fn``, which would make tensors of arrays."""
     return sample

@@ -1,6 +1,7 @@
-"""The optimizer and the schedule of a JSON, made of one parameter before anything starts: what fails then is a mistake.
+"""Makes the optimizer and the schedule of a JSON for one parameter, before anything starts, to find mistakes.
 
-torch and DeepSpeed check little, and each value in its own way. A key without which nothing fails is the one at fault.
+torch and DeepSpeed check little, and each value in its own way. So whatever fails here is a mistake, and a key without
+which nothing fails is the one at fault.
 """
 
 import inspect
@@ -18,12 +19,12 @@ _PAIRS = ("betas",)
 
 
 def fault_of_optimizer(kind: type[Optimizer], params: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments of an optimizer, in words with the key; empty where nothing is."""
+    """Returns what is wrong with the arguments of an optimizer, in words with the key; "" if nothing is."""
     return _fault(params, lambda given: kind([Parameter(torch.zeros(1))], **given))
 
 
 def fault_of_schedule(kind: type, params: Mapping[str, Any]) -> str:
-    """As :func:`fault_of_optimizer`, of a schedule of DeepSpeed's or torch's."""
+    """Returns what is wrong with the arguments of a schedule of DeepSpeed's or torch's; "" if nothing is."""
     try:
         inspect.signature(kind).bind(None, **params)
     except TypeError as error:

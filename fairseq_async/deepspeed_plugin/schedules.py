@@ -34,7 +34,7 @@ def is_deepspeeds(section: JsonObject | None) -> bool:
 
 
 def build(section: JsonObject, optimizer: torch.optim.Optimizer) -> DeepSpeedSchedule:
-    """One of DeepSpeed's schedules, from the section ``"scheduler"``.
+    """Builds one of DeepSpeed's schedules from the section ``"scheduler"``.
 
     Raises:
         ConfigurationError: DeepSpeed does not take its parameters.
@@ -49,10 +49,10 @@ def build(section: JsonObject, optimizer: torch.optim.Optimizer) -> DeepSpeedSch
 
 
 def check_schedule(schedule: Schedule | None) -> None:
-    """Checks that a schedule is a function of a count, which alone can follow the run.
+    """Checks that a schedule is a function of a count: only such a schedule can follow the run.
 
     Raises:
-        ConfigurationError: it is another.
+        ConfigurationError: the schedule is of another kind.
     """
     if schedule is not None and not isinstance(schedule, DeepSpeedSchedule | LambdaLR):
         name = type(schedule).__name__
@@ -60,7 +60,7 @@ def check_schedule(schedule: Schedule | None) -> None:
 
 
 def set_schedule(schedule: Schedule | None, progress: float) -> None:
-    """Sets a schedule to where the run is: after n steps of a synchronous run its count is n − 1."""
+    """Sets a schedule to the run's progress: after n steps of a synchronous run, a schedule's count is n − 1."""
     if isinstance(schedule, DeepSpeedSchedule):
         if progress >= 1:
             schedule.step(int(progress) - 1)
@@ -80,7 +80,7 @@ class NamedSchedule(StepSchedule):
         set_schedule(self.scheduler, steps)
 
     def state_dict(self) -> State:
-        """DeepSpeed's own."""
+        """Returns the state of DeepSpeed's schedule."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state: State) -> None:

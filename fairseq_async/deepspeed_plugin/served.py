@@ -17,22 +17,22 @@ SCHEDULER = "scheduler"  # the key of a schedule of DeepSpeed's, beside those of
 
 
 def without_schedule(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration without a schedule of DeepSpeed's: the server builds it from the rates before its warm-up."""
+    """Returns the configuration without a schedule of DeepSpeed's: the server needs the rates before its warm-up."""
     if not schedules.is_deepspeeds(config.get("scheduler")):
         return config
     return {key: value for key, value in config.items() if key != "scheduler"}
 
 
 def leave_to_server(engine: DeepSpeedEngine, config: dict[str, Any], total_steps: int) -> JsonObject:
-    """What the server builds from; the engine gets the schedule that :func:`without_schedule` has left out.
+    """Returns what the server builds from; gives the engine the schedule that :func:`without_schedule` has left out.
 
     Args:
-        engine: as DeepSpeed has made it, of that configuration.
-        config: the whole one.
-        total_steps: of the server in the whole run; 0 for no end.
+        engine: the engine that DeepSpeed has made of the configuration without a schedule.
+        config: the whole configuration.
+        total_steps: steps of the server in the whole run; 0 for no end.
 
     Raises:
-        ConfigurationError: the server has nothing that would step equally.
+        ConfigurationError: no parameter is trained, or the server has no optimizer that would step equally.
     """
     optimizer, section = engine.optimizer, config.get("scheduler")
     if not trainable(engine):
@@ -47,10 +47,10 @@ def leave_to_server(engine: DeepSpeedEngine, config: dict[str, Any], total_steps
 
 
 def equal_of_torch(optimizer: torch.optim.Optimizer) -> str:
-    """The class of torch that takes the same steps as one of DeepSpeed's; "" for an optimizer that is none of these.
+    """Returns the class of torch that takes the same steps as DeepSpeed's Adam; "" for another optimizer.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: no class of torch takes the same steps.
     """
     if type(optimizer) not in (FusedAdam, DeepSpeedCPUAdam):
         return ""

@@ -17,7 +17,7 @@ from fairseq_async.server.program import serve
 
 
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[ScheduledRule, EpochPlan]:
-    """The rule of a run, with its schedule, and its plan.
+    """Builds the rule of a run, with its schedule, and its plan.
 
     Raises:
         ConfigurationError: torch or DeepSpeed does not take the configuration.

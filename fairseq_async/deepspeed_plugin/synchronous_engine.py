@@ -32,7 +32,7 @@ class SynchronousEngine(DeepSpeedEngine):
     Attributes:
         worker: this rank; rank 0 is to validate.
         workers: the number of ranks, of which each is to draw its own part of the data.
-        context: the same, as asynchronous workers have it.
+        context: rank and number of ranks, in the form that asynchronous workers have.
     """
 
     options: AdasumOptions | AdaScaleOptions
@@ -54,7 +54,7 @@ class SynchronousEngine(DeepSpeedEngine):
 
     @property
     def progress(self) -> float:
-        """Steps of the run so far."""
+        """Steps of the run so far, without those that were skipped."""
         return self.global_steps - self.skipped_steps
 
     @property
@@ -69,7 +69,7 @@ class SynchronousEngine(DeepSpeedEngine):
     def load_checkpoint(
         self, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
     ) -> tuple[str | None, ClientState]:
-        """Loads as DeepSpeed does, and checks that all ranks have the same parameters then."""
+        """Loads as DeepSpeed does, then checks that all ranks have the same parameters."""
         loaded: tuple[str | None, ClientState] = super().load_checkpoint(load_dir, tag, *args, **kwargs)
         self._check_equal()
         return loaded
@@ -78,13 +78,15 @@ class SynchronousEngine(DeepSpeedEngine):
         check_equal([(name, each) for name, each in self.module.named_parameters() if each.requires_grad])
 
     def _skip_step(self, bad: bool) -> bool:
-        """Whether this step is left out; if so, counts it. All ranks must give the same ``bad``.
+        """Returns whether to leave out this step, and counts a step that is. All ranks must give the same ``bad``.
+
+        An optimizer that itself skips steps with NaN or Inf is left to do so.
 
         Args:
-            bad: the gradient has NaN or Inf on some rank.
+            bad: whether the gradient has NaN or Inf on some rank.
 
         Raises:
-            AsyncError: so had those of the last ten steps.
+            AsyncError: without fp16, the gradients of the last ten steps had NaN or Inf.
         """
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0
         if bad:
@@ -119,7 +121,7 @@ class GroupPosition:
 
 
 def on_any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether a flag is set on one rank at least; a collective call, so all ranks must make it."""
+    """Returns whether a flag is set on at least one rank; a collective call, which all ranks must make."""
     number = torch.tensor([float(flag)], device=device)
     dist.all_reduce(number, dist.ReduceOp.MAX)
     return bool(number)
@@ -129,7 +131,7 @@ def set_environment_without_launcher() -> None:
     """Sets torch.distributed's variables for a process that no launcher has started: a group of one rank.
 
     Raises:
-        ConfigurationError: our own launcher has started it, which makes no group of a script's processes.
+        ConfigurationError: our own launcher has started the process; it makes no group of a script's processes.
     """
     if WORKER in os.environ:
         raise ConfigurationError(

@@ -27,15 +27,15 @@ from fairseq_async.worker.replica import MasterReplica, Replica, TensorReplica
 
 
 def trainable(engine: DeepSpeedEngine) -> list[tuple[str, Parameter]]:
-    """The parameters that are trained, and exchanged, in the order of the layout."""
+    """Returns the parameters that are trained, and exchanged, in the order of the layout."""
     return [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
 
 
 def _stepped(engine: DeepSpeedEngine) -> list[tuple[str, Parameter]]:
-    """Those of :func:`trainable` that the optimizer has: it keeps no master of another.
+    """Returns the parameters of :func:`trainable` that the optimizer has: it keeps no master of another parameter.
 
     Raises:
-        ConfigurationError: there are none, or it has parameters of another model.
+        ConfigurationError: the optimizer has none of them, or has parameters of another model.
     """
     named = trainable(engine)
     groups = low_precision_groups(engine.optimizer) or [group["params"] for group in engine.optimizer.param_groups]
@@ -49,7 +49,7 @@ def _stepped(engine: DeepSpeedEngine) -> list[tuple[str, Parameter]]:
 
 
 def step_gradients(engine: DeepSpeedEngine) -> list[Tensor]:
-    """The gradients of the coming step on this rank, after DeepSpeed's reduction; with ZeRO, this rank's partition.
+    """Returns this rank's gradients of the coming step, after DeepSpeed's reduction; with ZeRO, its partition of them.
 
     A parameter without a gradient gets zeros, so that all ranks have the same tensors.
     """
@@ -64,7 +64,7 @@ def step_gradients(engine: DeepSpeedEngine) -> list[Tensor]:
 
 
 def masters_of(optimizer: DeepSpeedOptimizer) -> Masters | None:
-    """For each parameter of the model one master of its parameter group; None where the optimizer steps parameters.
+    """Returns for each parameter of the model one master of its parameter group; None if the optimizer has no masters.
 
     The master says which group, and so which learning rate, a parameter has; it is not that parameter's own master.
     """
@@ -90,13 +90,13 @@ def has_nonfinite_step(engine: DeepSpeedEngine) -> bool:
 
 
 def all_finite(gradients: list[Tensor]) -> bool:
-    """Whether there is no NaN and no Inf in them."""
+    """Whether there is no NaN and no Inf in the gradients."""
     norms = torch._foreach_norm(gradients, torch.inf)
     return bool(torch.stack([norm.float() for norm in norms]).isfinite().all())
 
 
 def replica_of(engine: DeepSpeedEngine, rank: int) -> Replica:
-    """The engine's trainable parameters: themselves in fp32 without ZeRO, else their fp32 masters on this rank.
+    """Returns the engine's trainable parameters: themselves in fp32 without ZeRO, else this rank's fp32 masters.
 
     Every rank of an island hands over its own partition; where all ranks hold everything, rank 0 does.
 

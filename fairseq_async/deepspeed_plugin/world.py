@@ -12,12 +12,13 @@ from fairseq_async.worker.context import WorkerContext
 
 
 def check_not_started() -> None:
-    """
+    """Checks that nothing has initialised torch.distributed yet.
+
     Raises:
         ConfigurationError: torch.distributed is initialised already, with every rank in it.
     """
     if torch.distributed.is_initialized():
-        unlink_reduction_buffer()  # every rank is here, and the launcher kills those that are slower to end
+        unlink_reduction_buffer()  # now, while every rank is here: the launcher kills those that are slower to end
         raise ConfigurationError(
             "torch.distributed was initialised with all ranks; call fairseq_async.deepspeed_plugin.initialize before "
             "anything that does so (deepspeed.init_distributed, for one); with Trainer or accelerate, call attach first"
@@ -34,7 +35,7 @@ def start_world(context: WorkerContext) -> None:
         ConfigurationError: the island is not on one machine.
         ExchangeError: rank 0 of the island did not tell its port.
     """
-    context.open_store()  # its address is in the variables that are set below
+    context.open_store()  # before its address, which is in the variables that are set below, is overwritten
     host, port = "127.0.0.1", free_port()
     if context.island_size > 1:
         key = f"island-{context.worker}"
@@ -54,9 +55,9 @@ def start_world(context: WorkerContext) -> None:
 
 
 def enter_world(island_size: int) -> WorkerContext:
-    """Finds which worker this process is and sets its world, where somebody else will initialise torch.distributed.
+    """Finds which worker this process is and sets its world, for scripts in which others initialise torch.distributed.
 
-    Called again, it returns the same worker: the launcher's variables are not there any more. Raises what
+    A second call returns the same worker, since the launcher's variables are not there any more. Raises what
     :meth:`WorkerContext.find`, :func:`check_not_started` and :func:`start_world` raise.
     """
     if not _entered:
@@ -68,7 +69,7 @@ def enter_world(island_size: int) -> WorkerContext:
 
 
 def entered_world() -> WorkerContext | None:
-    """The worker that :func:`enter_world` has found; None where it was not called."""
+    """Returns the worker that :func:`enter_world` has found; None if it was not called."""
     return _entered[0] if _entered else None
 
 

@@ -46,9 +46,9 @@ class PartitionedReplica:
             part.sub_(local.to(part))
 
     def write(self, flat: Tensor) -> None:
-        """The masters' own partitions, then the model's parameters one after the other: the model is never whole.
+        """Writes the masters' partitions, then the model's parameters one after the other: the model is never whole.
 
-        That holds for a GPU, too, which gets one parameter at a time.
+        A GPU, too, gets one parameter at a time.
         """
         for part, master, parameter in self._parts(flat):
             padded = torch.zeros_like(master)
@@ -59,7 +59,7 @@ class PartitionedReplica:
                 parameter.copy_(view)
 
     def _local_parts(self, flat: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """The places of this rank's partitions in ``flat``, and the partitions where ``flat`` is."""
+        """Returns this rank's parts of ``flat``, each with the master's partition, copied to where ``flat`` is."""
         parts = [(part, master[: part.numel()]) for part, master, _ in self._parts(flat)]
         local = between(self.device, flat).fetch([held for _, held in parts])
         return zip((part for part, _ in parts), local, strict=True)
@@ -68,7 +68,7 @@ class PartitionedReplica:
         return PartitionedReplica(self._named[tensors], self._rank)
 
     def _parts(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor, Parameter]]:
-        """Of each parameter this rank's part of the flat vector, the master's partition, and the parameter itself."""
+        """Yields for each parameter this rank's part of ``flat``, the master's partition, and the parameter itself."""
         for view, parameter in zip(self.layout.views(flat), self._parameters, strict=True):
             master = safe_get_local_fp32_param(parameter).detach().view(-1)
             start = min(view.numel(), self._rank * master.numel())

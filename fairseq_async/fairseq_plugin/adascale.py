@@ -1,4 +1,4 @@
-"""``--optimizer adascale``: the learning rate times a gain, which is measured from a step's batches."""
+"""``--optimizer adascale``: multiplies the learning rate by a gain that is measured from the batches of each step."""
 
 import logging
 import math
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class AdaScaleOptimizer(WrappedOptimizer):
-    """The inner optimizer with its learning rate times the gain.
+    """An optimizer that steps the inner optimizer with its learning rates multiplied by AdaScale's gain.
 
     Attributes:
-        adascale: measures the gain; the trainer makes it, since it knows the model's parameters and the ranks.
+        adascale: measures the gain; set by the trainer, which knows the model's parameters and the ranks.
     """
 
     adascale: AdaScale
@@ -53,11 +53,11 @@ class AdaScaleOptimizer(WrappedOptimizer):
             self.adascale.advance()
 
     def state_dict(self) -> StateDict:
-        """The inner optimizer's state, and the statistics of the gain."""
+        """Returns the inner optimizer's state, and the statistics of the gain."""
         return {**self.inner.state_dict(), "adascale": self.adascale.statistics()}
 
     def load_state_dict(self, state_dict: StateDict, optimizer_overrides: StateDict | None = None) -> None:
-        """Restores both."""
+        """Restores the inner optimizer's state, and the statistics of the gain."""
         super().load_state_dict(state_dict, optimizer_overrides)
         self.adascale.load_statistics(state_dict["adascale"])
 
@@ -65,8 +65,8 @@ class AdaScaleOptimizer(WrappedOptimizer):
 class AdaScaleTrainer(SynchronousTrainer):
     """The trainer of ``--optimizer adascale``.
 
-    ``num_updates`` is the number of scale-invariant steps, rounded down: the learning-rate schedule, ``--max-update``
-    and all intervals are those of the run with one batch in a step.
+    ``num_updates`` is the number of scale-invariant steps, rounded down. So the learning-rate schedule,
+    ``--max-update`` and all intervals count as in a run with one batch per step.
     """
 
     @classmethod
@@ -89,7 +89,7 @@ class AdaScaleTrainer(SynchronousTrainer):
     def _build_optimizer(self) -> None:
         before = None if self._optimizer is None else self.wrapped
         super()._build_optimizer()
-        if before is not None:  # fairseq builds it anew for a checkpoint
+        if before is not None:  # fairseq builds its optimizer anew for a checkpoint
             before.adascale.close()
         wrapped, inner = self.wrapped, self.arguments.inner_optimizer
         wrapped.adascale = AdaScale(
@@ -105,7 +105,7 @@ class AdaScaleTrainer(SynchronousTrainer):
         )
 
     def begin_epoch(self, epoch: int) -> None:
-        """Sets the scale, which follows from the epoch's ``--update-freq``."""
+        """Sets AdaScale's scale for the epoch's ``--update-freq``."""
         gradients = self._gradients[min(epoch, len(self._gradients)) - 1]
         scale = 1.0 if gradients == 1 and len(self._gradients) > 1 else self._options.scale_of(gradients)
         self.wrapped.adascale.set_scale(scale, gradients // self.data_parallel_world_size)
@@ -114,7 +114,7 @@ class AdaScaleTrainer(SynchronousTrainer):
     # One step
 
     def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
-        """Measures anew: norms of a step that was not taken are dropped."""
+        """Takes one step as fairseq does, after dropping the norms that a step that was not taken has left."""
         self.wrapped.adascale.discard_norms()
         return super().train_step(samples, raise_oom)
 
@@ -124,7 +124,7 @@ class AdaScaleTrainer(SynchronousTrainer):
             self.wrapped.adascale.begin_pass(0.0 if self._is_dummy else float(output[1]))
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
-        """Measures the gain, then clips: here gradients are reduced, and not clipped yet."""
+        """Measures the gain, then clips the gradients: at this point they are reduced, and not clipped yet."""
         self._check_passes()
         factor, loss_scale = scales(self.optimizer)
         self.wrapped.adascale.measure_sums(math.fsum(self._weights), factor, loss_scale)
@@ -143,7 +143,7 @@ class AdaScaleTrainer(SynchronousTrainer):
             )
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Sets the scale-invariant steps, whatever fairseq has counted, after a step that was taken."""
+        """Sets ``num_updates``; after a step that was taken, to the scale-invariant steps, not to fairseq's count."""
         if not self._in_step or self.wrapped.skip:
             return super().set_num_updates(num_updates)
         previous, steps = int(self.get_num_updates()), int(self.wrapped.adascale.scale_invariant_steps)
@@ -169,8 +169,8 @@ class AdaScaleTrainer(SynchronousTrainer):
         return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
 
     def state_dict(self) -> StateDict:
-        """fairseq's, in types that torch loads without trust."""
-        # Past our own method, which would set the steps again: a checkpoint is to have a plain number.
+        """Returns fairseq's checkpoint, in types that ``torch.load`` trusts."""
+        # Trainer's method and not our override, which may set the steps again: a checkpoint must hold a plain int.
         Trainer.set_num_updates(self, int(self.get_num_updates()))
         return super().state_dict()
 
@@ -180,7 +180,7 @@ def _options_of(cfg: FairseqConfig) -> AdaScaleOptions:
 
 
 def _gradients(cfg: FairseqConfig) -> list[int]:
-    """The gradients of a step, for each epoch as ``--update-freq`` lists them."""
+    """Returns the number of gradients in a step, of all ranks together, for each entry of ``--update-freq``."""
     return [cfg.distributed_training.distributed_world_size * each for each in cfg.optimization.update_freq]
 
 

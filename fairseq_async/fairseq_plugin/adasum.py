@@ -33,10 +33,10 @@ class AdasumOptimizer(WrappedOptimizer):
     The trainer sets, before it calls anything:
 
     Attributes:
-        group: the ranks.
-        combine: Adasum between them.
+        group: the process group of the ranks.
+        combine: combines tensors across the ranks by Adasum, in place.
         share: factor for the sum of this rank's gradients; 0 for a rank whose batch is only there to fill up an epoch.
-        sizes: of the tensors in the one flat master that fairseq makes of an fp16 model; none otherwise.
+        sizes: sizes of the parameters in the one flat master that fairseq makes of a half-precision model; else empty.
     """
 
     def __init__(self, args: Namespace, params: Iterable[Parameter]) -> None:
@@ -60,7 +60,7 @@ class AdasumOptimizer(WrappedOptimizer):
     # What fairseq's trainer calls in one step, in its order
 
     def all_reduce_grads(self, module: nn.Module) -> None:
-        """Makes gradients this rank's mean, and combines them in the gradient form.
+        """Scales the gradients to this rank's mean; in the gradient form, also combines them across the ranks.
 
         Every rank combines the same tensors: a parameter that no loss of this rank depends on gets a gradient of zeros.
         """
@@ -77,8 +77,8 @@ class AdasumOptimizer(WrappedOptimizer):
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: _Aggregate | None = None) -> Tensor:
         """Clips gradients by their norm.
 
-        In the delta form that is the root of the mean square of the ranks' norms: all are clipped by one factor, and
-        all learn of a NaN.
+        In the delta form, that norm is the root mean square of the ranks' norms: all ranks clip by one factor, and all
+        see a NaN.
         """
         together = self._mean_norm if self.form == "delta" else aggregate_norm_fn
         norm: Tensor = super().clip_grad_norm(max_norm, together)
@@ -104,12 +104,12 @@ class AdasumOptimizer(WrappedOptimizer):
     # Checkpoints
 
     def gather(self) -> None:
-        """Collects on rank 0 what only other ranks have; all ranks call it."""
+        """Collects the other ranks' optimizer states on rank 0, in the delta form. Collective: all ranks call it."""
         if self.form == "delta":
             self.states.gather(self.group)
 
     def state_dict(self) -> StateDict:
-        """The inner optimizer's state of this rank, and what was gathered of the others'."""
+        """Returns this rank's inner optimizer state, and those of the other ranks that were gathered."""
         own = {"steps": self.steps, "ranks": self.states.gathered}
         self.states.gathered = []
         return {**self.inner.state_dict(), "adasum": own}
@@ -124,7 +124,7 @@ class AdasumOptimizer(WrappedOptimizer):
     # Details
 
     def _tensors(self) -> list[Tensor]:
-        """The tensors that Adasum combines one by one."""
+        """Returns the tensors that Adasum combines one by one: the parameters, or their parts of the flat master."""
         parts: list[Tensor] = []
         for parameter in self.params:
             parts += parameter.data.view(-1).split(self.sizes) if self.sizes else [parameter.data]
@@ -144,7 +144,7 @@ class AdasumOptimizer(WrappedOptimizer):
 
 
 class AdasumTrainer(SynchronousTrainer):
-    """The trainer of ``--optimizer adasum``, which tells :class:`AdasumOptimizer` of the ranks and their batches."""
+    """The trainer of ``--optimizer adasum``; tells :class:`AdasumOptimizer` the ranks, and this rank's share."""
 
     @classmethod
     def check(cls, cfg: FairseqConfig) -> None:
@@ -185,9 +185,10 @@ class AdasumTrainer(SynchronousTrainer):
     def _aggregate_logging_outputs(
         self, logging_outputs: FairseqObject, sample_size: FairseqObject, *more: object, **kwargs: object
     ) -> FairseqObject:
-        """Adds the ranks' logging outputs, and sets this rank's share.
+        """Sums the logging outputs of all ranks, and sets this rank's share.
 
-        Here all ranks' tokens are known, by which fairseq will divide the sum of all gradients.
+        The share is set here, where the tokens of all ranks are known: fairseq will divide the sum of all gradients by
+        them.
         """
         outputs, totals = super()._aggregate_logging_outputs(logging_outputs, sample_size, *more, **kwargs)
         if self._in_step:
@@ -197,9 +198,10 @@ class AdasumTrainer(SynchronousTrainer):
         return outputs, totals
 
     def consolidate_optimizer(self) -> None:
-        """Gathers the ranks' states. fairseq calls it on all ranks before a checkpoint is written.
+        """Gathers the ranks' optimizer states. fairseq calls this on all ranks before it writes a checkpoint.
 
-        After an error in a step it calls it on this rank alone, where a collective call would wait for ever.
+        After an error in a step, fairseq calls it on this rank alone, where a collective call would wait for ever:
+        nothing is gathered then.
         """
         super().consolidate_optimizer()
         if not (self._in_step or self.cfg.checkpoint.no_save_optimizer_state):

@@ -1,4 +1,4 @@
-"""What the trainers of asynchronous workers share: their part of the data, and the server's state in checkpoints."""
+"""The base of the asynchronous workers' trainers: a worker's part of the data, the server's state in checkpoints."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -26,9 +26,9 @@ SEED_SPACING = 1_000_000  # between workers' seeds: more than fairseq adds for e
 class AsynchronousTrainer(Trainer, ABC):
     """fairseq's trainer for one worker of a run whose parameters are the server's.
 
-    In each epoch the training set is shuffled anew, the same for all, and each of k workers draws its own k-th part, as
-    fairseq's synchronous ranks do. Their epochs together are one pass over the data. Over its epochs each worker draws
-    from the whole set, in its own order and at its own speed. Worker 0 validates and saves.
+    In each epoch the training set is shuffled anew, in the same order on all workers. Each of k workers draws its own
+    k-th part, as fairseq's synchronous ranks do: one epoch of every worker is one pass over the data. Over its epochs,
+    each worker draws from the whole set, in its own order and at its own speed. Worker 0 validates and saves.
     """
 
     _num_updates: int
@@ -43,34 +43,36 @@ class AsynchronousTrainer(Trainer, ABC):
         quantizer: FairseqObject = None,
     ) -> None:
         self.session = session
-        self.validated_epoch = 0  # of the last validation
+        self.validated_epoch = 0  # the epoch of the last validation
         self._sharding = False
-        self._server_state: StateDict | None = None  # that of the last validation, until the next step
-        self._position: StateDict | None = None  # in the data, of a worker that comes back
+        self._server_state: StateDict | None = None  # the state that was validated or saved, until the next step
+        self._position: StateDict | None = None  # where a worker that comes back goes on in the data
         self._iterator: FairseqObject = None
         super().__init__(cfg, task, model, criterion, quantizer)
 
     @property
     @abstractmethod
     def worker(self) -> AsyncWorker:
-        """The worker side of the method. It is made with the optimizer."""
+        """The worker side of the method, which is made together with the optimizer."""
 
     @abstractmethod
     def fetch_server_state(self) -> StateDict:
-        """The server's state, whose parameters the model takes: once between two steps, so that what was validated is
-        what is saved."""
+        """Fetches the server's state, and puts its parameters into the model.
 
-    # fairseq's view of the group. Its trainer makes no collective call in a world of one, so each worker is one. But
-    # fairseq also divides the data by the size of the world.
+        Between two steps, the state is fetched only once, so that what was validated is what is saved.
+        """
+
+    # fairseq's view of the group: each worker is a world of one, in which fairseq's trainer makes no collective call.
+    # But fairseq also divides the data by the size of the world: while it does so, the world has all workers.
 
     @property
     def data_parallel_world_size(self) -> int:
-        """The number of workers while data is divided, else 1."""
+        """The number of workers while the data is divided, else 1."""
         return self.session.context.workers if self._sharding else 1
 
     @property
     def data_parallel_rank(self) -> int:
-        """The worker's part of the data; a worker that has joined shares one with another."""
+        """The number of this worker's part while the data is divided, else 0; a worker that joins shares a part."""
         return self.session.context.worker % self.session.context.workers if self._sharding else 0
 
     @property
@@ -89,7 +91,7 @@ class AsynchronousTrainer(Trainer, ABC):
     # Data
 
     def get_train_iterator(self, epoch: int, *args: object, **kwargs: object) -> FairseqObject:
-        """fairseq's, over this worker's part of the training set; at the position where it was, if it comes back."""
+        """Returns fairseq's iterator over this worker's part; a worker that comes back goes on where it was."""
         resumed_at = self._position["epoch"] if self._position else epoch
         first = self._iterator is None
         make = super().get_train_iterator
@@ -113,24 +115,25 @@ class AsynchronousTrainer(Trainer, ABC):
             )
 
     def fraction_of_epoch(self, batches: Sequence[FairseqObject]) -> float:
-        """What these batches are of a pass over the whole training set; 0 where its size is not known."""
+        """Returns these batches' fraction of a pass over the whole training set; 0 if its size is not known."""
         whole = getattr(self._iterator, "frozen_batches", None)
         return len(batches) / len(whole) if whole else 0.0
 
     # Checkpoints
 
     def trainable_parameters(self) -> list[tuple[str, Parameter]]:
-        """The parameters that this worker exchanges, with their names."""
+        """Returns the parameters that this worker exchanges, with their names."""
         return trainable_parameters(self.model, self.criterion)
 
     def load_fairseq_checkpoint(
         self, welcome: Welcome, filename: str, *args: object, **kwargs: object
     ) -> StateDict | None:
-        """What fairseq loads from a checkpoint; its extra state.
+        """Loads a checkpoint as fairseq does; returns its extra state, or None if no checkpoint is read.
 
-        Into a run that is going on, parameters come from the server, and worker 0 may be writing this file now: a file
-        that cannot be read is left. A worker that comes late to a run that began without a checkpoint reads none: what
-        is there has worker 0's place in the data, and what is before it in this worker's own part would be left out.
+        In a run that is going on, parameters come from the server, and worker 0 may be writing this file now: a file
+        that cannot be read is ignored with a warning. A worker that comes late to a run that began without a checkpoint
+        reads none: the file has worker 0's place in the data, and this worker would leave out what comes before that
+        place in its own part.
         """
         running = welcome.initialised
         if running and not welcome.from_checkpoint and not welcome.sequence:
@@ -146,9 +149,10 @@ class AsynchronousTrainer(Trainer, ABC):
                 return None
 
     def resume_data(self, extra_state: StateDict | None, position: StateDict | None) -> StateDict | None:
-        """A checkpoint's extra state, with this worker's position in the data.
+        """Returns a checkpoint's extra state, with this worker's position in the data.
 
-        A worker that comes back goes on where it was, whatever checkpoint or flags say of the run's beginning.
+        A worker that comes back goes on at ``position``, whatever the checkpoint or the flags say of the run's
+        beginning.
         """
         self._position = position
         if extra_state is not None:
@@ -157,7 +161,7 @@ class AsynchronousTrainer(Trainer, ABC):
         return extra_state
 
     def begin_valid_epoch(self, epoch: int) -> None:
-        """Worker 0 validates the server's parameters."""
+        """Puts the server's parameters into the model before the validation, which worker 0 alone does."""
         self.validated_epoch = epoch
         self.fetch_server_state()
         super().begin_valid_epoch(epoch)

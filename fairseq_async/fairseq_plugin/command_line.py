@@ -1,4 +1,4 @@
-"""The command of a recorded run, which worker 0 writes and the replay parses again."""
+"""The ``fairseq-train`` command of a recorded run, which worker 0 writes and the replay parses again."""
 
 import json
 import os
@@ -17,16 +17,16 @@ _FILE = "command.json"
 
 
 def write_command(run_dir: Path) -> None:
-    """Writes this process's arguments, and what else its arithmetic depends on."""
+    """Writes this process's arguments and directory, and what its arithmetic depends on: threads, torch's version."""
     run_dir.mkdir(parents=True, exist_ok=True)
     command = {"arguments": sys.argv[1:], "directory": os.getcwd(), "threads": torch.get_num_threads()}
     (run_dir / _FILE).write_text(json.dumps(command | {"torch": torch.__version__}, indent=1) + "\n")
 
 
 def read_command(run_dir: Path) -> tuple[FairseqConfig, int]:
-    """fairseq's configuration, as the recorded process had it, and the number of its threads.
+    """Returns fairseq's configuration as the recorded process had it, and the number of that process's threads.
 
-    Changes to the directory in which the run was started, to which its paths are relative.
+    Also changes to the directory in which the run was started, to which its paths are relative.
 
     Raises:
         ConfigurationError: there is no recorded command, or fairseq does not take it any more.
@@ -47,7 +47,7 @@ def read_command(run_dir: Path) -> tuple[FairseqConfig, int]:
 
 
 def _without_our_directory(arguments: list[str]) -> list[str]:
-    """The arguments without ``--user-dir`` where it names this package, which is imported already."""
+    """Returns the arguments without ``--user-dir`` if that names this package, which is imported already."""
     kept = list(arguments)
     for index, (flag, value) in enumerate(zip(arguments, arguments[1:], strict=False)):
         if flag == "--user-dir" and Path(value).name == Path(__file__).parents[1].name:

@@ -1,4 +1,4 @@
-"""The flags of our ``--optimizer``s, made from the methods' options, and those of the optimizer that each is round."""
+"""The flags of our ``--optimizer``s, made from the methods' options, and those of their inner optimizers."""
 
 import argparse
 import sys
@@ -19,8 +19,10 @@ from fairseq_async.option_flags import INNER_OPTIMIZER
 
 
 def add_server_method(parser: ArgumentParser, method: str) -> None:
-    """Adds the flags of a method with a server, and the inner optimizer's, which fairseq would add if it were the
-    optimizer."""
+    """Adds the flags of a method with a server, and those of its inner optimizer.
+
+    fairseq adds the latter by itself only where the inner optimizer is ``--optimizer``.
+    """
     _add(parser, method)
     _inner_class(method, refused.check_processes(INNER_OPTIMIZER.default)).add_args(parser)
 
@@ -29,7 +31,7 @@ def add_synchronous_method(parser: ArgumentParser, method: str, legacy: bool) ->
     """Adds a synchronous method's flags, its inner optimizer's, and the defaults that its processes need.
 
     Args:
-        legacy: gradients are reduced by the optimizer, which fairseq's ``--ddp-backend legacy_ddp`` asks for that.
+        legacy: the optimizer reduces the gradients; with ``--ddp-backend legacy_ddp`` fairseq asks it to.
     """
     _add(parser, method)
     on_cpu = not torch.cuda.is_available() or "--cpu" in sys.argv
@@ -54,7 +56,8 @@ def _inner_class(method: str, name: str) -> Any:
     return OPTIMIZER_REGISTRY[name]
 
 
-# What the flags say. Each raises a ConfigurationError for a value out of its range or a flag that its rule has not.
+# The options that the flags give. Each function raises a ConfigurationError for a value out of its range, or for a flag
+# that the chosen rule does not have.
 
 
 def hybrid_options(args: Namespace, cfg: DictConfig) -> HybridOptions:
@@ -83,12 +86,12 @@ def server_options(args: Namespace) -> ServerOptions:
 
 
 def hybrid_server(args: Namespace) -> str:
-    """The module that is the server of ``--optimizer hybrid_async``."""
+    """Returns the name of the module that is the server of ``--optimizer hybrid_async``."""
     return "fairseq_async.fairseq_server"
 
 
 def local_sgd_server(args: Namespace) -> str:
-    """The module that is the server of ``--optimizer local_sgd``."""
+    """Returns the name of the module that is the server of ``--optimizer local_sgd``."""
     return global_server.local_sgd_server(args.local_sgd_upstream)
 
 
@@ -96,11 +99,12 @@ def _of_fairseq(cfg: DictConfig) -> dict[str, object]:
     return {"total_steps": cfg.optimization.max_update, "seed": cfg.common.seed}
 
 
-# The method on which all workers agree. Each raises a ConfigurationError for options that cannot work.
+# The description of a method, on which all workers agree. Each function raises a ConfigurationError for options that
+# cannot work.
 
 
 def describe_hybrid(args: Namespace, cfg: DictConfig, workers: int) -> MethodSpec:
-    """The server builds fairseq's inner optimizer and learning-rate schedule."""
+    """Describes a ``hybrid_async`` run, for which the server builds fairseq's inner optimizer and schedule."""
     options = hybrid_options(args, cfg)
     updates = options.for_workers(workers).updates_per_step
     refused.check_asynchronous(args, cfg)
@@ -112,13 +116,13 @@ def describe_hybrid(args: Namespace, cfg: DictConfig, workers: int) -> MethodSpe
         "update_freq": list(cfg.optimization.update_freq),
         "synchronous": synchronous,
     }
-    # A synchronous run ends by itself, each worker after its own shards.
+    # In a synchronous run fairseq ends each worker at --max-epoch, after its own part of the data: no count is needed.
     max_epoch = 0 if synchronous else cfg.optimization.max_epoch
     return hybrid_spec(options, workers, server_options(args), framework, options.total_steps, max_epoch)
 
 
 def describe_local_sgd(args: Namespace, cfg: DictConfig, workers: int) -> MethodSpec:
-    """The inner optimizer is each worker's own."""
+    """Describes a ``local_sgd`` run, in which each worker has an inner optimizer of its own."""
     refused.check_asynchronous(args, cfg)
     framework: JsonObject = {
         "inner_optimizer": args.inner_optimizer,
@@ -152,7 +156,7 @@ def _container(config: DictConfig) -> JsonObject:
 
 
 def _flags_of(component: Any, args: Namespace) -> JsonObject:
-    """The values of the flags that an old-style component declares, and the learning rate."""
+    """Returns the values of the flags that an old-style component declares, and the learning rate."""
     parser = ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     component.add_args(parser)
     names = [action.dest for action in parser._actions]

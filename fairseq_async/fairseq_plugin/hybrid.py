@@ -1,4 +1,4 @@
-"""``--optimizer hybrid_async``: each step of fairseq's sends a gradient to the server, where the optimizer steps."""
+"""``--optimizer hybrid_async``: each step of a worker sends a gradient to the server, where the optimizer steps."""
 
 import math
 import sys
@@ -47,9 +47,9 @@ class HybridAsync(FairseqOptimizer):
 
     Attributes:
         worker: the worker side of the method, which has the parameters and exchanges them.
-        report: what goes to ``events.jsonl`` with the next update.
-        dummy: whether the batch is one that fills up an epoch.
-        restored: the server's state in a checkpoint, until this worker joins.
+        report: the data about the next update that goes to ``events.jsonl``.
+        dummy: whether the present batch is a dummy, which only fills up an epoch.
+        restored: a checkpoint's state, with the server's in it, until this worker joins.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class HybridAsync(FairseqOptimizer):
         self.scaler, self.barrier = scaler, barrier
         self.worker = HybridWorker(client, named, max_refused)
         self._scales_into_slot = all(p.is_cpu and p.dtype is torch.float32 for _, p in named)
-        # Steps are taken in the server: this one holds the learning rate for fairseq's logs, and the parameters.
+        # The server takes the steps: this optimizer only holds the parameters, and the learning rate for fairseq's log.
         self._optimizer = torch.optim.SGD([p for _, p in named], lr=cfg.lr[0])
         self.report = Report()
         self.dummy = False
@@ -79,20 +79,20 @@ class HybridAsync(FairseqOptimizer):
         flags.add_server_method(parser, "hybrid_async")
         attach(sys.modules)
 
-    # What fairseq's trainer calls in one step, in its order. In a world of one it reduces nothing in between.
+    # What fairseq's trainer calls in one step, in its order. In a world of one, it reduces nothing in between.
 
     def zero_grad(self) -> None:
-        """Begins a step."""
+        """Clears the gradients, and begins a step."""
         super().zero_grad()
         self._reset_step()
 
     def backward(self, loss: Tensor) -> None:
-        """Once for each batch of the step."""
+        """Computes the gradients of one batch; called once for each batch of the step."""
         self._losses.append(loss.detach())  # read when the step is over: a GPU would be waited for
         super().backward(loss if self.scaler is None else self.scaler.scale(loss))
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Multiplies by 1 / tokens, from which the update's weight is known.
+        """Multiplies the gradients by ``c``, which is 1 / tokens; the update's weight is these tokens.
 
         Gradients in half precision, or on a GPU, are multiplied on their way into the slot, in fp32.
         """
@@ -104,7 +104,7 @@ class HybridAsync(FairseqOptimizer):
             self.worker.write_ahead(self._factor)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """The norm of this worker's gradient, for the log: what is clipped is the sum, in the server.
+        """Returns the norm of this worker's gradient for the log, and clips nothing: the server clips the sum.
 
         A norm that is not finite does not end the run: the server refuses the update, or the loss scale was too large
         and the batch is skipped.
@@ -136,7 +136,7 @@ class HybridAsync(FairseqOptimizer):
     # The server's state
 
     def start_from(self, welcome: Welcome) -> None:
-        """Starts from the server's parameters, and from its count of what this worker has sent before."""
+        """Starts from the server's parameters, and from the server's count of this worker's earlier updates."""
         self.worker.begin(welcome)
         self.worker.restore_compressor((self.restored or {}).get("compressor"))
         self.restored = None
@@ -146,7 +146,7 @@ class HybridAsync(FairseqOptimizer):
         """Keeps a checkpoint's server state until this worker joins.
 
         Raises:
-            ConfigurationError: it is not the state of a ``hybrid_async`` run.
+            ConfigurationError: ``state_dict`` is not of a ``hybrid_async`` run.
         """
         if "server" not in state_dict:
             raise ConfigurationError("the checkpoint is of another optimizer; use --reset-optimizer")
@@ -157,14 +157,14 @@ class HybridAsync(FairseqOptimizer):
         self.restored = state_dict
 
     def reset_restored(self, schedule: bool, positions: bool) -> None:
-        """Drops what --reset-lr-scheduler and --reset-dataloader keep from the server."""
+        """Drops from a checkpoint's server state what --reset-lr-scheduler and --reset-dataloader reset."""
         if self.restored is not None and schedule:
             self.restored["server"]["rule"]["schedule"] = None
         if self.restored is not None and positions:
             self.restored |= {"positions": {}, "plan": {"epochs": 0.0}}
 
     def state_dict(self) -> StateDict:
-        """What only this worker holds; the trainer adds what it has fetched from the server."""
+        """Returns the state that only this worker holds; the trainer adds what it has fetched from the server."""
         scale = {} if self.scaler is None else {"loss_scale": self.scaler.loss_scale}
         compressor = self.worker.compressor_state()
         return scale if compressor is None else scale | {"compressor": compressor}
@@ -186,22 +186,26 @@ class HybridAsync(FairseqOptimizer):
 
     @property
     def _is_sent(self) -> bool:
-        """Whether this step's gradient goes to the server. Behind a barrier a dummy's does, with weight 0: the others
-        wait for every worker's update."""
+        """Whether this step's gradient goes to the server.
+
+        A dummy's gradient goes only behind a barrier, with weight 0: the others wait for every worker's update.
+        """
         return self.barrier or not self.dummy
 
     def _write_gradient(self, slot: Tensor) -> None:
         self.worker.write(slot, self._factor)
 
     def _mean_loss(self) -> float:
-        """In nats per target token, as the criterion computes; fairseq's own log has bits."""
+        """Returns the step's loss in nats per target token, as the criterion computes it; fairseq's log has bits."""
         total = reduce(add, map(float, self._losses), 0.0)
         return total / self._weight if self._weight else 0.0
 
 
 class HybridTrainer(AsynchronousTrainer):
-    """The trainer of a ``hybrid_async`` worker. ``num_updates`` is the number of the server's whole steps: its version,
-    where no step is partial."""
+    """The trainer of a ``hybrid_async`` worker.
+
+    ``num_updates`` is the number of the server's whole steps, which is its version where no step is partial.
+    """
 
     @property
     def worker(self) -> HybridWorker:
@@ -224,7 +228,7 @@ class HybridTrainer(AsynchronousTrainer):
         self._lr_scheduler = RemoteSchedule(None, self._optimizer)
 
     def load_checkpoint(self, filename: str, *args: object, **kwargs: object) -> StateDict | None:
-        """Joins the run and loads what fairseq loads, of which worker 0 brings a new server its state."""
+        """Joins the run and loads a checkpoint as fairseq does; worker 0 brings its server state to a new server."""
         checkpoint = self.cfg.checkpoint
         welcome = self.worker.join(self.session.spec)
         extra_state = self.load_fairseq_checkpoint(welcome, filename, *args, **kwargs)
@@ -240,7 +244,7 @@ class HybridTrainer(AsynchronousTrainer):
     # optimizer's step, set_num_updates, _reduce_and_log_stats
 
     def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
-        """One step of fairseq's, with what the server is to record of it."""
+        """Takes one step as fairseq does, and notes what the server is to record of it."""
         if self._server_state is not None:  # others went on while this worker validated and saved
             self._server_state = None
             self.worker.start()
@@ -250,7 +254,7 @@ class HybridTrainer(AsynchronousTrainer):
         return super().train_step(real or samples[:1], raise_oom)
 
     def _set_seed(self) -> None:
-        """Seeds by this worker's own updates, since the version may stay the same for several batches.
+        """Seeds by the number of this worker's updates, since the version may stay the same for several batches.
 
         Workers that step together take the same dropout masks, as fairseq's ranks do.
         """
@@ -264,14 +268,14 @@ class HybridTrainer(AsynchronousTrainer):
         return prepared, self.optimizer.dummy
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
-        """The last thing before the push: here a slowed-down worker waits, so that its gradient gets old."""
+        """Returns the gradient's norm. Just before the push, a slowed-down worker waits here: its gradient gets old."""
         norm: Tensor = super().clip_grad_norm(clip_norm)
         computed = time.perf_counter() - self._started - self.worker.waited
         time.sleep((self.session.context.slowdown - 1.0) * computed)
         return norm
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Sets the server's number, whatever fairseq has counted, once this worker has joined."""
+        """Sets ``num_updates``; once this worker has joined, to the server's steps, whatever fairseq has counted."""
         if not self.worker.joined:
             return super().set_num_updates(num_updates)
         applied = self._applied_updates()
@@ -287,7 +291,7 @@ class HybridTrainer(AsynchronousTrainer):
         if self.worker.finished:
             self.cfg.optimization.max_update = updates  # fairseq's loop ends at this number
             return AppliedUpdates(updates, previous)
-        # The name of a checkpoint has this number: it is the multiple of the interval that was passed.
+        # fairseq puts this number into a checkpoint's name: take the multiple of the interval that was passed.
         interval = self.cfg.checkpoint.save_interval_updates
         multiple = updates - updates % interval if interval > 0 else 0
         return AppliedUpdates(multiple if multiple > previous else updates, previous)
@@ -311,7 +315,7 @@ class HybridTrainer(AsynchronousTrainer):
         return self._server_state
 
     def state_dict(self) -> StateDict:
-        """fairseq's, with the server's whole state as the optimizer's, in types that torch loads without trust."""
+        """Returns fairseq's checkpoint with the server's state as the optimizer's, in types that torch.load trusts."""
         state = self.fetch_server_state()
         self._num_updates = self._updates
         checkpoint: StateDict = super().state_dict()

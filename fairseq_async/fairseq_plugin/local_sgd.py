@@ -39,7 +39,7 @@ _UPDATE_SEEDS = 7919  # between two exchanges' seeds: a prime above the usual nu
 
 
 class LocalSGDFlags(FairseqOptimizer):
-    """The flags of ``--optimizer local_sgd``. The optimizer that is built is the inner one, by the trainer."""
+    """The flags of ``--optimizer local_sgd``; this optimizer is never built, since the trainer builds the inner one."""
 
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
@@ -49,7 +49,7 @@ class LocalSGDFlags(FairseqOptimizer):
 
 
 def replica_of(named: list[tuple[str, Parameter]], optimizer: FairseqOptimizer) -> Replica:
-    """The parameters that fairseq's optimizer steps: fp32 masters where it keeps them, else the model's own."""
+    """Returns the parameters that fairseq's optimizer steps: its fp32 masters if it has any, else the model's own."""
     masters = fp32_masters(optimizer)
     if masters is None:
         return TensorReplica(named)
@@ -95,9 +95,9 @@ class LocalSGDTrainer(AsynchronousTrainer):
     def load_checkpoint(
         self, filename: str, reset_optimizer: bool = False, *args: object, **kwargs: object
     ) -> StateDict | None:
-        """Joins the run and loads what fairseq loads, of which worker 0 brings a new server its state.
+        """Joins the run and loads a checkpoint as fairseq does; worker 0 brings its server state to a new server.
 
-        With ``--reset-optimizer``, or for ``--finetune-from-model``, it brings the parameters alone: a new run.
+        With ``--reset-optimizer``, or for ``--finetune-from-model``, worker 0 brings the parameters alone: a new run.
         """
         if self._shards:
             self._describe_shards()
@@ -105,7 +105,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         before = self.optimizer
         extra_state = self.load_fairseq_checkpoint(welcome, filename, reset_optimizer, *args, **kwargs)
         if self.optimizer is before:
-            self._build_optimizer()  # the masters of a half-precision model are still those of before
+            self._build_optimizer()  # a half-precision model's masters still have the parameters before the load
         self.worker.replica = replica_of(self.trainable_parameters(), self.optimizer)
         if not welcome.initialised:
             welcome = self._initialise(extra_state, reset_optimizer)
@@ -131,7 +131,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         return flags.local_sgd_options(self.session.arguments, self.cfg).shards
 
     def get_train_iterator(self, epoch: int, *args: object, **kwargs: object) -> FairseqObject:
-        """fairseq's over this worker's part of the training set, or epochs of the shards that the server chooses."""
+        """Returns fairseq's iterator over this worker's part of the data, or epochs of shards from the server."""
         if not self._shards:
             return super().get_train_iterator(epoch, *args, **kwargs)
         if self._iterator is None:
@@ -147,7 +147,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         return ShardedEpochs(batches, self.worker, self.session.context.workers, self.cfg.optimization.update_freq[0])
 
     def _describe_shards(self) -> None:
-        """The server chooses by the sizes of the shards, which all workers must find equal."""
+        """Adds the sizes of the shards to the method's description: the server chooses by them, and all must agree."""
         self._iterator = self._sharded_epochs()
         self.session.spec = replace(self.session.spec, shards=self._iterator.batches.sizes)
 
@@ -155,7 +155,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
     # set_num_updates, _reduce_and_log_stats
 
     def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
-        """One local step, from this worker's own parameters."""
+        """Takes one local step, from this worker's own parameters."""
         self._restore_own_parameters()
         self._started, self._in_step = time.perf_counter(), True
         self._batches = real_batches(samples)
@@ -165,17 +165,17 @@ class LocalSGDTrainer(AsynchronousTrainer):
             self._in_step = False
 
     def _set_seed(self) -> None:
-        """Seeds by this worker's own steps, since the run's progress jumps."""
+        """Seeds by the number of this worker's own steps, since the run's progress jumps."""
         own = SEED_SPACING * self.session.context.worker
         set_torch_seed(self.cfg.common.seed + own + _UPDATE_SEEDS * self.worker.sequence + self.worker.done)
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
-        """Clips the local gradient, as in a synchronous run of one worker; here a slowed-down worker waits.
+        """Clips the local gradient, as in a synchronous run of one worker; a slowed-down worker waits here.
 
-        A gradient with NaN or Inf, which would stay in the inner optimizer's moments, is left out of its step.
+        A gradient with NaN or Inf is cleared, since the NaN or Inf would stay in the inner optimizer's moments.
 
         Raises:
-            RefusedError: the last ``max_refused`` of them had.
+            RefusedError: the last ``max_refused`` gradients had NaN or Inf.
         """
         norm: Tensor = super().clip_grad_norm(clip_norm)
         time.sleep((self.session.context.slowdown - 1.0) * (time.perf_counter() - self._started))
@@ -186,7 +186,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         return finite_norm(norm)
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Sets the run's progress. fairseq calls this after its optimizer's step: that is the end of a local step."""
+        """Sets ``num_updates`` to the run's progress. fairseq calls this after a step, so it also ends a local step."""
         if self._worker is None or not self._worker.joined:
             return super().set_num_updates(num_updates)
         if self._in_step:
@@ -198,7 +198,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         self._num_updates = applied
 
     def lr_step_update(self) -> float:
-        """Steps the schedule by the progress of the shard, where there is one, whatever the run has done."""
+        """Steps the learning-rate schedule, by the shard's progress if the worker has a shard, else as fairseq does."""
         worker = self._worker
         if worker is None or worker.shard is None:
             return super().lr_step_update()
@@ -211,7 +211,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
 
     def _end_step(self) -> None:
         self.worker.epochs += self.fraction_of_epoch(self._batches)
-        loss, tokens = self._last_step or (None, 0.0)  # of the step before: fairseq adds them up after this
+        loss, tokens = self._last_step or (None, 0.0)  # of the previous step: fairseq sums this one's later
         self._last_step = None
         self.worker.tokens += tokens
         position = self._iterator.state_dict()
@@ -219,10 +219,10 @@ class LocalSGDTrainer(AsynchronousTrainer):
             self._server_state = None
 
     def _applied_updates(self, progress: int, previous: int) -> AppliedUpdates:
-        """The progress as fairseq's loop is to see it.
+        """Returns the progress that fairseq's loop is to see.
 
-        The loop ends where the number comes to ``max_update``: when the server has all local steps, and no sooner,
-        though the schedule of a worker in its last round may be ahead.
+        The loop ends when this number reaches ``max_update``. That must be when the server has all local steps, and no
+        sooner, though the schedule of a worker in its last round may be ahead.
         """
         if self.worker.finished:
             self.cfg.optimization.max_update = progress
@@ -258,9 +258,9 @@ class LocalSGDTrainer(AsynchronousTrainer):
             self._own_parameters = None
 
     def state_dict(self) -> StateDict:
-        """fairseq's, of the server's parameters and this worker's optimizer, with the server's state beside it."""
+        """Returns fairseq's checkpoint of the server's parameters, this worker's optimizer and the server's state."""
         state = self.fetch_server_state()
-        # Past our own method, which would set the progress again: a checkpoint is to have a plain number.
+        # Trainer's method and not our override, which would set the progress again: a checkpoint must hold a plain int.
         Trainer.set_num_updates(self, int(self._num_updates))
         checkpoint: StateDict = super().state_dict()
         checkpoint |= {"cfg": self.session.given, "extra_state": plain_values(checkpoint["extra_state"])}

@@ -1,4 +1,4 @@
-"""What of fairseq does not go with our methods, and what its processes need on CPUs."""
+"""Checks for flags of fairseq that do not go with our methods, and the defaults that ranks on CPUs need."""
 
 import os
 from argparse import ArgumentParser, Namespace
@@ -15,9 +15,10 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def check_processes(default: str) -> str:
-    """Ends with one line where fairseq would start processes of its own; returns the inner optimizer's name.
+    """Ends this process with one line if fairseq would start processes itself; returns the inner optimizer's name.
 
-    fairseq asks for a component's flags before it has parsed them, and decides on its processes soon after.
+    These flags are parsed here, since fairseq asks for a component's flags before it has parsed any, and decides on its
+    processes soon after.
     """
     given = _given(default, world_size=max(1, torch.cuda.device_count()))
     if given.distributed_init_method is not None:
@@ -31,8 +32,11 @@ def check_processes(default: str) -> str:
 
 
 def check_ranks(default: str, on_cpu: bool) -> str:
-    """Ends with one line where fairseq would look for ranks on CPUs that nobody has started; returns the inner
-    optimizer's name."""
+    """Ends this process with one line if fairseq would look for ranks on CPUs that nobody has started.
+
+    Returns:
+        the inner optimizer's name.
+    """
     given = _given(default, world_size=None)
     if on_cpu and given.distributed_init_method is None:
         _check_world_size(given.distributed_world_size)
@@ -40,7 +44,10 @@ def check_ranks(default: str, on_cpu: bool) -> str:
 
 
 def processes_on_cpus() -> dict[str, str | bool | int]:
-    """Ranks on CPUs as torchrun or ``fairseq-async launch`` has started them: fairseq finds out about GPUs only."""
+    """Returns fairseq's settings for ranks on CPUs, as torchrun or ``fairseq-async launch`` has started them.
+
+    fairseq finds started ranks by itself on GPUs only.
+    """
     if not all(name in os.environ for name in _LAUNCHED):
         return {"distributed_backend": "gloo"}
     return {
@@ -53,10 +60,10 @@ def processes_on_cpus() -> dict[str, str | bool | int]:
 
 
 def check_asynchronous(args: Namespace, cfg: DictConfig) -> None:
-    """What of fairseq does not go with workers that do not wait for each other.
+    """Checks for flags of fairseq that do not go with workers that do not wait for each other.
 
     Raises:
-        ConfigurationError: names the flag.
+        ConfigurationError: there is such a flag; names it.
     """
     distributed, common, name = cfg.distributed_training, cfg.common, args.optimizer
     waiting = {
@@ -86,13 +93,13 @@ def check_asynchronous(args: Namespace, cfg: DictConfig) -> None:
 
 
 def check_shards(shards: int, cfg: DictConfig) -> None:
-    """What of fairseq does not go with shards, of which the server knows only how many steps were drawn.
+    """Checks for flags of fairseq that do not go with shards: the server knows only how many steps of each were drawn.
 
     Args:
-        shards: 0 for none.
+        shards: number of shards; 0 for none.
 
     Raises:
-        ConfigurationError: names the flag.
+        ConfigurationError: there is such a flag; names it.
     """
     frequencies, directories = cfg.optimization.update_freq, len(directories_of(cfg))
     refused = (
@@ -118,10 +125,10 @@ def check_shards(shards: int, cfg: DictConfig) -> None:
 
 
 def check_synchronous(args: Namespace, cfg: DictConfig, legacy: bool) -> None:
-    """What of fairseq does not go with a method that changes the reduction or the step.
+    """Checks for flags of fairseq that do not go with a method that changes the reduction or the step.
 
     Raises:
-        ConfigurationError: names the flag.
+        ConfigurationError: there is such a flag; names it.
     """
     distributed, common = cfg.distributed_training, cfg.common
     on_cpu = common.cpu or not torch.cuda.is_available()
@@ -148,7 +155,7 @@ def check_synchronous(args: Namespace, cfg: DictConfig, legacy: bool) -> None:
 
 
 def _given(inner: str, world_size: int | None) -> Namespace:
-    """The flags on which fairseq acts before it has parsed the others."""
+    """Parses the flags on which fairseq acts before it has parsed the others."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--inner-optimizer", default=inner)
     parser.add_argument("--distributed-world-size", type=int, default=world_size)
@@ -157,7 +164,10 @@ def _given(inner: str, world_size: int | None) -> Namespace:
 
 
 def _check_world_size(given: int | None) -> None:
-    """fairseq starts processes, and looks for those that others have started, on GPUs only."""
+    """Ends this process with one line if ``given`` is not the number of processes that were started.
+
+    fairseq starts processes, and looks for those that others have started, on GPUs only.
+    """
     launched = int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _LAUNCHED) else 1
     if given not in (None, launched):
         fail(

@@ -16,8 +16,8 @@ class AsynchronousMethod:
 
     Attributes:
         trainer: makes a worker's trainer, from its session and what fairseq's own trainer takes.
-        describe: what all workers must agree on, from the flags, the configuration and the number of workers.
-        server: the module that is the server's program, from the flags.
+        describe: returns what all workers must agree on, from the flags, the configuration and the number of workers.
+        server: returns the name of the module that is the server's program, from the flags.
     """
 
     trainer: Callable[..., FairseqObject]
@@ -47,8 +47,9 @@ def register_method(name: str, optimizer: type[FairseqOptimizer], method: Method
     """Adds ``--optimizer NAME``.
 
     Args:
-        optimizer: has the flags. Its ``add_args`` calls :func:`~fairseq_async.fairseq_plugin.session.attach`.
-        method: what to train with.
+        optimizer: the class whose ``add_args`` adds the method's flags, and calls
+            :func:`~fairseq_async.fairseq_plugin.session.attach`.
+        method: the trainer, and what else the method needs.
     """
     register_optimizer(name)(optimizer)
     METHODS[name] = method

@@ -1,6 +1,6 @@
-"""fairseq's workers in a replay: real trainers, whose server is the record of a run.
+"""fairseq's workers in a replay: real trainers, to which the record of a run answers in place of a server.
 
-The record says when each computed, and from which parameters.
+The record says when each worker computed, and from which parameters.
 """
 
 from argparse import Namespace
@@ -32,16 +32,16 @@ from fairseq_async.worker.context import WorkerContext
 
 
 class RecordedClient:
-    """A worker's connection to the server of a recorded run: it answers from the events what the server answered.
+    """Stands for a worker's connection to its server in a replay: answers from the events as the server answered.
 
     Args:
-        events: this worker's, those to come.
+        events: this worker's events that are still to come.
 
     Attributes:
         parameters, version: what the next pull gives.
         slot: the flat vector that is pushed.
-        pushed: the message that went with it, until the worker starts again.
-        compressor: of its updates, as in the run; the slot then has what the server has decoded.
+        pushed: the message of the last push, until the worker starts again; else None.
+        compressor: compresses the updates as in the run, after which the slot has what the server decoded; else None.
     """
 
     def __init__(self, worker: int, events: Sequence[Event]) -> None:
@@ -52,7 +52,7 @@ class RecordedClient:
         self.compressor: Compressor | None = None
 
     def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
-        """The server's welcome, as of a run that is going on."""
+        """Returns the server's welcome, as in a run that is going on."""
         self.layout, self.slot, self._fragments = layout, torch.zeros(layout.size), layout.fragments(spec.fragments)
         codec = spec.compress.push
         self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
@@ -69,7 +69,7 @@ class RecordedClient:
     ) -> int:
         """Copies the parameters by way of the slot, where they stay, as from a server that publishes nothing.
 
-        While an update lies in the slot it does nothing: the replay says later what the worker starts from.
+        While an update lies in the slot, nothing is copied: the replay says later what the worker starts from.
         """
         if self.pushed is None:
             part = slice(None) if fragment_of is None else in_turn(self._fragments, fragment_of).elements
@@ -78,7 +78,7 @@ class RecordedClient:
         return self.version
 
     def prepare(self, write: Callable[[Tensor], object]) -> float:
-        """Writes into the slot, for which nobody has to wait."""
+        """Calls ``write`` with the slot; returns 0 seconds of waiting, since the slot is always free."""
         write(self.slot)
         return 0.0
 
@@ -93,12 +93,12 @@ class RecordedClient:
 
     @property
     def update(self) -> Tensor:
-        """What was pushed: the slot, or the fragment in it whose turn it was."""
+        """The update that was pushed: the slot, or that part of it that is the update's fragment."""
         assert self.pushed is not None
         return in_turn(self._fragments, self.pushed.sequence).of(self.slot)
 
     def _compressed(self, push: Push, compressor: Compressor, event: Event) -> Push:
-        """Sends the update through the codec, and learns what became of it."""
+        """Encodes and decodes the update in the slot, and tells the compressor whether it was applied."""
         part = in_turn(self._fragments, push.sequence).of(self.slot)
         push, payload = compressor.encode(push, part)
         if payload is not None:
@@ -107,7 +107,7 @@ class RecordedClient:
         return push
 
     def schedule_event(self, event: str, epoch: int, loss: float | None = None) -> ScheduleReply:
-        """Ignores worker 0's report of its epochs, which the replay gives the schedule from the record."""
+        """Ignores worker 0's report of an epoch: the replay gives the schedule its epochs from the record."""
         return ScheduleReply(0.0)
 
 
@@ -115,7 +115,7 @@ _FOREVER = 1 << 30  # local steps: the record ends before
 
 
 def _assignment(following: Event) -> Assignment:
-    """What the server said of the worker's next work: it is what the following event reports."""
+    """Returns the server's assignment of the worker's next work, as the following event reports it."""
     return Assignment(
         learning_rate=0.0,
         local_steps=_FOREVER if following.local_steps is None else following.local_steps,
@@ -128,7 +128,7 @@ def _assignment(following: Event) -> Assignment:
 
 @dataclass
 class ReplayedSession:
-    """What a trainer uses of a :class:`~fairseq_async.fairseq_plugin.session.WorkerSession`, for a replay."""
+    """The part of a :class:`~fairseq_async.fairseq_plugin.session.WorkerSession` that a trainer uses, for a replay."""
 
     arguments: Namespace
     context: WorkerContext
@@ -138,10 +138,10 @@ class ReplayedSession:
 
 
 class ReplayedWorker:
-    """One worker of a recorded run, which computes again what it computed then.
+    """One worker of a recorded run, which computes again what it computed in the run.
 
     Args:
-        events: its own.
+        events: this worker's own.
     """
 
     def __init__(self, cfg: FairseqConfig, spec: MethodSpec, context: WorkerContext, events: Sequence[Event]) -> None:
@@ -161,7 +161,7 @@ class ReplayedWorker:
 
     @property
     def layout(self) -> Layout:
-        """The layout of its parameters."""
+        """The layout of the worker's parameters."""
         return self._worker.replica.layout
 
     def start_from(self, parameters: Tensor, version: int) -> None:
@@ -174,7 +174,7 @@ class ReplayedWorker:
         self.trainer.set_num_updates(0)
 
     def compute(self) -> tuple[Push, Tensor]:
-        """Trains until there is something to push: its message, and the gradient or pseudo-gradient."""
+        """Trains until the worker pushes; returns the message, and the gradient or pseudo-gradient."""
         self.client.pushed = None
         while self.client.pushed is None:
             self.trainer.train_step(next(self._batches))
@@ -182,7 +182,7 @@ class ReplayedWorker:
         return self.client.pushed, self.client.update
 
     def _draw(self) -> Iterator[Sequence[FairseqObject]]:
-        """Batches as ``fairseq_cli.train`` draws them, epoch after epoch."""
+        """Yields batches as ``fairseq_cli.train`` draws them, epoch after epoch."""
         cfg, epochs = self.cfg, self.trainer.get_train_iterator(epoch=1)
         while True:
             shuffle = epochs.next_epoch_idx > cfg.dataset.curriculum
@@ -214,7 +214,7 @@ class FairseqRun:
         self.workers = {w: ReplayedWorker(self.cfg, spec, WorkerContext(w, spec.workers), own[w]) for w in sorted(own)}
 
     def build(self, spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
-        """The rule and the plan, as the server of the run had them."""
+        """Builds the rule and the plan, as the server of the run had them."""
         if spec.method == "hybrid_async":
             return server.build(spec, layout, parameters)
         return local_sgd_main.build(spec, layout, parameters)

@@ -18,7 +18,7 @@ from fairseq_async.server.plan import EpochPlan
 
 
 class FairseqSchedule:
-    """fairseq's learning-rate schedule of an optimizer in the server, counted in its steps."""
+    """fairseq's learning-rate schedule for the optimizer in the server, by the server's steps."""
 
     def __init__(self, optimizer: FairseqOptimizer, scheduler: FairseqLRScheduler) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
@@ -29,19 +29,19 @@ class FairseqSchedule:
         return float(self.optimizer.get_lr())
 
     def follow(self, steps: int) -> None:
-        """Sets the learning rate for the step after so many steps."""
+        """Sets the learning rate of the step that comes after ``steps`` steps."""
         self.scheduler.step_update(steps)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Worker 0 begins an epoch."""
+        """Tells the schedule that worker 0 begins an epoch."""
         self.scheduler.step_begin_epoch(epoch)
 
     def end_epoch(self, epoch: int, loss: float | None) -> None:
-        """Worker 0 has ended an epoch, with this validation loss."""
+        """Tells the schedule that worker 0 has ended an epoch, with this validation loss."""
         self.scheduler.step(epoch, loss)
 
     def state_dict(self) -> State:
-        """fairseq's own."""
+        """Returns the state of fairseq's schedule."""
         return dict(self.scheduler.state_dict())
 
     def load_state_dict(self, state: State) -> None:
@@ -49,7 +49,7 @@ class FairseqSchedule:
 
 
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[ScheduledRule, EpochPlan]:
-    """The rule of a run, with its schedule, and its plan.
+    """Builds the rule of a run, with its schedule, and its plan.
 
     Raises:
         ConfigurationError: fairseq does not take the configuration.
@@ -68,7 +68,7 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
         context = methods.GradientRuleContext(optimizer.optimizer, clip_norm, views, spec.workers, elementwise)
         rule = methods.gradient_rule(options.gradient_rule).build(options, context)
         scheduled = ScheduledRule(rule, FairseqSchedule(optimizer, schedule))
-    except Exception as error:  # fairseq finds mistakes by whatever goes wrong with them
+    except Exception as error:  # fairseq checks little: a mistake raises whatever it leads to
         raise ConfigurationError(
             f"--inner-optimizer {inner['_name']} with --lr-scheduler {scheduler['_name']}: {error}"
         ) from error
@@ -76,7 +76,7 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
 
 
 def _component(spec: MethodSpec, name: str) -> JsonObject:
-    """The description of an optimizer or schedule, as the worker's flags have it."""
+    """Returns the description of an optimizer or schedule, as the worker's flags gave it."""
     component = spec.framework[name]
     if not isinstance(component, dict):
         raise ConfigurationError(f"{name} is {component!r}: not a description of one of fairseq's")

@@ -35,9 +35,9 @@ _TrainerClass = Callable[..., FairseqObject]
 def attach(modules: Mapping[str, ModuleType]) -> None:
     """Puts the method between ``fairseq-train``'s command line and its ``main``.
 
-    An optimizer's ``add_args`` calls this: fairseq asks for the flags of the chosen optimizer only, and before it looks
-    ``main``, ``Trainer`` and ``convert_namespace_to_omegaconf`` up in the module of the command that is running. They
-    are replaced in that module alone, so that nothing of fairseq has to be copied.
+    An optimizer's ``add_args`` calls this. fairseq asks only the chosen optimizer for its flags, and does so before it
+    looks up ``main``, ``Trainer`` and ``convert_namespace_to_omegaconf`` in the module of the running command. These
+    names are replaced in that module alone, so that nothing of fairseq has to be copied.
     """
     for name in ("__main__", _COMMAND):
         module = modules.get(name)
@@ -52,7 +52,7 @@ def attach(modules: Mapping[str, ModuleType]) -> None:
 class Main:
     """fairseq's ``main`` with the method's trainer in place of fairseq's.
 
-    fairseq's own spawn can send it to the processes that it starts.
+    It can be pickled: fairseq's own spawn sends it to the processes that it starts.
     """
 
     def __init__(self, module: ModuleType, main: Callable[..., None]) -> None:
@@ -84,7 +84,7 @@ def _main_of_spawned_process() -> Main:
 
 
 def _run(method: Method, cfg: FairseqConfig) -> AbstractContextManager[_TrainerClass]:
-    """A context that gives the trainer for fairseq's ``main``, which runs inside it."""
+    """Returns a context manager that gives the trainer class for fairseq's ``main``, which runs inside it."""
     return _asynchronous_run(method, cfg) if isinstance(method, AsynchronousMethod) else _synchronous_run(method, cfg)
 
 
@@ -105,8 +105,8 @@ def _synchronous_run(method: SynchronousMethod, cfg: FairseqConfig) -> Iterator[
         yield method.trainer
     except AsyncError:
         if cfg.distributed_training.distributed_rank:
-            # All ranks come to the same error. A launcher ends this process when rank 0 has ended with it, so that it
-            # is printed once.
+            # All ranks raise the same error. A launcher ends this process when rank 0 has ended, so that the error is
+            # printed once.
             time.sleep(_RANK_0_FIRST)
         raise
     leave_process_group()
@@ -122,7 +122,7 @@ class WorkerSession:
         given: the configuration as it was given, in plain types, for checkpoints.
         context: which worker this is.
         client: the connection to the server.
-        spec: what all workers must agree on.
+        spec: the method's description, on which all workers must agree.
     """
 
     def __init__(self, method: AsynchronousMethod, cfg: FairseqConfig) -> None:
@@ -130,7 +130,7 @@ class WorkerSession:
         self.given = plain_config(cfg)
         self.run_dir = Path(self.arguments.run_dir or cfg.checkpoint.save_dir)
         context = WorkerContext.find()
-        if not context.joins:  # a worker that joins does not know yet how many there are
+        if not context.joins:  # a worker that joins does not know yet how many workers there are
             method.describe(self.arguments, cfg, context.workers)  # mistakes show before a server is started
         options = flags.server_options(self.arguments)
         self.context, self.client, self._server = context.connect(
@@ -142,13 +142,13 @@ class WorkerSession:
             write_command(self.run_dir)
 
     def snapshot(self) -> StateDict:
-        """The server's whole state."""
+        """Returns the server's whole state."""
         return fetch_state(self.client, self.run_dir)
 
     def with_file(self, state: StateDict | None, initialise: Callable[[str | None], Welcome]) -> Welcome:
-        """The server's answer to ``initialise``, which is called with a file that holds the state; with None for none.
+        """Calls ``initialise`` with a file that holds the state, or with None for none; returns the server's answer.
 
-        The file is there for as long as the call takes.
+        The file exists only during the call.
         """
         with state_file(state, self.run_dir) as path:
             return initialise(path)
@@ -156,19 +156,19 @@ class WorkerSession:
     def end(self) -> None:
         """Leaves the run after fairseq's ``main`` has returned.
 
-        The end of worker 0 is that of all: it alone sees fairseq's limits and its ``--patience``.
+        When worker 0 leaves, the run ends for all workers: worker 0 alone sees fairseq's limits and ``--patience``.
         """
         self.client.leave(finished=self.context.worker == 0)
         if self._server is not None:
             self._server.wait(seconds=60)
 
     def close(self) -> None:
-        """Ends the server if this worker has started it; of a run that is interrupted it writes a last snapshot."""
+        """Ends the server if this worker has started it; the server of an interrupted run writes a last snapshot."""
         if self._server is not None:
             self._server.end()
 
     def _adjust(self, cfg: FairseqConfig) -> None:
-        """Changes of the configuration that follow from being one worker of several."""
+        """Changes the configuration to that of one worker of several."""
         if torch.cuda.is_available() and not cfg.common.cpu:
             torch.cuda.set_device(self.context.local_rank % torch.cuda.device_count())
         if self.spec.max_epoch:
@@ -177,7 +177,10 @@ class WorkerSession:
             self._leave_to_worker_0(cfg)
 
     def _leave_to_worker_0(self, cfg: FairseqConfig) -> None:
-        """Worker 0 alone validates and reports. To fairseq every worker is the master of a group of its own."""
+        """Turns off what worker 0 alone does, validation and reports, and gives log files names of their own.
+
+        To fairseq, every worker is the master of a group of its own.
+        """
         leave_directory_check_to_worker_0()
         cfg.dataset.disable_validation = True
         cfg.common.wandb_project = cfg.common.aim_repo = None
@@ -188,7 +191,7 @@ class WorkerSession:
 
 
 def _resumes(cfg: FairseqConfig) -> bool:
-    """Whether a run that was interrupted in the same directory goes on: no flag says where to begin."""
+    """Whether a run that was interrupted in the same directory goes on: it does if no flag says where to begin."""
     given = cfg.checkpoint
     anew = given.reset_optimizer or given.reset_dataloader or given.reset_lr_scheduler or given.finetune_from_model
     return not anew and given.restore_file == "checkpoint_last.pt"  # fairseq's default

@@ -1,4 +1,4 @@
-"""``--shards``: fairseq's epochs, of batches from the shards that the server chooses."""
+"""``--shards``: epochs for fairseq's loop, with batches from the shards that the server chooses."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -12,25 +12,25 @@ from fairseq_async.worker.shards import BatchCounter, DataPosition
 
 
 class ShardedEpochs(EpochBatchIterating):
-    """Epochs for fairseq's loop: each is a worker's part of a pass over all shards, in whole steps.
+    """Epochs for fairseq's loop: each has as many batches as a worker's part of a pass over all shards, in whole steps.
 
-    Where the worker draws is not for the epoch to say: its batches are those of ``position``, which the server moves
-    from shard to shard. So an epoch counts, for fairseq's validations and schedules, and the server knows how far each
-    shard has been drawn.
+    An epoch does not say which batches these are: they are drawn at ``position``, which the server moves from shard to
+    shard. An epoch only counts, for fairseq's validations and schedules; the server knows how far each shard has been
+    drawn.
 
     Args:
-        position: of this worker; moves on as it steps.
-        workers: that share the data.
-        update_freq: batches of a step.
+        position: this worker's position in the data; moves on as the worker steps.
+        workers: number of workers that share the data.
+        update_freq: number of batches in a step.
     """
 
     def __init__(self, batches: ShardedBatches, position: DataPosition, workers: int, update_freq: int) -> None:
         self.batches, self.position = batches, position
         self.epoch = 1
-        self.frozen_batches = range(batches.total)  # of which others take the length
+        self.frozen_batches = range(batches.total)  # others read its length only
         self._length = ceil(batches.total / (workers * update_freq)) * update_freq
         self._counter = BatchCounter(update_freq)
-        self._start = 0  # of the next epoch that is begun
+        self._start = 0  # where the next epoch begins, in batches
         self._drawn: CountingIterator | None = None
 
     def __len__(self) -> int:
@@ -38,13 +38,13 @@ class ShardedEpochs(EpochBatchIterating):
 
     @property
     def next_epoch_idx(self) -> int:
-        """The epoch that the next :meth:`next_epoch_itr` begins."""
+        """The number of the epoch that the next call of :meth:`next_epoch_itr` begins."""
         return self.epoch + (self._drawn is not None and self.end_of_epoch())
 
     def next_epoch_itr(
         self, shuffle: bool = True, fix_batches_to_gpus: bool = False, set_dataset_epoch: bool = True
     ) -> CountingIterator:
-        """The batches of an epoch; in which order each shard is drawn does not depend on it."""
+        """Begins an epoch and returns its batches; the order in which a shard is drawn does not depend on it."""
         self.epoch = self.next_epoch_idx
         self._drawn, self._start = CountingIterator(self._draw(), start=self._start, total=len(self)), 0
         return self._drawn
@@ -55,17 +55,17 @@ class ShardedEpochs(EpochBatchIterating):
 
     @property
     def iterations_in_epoch(self) -> int:
-        """Batches of this epoch that were drawn."""
+        """Number of batches of this epoch that were drawn."""
         return self._start if self._drawn is None else int(self._drawn.n)
 
     def state_dict(self) -> StateDict:
-        """As fairseq's own iterator; it does not say where the shards are."""
+        """Returns the state in the form of fairseq's own iterator, without the positions in the shards."""
         ended = self.end_of_epoch()
         place = {"epoch": self.epoch + ended, "iterations_in_epoch": 0 if ended else self.iterations_in_epoch}
         return {"version": 2, "shuffle": True} | place
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Goes on from :meth:`state_dict`, which may be of another number of workers."""
+        """Goes on from a state of :meth:`state_dict`, which may be of another number of workers."""
         self.epoch, self._start, self._drawn = state["epoch"], state["iterations_in_epoch"], None
         if self._start >= len(self):
             self.epoch, self._start = self.epoch + 1, 0
@@ -79,13 +79,13 @@ class ShardedEpochs(EpochBatchIterating):
 def sharded_batches(
     make: Callable[[int], FairseqObject], task: FairseqObject, cfg: FairseqConfig, shards: int
 ) -> ShardedBatches:
-    """The shards of the training set: the directories of ``DATA:DATA:…``, each with a text of its own, or equal parts
-    of the one directory.
+    """Returns the shards of the training set: the directories of ``DATA:DATA:…``, or equal parts of the one directory.
+
+    Several directories each have a text of their own.
 
     Args:
-        make: fairseq's iterator over the whole training set, as it makes it for an epoch: each takes the next
-            directory.
-        shards: how many; the number of the directories, if there are several.
+        make: makes fairseq's iterator over the whole training set for an epoch; each epoch takes the next directory.
+        shards: number of shards, which is the number of directories if there are several.
 
     Raises:
         ConfigurationError: the batches of a shard would change, or a shard would have none.
@@ -100,7 +100,7 @@ def sharded_batches(
 
 
 def directories_of(cfg: FairseqConfig) -> list[str]:
-    """The directories of the data, of which fairseq takes another in each epoch."""
+    """Returns the directories of the data, of which fairseq takes another in each epoch."""
     return (getattr(cfg.task, "data", None) or "").split(os.pathsep)
 
 

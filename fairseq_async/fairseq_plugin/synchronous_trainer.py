@@ -1,4 +1,4 @@
-"""What the synchronous methods share: an optimizer round another one, and a trainer whose ranks skip steps together."""
+"""The base of the synchronous methods: an optimizer round another, and a trainer whose ranks skip steps together."""
 
 import logging
 from argparse import Namespace
@@ -34,7 +34,7 @@ class WrappedOptimizer(FairseqOptimizer):
     """An optimizer round the one that ``--inner-optimizer`` names, to which it passes everything on.
 
     Attributes:
-        skip: do not take this step.
+        skip: whether this step is left out.
     """
 
     def __init__(self, args: Namespace, params: Iterable[Parameter]) -> None:
@@ -72,7 +72,7 @@ class SynchronousTrainer(Trainer):
     """fairseq's trainer for methods that change the reduction or the step of its data-parallel group.
 
     A gradient with NaN or Inf does not end the run: all ranks see it in the norm of the reduced gradient, and skip the
-    step together. With fp16 that is the loss scaler's business, as ever.
+    step together. With fp16 the loss scaler does so, as in plain fairseq.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class SynchronousTrainer(Trainer):
         return innermost(self.optimizer)
 
     def trainable_parameters(self) -> list[tuple[str, Parameter]]:
-        """The parameters that the optimizer has, with their names; of the model as it is without DDP's wrapper."""
+        """Returns the parameters that the optimizer has, with their names in the model without DDP's wrapper."""
         return trainable_parameters(self._model, self._criterion)
 
     # Data and checkpoints
 
     def get_train_iterator(self, epoch: int, *args: object, **kwargs: object) -> FairseqObject:
-        """fairseq's, whose batches a resumed run makes as the run before made them."""
+        """Returns fairseq's iterator; a resumed run makes the same batches as the run before."""
         make = super().get_train_iterator
         iterator = make(epoch, *args, **kwargs)
         first, self._has_iterator = not self._has_iterator, True
@@ -114,7 +114,7 @@ class SynchronousTrainer(Trainer):
         return iterator if remade is None else remade
 
     def load_checkpoint(self, filename: str, *args: object, **kwargs: object) -> StateDict | None:
-        """Loads what fairseq loads; another number of ranks goes on at the same batch."""
+        """Loads a checkpoint as fairseq does; a run with another number of ranks goes on at the same batch."""
         with checkpoint_errors(filename):
             extra_state: StateDict | None = super().load_checkpoint(filename, *args, **kwargs)
         if extra_state is not None:
@@ -122,7 +122,7 @@ class SynchronousTrainer(Trainer):
         return extra_state
 
     def state_dict(self) -> StateDict:
-        """fairseq's, in types that torch loads without trust."""
+        """Returns fairseq's checkpoint, in types that ``torch.load`` trusts."""
         checkpoint: StateDict = super().state_dict()
         checkpoint |= {"cfg": self._given, "extra_state": plain_values(checkpoint["extra_state"])}
         write_ranks(checkpoint["extra_state"], self.data_parallel_world_size)
@@ -132,7 +132,7 @@ class SynchronousTrainer(Trainer):
     # _aggregate_logging_outputs, all_reduce_grads, clip_grad_norm, the optimizer's step, set_num_updates
 
     def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
-        """One step of fairseq's, on the batches that are no dummies."""
+        """Takes one step as fairseq does, on the batches that are no dummies."""
         self._in_step, self._weights = True, []
         try:
             return super().train_step(real_batches(samples) or samples[:1], raise_oom)
@@ -144,15 +144,15 @@ class SynchronousTrainer(Trainer):
         return prepared, self._is_dummy
 
     def _after_forward(self, criterion: FairseqObject, inputs: object, output: FairseqObject) -> None:
-        """A hook of the criterion, which returns how many tokens (or sentences) the batch has. A dummy counts none."""
+        """Notes how many tokens (or sentences) the criterion says that the batch has; a dummy has none."""
         if torch.is_grad_enabled() and not self._is_dummy:
             self._weights.append(float(output[1]))
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
-        """The norm of the reduced gradient; where it is not finite, all ranks skip the step.
+        """Clips the reduced gradient and returns its norm; if the norm is not finite, all ranks skip the step.
 
         Raises:
-            AsyncError: that has happened in the last ten steps, or fp16's loss scale has come to its minimum.
+            AsyncError: the last ten steps were skipped so, or fp16's loss scale has come to its minimum.
         """
         with loss_scale_errors():
             norm: Tensor = super().clip_grad_norm(clip_norm)
@@ -167,6 +167,6 @@ class SynchronousTrainer(Trainer):
         return finite_norm(norm)
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Sets fairseq's count, which stays after a step that was skipped."""
+        """Sets fairseq's count of updates; a step that was skipped leaves it as it is."""
         skipped = self._in_step and self.wrapped.skip
         super().set_num_updates(self._num_updates if skipped else num_updates)

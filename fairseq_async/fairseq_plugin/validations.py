@@ -1,4 +1,4 @@
-"""What worker 0's validations say, for the progress and for reports."""
+"""Records the results of worker 0's validations, for the progress display and for reports."""
 
 import logging
 import time
@@ -19,7 +19,7 @@ def note_validation(
     stats: StateDict,
     tracking_best: bool,
 ) -> StateDict:
-    """fairseq's ``get_valid_stats``, which it calls once for each validation set; the first is noted."""
+    """Wraps fairseq's ``get_valid_stats``, which is called for each validation set; records the first set's result."""
     wanted = cfg.checkpoint.best_checkpoint_metric
     if tracking_best and wanted not in stats:  # fairseq would say no more than the name, in a traceback
         raise ConfigurationError(f"--best-checkpoint-metric {wanted}: a validation has {', '.join(stats)}")

@@ -27,8 +27,8 @@ class Rollback(BaseModel):
     """One line of ``rollbacks.jsonl``: a restart of the server from an older state.
 
     Attributes:
-        source: the state.
-        sequences: the last update of each worker that is in it.
+        source: the state from which the server went on.
+        sequences: the number of each worker's last update that is in this state.
         events: how many later events were taken back.
     """
 
@@ -46,16 +46,16 @@ class Audit:
     """The findings of an audit.
 
     Attributes:
-        counts: events of each worker by status.
-        rolled_back: settled events of each worker that a restart of the server took back.
+        counts: number of events of each worker, by status.
+        rolled_back: number of settled events of each worker that a restart of the server took back.
         covered: acknowledged updates that are missing, each with the rollback that explains it.
         first_version: the server's version before the first line: above 0 where the run goes on from another directory.
         version: the server's version after the last line.
         cut: files whose last line is not whole; the audit ends at the line before it.
         bad: what is wrong with each line that is no event.
         set_aside: how many such lines a restart has moved to another file.
-        unread: updates that are missing, and of which one of these lines may have told.
-        unread_versions: the versions that they have made.
+        unread: missing updates, which may have been recorded in lines that are no events.
+        unread_versions: number of missing versions, which such updates may have made.
     """
 
     counts: dict[int, Counter[Status]] = field(default_factory=lambda: defaultdict(Counter))
@@ -117,8 +117,10 @@ def audit(run_dir: Path) -> Audit:
 
 
 def _check_version(event: Event, found: Audit, where: str) -> None:
-    """Checks that only an applied update, or a merge with a global server's parameters, makes a version, and that the
-    update started from a version that existed."""
+    """Checks what has made a version, and that the update started from a version that existed.
+
+    Only an applied update, or a merge with a global server's parameters, makes a version.
+    """
     before, found.version = found.version, event.version_after
     before += sum(version > before for version in event.merged)
     missing = max(0, found.version - before - (event.status is Status.APPLIED))
@@ -150,9 +152,9 @@ def _check_sequence(
 
 
 def _covering(run_dir: Path, found: Audit) -> dict[_Update, Rollback]:
-    """For each update that was taken back, the rollback that took it.
+    """Returns, for each update that was taken back, the rollback that took it back.
 
-    It may be one update more of each worker than the log has: a server that dies may have acknowledged an update and
+    That may be one update more of each worker than the log has: a server that dies may have acknowledged an update and
     not yet written its line.
     """
     rollbacks = LineReader(run_dir / ROLLBACKS, Rollback.model_validate_json)

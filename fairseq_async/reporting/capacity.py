@@ -25,11 +25,11 @@ _LEAST = 1e-9  # seconds: clocks are coarse
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run's events say.
+    """The costs and the speed of a run, as measured from its events.
 
     Attributes:
-        numbers: of its workers.
-        updates_per_second: that they reached together.
+        numbers: the numbers of the run's workers.
+        updates_per_second: updates per second of all workers together.
         exchange: bytes of an update and of the parameters.
         server_spread: how much the server's times vary: their deviation over their mean.
     """
@@ -46,7 +46,9 @@ class Measured:
 
 
 def measure(run_dir: Path, compress: str = "") -> Measured:
-    """Measures the costs of a run without a barrier or overlap, best of one or two workers, which wait for no other.
+    """Measures the costs of a run without a barrier or overlap.
+
+    A run of one or two workers is best, since these wait for no other.
 
     Args:
         compress: codecs for the bytes of an exchange; empty for those of the run.
@@ -86,8 +88,14 @@ def measure(run_dir: Path, compress: str = "") -> Measured:
 
 @dataclass(frozen=True)
 class _Cycle:
-    """The seconds between two updates of one worker, for how many of them the second was held for other workers, and
-    how many were exchange, without the hold of the first, and server time."""
+    """The seconds between two updates of one worker.
+
+    Attributes:
+        gap: seconds between the two updates.
+        held: of these, those for which the second update was held for other workers.
+        exchange: seconds of the exchange, without the hold of the first update.
+        server: seconds of the server.
+    """
 
     gap: float
     held: float
@@ -96,8 +104,10 @@ class _Cycle:
 
 
 def _cycles(events: Sequence[Event]) -> list[_Cycle]:
-    """The cycles of one worker's events. Each has the times of the exchange before it, and the time of the end of its
-    own hold."""
+    """Returns the cycles of one worker's events.
+
+    An event has the times of the exchange before it; its own time is that of the end of its own hold.
+    """
     return [
         _Cycle(
             after.time - before.time,
@@ -110,12 +120,12 @@ def _cycles(events: Sequence[Event]) -> list[_Cycle]:
 
 
 def tables(measured: Measured, sizes: Sequence[int], links: Sequence[Link], shards: Sequence[int]) -> Iterator[Table]:
-    """Tables of what was measured, of the workers that a server holds, and of the speed-up by number of workers.
+    """Yields tables of what was measured, of the workers that a server holds, and of the speed-up by workers.
 
     Args:
-        sizes: numbers of parameters of other models.
-        links: of a network.
-        shards: of the server, numbers to look at.
+        sizes: numbers of parameters of other models; empty for the run's own.
+        links: network links to look at; empty for the costs as measured.
+        shards: numbers of shards of the server to look at.
     """
     costs = measured.costs
     yield _measured(measured)
@@ -172,7 +182,7 @@ def _speedup(costs: Costs, links: Sequence[Link], shards: Sequence[int]) -> Tabl
 
 
 def over(costs: Costs, links: Sequence[Link]) -> Iterator[tuple[str, Costs]]:
-    """The costs on each link, with its name; as they are where there is none."""
+    """Yields each link's name and the costs over this link; the costs as they are if there is no link."""
     if not links:
         yield "as measured", costs
     for link in links:

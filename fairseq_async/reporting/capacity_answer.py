@@ -1,4 +1,4 @@
-"""What ``fairseq-async capacity`` answers: of a run's server, or what a cluster needs."""
+"""The answers of ``fairseq-async capacity``: what a run's server can serve, or what a cluster needs."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,12 +14,12 @@ from fairseq_async.server.run_files.event_log import EVENTS
 from fairseq_async.simulation.cluster import Cluster, Distribution, Seconds, Trace
 from fairseq_async.simulation.costs import Costs
 
-_ADAM, _OUTER = 10e-9, 4e-9  # seconds a parameter of the server, where no run says it: one core, measured
-_COPIES = 3e-9  # of a worker and the server together, beside
+_ADAM, _OUTER = 10e-9, 4e-9  # assumed seconds per parameter of the server, measured on one core
+_COPIES = 3e-9  # likewise, for the copies of a worker and the server together
 
 
 def answer(question: Question) -> Iterator[str | Table]:
-    """What a question leads to: tables, and lines of text.
+    """Yields the answer to a question: tables, and lines of text.
 
     Raises:
         ConfigurationError: there is no such run, or too little of it; there is no such codec.
@@ -52,7 +52,7 @@ def _for_cluster(question: Question, workers: int, measured: Measured | None) ->
 
 
 def _step_seconds(question: Question, measured: Measured | None) -> list[Seconds]:
-    """Of the workers in turn."""
+    """Returns the seconds per step of the workers, which take them in turn."""
     if question.step_seconds:
         return [
             Distribution(distribution="lognormal", mean=mean, spread=spread) if spread else mean
@@ -63,14 +63,14 @@ def _step_seconds(question: Question, measured: Measured | None) -> list[Seconds
 
 
 def _costs(size: int, compress: str, measured: Measured | None) -> tuple[Costs, Costs]:
-    """Of gradients and of local SGD: as measured, or as assumed."""
+    """Returns the costs of an exchange of gradients and of one of local SGD: as measured, or as assumed."""
     if measured is not None:
         return measured.costs.of_size(size), measured.costs.of_size(size)
     return assumed_costs(size, compress)
 
 
 def assumed_costs(size: int, compress: str = "") -> tuple[Costs, Costs]:
-    """Of gradients, which Adam takes, and of local SGD, where no run says them; ``step`` is 0."""
+    """Returns the costs to assume without a run: of gradients, which Adam takes, and of local SGD; ``step`` is 0."""
     push = pull = 4.0
     if compress:
         sent = of_codecs(compress, Layout((Segment("all", (size,), "float32"),)))

@@ -1,4 +1,4 @@
-"""What ``fairseq-async capacity`` is asked, from its flags: read before anything slow is imported."""
+"""The question to ``fairseq-async capacity``, from its flags, which are read before anything slow is imported."""
 
 import math
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ _WIDEST = 3.0  # deviation over mean of the seconds per step
 
 @dataclass(frozen=True)
 class Question:
-    """A run's server, or one for a cluster.
+    """A question about a run's server, or about the server that a cluster needs.
 
     Attributes:
-        run_dir: of the run whose costs count; None where they are assumed.
-        sizes: numbers of parameters; empty for the run's.
-        links: of a network; empty on one machine.
-        shards: of the server, numbers to look at.
+        run_dir: directory of the run whose costs count; None where costs are assumed.
+        sizes: numbers of parameters of the models; empty for the run's model.
+        links: network links to look at; empty on one machine.
+        shards: numbers of shards of the server to look at.
         compress: codecs on the link; empty for those of the run.
-        workers: of the cluster; None where only the run's server is asked about.
-        step_seconds: mean and spread of the workers in turn; empty for the run's.
-        at_most_waiting: share of the workers' time that may be lost.
+        workers: number of workers of the cluster; None where only the run's server is asked about.
+        step_seconds: mean and spread of the seconds per step, for the workers in turn; empty for the run's.
+        at_most_waiting: share of the workers' time that may be lost by waiting.
     """
 
     run_dir: Path | None
@@ -47,9 +47,10 @@ def read_question(
     step_seconds: str,
     at_most_waiting: float | None,
 ) -> Question:
-    """
+    """Reads a question from the flags.
+
     Raises:
-        ConfigurationError: a flag has no such value, or they do not go together.
+        ConfigurationError: a flag has no such value, or the flags do not go together.
     """
     _find(run_dir)
     links = [Link(*pair) for pair in _pairs("--link", link, "as 10, or 0.1:50 with 50 ms one way")]
@@ -97,7 +98,7 @@ def _counts(flag: str, text: str) -> tuple[int, ...]:
 
 
 def _pairs(flag: str, text: str, example: str, most: float = math.inf) -> list[tuple[float, float]]:
-    """Numbers above 0, each with a second one of at least 0 behind a colon, or without."""
+    """Parses numbers above 0, each with or without a second number, of at least 0, behind a colon."""
     pairs = []
     try:
         for part in text.split(",") if text else []:

@@ -1,4 +1,4 @@
-"""How many bytes an exchange has on the line: with codecs that are named, or as a run has sent them."""
+"""How many bytes an exchange sends: with codecs that are named, or as a run has sent them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class PayloadBytes:
-    """The bytes of a vector of the model's size.
+    """The bytes in which a codec sends a vector of the model's size.
 
     Attributes:
-        codec: its name.
-        size: headers included; a mean, where they differ from payload to payload.
-        known: how the size is known: what is assumed, where something is.
+        codec: name of the codec.
+        size: bytes, headers included; their mean, where they differ from payload to payload.
+        known: how the size is known: exactly, as a mean, or under which assumption.
     """
 
     codec: str
@@ -30,7 +30,7 @@ class PayloadBytes:
 
 @dataclass(frozen=True)
 class ExchangeBytes:
-    """Those of an update, ``push``, and of the parameters that come back, ``pull``."""
+    """The bytes of an update, ``push``, and of the parameters that come back, ``pull``."""
 
     push: PayloadBytes
     pull: PayloadBytes
@@ -41,7 +41,7 @@ class ExchangeBytes:
 
 
 def of_codecs(text: str, layout: Layout) -> ExchangeBytes:
-    """What ``--compress`` would send of a model.
+    """Returns the bytes of an exchange of a model with this ``--compress``.
 
     Raises:
         ConfigurationError: there is no such codec, or it has no such parameter.
@@ -51,10 +51,13 @@ def of_codecs(text: str, layout: Layout) -> ExchangeBytes:
 
 
 def of_run(method: JsonObject, events: Sequence[Event], layout: Layout) -> ExchangeBytes:
-    """What a run had, by the ``method`` of its ``run.json``, and by its events where its updates are compressed.
+    """Returns the bytes of a run's exchanges, by its ``run.json``, and by its events if its updates are compressed.
+
+    Args:
+        method: the ``method`` of ``run.json``.
 
     Raises:
-        ConfigurationError: the method's codec is none.
+        ConfigurationError: the method names a codec that does not exist.
     """
     options = method.get("options")
     given = _parsed(options.get("compress") if isinstance(options, dict) else None, 'run.json: "compress"')

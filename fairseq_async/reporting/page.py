@@ -56,14 +56,14 @@ def write(runs: Sequence[Run], title: str, out: Path) -> Path:
 
 
 def _overview(runs: Sequence[Run]) -> list[dict[str, str | int]]:
-    """A column a run where their names differ and there are few; else a row a run."""
+    """Returns the overview's rows: a column per run if the runs are few with different names, else a row per run."""
     rows = [row(run) for run in runs]
     few = len(rows) <= _COLUMNS and len({each["run"] for each in rows}) == len(rows)
     return _upright(rows) if few else rows
 
 
 def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, tuple[str, Figure]]]:
-    """File name, caption and figure, for each group of runs."""
+    """Yields file name, caption and figure, for each figure of each group of runs."""
     for group in dict.fromkeys(run.group for run in runs):
         for name, (caption, figure) in figures([run for run in runs if run.group == group]).items():
             yield (f"{group}-{name}", (f"{caption}: {group}", figure)) if group else (name, (caption, figure))
@@ -78,13 +78,13 @@ def _table(rows: Sequence[dict[str, str | int]]) -> str:
 
 
 def _names(rows: Sequence[dict[str, str | int]]) -> list[str]:
-    """Those that any of the rows has, in their order: a run without a validation has fewer values."""
+    """Returns the names that any of the rows has, in order: a run without a validation has fewer values."""
     longest = max(rows, key=len)
     return list(dict.fromkeys([*longest, *(name for each in rows for name in each)]))
 
 
 def _upright(rows: Sequence[dict[str, str | int]]) -> list[dict[str, str | int]]:
-    """A column for each run in the place of a row: a few runs have more values than a laptop's screen has room for."""
+    """Turns rows into columns, one for each run: a run has more values than a laptop's screen has room for in a row."""
     return [_column(name, rows) for name in _names(rows) if name != "run"]
 
 
@@ -94,7 +94,7 @@ def _column(name: str, rows: Sequence[dict[str, str | int]]) -> dict[str, str | 
 
 
 def row(run: Run) -> dict[str, str | int]:
-    """The table's cells for one run, by column."""
+    """Returns the table's cells for one run, by column."""
     _, losses = run.losses("updates")
     seconds, tokens = run.events[-1].time, sum(event.target_tokens for event in run.applied)
     refused = sum(event.status is Status.REFUSED for event in run.events)
@@ -118,7 +118,7 @@ def row(run: Run) -> dict[str, str | int]:
 
 
 def _validated(run: Run) -> dict[str, str | int]:
-    """The last validation's loss and score; nothing for runs of which none is recorded."""
+    """Returns the cells of the last validation's loss and score; none if no validation is recorded."""
     if not run.validations:
         return {}
     last = run.validations[-1]
@@ -129,7 +129,7 @@ def _validated(run: Run) -> dict[str, str | int]:
 
 
 def worker_row(run: Run, worker: int) -> dict[str, str | int]:
-    """The cells of one worker of a run, by column: means over its applied updates."""
+    """Returns the cells of one worker of a run, by column: means over its applied updates."""
     applied = [event for event in run.applied if event.worker == worker]
     return {
         "run": _name(run),
@@ -146,7 +146,7 @@ def worker_row(run: Run, worker: int) -> dict[str, str | int]:
 
 
 def _compressed(run: Run, worker: int | None) -> dict[str, str | int]:
-    """What compressed updates come to; nothing for runs without them."""
+    """Returns the cells about compressed updates; none for a run without them."""
     compressed = run.compressed(worker)
     if compressed is None:
         return {}
@@ -155,7 +155,7 @@ def _compressed(run: Run, worker: int | None) -> dict[str, str | int]:
 
 
 def _megabytes(sizes: Iterable[int | None]) -> str:
-    """Their sum; a log of version 0.1 does not have them."""
+    """Returns the sum in megabytes, or "-" if no size is known: a log of version 0.1 has none."""
     known = [size for size in sizes if size is not None]
     return f"{sum(known) / 1e6:,.2f}" if known else "-"
 

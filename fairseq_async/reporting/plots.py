@@ -38,12 +38,12 @@ class Style:
 
 
 def styles(count: int) -> list[Style]:
-    """A style for each of so many runs or workers; the first 35 differ."""
+    """Returns a style for each of ``count`` runs or workers; the first 35 differ."""
     return [Style(COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]) for i in range(count)]
 
 
 def figures(runs: Sequence[Run]) -> dict[str, tuple[str, Figure]]:
-    """Caption and figure by file name: those for which the runs have data."""
+    """Returns caption and figure by file name, for the figures for which the runs have data."""
     with _rc_params():
         found = {
             "loss": ("Loss by update, by token and by time", loss(runs)),
@@ -107,7 +107,7 @@ def loss(runs: Sequence[Run]) -> Figure:
 
 
 def _validated(runs: Sequence[Run]) -> dict[str, tuple[str, Callable[[Validation], float | None]]]:
-    """Caption and value of what worker 0's validations have: the loss, and the score that a run names first."""
+    """Returns caption and value by file name for worker 0's validations: the loss, and the first metric named."""
     known = [validation for run in runs for validation in run.validations]
     found: dict[str, tuple[str, Callable[[Validation], float | None]]] = {}
     if any(each.loss is not None for each in known):
@@ -119,7 +119,7 @@ def _validated(runs: Sequence[Run]) -> dict[str, tuple[str, Callable[[Validation
 
 
 def validations(runs: Sequence[Run], name: str, value: Callable[[Validation], float | None]) -> Figure:
-    """One value of each run's validations, by the updates before them."""
+    """One value of each run's validations, over the number of updates before each."""
     figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
     for run, style in zip(runs, styles(len(runs)), strict=True):
         known = [(each.updates, found) for each in run.validations if (found := value(each)) is not None]
@@ -229,7 +229,7 @@ def local_steps(runs: Sequence[Run]) -> Figure:
 
 
 def _window(run: Run) -> float:
-    """The end of the timeline: late enough for as many updates of the busiest worker as can be told apart."""
+    """Returns the timeline's end: late enough for as many updates of the busiest worker as can be told apart."""
     busiest = max(Counter(event.worker for event in run.events).values())
     last = run.events[-1].time
     return float(last if busiest <= _BARS else last * _BARS / busiest) or 1.0
@@ -247,7 +247,7 @@ def _activity_legend(figure: Figure) -> None:
 
 
 def _short_numbers(axes: Axes) -> None:
-    """Few ticks on the x axis, which read 1.2M in place of 1200000."""
+    """Sets few ticks on the x axis, labelled as 1.2M in place of 1200000."""
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 

@@ -57,15 +57,15 @@ class Run:
     """One run, or one trial of a simulation.
 
     Attributes:
-        name: in legends.
+        name: the run's name in legends.
         group: the cluster of a simulated trial; runs of one group are drawn together.
         number: the trial's place in its experiment.
-        started_workers: how many the run was started with.
+        started_workers: number of workers with which the run was started.
         barrier: whether workers wait for each other.
         events: in the order in which they were settled; ``time`` in seconds since the run's beginning.
         curve: the evaluations of a simulation; else empty.
         validations: those of worker 0 of a real run, where its front end writes them; ``time`` as above.
-        sizes: number of values of its updates in turn; None where ``run.json`` does not say it.
+        sizes: numbers of values of its updates in turn, one per fragment; None where ``run.json`` does not say them.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Run:
 
     @cached_property
     def step_sizes(self) -> list[int]:
-        """With how many updates each step of the server was taken."""
+        """The number of updates in each step of the server."""
         sizes, size = [], 0
         version = self.applied[0].base_version if self.applied else 0
         for event in self.applied:
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def workers(self) -> int:
-        """The number of workers, with those that joined later."""
+        """The number of workers, including those that joined later."""
         return max(self.started_workers, 1 + max(event.worker for event in self.events))
 
     @property
@@ -118,7 +118,7 @@ class Run:
         return [x for x, _ in known], running_mean([loss for _, loss in known])
 
     def _axis(self, by: Axis) -> list[float]:
-        """Where each applied update is on the axis."""
+        """Returns the place of each applied update on the axis."""
         match by:
             case "updates":
                 return [float(event.version_after) for event in self.applied]
@@ -133,12 +133,12 @@ class Run:
         return [activity for events in own for activity in _activities(events, self.barrier)]
 
     def compressed(self, worker: int | None = None) -> Compressed | None:
-        """What the compressed updates of a worker, or of all, come to; None where they are not compressed."""
+        """Summarises the compressed updates of a worker, or of all workers; None if updates are not compressed."""
         own = [event for event in self.events if worker is None or event.worker == worker]
         return Compressed.of(own, self.sizes)
 
     def shares(self, worker: int) -> dict[str, float]:
-        """The fraction of its time that the worker spent on each kind of activity."""
+        """Returns the fraction of its time that the worker spent on each kind of activity."""
         own = {kind: 0.0 for kind in (COMPUTING, WAITING, AWAY)}
         for activity in self.activities:
             if activity.worker == worker:
@@ -148,17 +148,17 @@ class Run:
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
-    """For each value the mean of it and the values before it, over a fiftieth of all."""
+    """Returns for each value the mean of it and of values before it, over a fiftieth of all values."""
     width = max(1, len(values) // 50)
     return [fmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
 
 
 def _activities(events: Sequence[Event], barrier: bool) -> Iterator[Activity]:
-    """The activities of one worker, from its events.
+    """Yields the activities of one worker, from its events.
 
-    Between two events a worker computes, then waits for its answer. Time that neither explains it was away: dead, or
-    validating. How long it waited after an update is reported with the next one; after the last one it is unknown, and
-    taken as all the time left with a barrier, else as none.
+    Between two events a worker computes, then waits for its answer. In time that neither explains, the worker was away:
+    dead, or validating. How long it waited after an update is reported with the next update. After the last update that
+    is unknown, and taken as all the time left with a barrier, else as none.
     """
     waits = [*(event.exchange_seconds for event in events[1:]), math.inf if barrier else 0.0][: len(events)]
     gaps = [after.time - before.time for before, after in pairwise(events)]
@@ -181,10 +181,10 @@ def _activities(events: Sequence[Event], barrier: bool) -> Iterator[Activity]:
 
 
 def load(paths: Sequence[Path]) -> list[Run]:
-    """Reads the runs in these directories: of each the run itself, or the trials of a simulation.
+    """Reads the runs in these directories: from each the run itself, or the trials of a simulation.
 
     Raises:
-        ConfigurationError: there is none in one of them, or it cannot be read.
+        ConfigurationError: a directory has no run, a run cannot be read, or no run has an update yet.
     """
     runs = []
     for path in paths:
@@ -199,7 +199,7 @@ def load(paths: Sequence[Path]) -> list[Run]:
 
 
 def _read(directory: Path, given: Path) -> Run | None:
-    """One run; None while it has no event."""
+    """Reads one run; returns None while it has no event."""
     description = RunDescription.read(directory)
     try:
         events = read_events(directory / EVENTS)

@@ -19,7 +19,7 @@ SHARDS = "Shards (server_shards) are taken to be equal, each with a core of the 
 
 @dataclass(frozen=True)
 class Fit:
-    """A way to exchange that keeps waiting within the budget, and what comes of it."""
+    """A way to exchange that keeps waiting within the budget, and the load that it leads to."""
 
     exchanges: Exchanges
     load: Load
@@ -27,9 +27,9 @@ class Fit:
 
 @dataclass(frozen=True)
 class Row:
-    """With so many shards: gradients at every step, and local SGD with the fewest local steps, whole or in fragments.
+    """Results for one number of shards: gradients at every step, and local SGD with the fewest local steps.
 
-    None where up to 1,024 local steps are too few.
+    Local SGD exchanges the model whole or in fragments; None where up to 1,024 local steps are too few.
     """
 
     shards: int
@@ -40,14 +40,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Sizing:
-    """A cluster, what an exchange of the model costs there, and how much waiting it may have.
+    """A cluster, what an exchange of the model costs there, and how much its workers may wait.
 
     Attributes:
-        gradients: costs of an exchange after every step; ``step`` has no part.
-        local_sgd: of one that an outer rule takes.
-        at_most_waiting: share of the workers' time.
-        server_spread: of the server's times, deviation over mean.
-        slower: factor of the cluster's seconds per step.
+        gradients: costs of an exchange after every step; their ``step`` is not used.
+        local_sgd: costs of an exchange that an outer rule takes; likewise.
+        at_most_waiting: share of the workers' time that may be waiting.
+        server_spread: deviation of the server's times over their mean.
+        slower: factor by which the cluster's seconds per step are multiplied.
     """
 
     cluster: Cluster
@@ -58,7 +58,7 @@ class Sizing:
     slower: float = 1.0
 
     def rows(self, shards: Sequence[int]) -> list[Row]:
-        """One for each number of shards."""
+        """Returns one row for each number of shards."""
         return [self._row(count) for count in shards]
 
     @property
@@ -77,7 +77,7 @@ class Sizing:
         return ServerQueue(self.cluster, costs, exchanges, served if self.server_spread else None, self.slower).run()
 
     def _fewest(self, costs: Costs, fragments: Sequence[int], delay: int) -> Fit | None:
-        """The fewest local steps that fit, and then the fewest fragments."""
+        """Returns the fit with the fewest local steps, and then the fewest fragments; None if nothing fits."""
         step = self.step
         for local_steps in _LOCAL_STEPS:
             for count in fragments:
@@ -90,7 +90,10 @@ class Sizing:
         return None
 
     def _least_waiting(self, costs: Costs, exchanges: Exchanges, step: float) -> float:
-        """By the asymptotic bound, which no queue beats: what it rules out need not be simulated."""
+        """Returns the least share of waiting, by the asymptotic bound, which no queue beats.
+
+        What this bound rules out need not be simulated.
+        """
         part, meanwhile = costs.of_part(1 / exchanges.fragments), exchanges.delay * step
         computing = exchanges.between * step
         cycle = computing - meanwhile + max(meanwhile, part.exchanging)
@@ -99,7 +102,7 @@ class Sizing:
 
 
 def answer(sizing: Sizing, shards: Sequence[int], where: str) -> Iterator[str | Table]:
-    """The table of all numbers of shards, and in one line which to choose.
+    """Yields the table of all numbers of shards, and one line that says which to choose.
 
     Args:
         where: the workers, the model and the link, in words.
@@ -141,7 +144,7 @@ def _gradients(sizing: Sizing, rows: Sequence[Row]) -> str:
 
 
 def _bottleneck(sizing: Sizing, row: Row) -> str:
-    """What keeps the workers waiting where no number of shards is enough."""
+    """Names what keeps the workers waiting where no number of shards is enough."""
     costs, step = replace(sizing.gradients, shards=row.shards), sizing.step
     if costs.exchanging / (step + costs.exchanging) <= sizing.at_most_waiting:
         return f"the server's {row.gradients.bottleneck}"

@@ -20,7 +20,7 @@ class WatchedRun(Progress):
     machines need not agree.
 
     Args:
-        monotonic: seconds.
+        monotonic: this machine's clock, in seconds.
 
     Raises:
         ConfigurationError: there is no run in the directory.
@@ -37,7 +37,7 @@ class WatchedRun(Progress):
 
     @property
     def silent(self) -> float:
-        """Seconds since an update was seen."""
+        """Seconds since the last update was seen here."""
         return self._monotonic() - self._seen_at
 
     def _add(self, event: Event) -> None:
@@ -47,7 +47,7 @@ class WatchedRun(Progress):
         self._drop_old()
 
     def summary(self) -> str:
-        """The progress in one line, and how long nothing new has come."""
+        """Returns the progress in one line, and for how long nothing new has come."""
         return super().summary() + (f", nothing new for {self.silent:,.0f} s" if self.silent > _QUIET else "")
 
 

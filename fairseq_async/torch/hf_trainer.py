@@ -25,12 +25,12 @@ STATE = "async_server.pt"  # in the directory of a checkpoint
 
 
 class AsyncCallback(TrainerCallback):
-    """One worker of an asynchronous run; the ``Trainer`` believes that it trains alone.
+    """Makes a ``Trainer`` one worker of an asynchronous run; the ``Trainer`` believes that it trains alone.
 
-    Start it with ``fairseq-async launch``. Each worker takes the Trainer's own number of steps, on its own part of the
-    data: ``dataset.shard(callback.workers, callback.worker)``. Worker 0 evaluates and saves, and both see the server's
-    parameters; the other workers do neither. A checkpoint has the server's whole state, with which a resumed run goes
-    on.
+    Start the script with ``fairseq-async launch``. Each worker takes the Trainer's own number of steps, on its own part
+    of the data: ``dataset.shard(callback.workers, callback.worker)``. Worker 0 evaluates and saves, both with the
+    server's parameters; the other workers do neither. A checkpoint has the server's whole state, with which a resumed
+    run goes on.
 
     Example::
 
@@ -41,7 +41,7 @@ class AsyncCallback(TrainerCallback):
     Args:
         method: ``local_sgd`` or ``hybrid_async``.
         options: of :class:`~fairseq_async.torch.AsyncLocalSGD` or :class:`~fairseq_async.torch.HybridAsync`. With
-            ``hybrid_async``, ``total_steps`` is by default that of the Trainer, and its scheduler is given.
+            ``hybrid_async``, ``total_steps`` is by default that of the Trainer, and the Trainer's scheduler is used.
     """
 
     @errors_in_one_line()
@@ -63,12 +63,12 @@ class AsyncCallback(TrainerCallback):
 
     @property
     def workers(self) -> int:
-        """How many were announced."""
+        """Number of workers that were announced."""
         return self._context.workers if self._training is None else self._training.workers
 
     @property
     def training(self) -> AsyncTraining:
-        """The worker itself, once training has begun."""
+        """This worker's :class:`~fairseq_async.torch.training.AsyncTraining`, once training has begun."""
         assert self._training is not None, "training has not begun"
         return self._training
 
@@ -77,33 +77,33 @@ class AsyncCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Joins the run; with the server's state, if the Trainer goes on from a checkpoint."""
+        """Joins the run; if the Trainer goes on from a checkpoint, with the server's state in it."""
         optimizer: Optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # of accelerate's wrapper
         scheduler: LRScheduler = getattr(kwargs["lr_scheduler"], "scheduler", kwargs["lr_scheduler"])
         self._training = self._make(kwargs["model"], optimizer, scheduler, state.max_steps)
         if state.global_step:
             self._restore(self._training, _checkpoint(args, state) / STATE)
-        atexit.register(self._training.abandon)  # of a Trainer that fails
+        atexit.register(self._training.abandon)  # for a Trainer that fails
         self._training.__enter__()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Goes on from this worker's own parameters."""
+        """Puts this worker's own parameters back into the model."""
         self.training.restore_parameters()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Prepares for what the Trainer does next."""
+        """Prepares for what the Trainer does next: an evaluation, a checkpoint, the end."""
         self._prepare(state, control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """As :meth:`on_step_end`."""
+        """Does what :meth:`on_step_end` does."""
         self._prepare(state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Adds the server's state to the checkpoint."""
+        """Adds the server's state to worker 0's checkpoint."""
         path = _checkpoint(args, state)
         if self.worker == 0 and path.is_dir():
             torch.save(self.training.state_dict(), path / STATE)
@@ -127,7 +127,10 @@ class AsyncCallback(TrainerCallback):
             logger.warning("%s: there is no server state: a new run begins from the checkpoint's parameters", path)
 
     def _prepare(self, state: TrainerState, control: TrainerControl) -> None:
-        """The last local steps are sent here: later the Trainer may load the best model, which is no step."""
+        """Stops at the end, and gives worker 0 the server's parameters where it evaluates or saves.
+
+        The last local steps are sent here: later the Trainer may load the best model, which is no step.
+        """
         self.training.restore_parameters()
         if control.should_training_stop or self.training.finished or state.global_step >= state.max_steps:
             control.should_training_stop = True

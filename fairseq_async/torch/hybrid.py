@@ -1,4 +1,4 @@
-"""Hybrid asynchronous SGD round an ordinary optimizer, which steps in the server."""
+"""Hybrid asynchronous SGD round an ordinary optimizer, whose steps are taken in the server."""
 
 import time
 from math import inf
@@ -27,8 +27,8 @@ class HybridAsync(AsyncTraining):
 
     ``optimizer.step()`` sends the gradients to the server and takes its parameters if they have changed; then the
     gradients are None, so that the step itself changes nothing. The server steps an optimizer of the same class, with
-    the same parameter groups, by the mean of several gradients. A gradient is on its way when a worker is killed, or
-    lost: never half applied.
+    the same parameter groups, by the mean of several gradients. When a worker is killed, its gradient is on its way or
+    lost, but never half applied.
 
     Example::
 
@@ -39,7 +39,7 @@ class HybridAsync(AsyncTraining):
                 optimizer.step()
 
     Args:
-        optimizer: Adam, AdamW or SGD of ``torch.optim``. Its state stays empty: it is in the server.
+        optimizer: Adam, AdamW or SGD of ``torch.optim``. Its state stays empty here: the server has it.
         scheduler: the optimizer's scheduler, any whose rates are a function of the number of its steps. The server
             takes the rates, by its own steps; what the scheduler does to this worker's optimizer is of no effect.
         clip_norm: largest L2 norm of the mean gradient that the server steps with; 0 does not clip.
@@ -81,7 +81,7 @@ class HybridAsync(AsyncTraining):
 
     @property
     def learning_rate(self) -> float:
-        """The first group's rate of the server's next step."""
+        """Learning rate of the first parameter group in the server's next step."""
         return self.async_worker.learning_rate
 
     def describe(self, workers: int) -> MethodSpec:
@@ -97,14 +97,14 @@ class HybridAsync(AsyncTraining):
 
     @errors_in_one_line()
     def _exchange(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """In place of the step, which finds no gradients then."""
+        """Exchanges with the server in place of the optimizer's step, which then finds no gradients."""
         self._check_closure(args, kwargs)
         self._check_rates()
         if self.finished:
             return self._leave_out_after_end()
         gradients = step_gradients(self._named)
         if gradients and not is_skipped_by_scaler(optimizer):
-            if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a fused one would divide by itself
+            if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a fused optimizer would divide by it
                 for gradient in gradients:
                     gradient.div_(scale)
             self._sleep_if_slowed_down()
@@ -114,7 +114,7 @@ class HybridAsync(AsyncTraining):
         self._step_ended = time.perf_counter()
 
     def _push(self, norm: float) -> None:
-        """The receipt of a gradient with NaN or Inf is waited for: it says how many in a row were refused."""
+        """Pushes the gradients; with NaN or Inf, waits for the receipt, which says how many in a row were refused."""
         loss = self._take_loss()
         self.async_worker.step(1.0, None if loss is None else float(loss), wait=not norm < inf, norm=norm)
 
@@ -122,12 +122,13 @@ class HybridAsync(AsyncTraining):
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _check_rates(self) -> None:
-        """
+        """Checks that nothing but a scheduler that the server knows sets the learning rates.
+
         Raises:
-            ConfigurationError: somebody else than a scheduler that the server knows sets the learning rates.
+            ConfigurationError: something else sets them.
         """
         if self._scheduler is not None:
-            # a fast worker steps it more often than the run has steps, where OneCycleLR, for one, fails
+            # a fast worker steps the scheduler more often than the run has steps: OneCycleLR, for one, would fail
             self._scheduler.last_epoch = min(self._scheduler.last_epoch, self.options.total_steps - 1)
             return
         if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):  # every scheduler of torch leaves this mark

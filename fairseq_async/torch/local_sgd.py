@@ -74,7 +74,10 @@ class AsyncLocalSGD(AsyncTraining):
 
     @errors_in_one_line()
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Finds out whether the coming step is one. A gradient with NaN or Inf would stay in the optimizer's state."""
+        """Finds out whether the coming step counts as a local step.
+
+        Gradients with NaN or Inf are dropped, since the NaN or Inf would stay in the optimizer's state.
+        """
         self._check_closure(args, kwargs)
         gradients = step_gradients(self._named)
         self._counts = bool(gradients) and not self.finished and not is_skipped_by_scaler(optimizer)

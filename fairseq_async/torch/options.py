@@ -13,11 +13,11 @@ _OF_LOADERS = ("shards", "seed")  # the user's own loader divides and shuffles t
 
 
 def parse_options(base: type[_Options], given: Mapping[str, object], where: str) -> tuple[ServerOptions, _Options]:
-    """The options of the server, and those of the method.
+    """Returns the options of the server, and those of the method.
 
     Args:
-        base: what the models of the method's rules extend.
-        where: what to name in an error.
+        base: the base class of the option models of the method's rules.
+        where: the name of the front end, for errors.
 
     Raises:
         ConfigurationError: an unknown argument, or a bad value.

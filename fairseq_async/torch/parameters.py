@@ -1,4 +1,4 @@
-"""What of a model and its optimizer is exchanged."""
+"""The parameters and gradients of a model and its optimizer that are exchanged."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ _COMPILED = "_orig_mod."  # before each name in a model that torch.compile has w
 
 
 def exchanged_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
-    """The model's trainable parameters that the optimizer steps, with their names, in the model's order.
+    """Returns the model's trainable parameters that the optimizer steps, with their names, in the model's order.
 
     Raises:
         ConfigurationError: the optimizer has others, or they are not fp32, or the model synchronises its gradients.
@@ -42,10 +42,10 @@ def exchanged_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[s
 
 
 def step_gradients(named: list[tuple[str, Parameter]]) -> list[Tensor]:
-    """The gradients of a step; empty where nothing was computed.
+    """Returns the gradients of a step; an empty list if none was computed.
 
     Raises:
-        ConfigurationError: one is sparse.
+        ConfigurationError: a gradient is sparse.
     """
     for name, parameter in named:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -60,7 +60,7 @@ def drop_gradients(named: list[tuple[str, Parameter]]) -> None:
 
 
 def l2_norm(gradients: list[Tensor]) -> float:
-    """Of all together; not finite where a gradient has NaN or Inf."""
+    """Returns the L2 norm of all gradients together; not finite if a gradient has NaN or Inf."""
     return float(torch.nn.utils.get_total_norm(gradients))
 
 

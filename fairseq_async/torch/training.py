@@ -1,4 +1,4 @@
-"""What the context managers share: joining and leaving a run, the server's parameters, checkpoints."""
+"""The base of the context managers: joining and leaving a run, the server's parameters, checkpoints."""
 
 import os
 import sys
@@ -38,15 +38,15 @@ class AsyncTraining(ABC):
 
     In the ``with`` block, ``optimizer.step()`` takes part in the run, and nothing else of the loop changes. Entering
     the block connects to the server, which worker 0 starts where no launcher has done so, and takes its parameters: the
-    models of all workers are worker 0's then. At the end of the block the model has the server's parameters, and with
-    an exception the worker is gone from the run as if it had been killed.
+    models of all workers are worker 0's then. At the end of the block the model has the server's parameters. If an
+    exception ends the block, the worker is gone from the run as if it had been killed.
 
     A step whose gradient has NaN or Inf is left out. Mistakes end the process with one line and exit code 2.
 
     Attributes:
         worker: this worker's number; worker 0 is to evaluate and save.
-        workers: how many were announced, for a ``DistributedSampler``.
-        loss: of the coming step, for the log; set it before ``optimizer.step()`` if you like.
+        workers: number of workers that were announced, for a ``DistributedSampler``.
+        loss: loss of the coming step, for the log; set it before ``optimizer.step()`` if you like.
     """
 
     server_module: str
@@ -59,7 +59,7 @@ class AsyncTraining(ABC):
         self._context = WorkerContext.find()
         self._restored: State | None = None
         self._own: Tensor | None = None  # this worker's parameters, while the model has the server's
-        self._saved: State | None = None  # the state that these are from
+        self._saved: State | None = None  # the state with the model's present parameters
         self._server: ServerProcess | None = None
         self._client: Client | None = None
         self._handles: list[RemovableHandle] = []
@@ -99,7 +99,7 @@ class AsyncTraining(ABC):
 
     @abstractmethod
     def describe(self, workers: int) -> MethodSpec:
-        """The method of a run with so many workers."""
+        """Returns the method's description for a run with this many workers."""
 
     @abstractmethod
     def _make_worker(self, client: Client) -> AsyncWorker: ...
@@ -156,9 +156,9 @@ class AsyncTraining(ABC):
             self._server.outlast_workers()
 
     def abandon(self) -> None:
-        """Is gone from the run as a worker that was killed; a server that this worker has started ends, too.
+        """Leaves the run as if the worker had been killed; also ends a server that this worker has started.
 
-        It writes a last snapshot then, unless the run is over.
+        The server then writes a last snapshot, unless the run is over.
         """
         self._remove_hooks()
         if self._client is not None:
@@ -175,7 +175,7 @@ class AsyncTraining(ABC):
 
     @contextmanager
     def server_parameters(self) -> Iterator[None]:
-        """Within this the model has the server's parameters, for worker 0 to evaluate and save; then its own again."""
+        """Within it, the model has the server's parameters, for worker 0 to evaluate and save; afterwards its own."""
         self.take_server_parameters()
         try:
             yield
@@ -203,7 +203,7 @@ class AsyncTraining(ABC):
 
     @errors_in_one_line()
     def state_dict(self) -> State:
-        """The server's whole state, for your checkpoint: of worker 0; empty on every other worker.
+        """Returns the server's whole state, for worker 0's checkpoint; an empty dictionary on every other worker.
 
         Within :meth:`server_parameters` it is the state whose parameters the model has.
         """
@@ -213,9 +213,9 @@ class AsyncTraining(ABC):
 
     @errors_in_one_line()
     def load_state_dict(self, state: State) -> None:
-        """Before the block is entered: a new run goes on from what :meth:`state_dict` has given.
+        """Makes a new run go on from what :meth:`state_dict` has returned; call it before the block is entered.
 
-        Worker 0 brings it to the server, from which every worker takes its parameters.
+        Worker 0 brings the state to the server, from which every worker takes its parameters.
         """
         if self._client is not None:
             raise ConfigurationError("load_state_dict comes before the with block: the run has begun")
@@ -229,7 +229,7 @@ class AsyncTraining(ABC):
 
     @errors_in_one_line()
     def _inside(self, made: _Made | None) -> _Made:
-        """What the block has made."""
+        """Returns what exists in the block alone; raises a ConfigurationError outside of it."""
         if made is None:
             raise ConfigurationError(f"{type(self).__name__} is used outside of its with block")
         return made
@@ -237,17 +237,17 @@ class AsyncTraining(ABC):
     # Steps
 
     def _check_closure(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """``args`` of a hook begin with the optimizer itself."""
+        """Refuses a closure; ``args`` of a hook begin with the optimizer itself."""
         if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             raise ConfigurationError("optimizer.step(closure) is not supported: compute the gradients before the step")
 
     def _take_loss(self) -> float | Tensor | None:
-        """The loss of this step, without the graph behind it."""
+        """Returns the loss of this step, without the graph behind it, and forgets it."""
         loss, self.loss = self.loss, None
         return loss.detach() if isinstance(loss, Tensor) else loss
 
     def _leave_out_after_end(self) -> None:
-        """A step after the end of the run changes nothing; the first one is told of."""
+        """Makes a step after the end of the run change nothing; says so at the first one."""
         drop_gradients(self._named)
         if not self._warned:
             self._warned = True
@@ -256,15 +256,16 @@ class AsyncTraining(ABC):
             )
 
     def _sleep_if_slowed_down(self) -> float:
-        """Makes this step as many times longer as an experiment wants it; returns its seconds."""
+        """Sleeps so that this step takes ``slowdown`` times as long, for experiments; returns the step's seconds."""
         time.sleep((self._context.slowdown - 1.0) * (time.perf_counter() - self._step_ended))
         return time.perf_counter() - self._step_ended
 
 
 def _note_run() -> None:
-    """
+    """Notes that this process takes part in a run.
+
     Raises:
-        ConfigurationError: a launcher has started this process, and it has trained before.
+        ConfigurationError: a launcher has started this process, and the process has taken part in a run before.
     """
     if _runs and any(name in os.environ for name in _ONE_RUN):
         raise ConfigurationError("a process that a launcher has started takes part in one run: start it again instead")

@@ -29,7 +29,7 @@ def trust_plain_data() -> None:
 
 
 def plain_values(value: object) -> Any:
-    """The same without NumPy's types, in which ``--eval-bleu`` counts: plain fairseq could not load the file."""
+    """Returns the value without NumPy's types, which ``--eval-bleu`` brings: plain fairseq could not load the file."""
     match value:
         case np.ndarray() | np.generic():
             return value.tolist()
@@ -41,9 +41,9 @@ def plain_values(value: object) -> Any:
 
 
 def plain_config(cfg: FairseqConfig) -> StateDict:
-    """A configuration in dictionaries and lists, for checkpoints of ours.
+    """Returns a configuration as dictionaries and lists, for our checkpoints.
 
-    fairseq would write its Namespaces, and then plain fairseq, which does not trust them, could not load the file.
+    fairseq would write its Namespaces. Plain fairseq, which does not trust them, could not load that file.
     """
     container = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
     assert isinstance(container, dict)
@@ -52,8 +52,10 @@ def plain_config(cfg: FairseqConfig) -> StateDict:
 
 @contextmanager
 def checkpoint_errors(filename: str) -> Iterator[None]:
-    """Makes an error of one line of fairseq's assertions, by which it says that a checkpoint is of another optimizer,
-    and of a file that torch cannot read."""
+    """Turns the errors of loading a checkpoint into errors of one line.
+
+    fairseq fails an assertion if a checkpoint is of another optimizer; torch raises if it cannot read the file.
+    """
     try:
         yield
     except AssertionError as error:
@@ -73,7 +75,7 @@ def _is_raised_by_loading(error: Exception) -> bool:
 
 
 def load_on_every_rank(cfg: FairseqConfig) -> None:
-    """Each rank reads the checkpoint itself.
+    """Makes each rank read the checkpoint itself.
 
     By default rank 0 sends the others what it has read, pickled, and torch refuses to load that.
     """
@@ -81,9 +83,9 @@ def load_on_every_rank(cfg: FairseqConfig) -> None:
 
 
 def leave_directory_check_to_worker_0() -> None:
-    """This worker does not try out whether checkpoints can be written.
+    """Keeps this worker from testing whether checkpoints can be written.
 
-    fairseq does so by creating and removing a file of one name: workers that do it at once take it from each other.
+    fairseq tests that by creating and removing a file of one name: workers that do it at once remove each other's.
     """
     checkpoint_utils.verify_checkpoint_directory = _no_check
 
@@ -98,9 +100,9 @@ def write_ranks(extra_state: StateDict, ranks: int) -> None:
 
 
 def rescale_position(extra_state: StateDict, ranks: int) -> None:
-    """Makes the position in the data one of ``ranks`` ranks.
+    """Converts the position in the data to that of a run with ``ranks`` ranks.
 
-    fairseq's position is a number of batches of one rank. A run with another number of ranks would go on elsewhere.
+    fairseq's position counts the batches of one rank. A run with another number of ranks would go on elsewhere.
     """
     if _RANKS in extra_state:
         position = extra_state["train_iterator"]

@@ -14,17 +14,17 @@ from torch.nn import Module, Parameter
 from fairseq_async.algorithms.lamb import Lamb
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig
 
-_EVALUATED = ("_betas", "adafactor_eps")  # ends of the options that fairseq gives to eval
+_EVALUATED = ("_betas", "adafactor_eps")  # endings of the names of options that fairseq gives to eval
 
 
 def trainable_parameters(model: Module, criterion: Module) -> list[tuple[str, Parameter]]:
-    """The parameters that fairseq's trainer gives its optimizer, in its order, and with their names."""
+    """Returns the parameters that fairseq's trainer gives its optimizer, in the trainer's order, with their names."""
     named = chain(model.named_parameters(), criterion.named_parameters())
     return [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
 
 def build_inner(args: Namespace, params: list[Parameter]) -> FairseqOptimizer:
-    """The optimizer that ``--inner-optimizer`` names, with its own flags."""
+    """Builds the optimizer that ``--inner-optimizer`` names, with its own flags."""
     inner = Namespace(**vars(args) | betas_as_strings(args) | {"optimizer": args.inner_optimizer})
     try:
         return build_optimizer(inner, params)
@@ -35,7 +35,7 @@ def build_inner(args: Namespace, params: list[Parameter]) -> FairseqOptimizer:
 
 
 class TorchLAMB(FairseqLAMB):
-    """fairseq's LAMB on ours: fairseq has it from apex alone, which is compiled for GPUs."""
+    """fairseq's LAMB with our implementation: fairseq takes it from apex alone, which is compiled for GPUs."""
 
     def __init__(self, args: Namespace, params: list[Parameter]) -> None:
         self.args = args
@@ -43,7 +43,7 @@ class TorchLAMB(FairseqLAMB):
 
 
 def betas_as_strings(args: Namespace) -> dict[str, str]:
-    """The flags that are betas, as on a command line.
+    """Returns the flags that are betas as strings, as on a command line.
 
     fairseq evaluates a string, or takes a list of OmegaConf's. The default of the flag is a tuple, which is neither.
     """
@@ -52,16 +52,16 @@ def betas_as_strings(args: Namespace) -> dict[str, str]:
 
 
 def component_config(description: Mapping[str, object], registry: str) -> FairseqConfig:
-    """The configuration from which fairseq builds an optimizer or a schedule.
+    """Returns the configuration from which fairseq builds an optimizer or a schedule.
 
     Args:
-        description: its options, and its name as ``_name``. They came over a wire, and fairseq evaluates a string to
-            get a pair of numbers: so these are parsed first. OmegaConf would look up what is between ${ and }, and an
-            optimizer in an option has pairs of its own: both are refused.
+        description: the component's options, and its name as ``_name``. They came over a wire, and fairseq would
+            evaluate a string to get a pair of numbers, so pairs are parsed here first. Refused are ${ in a value, since
+            OmegaConf would look up what follows, and an optimizer in an option, since it has pairs of its own.
         registry: fairseq's registry of such components.
 
     Raises:
-        ValueError: an option is no plain value, or no pair of numbers.
+        ValueError: an option is not a plain value, or not a pair of numbers.
     """
     nested = [key for key, value in description.items() if isinstance(value, Mapping) or "${" in str(value)]
     if nested:

@@ -1,4 +1,4 @@
-"""fairseq's half precision: what it takes --bf16 for, and where it keeps fp32 masters and the loss scale."""
+"""fairseq's half precision: --bf16 without TPUs, and where fairseq keeps fp32 masters and the loss scale."""
 
 import logging
 from argparse import Namespace
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 def convert_without_tpu(convert: Callable[[Namespace], FairseqConfig], args: Namespace) -> FairseqConfig:
-    """fairseq's ``convert`` of the command line, but --bf16 does not stand for --tpu.
+    """Converts the command line with fairseq's ``convert``, but does not let --bf16 stand for --tpu.
 
-    fairseq takes every bf16 run for one on TPUs, before it starts any process; CPUs and GPUs have bf16 too.
+    fairseq takes every bf16 run for one on TPUs, before it starts any process; CPUs and GPUs have bf16, too.
     """
     if args.bf16:
         args.tpu = False
@@ -28,7 +28,7 @@ def convert_without_tpu(convert: Callable[[Namespace], FairseqConfig], args: Nam
 
 
 def innermost(optimizer: FairseqOptimizer) -> FairseqOptimizer:
-    """The optimizer that ``--optimizer`` names: fairseq puts another round it for a half-precision model."""
+    """Returns the optimizer that ``--optimizer`` names; fairseq wraps it in another for a half-precision model."""
     return optimizer.fp32_optimizer if isinstance(optimizer, FP16Optimizer) else optimizer
 
 
@@ -38,9 +38,9 @@ def has_flat_master(optimizer: FairseqOptimizer) -> bool:
 
 
 def scales(optimizer: FairseqOptimizer) -> tuple[float, float]:
-    """The factor by which gradients have yet to be multiplied, and the loss scale; both 1 without half precision.
+    """Returns the factor by which gradients are still to be multiplied, and the loss scale; both 1 in fp32.
 
-    fairseq's FP16Optimizer keeps :meth:`multiply_grads` in mind until it clips.
+    fairseq's FP16Optimizer remembers the factor of ``multiply_grads`` until it clips.
     """
     if not isinstance(optimizer, FP16Optimizer):
         return 1.0, 1.0
@@ -48,7 +48,7 @@ def scales(optimizer: FairseqOptimizer) -> tuple[float, float]:
 
 
 def fp32_masters(optimizer: FairseqOptimizer) -> list[tuple[Parameter, Tensor, int]] | None:
-    """Where fairseq keeps the fp32 masters of a half-precision model; None for an optimizer without any.
+    """Finds fairseq's fp32 masters of a half-precision model; None for an optimizer without masters.
 
     Returns:
         for each parameter its master, and the index at which the parameter's elements begin in it: fairseq makes one
@@ -68,7 +68,7 @@ def fp32_masters(optimizer: FairseqOptimizer) -> list[tuple[Parameter, Tensor, i
 
 
 def loss_scaler(cfg: FairseqConfig) -> DynamicLossScaler:
-    """The loss scaler of an fp16 model; fairseq makes one only inside its own FP16Optimizer, in the same way."""
+    """Makes the loss scaler of an fp16 model as fairseq does, which makes one only inside its own FP16Optimizer."""
     common = cfg.common
     return DynamicLossScaler(
         init_scale=common.fp16_init_scale,
@@ -81,9 +81,9 @@ def loss_scaler(cfg: FairseqConfig) -> DynamicLossScaler:
 
 @contextmanager
 def loss_scale_errors() -> Iterator[None]:
-    """Makes an error of one line of the FloatingPointError by which fairseq says that its loss scale is at the minimum.
+    """Turns the FloatingPointError that fairseq raises for a loss scale at its minimum into an error of one line.
 
-    fairseq's trainer takes that error for NaN in the model: it would compute the step again to look for it.
+    fairseq's trainer takes a FloatingPointError for NaN in the model: it would compute the step again to look for it.
     """
     try:
         yield
@@ -92,7 +92,7 @@ def loss_scale_errors() -> Iterator[None]:
 
 
 def overflows(scaler: DynamicLossScaler, norm: Tensor) -> bool:
-    """Whether the loss scale was too large for this batch; the scaler takes a smaller one."""
+    """Whether the loss scale was too large for this batch; the scaler lowers it then."""
     try:
         with loss_scale_errors():
             scaler.check_overflow(norm)
@@ -103,5 +103,5 @@ def overflows(scaler: DynamicLossScaler, norm: Tensor) -> bool:
 
 
 def finite_norm(norm: Tensor) -> Tensor:
-    """The gradient's norm for fairseq's trainer, which ends the run at one that is not finite: 0 stands for that."""
+    """Returns the norm, or 0 if it is not finite: fairseq's trainer would end the run at a norm that is not finite."""
     return norm if bool(torch.isfinite(norm)) else torch.zeros_like(norm)

@@ -1,4 +1,4 @@
-"""fairseq's batches of a shard, from any position: its own iterator goes through one part, from its beginning."""
+"""fairseq's batches of several shards, from any position; its own iterator goes through one, from the beginning."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +12,10 @@ from fairseq_async.fairseq_plugin.compat.types import FairseqObject
 
 @dataclass(frozen=True)
 class Shard:
-    """Part ``index`` of the ``parts`` of an iterator's batches, divided as fairseq divides them for its ranks.
+    """Part ``index`` of ``parts`` equal parts of an iterator's batches, divided as fairseq divides them for its ranks.
 
-    Each pass over the iterator's data is shuffled anew, the same for all parts, which are disjoint and together whole.
+    Each pass over the iterator's data is shuffled anew, in the same order for all parts. The parts are disjoint, and
+    together they are the whole data.
     """
 
     iterator: EpochBatchIterator
@@ -23,11 +24,11 @@ class Shard:
 
     @property
     def batches(self) -> int:
-        """Batches of a pass: as many in each part, with empty ones that fill the last ones up."""
+        """Number of batches in a pass, equal in all parts: empty batches fill up the last parts."""
         return ceil(len(self.iterator.frozen_batches) / self.parts) - self.iterator.skip_remainder_batch
 
     def open(self, epoch: int, position: int, fixed: bool) -> CountingIterator:
-        """The batches of one pass from a position on."""
+        """Returns the batches of one pass, from a position on."""
         iterator = self.iterator
         iterator.num_shards, iterator.shard_id = self.parts, self.index
         if hasattr(iterator.dataset, "set_epoch"):
@@ -37,18 +38,18 @@ class Shard:
 
 
 class ShardedBatches:
-    """The batches of the shards, each by its number in its shard, passes on end.
+    """Draws a batch of a shard by its number in the shard, which counts on from one pass over the shard to the next.
 
-    Batches that follow each other cost nothing more than fairseq's own; another shard, or a position where others have
-    drawn meanwhile, costs the shuffling of a pass.
+    Batches that follow each other cost no more than fairseq's own. Another shard, or a position behind batches that
+    others have drawn meanwhile, costs the shuffling of a pass.
 
     Args:
-        shards: several may be parts of one iterator.
+        shards: the shards, of which several may be parts of one iterator.
         fixed: fairseq's ``--fix-batches-to-gpus``: where the data set supports it, a shard keeps its samples in all
             passes.
 
     Attributes:
-        total: batches of all shards, without empty ones.
+        total: number of batches of all shards, without empty ones.
 
     Raises:
         ConfigurationError: a shard has no batch.
@@ -70,11 +71,11 @@ class ShardedBatches:
 
     @property
     def sizes(self) -> list[int]:
-        """Batches of a pass of each shard."""
+        """Number of batches in a pass over each shard."""
         return [shard.batches for shard in self.shards]
 
     def draw(self, shard: int, number: int) -> FairseqObject:
-        """A batch, as fairseq's collater makes it; an empty one where a part is filled up."""
+        """Returns a batch as fairseq's collater makes it; an empty one where a part is filled up."""
         passes, position = divmod(number, self.shards[shard].batches)
         if (shard, number) != self._next or position == 0:
             self._opened = self.shards[shard].open(passes + 1, position, self.fixed)
@@ -83,10 +84,10 @@ class ShardedBatches:
 
 
 def check_batches_stay(iterator: FairseqObject, cached: bool) -> EpochBatchIterator:
-    """The iterator, if it makes its batches once, for all epochs.
+    """Returns the iterator, after checking that it makes its batches once for all epochs.
 
     Args:
-        cached: whether fairseq keeps it for the next epoch.
+        cached: whether fairseq keeps the iterator for the next epoch.
 
     Raises:
         ConfigurationError: the batches change from epoch to epoch.

@@ -1,4 +1,4 @@
-"""Ends of processes: what fairseq leaves running, and what then aborts the process after its work is done."""
+"""Clean ends of processes: stops what fairseq leaves running, which can abort a process after its work is done."""
 
 import gc
 import queue
@@ -15,9 +15,9 @@ _SECONDS = 10.0  # for a batch that is being prepared
 def end_prefetching() -> None:
     """Ends the threads that fairseq leaves to prepare batches that nobody will ask for.
 
-    When Python ends, a thread that waits for it inside torch is unwound through C++, which aborts the process: a run
-    that is complete would seem to have failed. A worker that need neither validate nor save ends right after its last
-    step, often while its next batch is prepared.
+    When Python exits, a thread that waits for Python inside torch is unwound through C++, which aborts the process: a
+    run that is complete would seem to have failed. A worker that need neither validate nor save ends right after its
+    last step, often while its next batch is being prepared.
     """
     deadline = time.monotonic() + _SECONDS
     consumers = [thread for thread in threading.enumerate() if isinstance(thread, BackgroundConsumer)]
@@ -32,7 +32,7 @@ def end_prefetching() -> None:
 
 
 def leave_process_group() -> None:
-    """Ends a synchronous group in order; every rank calls it.
+    """Ends the process group of a synchronous run in order. Collective: every rank calls it.
 
     A process that has used DistributedDataParallel over Gloo aborts at its exit about once in five runs. Collecting
     the wrapped model before the group is destroyed prevents it; a barrier alone does not.

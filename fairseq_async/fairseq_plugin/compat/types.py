@@ -1,4 +1,4 @@
-"""Types of fairseq's objects, in which a type checker can see nothing.
+"""Names for the types of fairseq's objects, which are ``Any`` to a type checker.
 
 fairseq has no annotations that mypy could follow: its trainer sets attributes as it goes, and its configuration is an
 OmegaConf container, whose attributes are its keys.

@@ -1,4 +1,4 @@
-"""fairseq's count of updates and its learning-rate schedule, where the server counts and schedules.
+"""fairseq's count of updates and its learning-rate schedule, for runs in which the server counts and schedules.
 
 fairseq saves, validates, logs and ends by its trainer's ``num_updates``, and steps a schedule of its own by it.
 """
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 class AppliedUpdates(int):
-    """fairseq's ``num_updates`` when others move it too: it may stay where it is, or jump.
+    """fairseq's ``num_updates`` in a run in which other workers move it, too: it may stay where it is, or jump.
 
-    fairseq saves, validates and logs when ``num_updates % interval`` is 0, on the assumption that the number grows
-    by one. Here it is 0 exactly when a multiple of the interval was reached or passed since ``previous``.
+    fairseq saves, validates and logs when ``num_updates % interval`` is 0, on the assumption that the number grows by
+    one. Here that remainder is 0 exactly when a multiple of the interval was reached or passed since ``previous``.
 
-    A checkpoint must get ``int`` of it: torch does not load a type of ours without trust.
+    A checkpoint must hold ``int`` of it: ``torch.load`` does not trust a type of ours.
     """
 
     previous: int
@@ -34,7 +34,7 @@ class AppliedUpdates(int):
 class RemoteSchedule(FairseqLRScheduler):
     """The worker side of a learning-rate schedule that runs beside the optimizer in the server.
 
-    It follows the applied updates there by itself. Worker 0, which validates, reports its epochs.
+    The schedule in the server follows the applied updates by itself. Worker 0, which validates, reports its epochs.
     """
 
     def _report(self, event: Literal["begin_epoch", "end_epoch"], epoch: int, loss: float | None = None) -> None:
@@ -52,5 +52,5 @@ class RemoteSchedule(FairseqLRScheduler):
         self._report("end_epoch", epoch, None if val_loss is None else float(val_loss))
 
     def step_update(self, num_updates: int) -> float:
-        """The learning rate that the server gave last."""
+        """Returns the learning rate that the server gave last."""
         return float(self.optimizer.get_lr())
