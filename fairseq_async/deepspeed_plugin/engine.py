@@ -72,7 +72,7 @@ class AsyncEngine(DeepSpeedEngine):
 
     @property
     def progress(self) -> float:
-        """How far the whole run is: mean local steps of a worker, or applied updates."""
+        """How far the whole run is: mean local steps of a worker, or steps of the server."""
         return self.async_worker.total_progress
 
     def join_run(self) -> LocalSGDWorker | HybridWorker:

@@ -115,7 +115,10 @@ class AdasumOptimizer(WrappedOptimizer):
         return {**self.inner.state_dict(), "adasum": own}
 
     def load_state_dict(self, state_dict: StateDict, optimizer_overrides: StateDict | None = None) -> None:
-        """Restores this rank's own state in the delta form, and rank 0's in the gradient form."""
+        """Restores this rank's own state in the delta form, and rank 0's in the gradient form.
+
+        From a checkpoint of another number of ranks every rank has the mean of all states.
+        """
         own = state_dict["adasum"]
         self.steps = own["steps"]
         state = self.states.of_this_rank(state_dict["state"], own["ranks"], self.group)

@@ -104,7 +104,7 @@ class HybridAsync(FairseqOptimizer):
             self.worker.write_ahead(self._factor)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Returns the norm of this worker's gradient for the log, and clips nothing: the server clips the sum.
+        """Returns the norm of this worker's gradient for the log, and clips nothing: the server clips the mean.
 
         A norm that is not finite does not end the run: the server refuses the update, or the loss scale was too large
         and the batch is skipped.

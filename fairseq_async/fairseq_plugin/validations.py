@@ -19,7 +19,11 @@ def note_validation(
     stats: StateDict,
     tracking_best: bool,
 ) -> StateDict:
-    """Wraps fairseq's ``get_valid_stats``, which is called for each validation set; records the first set's result."""
+    """Wraps fairseq's ``get_valid_stats``, which is called for each validation set; records the first set's result.
+
+    Raises:
+        ConfigurationError: a validation has no result with the name of --best-checkpoint-metric.
+    """
     wanted = cfg.checkpoint.best_checkpoint_metric
     if tracking_best and wanted not in stats:  # fairseq would say no more than the name, in a traceback
         raise ConfigurationError(f"--best-checkpoint-metric {wanted}: a validation has {', '.join(stats)}")

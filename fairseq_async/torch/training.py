@@ -37,9 +37,9 @@ class AsyncTraining(ABC):
     """One worker of an asynchronous run, round an ordinary optimizer; the base of the methods' context managers.
 
     In the ``with`` block, ``optimizer.step()`` takes part in the run, and nothing else of the loop changes. Entering
-    the block connects to the server, which worker 0 starts where no launcher has done so, and takes its parameters: the
-    models of all workers are worker 0's then. At the end of the block the model has the server's parameters. If an
-    exception ends the block, the worker is gone from the run as if it had been killed.
+    the block connects to the server, which worker 0 starts where no launcher has done so, and takes its parameters: in
+    a new run those of worker 0's model. At the end of the block the model has the server's parameters. If an exception
+    ends the block, the worker is gone from the run as if it had been killed.
 
     A step whose gradient has NaN or Inf is left out. Mistakes end the process with one line and exit code 2.
 

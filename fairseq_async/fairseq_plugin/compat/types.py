@@ -14,6 +14,3 @@ FairseqObject = Any
 
 #: What ``torch.save`` writes: numbers, strings, tensors, lists and dictionaries, nested.
 StateDict = dict[str, Any]
-
-#: A method's description, or an answer of the server, in JSON's types.
-Message = dict[str, Any]
