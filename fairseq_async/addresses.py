@@ -1,13 +1,13 @@
-"""Internet addresses of one machine and of others."""
+"""Internet addresses with a special meaning for server and workers."""
 
 import ipaddress
 
-LOOPBACK = "127.0.0.1"  # this machine: what is at this address shares memory
+LOOPBACK = "127.0.0.1"  # this machine: worker and server that connect at this address share memory
 ANY = "0.0.0.0"  # a server that listens there is reached at every address of its machine
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody on another machine can reach this address."""
+    """Whether an address cannot be reached from other machines."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,6 +1,6 @@
-"""Which codecs a run sends its updates and parameters with: names and parameters, as flags and keys give them.
+"""The options of compression: the codecs of a run's updates and parameters, as flags and keys give them.
 
-As :mod:`fairseq_async.config`, this imports torch only when a codec is built.
+Like :mod:`fairseq_async.config`, this module does not import torch before a codec is built.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ class _Parameters(BaseModel):
 
 
 class BF16Options(_Parameters):
-    """16 bits a value."""
+    """Codec ``bf16``: 16 bits per value."""
 
     codec: Literal["bf16"] = "bf16"
 
 
 class Int8Options(_Parameters):
-    """8 bits a value."""
+    """Codec ``int8``: 8 bits per value."""
 
     codec: Literal["int8"] = "int8"
     block: int = Field(256, ge=1, le=1 << 20, description="values that share a scale")
 
 
 class E3M0Options(_Parameters):
-    """4 bits a value."""
+    """Codec ``e3m0``: 4 bits per value."""
 
     codec: Literal["e3m0"] = "e3m0"
     block: int = Field(256, ge=1, le=1 << 20, description="values that share a scale")
 
 
 class TopKOptions(_Parameters):
-    """The largest values of each chunk."""
+    """Codec ``topk``: sends the largest values of each chunk."""
 
     codec: Literal["topk"] = "topk"
     chunk: int = Field(4096, ge=1, le=1 << 16, description="neighbouring values of which the largest are sent")
@@ -49,14 +49,14 @@ class TopKOptions(_Parameters):
 
 
 class AdaCompOptions(_Parameters):
-    """What is about as large as the largest value of its bin."""
+    """Codec ``adacomp``: sends the values that are about as large as the largest value of their bin."""
 
     codec: Literal["adacomp"] = "adacomp"
     bin_size: int = Field(500, ge=1, lt=1 << 16, description="neighbouring values in a bin")
 
 
 class DQSGDOptions(_Parameters):
-    """Stochastic rounding, in bits that follow the norm."""
+    """Codec ``dqsgd``: stochastic rounding to a number of bits that follows the norm."""
 
     codec: Literal["dqsgd"] = "dqsgd"
     bits: int = Field(4, ge=2, le=8, description="of the values of the first update")
@@ -74,11 +74,11 @@ _SKETCH = (
 
 
 class Compress(BaseModel):
-    """What is compressed, and how; None where it is sent in fp32.
+    """The codecs of a run, one for each direction; None where tensors are sent in fp32.
 
     Attributes:
-        push: the updates of the workers.
-        pull: the parameters from which their work starts.
+        push: codec of the workers' updates.
+        pull: codec of the parameters from which the workers' work starts.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -88,8 +88,8 @@ class Compress(BaseModel):
 
 
 def parse(given: object) -> Compress:
-    """What a flag or a key says: ``topk``, ``topk:keep=32,bits=4``, ``pull=bf16``, ``e3m0,pull=int8``, or a mapping
-    with ``push`` and ``pull``.
+    """Parses the value of a flag or key: ``topk``, ``topk:keep=32,bits=4``, ``pull=bf16``, ``e3m0,pull=int8``, or a
+    mapping with ``push`` and ``pull``.
 
     Raises:
         ValueError: there is no such codec, or a parameter is unknown or out of its range.
@@ -109,7 +109,7 @@ def parse(given: object) -> Compress:
 
 
 def _ways(text: str) -> dict[str, str]:
-    """``codec,pull=codec`` as a mapping; a codec without a name before it is that of updates."""
+    """Turns ``codec,pull=codec`` into a mapping; a codec without ``push=`` or ``pull=`` before it is for updates."""
     first, *named = re.split(r"(?:^|,)\s*(push|pull)=", text)
     pairs = [("push", first)] * bool(first or not named) + list(zip(named[::2], named[1::2], strict=True))
     ways = dict(pairs)
@@ -149,13 +149,13 @@ def _pull_codec(given: object) -> PullOptions | None:
 
 
 def sends_changes(pull: PullOptions) -> bool:
-    """Whether the codec is too coarse for parameters, so that a worker is sent what has changed since it took them
-    last."""
+    """Whether the codec is too coarse for parameters themselves, so that the server sends a worker the change since it
+    took them last."""
     return isinstance(pull, E3M0Options)
 
 
 def _from_text(text: str) -> dict[str, str] | None:
-    """``name:key=value,key=value`` as a mapping; ``none`` is none."""
+    """Turns ``name:key=value,key=value`` into a mapping; returns None for ``none``."""
     name, _, parameters = text.partition(":")
     if name == "none" and not parameters:
         return None
@@ -164,7 +164,7 @@ def _from_text(text: str) -> dict[str, str] | None:
 
 
 def build(options: CodecOptions) -> Codec:
-    """The codec of these options."""
+    """Builds the codec of these options."""
     from fairseq_async import algorithms  # start-up time: torch
 
     match options:

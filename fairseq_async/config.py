@@ -1,6 +1,6 @@
-"""The options of every method, once: fairseq's flags, DeepSpeed's keys, help and tables are made from these models.
+"""The options of every method; fairseq's flags, DeepSpeed's keys, help and tables are all made from these models.
 
-This module and those that read its models do not import torch: a mistake is to show at once.
+This module and those that read its models do not import torch, so that a mistake in the options shows at once.
 """
 
 from typing import Annotated, Literal
@@ -18,10 +18,10 @@ from fairseq_async.validation import split_address
 
 _SECONDS: Shown = {"metavar": "S"}
 _FILE: Shown = {"metavar": "FILE"}
-_WORKERS: Shown = {"default": "number of workers"}  # in place of None, in help and tables
+_WORKERS: Shown = {"default": "number of workers"}  # shown in place of None, in help and tables
 _OFF: Shown = {"default": "off"}
 _AUTO: Shown = {"default": "auto"}
-MOST_STREAMS = 16  # connections of a worker
+MOST_STREAMS = 16  # largest number of connections of a worker
 
 _COMPRESS: Shown = {"default": "none", "metavar": "NAME"}
 _COMPRESS_HELP = (
@@ -31,9 +31,10 @@ _COMPRESS_HELP = (
 
 
 class LocalSGDOptions(Options):
-    """Local SGD: what all outer rules share. A rule's own model extends this or :class:`AsyncLocalSGDOptions`.
+    """The options of local SGD that all outer rules share; a rule's own model extends this or
+    :class:`AsyncLocalSGDOptions`.
 
-    ``total_steps`` and ``seed`` are no flags in fairseq, which has ``--max-update`` and ``--seed``.
+    ``total_steps`` and ``seed`` are not flags of ours in fairseq, which has ``--max-update`` and ``--seed``.
     """
 
     method: Literal["local_sgd"] = "local_sgd"
@@ -65,16 +66,17 @@ class LocalSGDOptions(Options):
         return upstream
 
     def for_workers(self, workers: int) -> "LocalSGDOptions":
-        """The options with the defaults that depend on the number of workers filled in.
+        """Returns the options with the defaults that depend on the number of workers filled in.
 
         Raises:
-            ConfigurationError: they do not go with so many workers.
+            ConfigurationError: the options do not go with this number of workers.
         """
         return self
 
 
 class AsyncLocalSGDOptions(LocalSGDOptions, FragmentOptions):
-    """Local SGD (Liu et al. 2024, arXiv 2401.09135) whose workers do not all wait for each other."""
+    """The options of asynchronous local SGD (Liu et al. 2024, arXiv 2401.09135), whose workers do not all wait for each
+    other."""
 
     dynamic_local_steps: bool = Field(
         False,
@@ -194,7 +196,7 @@ class OuterSGDOptions(AsyncLocalSGDOptions):
 
 
 def _number(text: str) -> object:
-    """The number that a flag gives, so that an error shows it as one; other text as it is."""
+    """Converts the text of a flag to a number, so that an error shows it as one; returns other text as it is."""
     try:
         return int(text) if text.lstrip("-").isdigit() else float(text)
     except ValueError:
@@ -202,9 +204,9 @@ def _number(text: str) -> object:
 
 
 class HybridOptions(Options):
-    """Hybrid asynchronous SGD (Aji & Heafield 2019, arXiv 1906.03496): what all gradient rules share.
+    """The options of hybrid asynchronous SGD (Aji & Heafield 2019, arXiv 1906.03496) that all gradient rules share.
 
-    ``gradient_rule`` accumulation has no others; another rule's model is a subclass.
+    The rule ``accumulation`` has no further options; the model of another rule is a subclass.
     """
 
     method: Literal["hybrid_async"] = "hybrid_async"
@@ -259,14 +261,14 @@ class HybridOptions(Options):
 
     @property
     def closes_early(self) -> bool:
-        """Whether a step takes the gradients that come at about the same time, and not a fixed number."""
+        """Whether a step takes the gradients that come at about the same time, instead of a fixed number."""
         return self.updates_per_step is None and not self.barrier
 
     def for_workers(self, workers: int) -> "HybridOptions":
-        """The options with the number of workers that a barrier waits for filled in.
+        """Returns the options with the number of gradients that a barrier waits for filled in.
 
         Raises:
-            ConfigurationError: a barrier that would wait for more workers than there are.
+            ConfigurationError: a barrier would wait for more workers than there are.
         """
         updates = self.updates_per_step or workers
         if self.barrier and updates > workers:
@@ -278,7 +280,8 @@ class HybridOptions(Options):
 
 
 class ServerOptions(Options):
-    """What every method with a server has besides its own options: where the server is, and what faults mean."""
+    """The options that every method with a server has besides its own: the server's address, files, timeouts, limits
+    and processes."""
 
     server: str | None = Field(
         None,
@@ -358,7 +361,7 @@ class ServerOptions(Options):
 
 
 class Section(ServerOptions):
-    """``"async_training"`` of a DeepSpeed configuration, beside the options of its method."""
+    """The section ``"async_training"`` of a DeepSpeed configuration, without the options of its method."""
 
     island_size: int = Field(
         1, ge=1, description="ranks that train synchronously among themselves and are one worker to the server"

@@ -1,4 +1,4 @@
-"""Errors that a user can act upon: each is printed as one line, without a traceback."""
+"""Errors that a user can act upon, which are printed as one line, without a traceback; and the spelling of options."""
 
 import sys
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import NoReturn
 
 
 class AsyncError(Exception):
-    """Something that stops a run and that its user can act upon."""
+    """An error that stops a run and that its user can act upon."""
 
 
 class ConfigurationError(AsyncError):
@@ -18,7 +18,7 @@ class ExchangeError(AsyncError):
 
 
 class ProtocolError(ExchangeError):
-    """The other side does not speak our protocol, or not correctly."""
+    """The other side does not speak our protocol, or violates it."""
 
 
 class RefusedError(AsyncError):
@@ -26,40 +26,42 @@ class RefusedError(AsyncError):
 
 
 class CodecError(AsyncError, ValueError):
-    """Values that no codec sends, such as NaN, or bytes that are not what it has sent."""
+    """A codec cannot encode values, such as NaN, or cannot decode bytes that it has not written."""
 
 
 class HalfAppliedError(Exception):
-    """A rule has failed in the middle of an update: the parameters are of no version, and no run goes on from them."""
+    """A rule has failed in the middle of an update: the parameters belong to no version, and no run can go on from
+    them."""
 
 
 def option(name: str) -> str:
-    """An option as the user has written it: ``--token-file`` in a command, ``"token_file"`` in a DeepSpeed JSON."""
+    """Spells an option as its user writes it: ``--token-file`` in a command, ``"token_file"`` in a DeepSpeed JSON."""
     return _spell[0](name)
 
 
 def option_of(method: str, name: str) -> str:
-    """As :func:`option`, of a synchronous method, whose flags begin with its name: ``--adasum-form``, ``"form"``."""
+    """Spells an option of a synchronous method, whose flags begin with the method's name: ``--adasum-form``, or
+    ``"form"``."""
     return option(f"{method}_{name}" if _spell[0] is as_flag else name)
 
 
 def spell_options(spell: Callable[[str], str]) -> None:
-    """Sets how :func:`option` writes options in this process; by default as flags."""
+    """Sets how :func:`option` spells options in this process; the default is flags."""
     _spell[0] = spell
 
 
 def as_key(name: str) -> str:
-    """An option as a key of a DeepSpeed configuration."""
+    """Spells an option as a key of a DeepSpeed configuration."""
     return f'"{name}"'
 
 
 def as_argument(name: str) -> str:
-    """An option as an argument of a Python call."""
+    """Spells an option as an argument of a Python call."""
     return f"{name}="
 
 
 def as_flag(name: str) -> str:
-    """An option as a flag of a command."""
+    """Spells an option as a flag of a command."""
     return "--" + name.replace("_", "-")
 
 
@@ -67,14 +69,14 @@ _spell: list[Callable[[str], str]] = [as_flag]
 
 
 def fail(error: object) -> NoReturn:
-    """Ends the process with one line and the exit code of a mistake in what it was asked to do."""
+    """Ends the process with one line of error and exit code 2, which stands for a user's mistake."""
     _failures.append(error)
     sys.stderr.write(f"fairseq-async: error: {error}\n")
     raise SystemExit(2)
 
 
 def has_failed() -> bool:
-    """Whether this process ends by :func:`fail`, or by an exception that nobody has caught; for exit handlers."""
+    """Whether this process ends by :func:`fail` or by an uncaught exception; for exit handlers."""
     return bool(_failures) or getattr(sys, "last_value", None) is not None
 
 

@@ -1,4 +1,4 @@
-"""Writes the server's parameters, of a run or of a checkpoint, in a form that others read."""
+"""Exports the server's parameters, from a run or a checkpoint, to formats that other programs read."""
 
 import shutil
 from collections.abc import Iterator
@@ -19,17 +19,17 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.server import Layout
 from fairseq_async.server.run_files.snapshots import DIRECTORY
 
-_SERVER_STATE = "async_server.pt"  # in a checkpoint's directory, of DeepSpeed or of the Trainer of transformers
+_SERVER_STATE = "async_server.pt"  # in a checkpoint's directory of DeepSpeed or of the Trainer of transformers
 _DEEPSPEED_MODEL = "mp_rank_00_model_states.pt"
 _ZERO_3_MODEL = "zero_pp_rank_*_mp_rank_00_model_states.pt"
 _FAIRSEQ_LAST = "checkpoint_last.pt"
-_OF_A_MODEL = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration and tokenizer
+_OF_A_MODEL = ("*.json", "*.txt", "*.model", "*.jinja")  # files of configuration and tokenizer
 _OF_TRAINING = ("trainer_state.json", "run.json", "zero_to_fp32.py", "model.safetensors.index.json")
 Tensors = dict[str, Tensor]
 
 
 class Format(str, Enum):
-    """What is written."""
+    """The format of the exported file or directory."""
 
     HF = "hf"
     SAFETENSORS = "safetensors"
@@ -39,12 +39,12 @@ class Format(str, Enum):
 
 @dataclass(frozen=True)
 class Source:
-    """What was found.
+    """The model that was found in a run or checkpoint.
 
     Attributes:
-        tensors: the whole model: the server's parameters, and from the checkpoint what is not trained.
-        directory: where the configuration of the model may lie.
-        fairseq: fairseq's checkpoint, but for its parameters; empty where there is none.
+        tensors: the whole model: the server's parameters, and the tensors of the checkpoint that are not trained.
+        directory: the directory in which the configuration of the model may lie.
+        fairseq: fairseq's checkpoint without its parameters; empty where there is none.
     """
 
     tensors: Tensors
@@ -53,7 +53,7 @@ class Source:
 
 
 def export(source: Path, out: Path, format: Format | None = None, config: Path | None = None) -> Format:
-    """Writes what is in ``source`` to ``out``; returns in which form, where none is given.
+    """Exports the model in ``source`` to ``out``; returns the format, which is chosen by ``out`` if none is given.
 
     Args:
         source: a run's directory, a checkpoint's directory of DeepSpeed or of transformers, fairseq's checkpoint, or a
@@ -61,7 +61,7 @@ def export(source: Path, out: Path, format: Format | None = None, config: Path |
         config: a directory with the ``config.json`` that an HF directory needs.
 
     Raises:
-        ConfigurationError: there is nothing of that kind in ``source``, or ``out`` cannot be written.
+        ConfigurationError: ``source`` has no server's parameters, or ``out`` exists or cannot be written.
     """
     try:
         taken = out.exists()
@@ -96,10 +96,10 @@ def _default_format(out: Path, found: Source) -> Format:
 
 
 def read(source: Path) -> Source:
-    """The server's parameters in a run or checkpoint.
+    """Reads the server's parameters, and the rest of the model, from a run or checkpoint.
 
     Raises:
-        ConfigurationError: there are none that can be read.
+        ConfigurationError: there are no parameters that can be read.
     """
     if source.is_file():
         return _read_file(source)
@@ -121,7 +121,7 @@ def read(source: Path) -> Source:
 
 
 def _latest_tag(directory: Path) -> str:
-    """The name of DeepSpeed's last checkpoint in a directory."""
+    """Returns the name of DeepSpeed's last checkpoint in a directory; empty without one."""
     path = directory / "latest"
     return path.read_text(errors="replace").strip() if path.is_file() else ""
 
@@ -145,14 +145,15 @@ def _is_fairseqs(content: object) -> bool:
 
 
 def _read_snapshot(paths: list[Path], run_dir: Path) -> Source:
-    """The newest that can be read; what the snapshot does not have is in fairseq's last checkpoint, if there is one."""
+    """Reads the newest snapshot that is readable; tensors that it lacks come from fairseq's last checkpoint, if there
+    is one."""
     for path in paths:
         try:
             state = _load(path)
         except ConfigurationError:
             if path is paths[-1]:
                 raise
-            continue  # torn, or the server has just replaced it by a newer one
+            continue  # the file is torn, or the server has just replaced it by a newer one
         if not (run_dir / _FAIRSEQ_LAST).is_file():
             return _with_server_parameters(state, path)
         base = _read_file(run_dir / _FAIRSEQ_LAST)
@@ -181,7 +182,8 @@ def _server_parameters(state: State, path: Path) -> Tensors:
 
 
 def _beside(directory: Path) -> Tensors:
-    """The worker's whole model in a checkpoint's directory; it has the names that the server does not have."""
+    """Reads the worker's whole model from a checkpoint's directory; it includes the tensors that the server does not
+    have."""
     if (directory / "model.safetensors").is_file():
         try:
             return load_file(directory / "model.safetensors")
@@ -196,7 +198,8 @@ def _beside(directory: Path) -> Tensors:
 
 
 def _of_zero_3(ranks: list[State]) -> Tensors:
-    """What ZeRO 3 keeps whole, and the frozen parameters, of which each rank has a part; not those that are trained.
+    """Reads from ZeRO 3 the buffers, which are whole, and the frozen parameters, of which each rank has a part; not
+    the trained parameters.
 
     Two names of one trained parameter get one tensor without its values.
     """
@@ -211,14 +214,15 @@ def _of_zero_3(ranks: list[State]) -> Tensors:
 
 
 def _completed(trained: Tensors, whole: Tensors) -> Tensors:
-    """The trained parameters, and what the whole model has besides."""
+    """Returns the trained parameters, and the other tensors of the whole model."""
     return trained | {name: _tied(tensor, trained, whole) for name, tensor in whole.items() if name not in trained}
 
 
 def _tied(tensor: Tensor, trained: Tensors, whole: Tensors) -> Tensor:
-    """What a tensor that is not trained by its own name has now: another's value, if it was the same tensor.
+    """Returns the present value of a tensor that is not trained under its own name: the trained value of another name,
+    if both names were one tensor, else the tensor itself.
 
-    Files do not always keep that two names had one tensor; two matrices that are equal to the bit had.
+    Files do not always keep that two names were one tensor: two matrices that are bitwise equal are taken to be one.
     """
     for name, value in trained.items():
         before = whole.get(name)
@@ -245,7 +249,7 @@ def _load(path: Path) -> Any:
 
 @contextmanager
 def _written(out: Path) -> Iterator[Path]:
-    """A path beside ``out`` that takes its name when all is written, and is removed otherwise."""
+    """Yields a path beside ``out``, which is renamed to ``out`` when all is written, and removed otherwise."""
     part = out.with_name(f".{out.name}.part")
     try:
         yield part
@@ -264,7 +268,7 @@ def _save_safetensors(tensors: Tensors, path: Path) -> None:
 
 
 def _write_hf(found: Source, directory: Path, config: Path | None) -> None:
-    """The parameters with the configuration, and the tokenizer if it is there."""
+    """Writes the parameters and the configuration, and the tokenizer if it is there."""
     given = found.directory if config is None else config
     if not (given / "config.json").is_file():
         raise ConfigurationError(
@@ -280,7 +284,7 @@ def _write_hf(found: Source, directory: Path, config: Path | None) -> None:
 
 
 def _fairseq_checkpoint(found: Source) -> State:
-    """fairseq's checkpoint without optimizer states, with the parameters in its own precision."""
+    """Returns fairseq's checkpoint without optimizer states, with the parameters in the checkpoint's own precision."""
     if not found.fairseq:
         raise ConfigurationError(
             f"{found.directory}: there is no checkpoint of fairseq, whose configuration --format fairseq needs"

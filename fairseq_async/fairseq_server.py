@@ -1,7 +1,7 @@
 """``python -m fairseq_async.fairseq_server``: the server of a ``hybrid_async`` run in fairseq.
 
-The ``__init__`` of fairseq imports every task, model and criterion that it has, and that of our plugin its trainers.
-The server needs optimizers and schedules alone, and a run whose server died waits for its imports.
+The ``__init__`` of fairseq imports all of its tasks, models and criterions, and the one of our plugin its trainers. The
+server needs only optimizers and schedules. Its imports are to be fast: a run whose server died waits for them.
 """
 
 import importlib.util
@@ -12,9 +12,10 @@ from fairseq_async.environment import PLUGINS
 
 
 def leave_out_inits(*packages: str) -> None:
-    """Makes ``import`` skip the ``__init__`` of these packages, whose modules can be imported as before.
+    """Makes ``import`` skip the ``__init__`` of these packages; their modules can be imported as before.
 
-    Hazard: what an ``__init__`` defines is not there in this process, which trains nothing.
+    Hazard: names that an ``__init__`` defines do not exist in this process. The server does without, as it trains
+    nothing.
     """
     for name in packages:
         spec = importlib.util.find_spec(name)
@@ -23,11 +24,11 @@ def leave_out_inits(*packages: str) -> None:
 
 
 if __name__ == "__main__":
-    if not os.environ.get(PLUGINS):  # a user's module may import anything of fairseq
+    if not os.environ.get(PLUGINS):  # a user's module may need any part of fairseq
         leave_out_inits("fairseq", "fairseq_async.fairseq_plugin")
         sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]  # fairseq's optimizers do without it
 
-    from fairseq_async.fairseq_plugin.server import build  # after that
-    from fairseq_async.server.program import serve  # after that, too
+    from fairseq_async.fairseq_plugin.server import build  # only after leave_out_inits
+    from fairseq_async.server.program import serve  # this too
 
     serve(build)

@@ -1,4 +1,4 @@
-"""The options of a model that local SGD exchanges in fragments, and what does not go with them."""
+"""The options with which local SGD exchanges a model in fragments, and a check of the options that exclude them."""
 
 from pydantic import Field
 
@@ -7,8 +7,8 @@ from fairseq_async.options_base import Options
 
 
 class FragmentOptions(Options):
-    """P fragments, each exchanged every H local steps, and taken back τ steps after it was sent: see
-    :mod:`fairseq_async.algorithms.fragments`."""
+    """The options of fragments: the model has P, each of which is sent every H local steps and taken back τ steps
+    later; see :mod:`fairseq_async.algorithms.fragments`."""
 
     fragments: int = Field(
         1,
@@ -23,14 +23,15 @@ class FragmentOptions(Options):
 
     @property
     def in_fragments(self) -> bool:
-        """Whether updates are of fragments, or what comes back is taken some steps later."""
+        """Whether the worker exchanges fragments, or takes the answer some steps after the update was sent."""
         return self.fragments > 1 or self.fragment_delay > 0
 
     def check_fragments(self, local_steps: int, others: dict[str, tuple[bool, str]]) -> None:
-        """
+        """Checks that the options go with fragments, if these are used.
+
         Args:
             local_steps: H.
-            others: options by name: whether they are used, and why they do not go with fragments.
+            others: by the name of an option: whether it is used, and why it does not go with fragments.
 
         Raises:
             ValueError: the options do not go together.

@@ -1,4 +1,5 @@
-"""A server above those of regions (HALoS): ``upstream`` of a real run, ``global`` in the simulator's file."""
+"""The options of a global server above the servers of regions (HALoS): ``upstream`` in a real run, ``global`` in the
+simulator's file."""
 
 from dataclasses import dataclass
 
@@ -9,19 +10,19 @@ from fairseq_async.config import MOST_STREAMS, AsyncLocalSGDOptions, LocalSGDOpt
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.validation import checked
 
-_RULE = "delayed_nesterov"  # the paper's, where none is named
+_RULE = "delayed_nesterov"  # the paper's rule, where the section names none
 _ALSO_OF_REGIONS = {"outer", "staleness_power", "staleness_limit"}
 _OF_WORKERS = ({*AsyncLocalSGDOptions.model_fields} | {"look_ahead"}) - _ALSO_OF_REGIONS
 
 
 @dataclass(frozen=True)
 class GlobalServer:
-    """A server above those of the regions, which are its workers (HALoS; Kim et al. 2025, arXiv 2506.04531).
+    """The global server, whose workers are the servers of the regions (HALoS; Kim et al. 2025, arXiv 2506.04531).
 
     Attributes:
-        options: its outer rule.
-        updates: K, of a region's workers, after which the region sends how far they have moved its parameters.
-        merge: α, the share of the global parameters in those with which a region goes on.
+        options: the options of its outer rule.
+        updates: K: after so many updates of its workers, a region sends how far they have moved its parameters.
+        merge: α: share of the global parameters in the merged parameters with which a region goes on.
     """
 
     options: LocalSGDOptions
@@ -30,7 +31,7 @@ class GlobalServer:
 
 
 class _Keys(BaseModel):
-    """The keys beside those of the outer rule."""
+    """The keys of a global server other than those of its outer rule."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,15 +40,16 @@ class _Keys(BaseModel):
 
 
 def global_server(kind: object, given: object, where: str) -> GlobalServer | None:
-    """A rule that takes what comes at once: the server above waits for no region, and assigns no steps.
+    """Parses the section of a global server. Its rule must apply each update at once: a global server waits for no
+    region, and assigns no steps.
 
     Args:
         kind: the method of the regions.
         given: the section; None where there is none.
-        where: what to name in an error.
+        where: name of the section in an error.
 
     Raises:
-        ConfigurationError: the section is not possible.
+        ConfigurationError: the section is not valid.
     """
     if given is None:
         return None
@@ -68,19 +70,19 @@ SERVER, REGIONS_SERVER = "fairseq_async.server.local_sgd_main", "fairseq_async.w
 
 
 def local_sgd_server(upstream: str | None) -> str:
-    """The module that is the server of a run of local SGD, which may be a worker of another server."""
+    """Returns the module of the server of a run of local SGD, which is a region's server if ``upstream`` is given."""
     return SERVER if upstream is None else REGIONS_SERVER
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """What ``upstream`` says: which server is above this run's own, and what this run is to it.
+    """The parsed option ``upstream``: the global server above this run's own server, and this run's region.
 
     Attributes:
         address: HOST:PORT of the global server.
-        region: number of this region, from 0, and of this worker of the global server.
-        streams: connections to it, each of which carries a piece of every large tensor.
-        above: the global server's rule, the same in all regions.
+        region: number of this region, from 0, which is also its worker id on the global server.
+        streams: connections to the global server, each of which carries a piece of every large tensor.
+        above: the global server's options, the same in all regions.
     """
 
     address: str
@@ -97,10 +99,10 @@ class _Region(BaseModel):
 
 
 def parse_upstream(text: str) -> Upstream:
-    """``HOST:PORT,region=1,updates=32,merge=0.25,outer=delayed_nesterov,outer_lr=0.15``; each key may be left out.
+    """Parses ``HOST:PORT,region=1,updates=32,merge=0.25,outer=delayed_nesterov,outer_lr=0.15``; each key is optional.
 
     Raises:
-        ConfigurationError: it is written in another way, or one of the keys is not possible.
+        ConfigurationError: the text has another form, or one of the keys is not valid.
     """
     where, (address, *pairs) = option("upstream"), text.split(",")
     values: dict[str, str] = {}

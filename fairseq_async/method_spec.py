@@ -18,13 +18,14 @@ from fairseq_async.validation import checked
 JsonObject = dict[str, JsonValue]
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _OF_REGIONS = "of_regions"
-MOST_LOCAL_STEPS = 1 << 20  # of a region in one message; after a long absence the rest comes with later ones
+MOST_LOCAL_STEPS = 1 << 20  # that a region reports in one message; after a long absence, later messages have the rest
 
 
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class ServerSettings:
-    """What a server does besides its method; :class:`~fairseq_async.config.ServerOptions` says what each means."""
+    """The settings of a server that do not depend on its method; :class:`~fairseq_async.config.ServerOptions` explains
+    each."""
 
     worker_timeout: float = 60.0
     snapshot_seconds: float = 60.0
@@ -45,21 +46,21 @@ class MethodSpec:
         workers: number of workers that were announced.
         options: the method's own options, as its model in :mod:`fairseq_async.config` dumps them, defaults filled in.
         server: timeouts, snapshots, recording.
-        framework: what the front end's server builds from: inner optimizer, learning-rate schedule, clipping.
+        framework: settings that the front end's server needs: inner optimizer, learning-rate schedule, clipping.
         barrier: number of updates in a round, which are applied together; 0 applies each update when it arrives.
-        closes_early: whether a round closes when no other worker is near, with as many updates as there are.
-        grace_seconds: how long a round stays open after its first update; None keeps it open until it is complete. Of
-            one that closes early, see :class:`~fairseq_async.server.rounds.near_arrivals.NearArrivals`.
+        closes_early: whether a round closes when no other worker is near, with the updates that have arrived by then.
+        grace_seconds: how long a round stays open after its first update; None keeps it open until it is complete. For
+            a round that closes early, see :class:`~fairseq_async.server.rounds.near_arrivals.NearArrivals`.
         grace_share: the same as a share of a worker's step.
         look_ahead: versions ahead at which workers start; 0 for none, None for as many as their updates are stale.
-        quorum: updates with which the grace period of a round begins; all of the round are one step of the rule.
-            0 where the rule decides which are.
-        counts_in_rounds: whether updates that are applied together are 0, 1, 2, … stale where staleness is weighed.
+        quorum: number of updates at which the grace period of a round begins; all updates of the round are one step of
+            the rule. 0 where the rule decides which updates are a step.
+        counts_in_rounds: whether updates that are applied together count as 0, 1, 2, … stale in the staleness weights.
         waits_for_dead: whether a round waits ``worker_timeout`` also for a worker whose connection has closed.
-        publishes: whether workers read parameters from shared memory whenever they like.
-        last_version: the run ends at this version of the parameters; None for no such end.
-        whole_steps: where steps may be partial, the run ends after so many whole ones; 0 for no such end.
-        max_epoch: the run ends after so many passes over the data by all workers together; 0 for no such end.
+        publishes: whether the server publishes parameters in shared memory, where workers read them at any time.
+        last_version: the run ends at this version of the parameters; None for no such limit.
+        whole_steps: where steps may be partial, the run ends after this number of whole steps; 0 for no such limit.
+        max_epoch: the run ends after so many passes over the data by all workers together; 0 for no such limit.
         shards: number of samples in each shard of the training set; empty where workers bring their own data.
         staleness_power, staleness_limit, delay_compensation: see
             :class:`~fairseq_async.algorithms.StalenessPolicy`.
@@ -76,7 +77,7 @@ class MethodSpec:
     grace_share: float = 0.5
     look_ahead: float | None = 0.0
     quorum: int = 0
-    counts_in_rounds: bool = False  # as in recordings that do not say it
+    counts_in_rounds: bool = False  # the value of older recordings, which do not have this field
     waits_for_dead: bool = True
     publishes: bool = True
     last_version: int | None = None
@@ -100,24 +101,25 @@ class MethodSpec:
 
     @property
     def upstream(self) -> Upstream | None:
-        """The server of which this run's is a worker, and what it is to it."""
+        """The global server above this run's own server, and this run's region; None where there is none."""
         given = self.options.get("upstream")
         return None if given is None else parse_upstream(str(given))
 
     @property
     def of_regions(self) -> bool:
-        """Whether the workers of this run are the servers of others."""
+        """Whether this is a global server's run, whose workers are the servers of regions."""
         return bool(self.framework.get(_OF_REGIONS))
 
     @property
     def fragments(self) -> int:
-        """In how many fragments the model is exchanged."""
+        """Number of fragments in which the model is exchanged."""
         given = self.options.get("fragments", 1)
         assert isinstance(given, int)
         return given
 
     def of_a_fragment(self) -> "MethodSpec":
-        """The same for one fragment as if it was the whole model, which is exchanged after as many local steps."""
+        """Returns the description of the same method for one fragment as if it was the whole model: ``local_steps`` is
+        then the number of steps between the exchanges of two fragments."""
         if self.fragments == 1:
             return self
         steps = self.options["local_steps"]
@@ -127,11 +129,11 @@ class MethodSpec:
 
     @property
     def compress(self) -> compression.Compress:
-        """How tensors are compressed on their way."""
+        """The codecs of updates and parameters."""
         return compression.parse(self.options.get("compress"))
 
     def difference(self, other: "MethodSpec") -> str | None:
-        """The name of the first option in which the two differ; None when they are equal."""
+        """Returns the name of the first option in which two descriptions differ; None if they are equal."""
         for each in fields(self):
             ours, theirs = getattr(self, each.name), getattr(other, each.name)
             if ours == theirs:
@@ -144,14 +146,14 @@ class MethodSpec:
         return None
 
     def to_json(self) -> JsonObject:
-        """A JSON object from which :meth:`from_json` makes an equal description."""
+        """Returns a JSON object from which :meth:`from_json` makes an equal description."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, given: JsonObject) -> "MethodSpec":
-        """A description from ``run.json`` or a snapshot; those of version 0.1 had all options at one level."""
+        """Reads a description from ``run.json`` or a snapshot; in version 0.1 these had all options at one level."""
         current = given if "options" in given else _from_version_0_1(dict(given))
-        return _adapter().validate_json(json.dumps(current))  # as JSON: in Python, a strict parser wants a MethodSpec
+        return _adapter().validate_json(json.dumps(current))  # as JSON: from Python, strict mode wants a MethodSpec
 
 
 def hybrid_spec(
@@ -162,14 +164,14 @@ def hybrid_spec(
     total_steps: int,
     max_epoch: int = 0,
 ) -> MethodSpec:
-    """The description of a run by hybrid asynchronous SGD.
+    """Returns the description of a run of hybrid asynchronous SGD.
 
     Args:
-        server: None where no server runs, in a simulation.
-        total_steps: of the server; 0 for no end. A partial one counts as the part that it is.
+        server: the server's options; None where no server runs, in a simulation.
+        total_steps: number of the server's steps; 0 for no limit. A partial step counts as its part of a step.
 
     Raises:
-        ConfigurationError: the options do not go with so many workers.
+        ConfigurationError: the options do not go with this number of workers, or with a server in shards.
     """
     filled = options.for_workers(workers)
     _check_shards(options, options.gradient_rule, server)
@@ -198,10 +200,10 @@ def local_sgd_spec(
     framework: JsonObject,
     max_epoch: int = 0,
 ) -> MethodSpec:
-    """The description of a run by local SGD; see :func:`hybrid_spec`."""
+    """Returns the description of a run of local SGD; see :func:`hybrid_spec`."""
     if options.upstream is not None:
         above = parse_upstream(options.upstream).above.options  # a mistake is to show before anything starts
-        _check_shards(above, above.outer, server)  # the global server has as many
+        _check_shards(above, above.outer, server)  # the global server has as many shards
     filled = options.for_workers(workers).model_dump(exclude={"shards", "max_refused"})
     _check_fragments(options, server)
     _check_shards(options, options.outer, server)
@@ -226,22 +228,24 @@ def local_sgd_spec(
 
 
 def global_spec(spec: MethodSpec, upstream: Upstream, regions: int) -> MethodSpec:
-    """The description of the global server's run, of which the run of ``spec`` is one region; equal in all regions.
+    """Returns the description of the global server's run, in which the run of ``spec`` is one region; it is equal in
+    all regions.
 
-    It ends with the local steps that all regions together are to take.
+    The global run ends with the number of local steps that all regions together are to take.
     """
     own, above = local_sgd_options(spec), upstream.above
     counted = {"local_steps": MOST_LOCAL_STEPS, "total_steps": own.total_steps * spec.workers}
     framework: JsonObject = {_OF_REGIONS: True, "updates": above.updates, "merge": above.merge}
     described = local_sgd_spec(above.options.model_copy(update=counted), regions, [], None, framework)
-    # a region that dies comes back; a server whose regions are all away for a moment is not to end
+    # a region that dies comes back: the server must not end while all regions are away for a moment
     return replace(described, server=spec.server, waits_for_dead=True)
 
 
 def _check_fragments(options: LocalSGDOptions, server: ServerOptions | None) -> None:
-    """
+    """Checks that the options go with fragments, which a worker sends one after another.
+
     Raises:
-        ConfigurationError: the options do not go with fragments, which a worker sends one after another.
+        ConfigurationError: they do not.
     """
     if not (isinstance(options, FragmentOptions) and options.in_fragments):
         return
@@ -256,7 +260,7 @@ def _check_fragments(options: LocalSGDOptions, server: ServerOptions | None) -> 
         )
 
 
-_IN_SHARDS = (  # each looks at elements or whole tensors alone; of a rule of one's own that is not known
+_IN_SHARDS = (  # these rules treat each element or tensor by itself; of a user's own rule that is not known
     "accumulation",
     "diloco",
     "nesterov",
@@ -273,9 +277,10 @@ _IN_SHARDS = (  # each looks at elements or whole tensors alone; of a rule of on
 
 
 def _check_shards(options: HybridOptions | LocalSGDOptions, rule: str, server: ServerOptions | None) -> None:
-    """
+    """Checks that the options go with a server in shards, none of which sees a whole update.
+
     Raises:
-        ConfigurationError: the options do not go with a server in shards, none of which sees a whole update.
+        ConfigurationError: they do not.
     """
     if server is None or server.server_shards == 1:
         return
@@ -287,7 +292,7 @@ def _check_shards(options: HybridOptions | LocalSGDOptions, rule: str, server: S
 
 
 def hybrid_options(spec: MethodSpec) -> HybridOptions:
-    """The options of a run, of its rule's model, from the description.
+    """Returns the options of a run from its description, as the model of its rule.
 
     Raises:
         ConfigurationError: there is no such rule, or a value is out of its range.
@@ -297,7 +302,7 @@ def hybrid_options(spec: MethodSpec) -> HybridOptions:
 
 
 def local_sgd_options(spec: MethodSpec) -> LocalSGDOptions:
-    """As :func:`hybrid_options`."""
+    """Returns the options of a run of local SGD; see :func:`hybrid_options`."""
     return checked(model := methods.outer_rule(str(spec.options["outer"])).options, _own(model, spec), _IN_A_RUN)
 
 
@@ -305,7 +310,7 @@ _IN_A_RUN = "the run's method"
 
 
 def _own(model: type[HybridOptions] | type[LocalSGDOptions], spec: MethodSpec) -> JsonObject:
-    """Descriptions of version 0.1 have the options of every rule."""
+    """Returns the options that the model has: descriptions of version 0.1 have the options of every rule."""
     return {name: value for name, value in spec.options.items() if name in model.model_fields}
 
 

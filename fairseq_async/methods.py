@@ -1,7 +1,7 @@
 """The methods, their rules and the options of both.
 
-A rule of one's own is a file that calls :func:`register_outer_rule` or :func:`register_gradient_rule`; the environment
-variable ``FAIRSEQ_ASYNC_PLUGINS`` names it, for every process of a run.
+A user's own rule is in a file or module that calls :func:`register_outer_rule` or :func:`register_gradient_rule`; the
+environment variable ``FAIRSEQ_ASYNC_PLUGINS`` names it, for every process of a run.
 """
 
 from __future__ import annotations
@@ -60,19 +60,20 @@ _Options = TypeVar("_Options", bound=Options)
 
 
 def outer_rules() -> Mapping[str, OuterRule[LocalSGDOptions]]:
-    """All outer rules by name, in the order in which they were registered."""
+    """Returns all outer rules by name, in the order in which they were registered."""
     _import_plugins()
     return OUTER_RULES
 
 
 def gradient_rules() -> Mapping[str, GradientRule[HybridOptions]]:
-    """All gradient rules by name."""
+    """Returns all gradient rules by name."""
     _import_plugins()
     return GRADIENT_RULES
 
 
 def outer_rule(name: str) -> OuterRule[LocalSGDOptions]:
-    """
+    """Returns the outer rule of this name.
+
     Raises:
         ConfigurationError: there is no rule of this name.
     """
@@ -80,12 +81,12 @@ def outer_rule(name: str) -> OuterRule[LocalSGDOptions]:
 
 
 def gradient_rule(name: str) -> GradientRule[HybridOptions]:
-    """As :func:`outer_rule`."""
+    """Returns the gradient rule of this name; raises as :func:`outer_rule`."""
     return _named("gradient_rule", name, gradient_rules())
 
 
 def models(method: str) -> Mapping[str, type[Options]]:
-    """The models of a method's options, by the name of their rule; a method without rules has one."""
+    """Returns the models of a method's options by the name of their rule; a method without rules has one, named ''."""
     match method:
         case "local_sgd":
             return {name: rule.options for name, rule in outer_rules().items()}
@@ -98,25 +99,25 @@ _RULE_KEYS = {"local_sgd": "outer", "hybrid_async": "gradient_rule"}
 
 
 def rule_key(method: str) -> str | None:
-    """The option that names a method's rule; None for a method without rules."""
+    """Returns the name of the option that chooses a method's rule; None for a method without rules."""
     return _RULE_KEYS.get(method)
 
 
 def default_rule(method: str) -> str:
-    """The rule of a method where none is named."""
+    """Returns the name of the rule that a method has by default."""
     return str(METHODS[method].model_fields[_RULE_KEYS[method]].default)
 
 
 def parse(base: type[_Options], values: Mapping[str, object], where: str, spell: Spell = '"{}"'.format) -> _Options:
-    """The options of a method from flags or keys, as the model of the rule that they name.
+    """Parses the options of a method from flags or keys, with the model of the rule that they name.
 
     Args:
-        base: what the models of the method's rules extend; one of :data:`METHODS`.
-        where: what to name in an error.
-        spell: how a key is written there.
+        base: the model that those of the method's rules extend; one of :data:`METHODS`.
+        where: name of the place of the options, for errors.
+        spell: spells a key in errors.
 
     Raises:
-        ConfigurationError: an unknown rule or key, a bad value, or an option that only other rules have.
+        ConfigurationError: a rule or key is unknown, a value is not valid, or an option is only for other rules.
     """
     method = str(base.model_fields["method"].default)
     known, key = models(method), rule_key(method)
@@ -144,7 +145,7 @@ def _named(key: str, name: str, rules: Mapping[str, _Rule]) -> _Rule:
 
 
 def _one_of(names: Sequence[str]) -> str:
-    """The names as pydantic lists what is allowed."""
+    """Lists the names as pydantic lists allowed values."""
     quoted = [repr(name) for name in names]
     return " or ".join(part for part in (", ".join(quoted[:-1]), quoted[-1]) if part)
 
@@ -153,17 +154,17 @@ _imported: set[str] = set()
 
 
 def _import_plugins() -> None:
-    """Imports what ``FAIRSEQ_ASYNC_PLUGINS`` names, each file or module once in this process.
+    """Imports the files and modules that ``FAIRSEQ_ASYNC_PLUGINS`` names, each once in this process.
 
     Raises:
         ConfigurationError: one of them cannot be imported.
     """
     for name in filter(None, map(str.strip, os.environ.get(PLUGINS, "").split(","))):
         if name not in _imported:
-            _imported.add(name)  # before it is imported: it may ask for the rules that there are
+            _imported.add(name)  # before the import: the plugin may call outer_rules or gradient_rules itself
             try:
                 _import_plugin(name)
-            except Exception as error:  # whatever goes wrong in a file that is not ours
+            except Exception as error:  # a user's file may raise anything
                 _imported.discard(name)
                 said = " ".join(f"{type(error).__name__}: {error}".split())
                 raise ConfigurationError(f"{PLUGINS}: {name} cannot be imported: {said}") from error

@@ -1,4 +1,4 @@
-"""The options of a method as flags of a command line, and as rows of a table: made from the models."""
+"""Makes the flags of a command line, and the rows of a table, from the models of a method's options."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +16,7 @@ from fairseq_async.validation import checked
 _WITHOUT_FLAG = ("method", "total_steps", "seed")  # fairseq has flags of its own for the last two
 _OF_FAIRSEQ = {"total_steps": "--max-update"}
 _Options = TypeVar("_Options", bound=Options)
-_LAST = ("total_steps", "shards", "max_refused", "seed", "upstream")  # in help and tables
+_LAST = ("total_steps", "shards", "max_refused", "seed", "upstream")  # shown last in help and tables
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,11 @@ class Option:
     """One option of a method.
 
     Attributes:
-        switch: its flag switches it on, and takes no value; one that may be on by default takes "on" or "off".
-        number: its flag's value is a number, which the model checks.
-        default: in words, as help and tables show it.
-        metavar: stands for the value in help and tables; empty for a switch.
+        switch: whether the flag takes no value and switches the option on; an option that may be on by default is not a
+            switch, and takes "on" or "off".
+        number: whether the flag's value is a number, which the model checks.
+        default: the default in words, as help and tables show it.
+        metavar: placeholder of the value in help and tables; empty for a switch.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Option:
 
     @property
     def help(self) -> str:
-        """For argparse, in which % has a meaning."""
+        """The help text for argparse, in which % is escaped."""
         return f"{self.description} ({self.default})".replace("%", "%%")
 
 
@@ -57,21 +58,21 @@ INNER_OPTIMIZER = Option(
 )
 
 
-# Of fairseq's optimizers, composite takes a nested configuration that a command line cannot give, and the others need a
-# CUDA device: a server is on the CPU.
+# fairseq's optimizers that cannot be inner ones: composite takes a nested configuration that a command line cannot
+# give, and the others need a CUDA device, while a server is on the CPU.
 _NOT_INNER = {"composite", "cpu_adam"}
 _NOT_IN_A_SERVER = {"lamb"}
-_OF_ADASCALE = {"adam", "nag", "sgd"}  # it has a rule for these
+_OF_ADASCALE = {"adam", "nag", "sgd"}  # AdaScale has a rule for these
 
 
 def check_inner_optimizer(method: str, name: str, known: Collection[str]) -> None:
-    """Checks that a method can be round this optimizer.
+    """Checks that a method works with this inner optimizer.
 
     Args:
         known: the names of fairseq's optimizers.
 
     Raises:
-        ConfigurationError: it cannot; names those that it can be round.
+        ConfigurationError: it does not; the message names the optimizers with which it does.
     """
     choices = set(known) - set(methods.METHODS) - _NOT_INNER
     if method not in methods.SYNCHRONOUS:
@@ -83,7 +84,7 @@ def check_inner_optimizer(method: str, name: str, known: Collection[str]) -> Non
 
 
 def options_of_method(method: str) -> list[Option]:
-    """All options of a method, of whichever rule; one that some rules lack says so."""
+    """Returns all options of a method and its rules; the description of an option says which rules lack it."""
     models, key = methods.models(method), methods.rule_key(method)
     found: dict[str, Option] = {}
     for model in models.values():
@@ -99,22 +100,22 @@ def options_of_method(method: str) -> list[Option]:
 
 
 def server_options(model: type[ServerOptions] = ServerOptions) -> list[Option]:
-    """The options that every method with a server has."""
+    """Returns the options that every method with a server has."""
     return [_option(name, field) for name, field in model.model_fields.items()]
 
 
 def flags_of(method: str) -> list[Option]:
-    """The options of a method that are flags of ``fairseq-train``, without the server's."""
+    """Returns the options of a method that are flags of ``fairseq-train``, without the server's."""
     return [option for option in options_of_method(method) if option.name not in _WITHOUT_FLAG]
 
 
 def server_flags() -> list[Option]:
-    """The server's options as flags of ``fairseq-train``, whose directory for checkpoints is that of a run, too."""
+    """Returns the server's options as flags of ``fairseq-train``; ``--run-dir`` is its ``--save-dir`` by default."""
     return [replace(each, default="--save-dir") if each.name == "run_dir" else each for each in server_options()]
 
 
 def add_method_flags(parser: ArgumentParser, method: str) -> None:
-    """Adds a flag for each option of the method, and for those of its server."""
+    """Adds a flag to the parser for each option of the method, and of its server."""
     for option in flags_of(method):
         _add(parser, option, spelling(method, option.name), _dest(method, option.name))
     if method not in methods.SYNCHRONOUS:
@@ -123,14 +124,14 @@ def add_method_flags(parser: ArgumentParser, method: str) -> None:
 
 
 def method_options(model: type[_Options], args: Namespace, others: Mapping[str, object]) -> _Options:
-    """What the flags of a method say.
+    """Returns a method's options from the parsed flags.
 
     Args:
         model: one of :data:`~fairseq_async.methods.METHODS`.
-        others: options for which fairseq has flags of its own.
+        others: values of options for which fairseq has flags of its own.
 
     Raises:
-        ConfigurationError: a value out of its range, or a flag that its rule does not use.
+        ConfigurationError: a value is out of its range, or the chosen rule does not use a flag.
     """
     method = str(model.model_fields["method"].default)
     values = {option.name: getattr(args, _dest(method, option.name)) for option in flags_of(method)}
@@ -139,10 +140,10 @@ def method_options(model: type[_Options], args: Namespace, others: Mapping[str, 
 
 
 def server_options_of(method: str, args: Namespace) -> ServerOptions:
-    """What the flags of the server say.
+    """Returns the server's options from the parsed flags.
 
     Raises:
-        ConfigurationError: a value out of its range.
+        ConfigurationError: a value is out of its range.
     """
     values = {name: getattr(args, name) for name in ServerOptions.model_fields}
     given = {name: value for name, value in values.items() if value is not None}
@@ -150,10 +151,11 @@ def server_options_of(method: str, args: Namespace) -> ServerOptions:
 
 
 def check_command(method: str, arguments: Sequence[str], workers: int | None) -> None:
-    """Checks our flags among the arguments of ``fairseq-train``, without fairseq.
+    """Checks our flags among the arguments of ``fairseq-train``, without importing fairseq.
 
     Raises:
-        ConfigurationError: a flag without its value, a bad value, or options that do not go with so many workers.
+        ConfigurationError: a flag lacks its value, a value is bad, or the options do not go with this number of
+            workers.
     """
     parser = OneLineParser(add_help=False, allow_abbrev=False)
     add_method_flags(parser, method)
@@ -169,12 +171,12 @@ def check_command(method: str, arguments: Sequence[str], workers: int | None) ->
 
 
 def flag_of(name: str) -> str:
-    """``outer_lr`` as ``--outer-lr``."""
+    """Spells an option as a flag: ``outer_lr`` as ``--outer-lr``."""
     return "--" + name.replace("_", "-")
 
 
 def spelling(method: str, name: str) -> str:
-    """The flag of a method's option; those of a synchronous method begin with its name."""
+    """Returns the flag of a method's option; the flags of a synchronous method begin with the method's name."""
     if name in _OF_FAIRSEQ:
         return _OF_FAIRSEQ[name]
     return flag_of(f"{method}_{name}" if method in methods.SYNCHRONOUS else name)
@@ -218,7 +220,7 @@ def _all(names: Sequence[str]) -> str:
 
 
 def _number(text: str) -> int | float | str:
-    """What is no number stays as it is, for the model to say so."""
+    """Converts text to a number; other text stays as it is, so that the model reports it."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -228,10 +230,11 @@ def _number(text: str) -> int | float | str:
 
 
 class OneLineParser(ArgumentParser):
-    """Raises what argparse would print, as one line."""
+    """An argument parser that raises its errors, in one line, instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """
+        """Raises the message as an error.
+
         Raises:
             ConfigurationError: always.
         """
@@ -239,7 +242,8 @@ class OneLineParser(ArgumentParser):
 
 
 def _dest(method: str, name: str) -> str:
-    """fairseq takes a flag of any component for its own where the names are alike, as --buffer-size."""
+    """Returns a flag's attribute with the method as a prefix: fairseq takes a flag of any component for its own where
+    the names are alike, as --buffer-size."""
     return f"{method}_{name}"
 
 

@@ -1,4 +1,4 @@
-"""What the models of all options extend."""
+"""The base class of all models of options."""
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
@@ -6,9 +6,9 @@ Shown = dict[str, JsonValue]
 
 
 class Options(BaseModel):
-    """Options of one method; an unknown key is refused.
+    """The base of a model of options; refuses an unknown key.
 
-    ``json_schema_extra`` of a field may say how it is shown: ``metavar`` of its flag, and ``default`` in words.
+    ``json_schema_extra`` of a field may say how the option is shown: ``metavar`` of its flag, and ``default`` in words.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""The options of outer rules that are newer than Liu et al. 2024, and of those that it compares with."""
+"""The options of outer rules that are newer than Liu et al. 2024, and of rules that this paper compares with."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from fairseq_async.errors import ConfigurationError, option
 
 
 class MomentumLookAheadOptions(AsyncLocalSGDOptions):
-    """``outer mla``: an averaged momentum, and workers that start ahead along it."""
+    """``outer mla``: one step with an averaged momentum per arrival; workers start ahead along the momentum."""
 
     outer: Literal["mla"] = "mla"
     outer_lr: OuterLearningRate = 0.3  # at the paper's 0.7 five workers diverge where one is six times faster
@@ -28,7 +28,7 @@ class HeLoCoOptions(AsyncLocalSGDOptions):
 
 class DirectionAveragingOptions(AsyncLocalSGDOptions):
     """``outer direction_averaging``: one Nesterov step on the updates of a round, whose lengths and directions are
-    averaged apart. A round has those that come within the grace period of the K-th."""
+    averaged separately. A round takes the updates that come until the grace period after the K-th ends."""
 
     outer: Literal["direction_averaging"] = "direction_averaging"
     outer_lr: OuterLearningRate = 0.7
@@ -62,7 +62,7 @@ class OuterAdamOptions(AsyncLocalSGDOptions):
 
 
 class OuterAdamWOptions(AsyncLocalSGDOptions):
-    """``outer adamw``: the same with decoupled weight decay."""
+    """``outer adamw``: as ``outer adam``, with decoupled weight decay."""
 
     outer: Literal["adamw"] = "adamw"
     outer_lr: OuterLearningRate = 1e-3

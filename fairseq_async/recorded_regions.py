@@ -1,4 +1,4 @@
-"""A global server's recorded run, for a replay: the updates of its regions are read, since no region computes here."""
+"""Replays a global server's recorded run: reads its regions' updates from files, since no region computes here."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +16,18 @@ from fairseq_async.server.run_files.events import Event
 
 
 class RecordedRegion:
-    """One region, with its updates in the order in which it has sent them."""
+    """One region as a :class:`~fairseq_async.replay.Worker`: its recorded updates, in the order in which it sent
+    them."""
 
     def __init__(self, run_dir: Path, layout: Layout, events: Sequence[Event]) -> None:
         self.layout, self._run_dir, self._left = layout, run_dir, list(events)
 
     def start_from(self, parameters: Tensor, version: int) -> None:
-        """What its update started from is in the update already."""
+        """Does nothing: the recorded update does not depend on it."""
 
     def compute(self) -> tuple[Push, Tensor]:
-        """
+        """Reads the region's next update, and makes its message.
+
         Raises:
             ConfigurationError: the update cannot be read.
         """
@@ -35,7 +37,7 @@ class RecordedRegion:
 
 
 class RecordedRegions:
-    """The :class:`~fairseq_async.replay.Run` of a global server."""
+    """A global server's run as a :class:`~fairseq_async.replay.Run`."""
 
     threads = 1
 

@@ -1,4 +1,4 @@
-"""A recorded run, repeated in one process: each update is computed again, and each state compared."""
+"""Replays a recorded run in one process: computes each update again, and compares each state."""
 
 import logging
 import warnings
@@ -35,11 +35,11 @@ from fairseq_async.server.shards.rule import build_sharded, close_shards, shared
 
 
 class DifferenceError(AsyncError):
-    """The replay does not come to what was recorded."""
+    """The replay comes to another result than the recorded run."""
 
 
 class Worker(Protocol):
-    """One worker of the run, which computes what it computed then."""
+    """A worker of the recorded run, which computes the same updates again."""
 
     @property
     def layout(self) -> Layout: ...
@@ -49,12 +49,14 @@ class Worker(Protocol):
         ...
 
     def compute(self) -> tuple[Push, Tensor]:
-        """Its next update: the message that went with it, and the flat vector, which stays until it starts again."""
+        """Computes the worker's next update: returns its message and its flat vector, which stays valid until the
+        worker starts again."""
         ...
 
 
 class Run(Protocol):
-    """What a framework knows of its recorded run; ``threads`` are those with which its workers computed."""
+    """A recorded run as its framework provides it; ``threads`` is the number of threads with which a worker
+    computed."""
 
     threads: int
 
@@ -69,8 +71,8 @@ class Recording:
     """The files of a run that was started with ``--record``.
 
     Attributes:
-        events: those for which a worker computed something, in the order of their application.
-        cut: the log ends in the middle of a line, which is left out.
+        events: the events of computed updates, in the order in which they were applied.
+        cut: whether the log ends in the middle of a line; that line is ignored.
     """
 
     run_dir: Path
@@ -82,9 +84,10 @@ class Recording:
 
     @classmethod
     def read(cls, run_dir: Path) -> "Recording":
-        """
+        """Reads the recording from a run's directory.
+
         Raises:
-            ConfigurationError: something is missing, or was not recorded.
+            ConfigurationError: a file is missing or broken, or the run was not recorded from its beginning.
         """
         if not run_dir.is_dir() or not any(run_dir.iterdir()):
             raise ConfigurationError(f"{run_dir}: no run there; give the --run-dir (or --save-dir) of one")
@@ -107,9 +110,9 @@ class Recording:
         return cls(run_dir, spec, layout, start, computed, reader.cut)
 
     def rounds(self) -> Iterator[list[Event]]:
-        """Updates that were applied together: one by one, or what was behind the barrier at one time.
+        """Yields the updates that were applied together: single ones, or those of one round of a barrier.
 
-        Those of a round met the same version, and are in the order of their workers.
+        The updates of a round met the same version, and are in the order of their workers.
         """
         group: list[Event] = []
         for event in self.events:
@@ -128,7 +131,8 @@ def _met(event: Event) -> int:
 
 
 def _pulls_early(ahead: list[Event], version: int) -> bool:
-    """Whether a worker took this version, not having had it, while its update in hand waited for another's step."""
+    """Whether a worker took this version for its next update, while its present one waited for another worker's
+    step."""
     if len(ahead) < 2:
         return False
     now, then = ahead[:2]
@@ -138,15 +142,15 @@ def _pulls_early(ahead: list[Event], version: int) -> bool:
 class Replay:
     """Repeats a recording.
 
-    An update was computed from the server's parameters of its base version: each worker takes them when the server has
-    come to that version, so that no older state is kept, but for a worker that had them while its update before waited
-    for another's step. Updates of one round are computed first, then applied.
+    An update was computed from the server's parameters of its base version: each worker takes them when the replayed
+    server has come to that version, so that no older state is kept. The exception is a worker that took them while its
+    previous update waited for a step of other workers' updates. Updates of one round are computed first, then applied.
 
     Attributes:
-        compared: how many states were found equal.
+        compared: number of states that were compared and found equal.
 
     Raises:
-        ConfigurationError: the model here is another than the recorded one.
+        ConfigurationError: the model here differs from the recorded one.
     """
 
     def __init__(self, recording: Recording, run: Run) -> None:
@@ -156,7 +160,7 @@ class Replay:
             if difference := layout.difference(worker.layout):
                 raise ConfigurationError(f"{recording.run_dir}: the recorded model is not this command's: {difference}")
         self.parameters, rule, plan = _built(recording, run)
-        # the log says when a round is complete: no round of the replay is complete, or ends, by itself
+        # the log says when a round is complete: here no round is complete or ends by itself
         held = replace(spec, barrier=OPEN if spec.barrier else 0, grace_seconds=None, closes_early=False, quorum=0)
         membership = Membership(spec.workers, now=0.0)
         self._close = partial(close_shards, rule)
@@ -165,16 +169,16 @@ class Replay:
         self.server.load_state_dict(recording.start["server"])
         self._level = Region(self.parameters, merge=spec.upstream.above.merge) if spec.upstream else None
         self._starts, self._fragments = starts.compressed_starts(spec, layout), layout.fragments(spec.fragments)
-        self._started: dict[int, tuple[int, Tensor]] = {}  # by worker: what came compressed, and for which update
+        self._started: dict[int, tuple[int, Tensor]] = {}  # by worker: number of an update, its compressed start
         self._ahead = {w: [event for event in recording.events if event.worker == w] for w in run.workers}
-        self._kept: dict[int, Parameters] = {}  # by worker: what it goes on from once its update in hand is settled
+        self._kept: dict[int, Parameters] = {}  # by worker: the start of its next update, taken before this one settled
         self._begin()
 
     def steps(self, until: int | None = None) -> Iterator[int]:
         """Repeats the run up to this version; yields each version that was reached and found equal.
 
         Raises:
-            DifferenceError: names the first update that differs.
+            DifferenceError: the replay differs; the message names the first update that does.
         """
         for group in self.recording.rounds():
             if until is not None and self.server.version >= until:
@@ -197,7 +201,8 @@ class Replay:
         self._close()
 
     def _begin(self) -> None:
-        """Whoever computed from this version takes it now, or when its update in hand is settled."""
+        """Lets each worker that computed from the present version take it: now, or, as a copy that is kept, when its
+        present update is settled."""
         version = self.server.version
         if self._starts is not None:
             self._starts.follow(self.server)
@@ -213,10 +218,10 @@ class Replay:
                 self._kept[worker] = Parameters(version, self._start(ahead[1]).clone())
 
     def _start(self, event: Event) -> Tensor:
-        """The present parameters, or ahead of them, as the worker of this update took them."""
+        """Returns the parameters that the worker started this update from: the present ones, or ahead of them."""
         if self._starts is not None:
             sequence, start = self._started.get(event.worker, (-1, self.parameters))
-            if sequence != event.sequence:  # what it has was sent once
+            if sequence != event.sequence:  # the compressed start of an update was sent only once
                 start = self._compressed_start(event, self._starts)
                 self._started[event.worker] = event.sequence, start
             return start
@@ -230,7 +235,8 @@ class Replay:
         return ahead
 
     def _compressed_start(self, event: Event, given: starts.CompressedFragments | CompressedChanges) -> Tensor:
-        """The parameters, of which the fragment of the update before, or all, came in a payload; in a new tensor."""
+        """Returns the start of an update in a new tensor: the parameters, of which all, or the fragment of the previous
+        update, are replaced by those of the payload that the worker received."""
         before = event.sequence - 1
         start = self._ahead_by(event.look_ahead) if event.look_ahead else self.server.dispatch().clone()
         if event.start_payload is None:
@@ -248,7 +254,8 @@ class Replay:
         raise _first(event, f"the checksum of what it started from was {event.start_payload}, is {here}")
 
     def _computed(self, event: Event) -> tuple[Update, Report, float | None]:
-        """The update, its report, and its norm where its worker knew it."""
+        """Computes an update again: returns it with its report, and its norm where the server took it from the
+        worker."""
         worker = event.worker
         with _threads(self.run.threads):
             push, vector = self.run.workers[worker].compute()
@@ -262,7 +269,7 @@ class Replay:
             )
         if push.report.payload != event.payload:
             raise _first(event, f"the checksum of its payload was {event.payload}, is {push.report.payload}")
-        norm = push.norm if push.norm == event.norm else None  # the server does not believe other machines' norms
+        norm = push.norm if push.norm == event.norm else None  # the server does not trust norms from other machines
         return Update(worker, *here, vector, event.tokens or 0.0), _recorded_report(event), norm
 
     def _push(self, computed: list[tuple[Update, Report, float | None]]) -> list[Settled]:
@@ -274,7 +281,8 @@ class Replay:
         return settled
 
     def _repeat_merges(self, group: list[Event]) -> None:
-        """The parameters of a global server that were taken in since the round before; workers started from these."""
+        """Repeats the merges of a global server's parameters since the previous round; workers started from their
+        results."""
         for version in [version for event in group for version in event.merged]:
             if self._level is None:
                 raise _first(group[0], "it comes after a merge, and the run has no global server")
@@ -283,7 +291,7 @@ class Replay:
             self._begin()
 
     def _repeat_control_events(self, event: Event) -> None:
-        """What rule and schedule were told since the round before."""
+        """Repeats the events that the rule and the schedule received since the previous round."""
         for told in event.control_events:
             match told.event:
                 case "limit_round":
@@ -302,7 +310,7 @@ class Replay:
 
 
 def _built(recording: Recording, run: Run) -> tuple[Tensor, Rule, Plan]:
-    """The first parameters, with rule and plan, which are in shards where the run's server was."""
+    """Builds the first parameters, the rule and the plan; in shards where the run's server was in shards."""
     spec, layout, parameters = recording.spec, recording.layout, recording.start["server"]["parameters"]
     if spec.server.server_shards == 1:
         return (own := parameters.clone(), *run.build(spec, layout, own))
@@ -312,7 +320,7 @@ def _built(recording: Recording, run: Run) -> tuple[Tensor, Rule, Plan]:
 
 
 def _recorded_report(event: Event) -> Report:
-    """What of the report the plan counts: the end of the run follows from it."""
+    """Returns the parts of the recorded report that the plan counts, on which the end of the run depends."""
     return Report(
         epochs=event.epochs or 0.0, local_steps=event.local_steps, step_seconds=event.step_seconds, shard=event.shard
     )
@@ -328,7 +336,7 @@ def _name(event: Event) -> str:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Sums over a tensor depend on how many threads share it."""
+    """Sets the number of threads within a context: the result of a sum depends on how many threads compute it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -339,7 +347,7 @@ def _threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without warnings: the run said them. Logging is afterwards as it was before."""
+    """Suppresses warnings within a context, since the recorded run has printed them; restores logging at the end."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

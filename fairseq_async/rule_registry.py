@@ -1,4 +1,4 @@
-"""The registry of rules: each is registered once, with its options and with what the server builds of them."""
+"""The registry of rules: each rule is registered once, with its options and a function that builds it from them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Hybrid = TypeVar("Hybrid", bound=HybridOptions)
 
 @dataclass(frozen=True)
 class RuleContext:
-    """What an outer rule is built for.
+    """The run and the model that an outer rule is built for.
 
     Attributes:
         workers: number of workers that were announced.
         sizes: number of elements of each tensor of the model, in the order of the flat parameters.
-        names: of these tensors.
+        names: names of these tensors.
     """
 
     workers: int
@@ -36,14 +36,14 @@ class RuleContext:
 
 @dataclass(frozen=True)
 class GradientRuleContext:
-    """What a gradient rule is built for.
+    """The run and the optimizer that a gradient rule is built for.
 
     Attributes:
         optimizer: the inner optimizer, over the server's flat parameters.
-        clip_norm: largest L2 norm of a gradient that is stepped with; 0 does not clip.
-        tensors: views of the parameters, one for each tensor of the model; None where the optimizer has these.
+        clip_norm: largest L2 norm of the gradient of a step; 0 does not clip.
+        tensors: views of the parameters, one for each tensor of the model; None where the optimizer has these views.
         workers: number of workers that were announced.
-        elementwise: the optimizer takes each element by itself.
+        elementwise: whether the optimizer steps each element independently of the others.
     """
 
     optimizer: torch.optim.Optimizer
@@ -55,12 +55,12 @@ class GradientRuleContext:
 
 @dataclass(frozen=True)
 class OuterRule(Generic[LocalSGD]):
-    """What the server does with pseudo-gradients: ``--optimizer local_sgd --outer NAME``.
+    """A registered outer rule, by which the server applies pseudo-gradients: ``--optimizer local_sgd --outer NAME``.
 
     Attributes:
-        options: the rule's options; each becomes a flag, a JSON key and a key of the simulator.
+        options: model of the rule's options; each becomes a flag, a JSON key and a key of the simulator.
         build: makes the rule; the options that depend on the number of workers are filled in.
-        synchronous: all workers wait for each other.
+        synchronous: whether all workers wait for each other.
     """
 
     name: str
@@ -71,7 +71,8 @@ class OuterRule(Generic[LocalSGD]):
 
 @dataclass(frozen=True)
 class GradientRule(Generic[Hybrid]):
-    """What the server does with gradients: ``--optimizer hybrid_async --gradient-rule NAME``. As :class:`OuterRule`."""
+    """A registered gradient rule, by which the server applies gradients: ``--optimizer hybrid_async --gradient-rule
+    NAME``. Attributes as of :class:`OuterRule`."""
 
     name: str
     options: type[Hybrid]
@@ -83,17 +84,17 @@ GRADIENT_RULES: dict[str, GradientRule[HybridOptions]] = {}
 
 
 def register_outer_rule(rule: OuterRule[LocalSGD]) -> None:
-    """Makes a rule known under its name.
+    """Registers an outer rule under its name.
 
     Raises:
-        ConfigurationError: the name is taken, or one of its options has the name of an option of every method.
+        ConfigurationError: the name is taken, or one of the rule's options has the name of an option of every method.
     """
     _check_new("outer rule", rule.name, rule.options, OUTER_RULES)
     OUTER_RULES[rule.name] = cast("OuterRule[LocalSGDOptions]", rule)
 
 
 def register_gradient_rule(rule: GradientRule[Hybrid]) -> None:
-    """As :func:`register_outer_rule`."""
+    """Registers a gradient rule under its name; raises as :func:`register_outer_rule`."""
     _check_new("gradient rule", rule.name, rule.options, GRADIENT_RULES)
     GRADIENT_RULES[rule.name] = cast("GradientRule[HybridOptions]", rule)
 

@@ -1,4 +1,5 @@
-"""The rules of this package: how each is built from its options. Algorithms are imported when a rule is built."""
+"""Registers the rules of this package, each with a function that builds it from its options. The algorithms are
+imported only when a rule is built."""
 
 from __future__ import annotations
 

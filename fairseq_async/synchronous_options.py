@@ -9,7 +9,7 @@ from fairseq_async.options_base import Options
 
 
 class AdasumOptions(Options):
-    """Adasum (Maleki et al. 2021, arXiv 2006.02924)."""
+    """The options of Adasum (Maleki et al. 2021, arXiv 2006.02924)."""
 
     method: Literal["adasum"] = "adasum"
     form: Literal["gradient", "delta", "auto"] = Field(
@@ -29,10 +29,10 @@ class AdasumOptions(Options):
     seed: int = Field(1, ge=0, description="seed of the order of the data")
 
     def form_for(self, optimizer: str, adaptive: bool) -> Literal["gradient", "delta"]:
-        """The form that an optimizer gets.
+        """Returns the form of Adasum for an optimizer.
 
         Raises:
-            ConfigurationError: an option that this form does not use.
+            ConfigurationError: an option is given that this form does not use.
         """
         form = ("delta" if adaptive else "gradient") if self.form == "auto" else self.form
         for name in ("sync_state", "clip_delta"):
@@ -45,7 +45,7 @@ class AdasumOptions(Options):
 
 
 class AdaScaleOptions(Options):
-    """AdaScale (Johnson et al. 2020, arXiv 2007.05105)."""
+    """The options of AdaScale (Johnson et al. 2020, arXiv 2007.05105)."""
 
     method: Literal["adascale"] = "adascale"
     scale: float | None = Field(
@@ -76,10 +76,11 @@ class AdaScaleOptions(Options):
     seed: int = Field(1, ge=0, description="seed of the order of the data")
 
     def scale_of(self, gradients: int) -> float:
-        """S of a step with so many gradients.
+        """Returns S, the number of single batches, of a step with this number of gradients.
 
         Raises:
-            ConfigurationError: there is one gradient, in which no noise can be seen, and no other estimator.
+            ConfigurationError: there is one gradient, in which no noise can be seen, and no other estimator; or the
+                options do not go together.
         """
         scale, estimator = option_of("adascale", "scale"), option_of("adascale", "estimator")
         if gradients == 1 and self.estimator == "batches" and self.scale != 1:

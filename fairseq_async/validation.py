@@ -9,10 +9,10 @@ from fairseq_async.errors import ConfigurationError
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT in its parts.
+    """Splits HOST:PORT into host and port.
 
     Raises:
-        ValueError: it is not written so.
+        ValueError: the address has another form.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -25,26 +25,26 @@ Spell = Callable[[str], str]
 
 
 def first_mistake(error: ValidationError) -> str:
-    """What is wrong first, in one line, with the key."""
+    """Returns the first mistake in one line, with its key."""
     first = error.errors()[0]
     key = ".".join(map(str, first["loc"]))
     return f"{key}: {first['msg']}" if key else first["msg"]
 
 
 def checked(model: type[_Model], values: Mapping[str, object], where: str, spell: Spell = '"{}"'.format) -> _Model:
-    """The values as a model.
+    """Validates the values, and returns them as an instance of the model.
 
     Args:
-        where: what to name in an error.
-        spell: how a key is written there.
+        where: name of the place of the values, for errors.
+        spell: spells a key in errors.
 
     Raises:
-        ConfigurationError: an unknown key or a bad value, in one line.
+        ConfigurationError: a key is unknown or a value is bad; the message is one line.
     """
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        # a key that is misspelt may be missing, too
+        # unknown keys first: a key that is misspelt may also be reported as missing
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         key = spell(".".join(map(str, first["loc"]))) + ": " if first["loc"] else ""
         if first["type"] == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""How bytes travel. No algorithm here."""
+"""Moves bytes between processes and devices: channels, shared memory, copies. Contains no training algorithm."""
 
 from fairseq_async.exchange.channel import Channel
 from fairseq_async.exchange.copying import copy, pack, unpack

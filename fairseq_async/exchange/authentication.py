@@ -1,6 +1,6 @@
-"""Proof of the run's token, in both directions, by a keyed challenge: the token itself never crosses the wire.
+"""Mutual proof that both sides know the run's token, by a keyed challenge; the token itself never crosses the wire.
 
-What follows the handshake is neither encrypted nor signed: across a network that others can reach, use a tunnel.
+The messages after the handshake are neither encrypted nor signed: across a network that others can reach, use a tunnel.
 """
 
 import hashlib
@@ -16,28 +16,29 @@ _SHORTEST = 16  # characters of a token
 
 
 def challenge() -> str:
-    """A number that was never used before."""
+    """Returns a random number of 128 bits, which was never used before."""
     return secrets.token_hex(16)
 
 
 def proof(token: str, role: str, server_challenge: str, worker_challenge: str) -> str:
-    """What only somebody with the token can say; ``role`` keeps one side's proof from being used as the other's."""
+    """Returns the HMAC that only a holder of the token can compute; ``role`` keeps one side's proof from being used as
+    the other's."""
     said = "\n".join((role, server_challenge, worker_challenge))
     return hmac.new(token.encode(), said.encode(), hashlib.sha256).hexdigest()
 
 
 def proves(given: object, token: str, role: str, server_challenge: str, worker_challenge: str) -> bool:
-    """Whether ``given`` is the proof."""
+    """Whether ``given`` is the proof that :func:`proof` returns."""
     return hmac.compare_digest(str(given).encode(), proof(token, role, server_challenge, worker_challenge).encode())
 
 
 def new_token() -> str:
-    """A random secret of 128 bits."""
+    """Returns a random secret of 128 bits."""
     return secrets.token_hex(16)
 
 
 def write_token(path: Path, token: str) -> None:
-    """A file that only its owner reads."""
+    """Writes the token to a new file that only its owner can read."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -45,10 +46,10 @@ def write_token(path: Path, token: str) -> None:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file.
+    """Reads the token from a file.
 
     Raises:
-        ConfigurationError: it cannot be read, others than its owner can read it, or the token is too short.
+        ConfigurationError: the file cannot be read, users other than its owner can read it, or the token is too short.
     """
     try:
         with path.open() as file:

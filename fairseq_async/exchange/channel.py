@@ -1,8 +1,8 @@
-"""Messages between workers and server over TCP: each a body of bytes, with a flat fp32 tensor behind it or without.
+"""Messages between workers and server over TCP: each is a body of bytes, optionally with a flat fp32 tensor behind it.
 
-Between machines this is the whole exchange: one connection a worker, so that one port needs to be open, a tunnel can
-carry it, and a peer's death is seen by its own connection and by no other. On long lines, where one connection does not
-fill the line, a worker may have several: then each carries a piece of every large tensor.
+Between machines all of the exchange goes over TCP, with one connection per worker, so that only one port needs to be
+open, a tunnel can carry it, and a peer's death shows on its own connection alone. On long-distance lines, where one
+connection does not use the whole bandwidth, a worker may have several: then each carries a piece of every large tensor.
 """
 
 import select
@@ -17,26 +17,26 @@ from fairseq_async.exchange.stream import Stream
 from fairseq_async.exchange.tls import decrypted
 
 _HEADER = struct.Struct("!IQ")  # bytes of the body, bytes of the tensor behind it
-AT_A_TIME = 16  # messages of one peer, before the others have their turn
+AT_A_TIME = 16  # messages of one peer that are handled before the others have their turn
 LARGEST = 1 << 24  # bytes; a model's layout is the largest message and needs about 100 bytes a tensor
-# bytes; a tensor with less for each stream goes on the first one. Hazard: a record of TLS has no more, so that a piece
-# is never received and decrypted as a whole before it is awaited, which no selector would tell.
+# bytes; a tensor with fewer bytes per stream goes on the first stream alone. Hazard: a TLS record has no more, so that
+# a piece is never received and decrypted as a whole before it is awaited: of decrypted bytes no selector tells.
 LEAST_PIECE = 1 << 14
-_BETWEEN = 1 << 16  # bytes of messages that may wait besides a tensor
+_BETWEEN = 1 << 16  # bytes of messages that may wait in addition to one tensor
 
 
 class Channel:
-    """One peer. ``receive`` gives whole messages only; a peer that ends in the middle of one sends nothing.
+    """The connection to one peer, for whole messages: a message that the peer breaks off in the middle is dropped.
 
     Attributes:
-        connection: of the first stream, which carries the messages.
-        streams: the first one, and others, on which there are pieces of tensors only. Both ends have them in the same
-            order, and divide a tensor alike.
-        room: where the tensor behind a message is received; None takes none. It is overwritten as the bytes arrive.
-        largest: bytes of a message that the peer may send.
-        any_length: the tensor behind a message may be shorter than its room: it is a payload.
-        with_tensor: whether the last message had one behind it.
-        tensor_bytes: of that tensor.
+        connection: socket of the first stream, which carries the messages.
+        streams: the first stream, and others that carry only pieces of tensors. Both ends have them in the same order,
+            and divide a tensor in the same way.
+        room: where the tensor behind a message is received; None accepts none. It is overwritten as the bytes arrive.
+        largest: number of bytes that a message of the peer may have.
+        any_length: whether the tensor behind a message may be shorter than its room, as a compressed payload is.
+        with_tensor: whether the last message had a tensor behind it.
+        tensor_bytes: number of bytes of that tensor.
     """
 
     def __init__(self, connection: socket.socket, largest: int = LARGEST) -> None:
@@ -48,29 +48,29 @@ class Channel:
         self.tensor_bytes = 0
         self.room: Tensor | None = None
         self._received = bytearray()
-        self._body: bytes | None = None  # of a message whose tensor is on its way
-        self._largest_sent = 0  # bytes of a tensor
+        self._body: bytes | None = None  # body of a message whose tensor is on its way
+        self._largest_sent = 0  # bytes of the largest tensor that was queued so far
 
     def add(self, other: "Channel") -> None:
-        """Takes over the connection of another channel, which both ends do between two messages.
+        """Takes over the connection of another channel as a further stream; both ends do so between two messages.
 
         Raises:
-            ProtocolError: something came on it that nobody has read.
+            ProtocolError: unread bytes are left on the other channel.
         """
         if other.has_begun:
             raise ProtocolError("more than an introduction came on a connection for pieces of tensors")
         self.streams.append(other._first)
 
     def notice_death(self, seconds: float) -> None:
-        """Lets the kernel close the connections when a peer's machine has not been heard of for this long.
+        """Lets the kernel close the connections when the peer's machine has been silent for this long.
 
-        A peer that ends closes them by itself; one whose machine or network is gone closes nothing.
+        A process that ends closes its connections itself; a machine or network that fails does not.
         """
         for stream in self.streams:
             stream.notice_death(seconds)
 
     def send(self, body: bytes, tensor: Tensor | None = None) -> None:
-        """Sends one message; returns when all of it is on its way."""
+        """Sends one message; returns when the kernel has taken all of it."""
         self.queue(body, tensor)
         if len(self.streams) == 1:
             return self._first.send()
@@ -78,7 +78,7 @@ class Channel:
             _wait([stream for stream in self.streams if stream.unsent], select.POLLOUT)
 
     def queue(self, body: bytes, tensor: Tensor | None = None) -> None:
-        """Leaves one message to :meth:`flush`; the tensor must not change before."""
+        """Queues one message for :meth:`flush`; the tensor must not change before it is sent."""
         bulk = memoryview(b"") if tensor is None else _bytes(tensor)
         self._largest_sent = max(self._largest_sent, bulk.nbytes)
         self._first.queue(memoryview(_HEADER.pack(len(body), bulk.nbytes) + body))
@@ -86,30 +86,31 @@ class Channel:
             stream.queue(piece)
 
     def flush(self) -> bool:
-        """Sends what the connections take without waiting; True when nothing is left."""
+        """Sends as much of the queue as the connections take without waiting; True when nothing is left."""
         return all([stream.flush() for stream in self.streams])
 
     @property
     def unsent(self) -> int:
-        """How many parts of messages wait for :meth:`flush`, on the stream where they are most."""
+        """Number of parts of messages that wait for :meth:`flush` on the stream with the most."""
         return max(stream.unsent for stream in self.streams)
 
     @property
     def is_full(self) -> bool:
-        """Whether more than one tensor waits for :meth:`flush`, each of which may have memory of its own."""
+        """Whether more than one tensor waits for :meth:`flush`; each of them may have memory of its own."""
         return sum(stream.unsent_bytes for stream in self.streams) > self._largest_sent + _BETWEEN
 
     def drop(self) -> None:
-        """Ends the connections without what was to be sent."""
+        """Ends the connections, and drops the messages that were not sent yet."""
         for stream in self.streams:
             stream.drop()
         self.end()
 
     def receive(self) -> bytes:
-        """Blocks for the next message.
+        """Waits for the next message, and returns its body.
 
         Raises:
-            ExchangeError: the peer closed the connection, or, a ProtocolError, announced a message that is too large.
+            ExchangeError: the peer closed the connection; as a ProtocolError: it announced a message or tensor whose
+                size is not allowed.
         """
         while (message := self._next()) is None:
             awaited = self.awaited
@@ -121,9 +122,9 @@ class Channel:
         return message
 
     def messages(self, most: int = AT_A_TIME) -> list[bytes]:
-        """Reads what is there, without waiting, and returns the messages that are complete, ``most`` of them at most.
+        """Reads without waiting, and returns the messages that are complete, at most ``most`` of them.
 
-        One with a tensor behind it comes alone: what is asked before it, or after it, may need the same room.
+        A message with a tensor behind it is returned alone: requests before or after it may need the same room.
 
         Raises:
             ExchangeError: as :meth:`receive`.
@@ -145,12 +146,13 @@ class Channel:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a part of a message was read."""
+        """Whether bytes of a message were read that was not returned yet."""
         return bool(self._received)
 
     @property
     def has_message(self) -> bool:
-        """Whether a message was read and not taken yet, which no selector will tell. Pieces may be to come."""
+        """Whether a message was read and not returned yet, of which no selector tells. Pieces of its tensor may still
+        be on their way on other streams."""
         if self._body is not None:
             return self._complete
         if len(self._received) < _HEADER.size:
@@ -161,11 +163,11 @@ class Channel:
 
     @property
     def awaited(self) -> list[Stream]:
-        """Those from which something is to be read. While a piece of a tensor is to come, nothing behind it is."""
+        """The streams to read from: those that still miss a piece of a tensor, or, if none does, the first one."""
         return [stream for stream in self.streams if stream.missing.nbytes] or [self._first]
 
     def end(self) -> None:
-        """Both sides will find the connections closed; what was sent before still arrives."""
+        """Shuts the connections down, as both sides will see; what was sent before still arrives."""
         for stream in self.streams:
             stream.end()
 
@@ -183,7 +185,7 @@ class Channel:
             try:
                 self._read(stream, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                pass  # another thread has read it, or it is another stream that has something
+                pass  # another thread has read the bytes, or they are on another stream
 
     def _read(self, stream: Stream, flags: int = 0) -> None:
         self._read_once(stream, flags)
@@ -205,7 +207,7 @@ class Channel:
         return body
 
     def _begin_message(self) -> None:
-        """Takes the next body, if all of it is there, and what has come of the tensor behind it."""
+        """Takes the next body, if it is complete, and the bytes of its tensor that have come already."""
         if len(self._received) < _HEADER.size:
             return
         length, bulk = _HEADER.unpack_from(self._received)
@@ -235,7 +237,7 @@ class Channel:
 
 
 def _sizes(size: int, streams: int) -> list[int]:
-    """Bytes of a tensor on each stream."""
+    """Returns how many bytes of a tensor go on each stream."""
     if size < streams * LEAST_PIECE:
         return [size] + [0] * (streams - 1)
     each, more = divmod(size, streams)
@@ -243,7 +245,7 @@ def _sizes(size: int, streams: int) -> list[int]:
 
 
 def _wait(streams: list[Stream], event: int) -> None:
-    """Until one of them is ready, or has ended."""
+    """Waits until one of the streams is ready for the event, or has ended."""
     poll = select.poll()
     for stream in streams:
         poll.register(stream.connection, event)

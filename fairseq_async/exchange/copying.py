@@ -1,4 +1,4 @@
-"""Copies of whole models on one machine."""
+"""Copies whole models on one machine, between flat vectors and lists of tensors."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from ctypes import memmove
@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 def copy(destination: Tensor, source: Tensor) -> None:
-    """``destination.copy_(source)``; between fp32 tensors on the CPU through the C library, with the tunables of
-    :func:`~fairseq_async.exchange.linux.environment`."""
+    """Does ``destination.copy_(source)``; between fp32 tensors on the CPU with the C library's ``memmove``, which
+    :func:`~fairseq_async.exchange.linux.environment` tunes."""
     unpack([destination], source.detach().reshape(-1))
 
 
 def pack(flat: Tensor, tensors: Iterable[Tensor]) -> None:
-    """``flat`` ← the tensors, of any shape and device, end to end; those that lie there stay.
+    """``flat`` ← the tensors, of any shape and device, end to end; a tensor that lies in its place is not copied.
 
     Raises:
-        ValueError: they are more than there is room for.
+        ValueError: the tensors have more elements than ``flat``.
     """
     if not flat.is_cpu:
         return copy_fused(*_views(flat, tensors))
@@ -33,7 +33,7 @@ def unpack(tensors: Iterable[Tensor], flat: Tensor) -> None:
     """The tensors ← ``flat``.
 
     Raises:
-        ValueError: it has less than they take.
+        ValueError: the tensors have more elements than ``flat``.
     """
     if not flat.is_cpu:
         return copy_fused(*reversed(_views(flat, tensors)))
@@ -47,13 +47,13 @@ def unpack(tensors: Iterable[Tensor], flat: Tensor) -> None:
 
 @torch.no_grad()
 def copy_fused(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Each destination ← its source; on a GPU one kernel for many tensors, where both lie there without gaps."""
+    """Each destination ← its source; one GPU kernel copies many tensors if all are on the GPU and contiguous."""
     if destinations:  # torch refuses empty lists
         torch._foreach_copy_(list(destinations), list(sources))
 
 
 def _views(flat: Tensor, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors' places in ``flat``, and the tensors."""
+    """Returns the views of ``flat`` for the tensors, and the tensors."""
     placed = list(_placed(flat, tensors))
     views = [flat[start : start + tensor.numel()].view(tensor.shape) for start, tensor in placed]
     return views, [tensor for _, tensor in placed]
@@ -75,5 +75,6 @@ def _placed(flat: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tens
 
 
 def _in_memory(tensor: Tensor) -> bool:
-    """Whether it is a plain array in memory: a model has hundreds, and views of each cost more than most copies."""
+    """Whether a tensor is a contiguous fp32 array in memory, which is copied by address: a model has hundreds of
+    tensors, and making views of them would cost more than most of the copies."""
     return tensor.is_cpu and tensor.dtype is torch.float32 and tensor.is_contiguous()

@@ -1,4 +1,4 @@
-"""Copies between a flat vector in memory and a model on a device, which may go on by itself while they are made."""
+"""Copies between a flat vector in memory and a model on a device, if possible asynchronously to the process."""
 
 import logging
 import weakref
@@ -14,42 +14,43 @@ logger = logging.getLogger(__name__)
 
 
 class Transfer(Protocol):
-    """A copy on its way; an event of CUDA is one."""
+    """A copy on its way; a CUDA event has this interface."""
 
     def synchronize(self) -> None:
-        """Returns when the copy is there; waits for nothing that was begun after it."""
+        """Waits until the copy is done, but not for work that was begun after it."""
 
 
 class Device(Protocol):
-    """Where a model's tensors are. ``flat`` is a flat fp32 vector in memory, such as a worker's slot.
+    """The device of a model's tensors. ``flat`` is a flat fp32 vector in memory, such as a worker's slot.
 
     Attributes:
-        asynchronous: copies are made while the process goes on, so that it pays to begin them early.
+        asynchronous: whether copies are made while the process goes on, so that it pays to begin them early.
     """
 
     asynchronous: bool
 
     def pin(self, name: str, flat: Tensor) -> None:
-        """Lets the device read and write ``flat`` by itself; what had this name before is let go."""
+        """Pins ``flat``, so that the device accesses it directly; unpins the vector that had this name before."""
 
     def begin(self, flat: Tensor, tensors: Iterable[Tensor], factor: float = 1.0) -> Transfer:
-        """Begins flat ← factor · tensors, end to end, as the current stream has them when it comes to this.
+        """Begins flat ← factor · tensors, end to end, with their values at this point of the current stream.
 
         Hazard: nobody may read or write ``flat`` before the transfer is synchronized. The tensors may change at once.
 
         Raises:
-            ValueError: they are more than there is room for.
+            ValueError: the tensors have more elements than ``flat``.
         """
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors in memory, to be read before the next call: themselves, where they are there."""
+        """Returns the tensors in memory: themselves if they are there, else copies that are valid until the next
+        call."""
 
     def upload(self, flat: Tensor) -> Tensor:
-        """``flat`` beside the model's tensors, for what the current stream gets from now on; ``flat`` may change."""
+        """Returns ``flat`` on the model's device, for later work on the current stream; ``flat`` may change at once."""
 
 
 def device_of(tensors: Sequence[Tensor]) -> Device:
-    """The GPU on which all of these tensors are; else the device for plain copies, which serves tensors of any kind."""
+    """Returns the GPU on which all of these tensors are, or else :data:`PLAIN`, which copies tensors of any device."""
     places = {tensor.device for tensor in tensors}
     place = places.pop() if len(places) == 1 else None
     return CudaDevice(place) if place is not None and place.type == "cuda" else PLAIN
@@ -61,12 +62,12 @@ class _Arrived:
 
 
 class PlainDevice:
-    """Copies that are made when the call returns: a model in memory, or a flat vector that is beside its model."""
+    """Synchronous copies: for a model in memory, or for a flat vector on the model's own device."""
 
     asynchronous = False
 
     def pin(self, name: str, flat: Tensor) -> None:
-        """Nothing: the process itself copies."""
+        """Does nothing: the process itself copies."""
 
     def begin(self, flat: Tensor, tensors: Iterable[Tensor], factor: float = 1.0) -> Transfer:
         """See :meth:`Device.begin`; the products are fp32."""
@@ -74,11 +75,11 @@ class PlainDevice:
         return _Arrived()
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors."""
+        """Returns the tensors themselves."""
         return list(tensors)
 
     def upload(self, flat: Tensor) -> Tensor:
-        """``flat``."""
+        """Returns ``flat`` itself."""
         return flat
 
 
@@ -86,15 +87,15 @@ PLAIN = PlainDevice()
 
 
 class CudaDevice:
-    """A GPU. The model is flattened there by one fused copy, and goes each way in one transfer, on a stream of its own.
+    """A GPU. One fused copy flattens the model there, and one transfer each way moves it, on a CUDA stream of its own.
 
-    Order, without a synchronisation of the device: the transfer's stream waits for the current stream, on which
-    autograd has left the gradients and where the model is flattened; the process waits for the event behind the
-    transfer before it lets anybody read what came, or change what is sent; the current stream waits for that event
-    before it reads what was sent. The fp32 copy on the GPU, 4 bytes a parameter, belongs to the current stream and goes
-    back to torch's allocator after each transfer; ``record_stream`` keeps it until the other stream has used it.
+    The order is kept without synchronising the device. The transfer's stream waits for the current stream, on which
+    autograd has computed the gradients and the model is flattened. The process waits for the event after the transfer
+    before anybody may read the received vector or change the sent one. The current stream waits for that event before
+    it reads the vector on the GPU. That fp32 copy on the GPU, 4 bytes per parameter, belongs to the current stream and
+    goes back to torch's allocator after each transfer; ``record_stream`` keeps it until the other stream has used it.
 
-    A vector that cannot be pinned is transferred all the same: CUDA then returns when it has read it or written it.
+    A vector that cannot be pinned is transferred all the same: CUDA then returns when it has read or written it.
     """
 
     asynchronous = True
@@ -103,13 +104,13 @@ class CudaDevice:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._staging = torch.empty(0)
-        # A registered vector is held here, so that its memory is not unmapped before it is unregistered.
+        # Holds each registered vector, so that its memory is not unmapped before it is unregistered.
         self._pinned: dict[str, Tensor] = {}
-        # At the end of the process the driver unregisters; CUDA may be gone before Python's last functions run.
+        # Not at exit: the driver unregisters then, and CUDA may be gone before Python's last functions run.
         weakref.finalize(self, _unpin_all, self._stream, self._pinned).atexit = False
 
     def pin(self, name: str, flat: Tensor) -> None:
-        """Registers a vector as pinned memory, at its first call with this vector."""
+        """Registers a vector as pinned memory, at the first call with this vector."""
         before = self._pinned.get(name)
         if before is not None and before.data_ptr() == flat.data_ptr():
             return
@@ -127,7 +128,7 @@ class CudaDevice:
         return self._copy(flat, room, room)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies in pinned memory, which this device keeps: 4 bytes for each of their elements."""
+        """Returns copies in pinned memory, which this device keeps: 4 bytes per element."""
         sizes = [tensor.numel() for tensor in tensors]
         if self._staging.numel() != sum(sizes):
             self._staging = torch.empty(sum(sizes))
@@ -136,8 +137,8 @@ class CudaDevice:
         return [part.view(each.shape) for part, each in zip(self._staging.split(sizes), tensors, strict=True)]
 
     def upload(self, flat: Tensor) -> Tensor:
-        """See :meth:`Device.upload`. The process waits until ``flat`` is read: a reader of published parameters must
-        then compare the seqlock. What the current stream does with the result goes on behind it."""
+        """See :meth:`Device.upload`. The process waits until ``flat`` is read, since a reader of published parameters
+        then compares the seqlock. Work of the current stream on the result follows the transfer."""
         room = torch.empty(flat.numel(), dtype=flat.dtype, device=self._device)
         there = self._copy(room, flat, room)
         torch.cuda.current_stream(self._device).wait_event(there)
@@ -145,9 +146,10 @@ class CudaDevice:
         return room
 
     def _copy(self, destination: Tensor, source: Tensor, room: Tensor) -> torch.cuda.Event:
-        """Begins the transfer between ``room``, which is the current stream's, and memory.
+        """Begins the transfer between memory and ``room``, which the current stream has allocated.
 
-        It waits for the current stream each way: room that the allocator gives may still be read there.
+        The transfer waits for the current stream in both directions: that may still read memory that the allocator has
+        given to ``room``.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -159,7 +161,7 @@ class CudaDevice:
 
 
 def _register(flat: Tensor, device: torch.device) -> bool:
-    """Whether the vector's memory is pinned now."""
+    """Pins the vector's memory; returns whether it is pinned now."""
     if not flat.numel():
         return False
     with torch.cuda.device(device):
@@ -172,7 +174,7 @@ def _register(flat: Tensor, device: torch.device) -> bool:
 
 
 def _clear_error(device: torch.device) -> None:
-    """CUDA keeps the error of a call for the next who asks, and torch asks after each kernel: here it does in vain."""
+    """Clears the error that CUDA keeps of a failed call: torch asks for it after each kernel, here a dummy one."""
     try:
         torch.empty(1, device=device).fill_(0.0)
     except RuntimeError:

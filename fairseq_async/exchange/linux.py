@@ -1,4 +1,4 @@
-"""What this project asks of Linux and glibc beyond Python's standard library."""
+"""Calls to Linux and glibc that Python's standard library does not have."""
 
 import ctypes
 import mmap
@@ -9,9 +9,9 @@ _NON_TEMPORAL = "glibc.cpu.x86_non_temporal_threshold=0x20000"
 
 
 def trim() -> None:
-    """Gives memory that is free between blocks in use back to the system; without glibc it does nothing.
+    """Returns free memory between blocks in use to the system; without glibc it does nothing.
 
-    An optimizer makes its state at its first step, tensor by tensor, with temporaries of the same sizes in between:
+    An optimizer allocates its state at its first step, tensor by tensor, with temporaries of the same sizes in between:
     the holes that these leave amount to one more copy of the parameters.
     """
     libc = ctypes.CDLL(None)
@@ -20,9 +20,10 @@ def trim() -> None:
 
 
 def give_back(address: int, size: int) -> None:
-    """Gives the whole pages within a piece of this process's own memory back to the system.
+    """Returns the whole pages within a piece of this process's own memory to the system.
 
-    Hazard: nobody may read the piece any more. Its allocator does not know, and may use it again.
+    Hazard: the content is lost, so nobody may read the piece any more. Its allocator does not know of this, and may use
+    the memory again.
     """
     page = mmap.PAGESIZE
     begin, end = -(-address // page) * page, (address + size) // page * page
@@ -35,7 +36,7 @@ def end_with_parent(number: signal.Signals, parent: int) -> None:
     """Lets the kernel send this process a signal when its parent ends, however that ends (Linux).
 
     Args:
-        parent: its process; if that has ended already, so does this.
+        parent: id of the parent's process; if the parent has ended already, the signal is sent at once.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
@@ -45,9 +46,10 @@ def end_with_parent(number: signal.Signals, parent: int) -> None:
 
 
 def environment() -> dict[str, str]:
-    """What a process needs at its start for fast copies: glibc then stores more than 128 KiB past the cache.
+    """Returns the environment that a process needs at its start for fast copies: with it, glibc copies more than 128
+    KiB with stores that bypass the cache.
 
-    A process that copies parameters does not read the copy: to bring its lines into the cache first would double the
+    A process that copies parameters does not read the copy: to load its lines into the cache first would double the
     work.
     """
     given = os.environ.get("GLIBC_TUNABLES")

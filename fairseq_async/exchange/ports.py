@@ -4,7 +4,7 @@ import socket
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of ``host`` that nobody listens on now.
+    """Returns a TCP port of ``host`` that nobody listens on now.
 
     The port is only found, not kept: the socket is closed before the caller's process listens. Another process can
     take the port in between; whoever listens then fails with "address already in use", and the run has to be started

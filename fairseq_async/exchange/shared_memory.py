@@ -15,7 +15,7 @@ from fairseq_async.errors import ExchangeError
 from fairseq_async.exchange.copying import copy
 
 DIRECTORY = "/dev/shm"
-_PATIENCE = 10.0  # seconds that one side waits for the other before it takes it for dead
+_PATIENCE = 10.0  # seconds for which one side waits before it considers the other dead
 
 
 def _never() -> bool:
@@ -23,13 +23,14 @@ def _never() -> bool:
 
 
 class SharedMemory:
-    """The published parameters, if a run publishes them, and one slot a worker, each a flat fp32 tensor.
+    """The published parameters, if a run publishes them, and one slot per worker, each a flat fp32 tensor.
 
     The server alone writes the published parameters, a worker alone writes its slot. A reader may copy while the
     server publishes: a counter that is odd during a write (a seqlock) tells it to copy again, so it never keeps a
     mixture of two versions, and no reader, even one killed on the way, can hold up the server.
 
-    A worker may be answered before its update is taken out of its slot: the header says how far the server has come.
+    A worker may be answered before its update is taken out of its slot: the header has, for each worker, the number of
+    the last update that was taken.
 
     The file has no name (``O_TMPFILE``): it cannot clash with another job's and is gone with the last process
     that has it open, however that process ends.
@@ -50,7 +51,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, parameters: int, workers: int, publishes: bool = True) -> "SharedMemory":
-        """The server's side, for up to ``workers``; a slot takes no memory before :meth:`open`.
+        """Creates the server's side, for up to ``workers`` workers; a slot takes no memory before :meth:`open`.
 
         Raises:
             ExchangeError: there is no room in /dev/shm.
@@ -69,7 +70,7 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, path: str, parameters: int, workers: int, publishes: bool = True) -> "SharedMemory":
-        """A worker's side; ``path`` is the server's :attr:`path`.
+        """Opens a worker's side; ``path`` is the server's :attr:`path`.
 
         Raises:
             ExchangeError: the file cannot be opened, or is not of the size that these parameters need.
@@ -85,12 +86,12 @@ class SharedMemory:
 
     @property
     def path(self) -> str:
-        """Where other processes of the same user open it."""
+        """Path at which other processes of the same user open the file."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @property
     def inode(self) -> int:
-        """Which file it is: paths are used again."""
+        """Identifies the file, which :attr:`path` does not: paths are used again."""
         return os.fstat(self._descriptor).st_ino
 
     @property
@@ -99,7 +100,7 @@ class SharedMemory:
         return self._vector(0)
 
     def open(self, worker: int) -> None:
-        """Takes the memory of a worker's slot, so that no write to it can fail.
+        """Allocates the memory of a worker's slot, so that no write to it can fail.
 
         Raises:
             ExchangeError: there is no room in /dev/shm.
@@ -127,13 +128,13 @@ class SharedMemory:
         self._count()
 
     def read(self, copy: Callable[[Tensor], object], gone: Callable[[], bool] = _never) -> int:
-        """Calls ``copy(published)`` until no publication fell into it; returns the version that was copied.
+        """Calls ``copy(published)`` until the server published nothing meanwhile; returns the version that was copied.
 
         Args:
-            gone: whether the server has ended.
+            gone: returns whether the server has ended.
 
         Raises:
-            ExchangeError: one publication was begun and not ended.
+            ExchangeError: the server has begun a publication and does not complete it.
         """
         seen, deadline = -1, 0.0
         while True:
@@ -144,7 +145,7 @@ class SharedMemory:
                 self._order()
                 if int(self._header[0]) == before:
                     return version
-            elif before != seen:  # another publication than the one that was waited for
+            elif before != seen:  # another publication than the one that this reader waited for
                 seen, deadline = before, time.monotonic() + _PATIENCE
             elif time.monotonic() > deadline or gone():
                 raise ExchangeError("the server stopped while it published parameters")
@@ -152,18 +153,18 @@ class SharedMemory:
                 time.sleep(0.0002)
 
     def mark_taken(self, worker: int, sequence: int) -> None:
-        """The server has read this update and will not read the slot again before the next."""
+        """Marks the update as taken: the server has read it and will not read the slot again before the next update."""
         self._order()
         self._header[2 + worker] = sequence
 
     def wait_until_taken(self, worker: int, sequence: int, gone: Callable[[], bool] = _never) -> None:
-        """Returns when the worker may write its slot again.
+        """Waits until the server has taken this update, so that the worker may write its slot again.
 
         Args:
-            gone: whether the server has ended.
+            gone: returns whether the server has ended.
 
         Raises:
-            ExchangeError: the server does not come to it.
+            ExchangeError: the server has ended, or does not take the update in time.
         """
         deadline = time.monotonic() + _PATIENCE
         while int(self._header[2 + worker]) < sequence:
@@ -188,7 +189,7 @@ class SharedMemory:
 
 
 def _pages(size: int) -> int:
-    """Bytes of the whole pages for so many: header and vectors share none, so that each can be pinned by itself."""
+    """Rounds up to whole pages: header and vectors share no page, so that each vector can be pinned by itself."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

@@ -11,10 +11,10 @@ _CLOSED = "the peer closed the connection"
 
 
 class Stream:
-    """A connection.
+    """One TCP connection, with a queue of parts of messages to send.
 
     Attributes:
-        missing: the rest of the place into which is received; empty when nothing is expected.
+        missing: the rest of the memory that is being received into; empty when nothing is expected.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -24,7 +24,7 @@ class Stream:
         self._outgoing: deque[memoryview] = deque()
 
     def notice_death(self, seconds: float) -> None:
-        """Lets the kernel close the connection when a peer's machine has not been heard of for this long."""
+        """Lets the kernel close the connection when the peer's machine has been silent for this long."""
         third = max(1, round(seconds / 3))
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, third)
@@ -33,18 +33,18 @@ class Stream:
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
 
     def queue(self, part: memoryview) -> None:
-        """Leaves a part of a message to :meth:`flush`."""
+        """Queues a part of a message for :meth:`flush` or :meth:`send`."""
         if part.nbytes:
             self._outgoing.append(part)
 
     def send(self) -> None:
-        """Sends all that was left; returns when it is on its way."""
+        """Sends the whole queue; returns when the kernel has taken all of it."""
         with _closed_by_the_peer():
             while self._outgoing:
                 self.connection.sendall(self._outgoing.popleft())
 
     def flush(self) -> bool:
-        """Sends what the connection takes without waiting; True when nothing is left."""
+        """Sends as much of the queue as the connection takes without waiting; True when nothing is left."""
         while self._outgoing:
             part = self._outgoing[0]
             try:
@@ -59,20 +59,20 @@ class Stream:
 
     @property
     def unsent(self) -> int:
-        """How many parts of messages wait for :meth:`flush`."""
+        """Number of parts of messages that wait for :meth:`flush`."""
         return len(self._outgoing)
 
     @property
     def unsent_bytes(self) -> int:
-        """What waits for :meth:`flush`, in bytes."""
+        """Number of bytes that wait for :meth:`flush`."""
         return sum(part.nbytes for part in self._outgoing)
 
     def drop(self) -> None:
-        """Forgets what was to be sent."""
+        """Drops the queue."""
         self._outgoing.clear()
 
     def fill(self, flags: int = 0) -> None:
-        """Receives into the place; a BlockingIOError where ``flags`` say not to wait and nothing has come."""
+        """Receives into ``missing``; raises a BlockingIOError where ``flags`` forbid waiting and nothing has come."""
         with _closed_by_the_peer():
             count = self.connection.recv_into(self.missing, 0, flags)
         if not count:
@@ -80,7 +80,7 @@ class Stream:
         self.missing = self.missing[count:]
 
     def read(self, flags: int = 0) -> bytes:
-        """Receives up to 64 KiB; a BlockingIOError as of :meth:`fill`."""
+        """Receives up to 64 KiB; raises a BlockingIOError as :meth:`fill` does."""
         with _closed_by_the_peer():
             data = self.connection.recv(1 << 16, flags)
         if not data:
@@ -88,16 +88,16 @@ class Stream:
         return data
 
     def end(self) -> None:
-        """Both sides will find the connection closed; what was sent before still arrives."""
+        """Shuts the connection down, as both sides will see; what was sent before still arrives."""
         try:
-            self.connection.shutdown(socket.SHUT_RDWR)  # wakes also a thread that watches the connection
+            self.connection.shutdown(socket.SHUT_RDWR)  # also wakes a thread that watches the connection
         except OSError:
-            pass  # the peer was faster
+            pass  # the peer has closed it already
 
 
 @contextmanager
 def _closed_by_the_peer() -> Iterator[None]:
-    """An OSError means that; only that it would have to wait is the caller's."""
+    """Turns an OSError into an ExchangeError, except a BlockingIOError, which the caller handles."""
     try:
         yield
     except BlockingIOError:

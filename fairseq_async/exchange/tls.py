@@ -1,7 +1,7 @@
-"""TLS 1.3 round a connection, with a certificate on both sides, from Python's standard library.
+"""TLS 1.3 on a connection, with a certificate on both sides, by Python's standard library.
 
-A directory has the files ``authority.pem``, and of each side that runs on this machine ``server.pem`` and
-``server.key``, or ``worker.pem`` and ``worker.key``.
+A directory contains ``authority.pem`` and, for each side that runs on this machine, ``server.pem`` and ``server.key``,
+or ``worker.pem`` and ``worker.key``.
 """
 
 import errno
@@ -17,29 +17,29 @@ from typing_extensions import Buffer
 from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError, option
 
 AUTHORITY, SERVER, WORKER = "authority", "server", "worker"  # names of the files
-_AT_A_TIME = 1 << 20  # bytes of one call, so that no peer holds the server up
+_AT_A_TIME = 1 << 20  # bytes that one call moves at most, so that no peer holds the server up
 _MAKE = "make it with: fairseq-async certificates"
 
 
 class TLSSocket(ssl.SSLSocket):
-    """A connection with TLS that takes the calls of one without: with ``MSG_DONTWAIT`` none waits.
+    """A TLS socket with the calls of a plain one: unlike ``ssl.SSLSocket``, it accepts ``MSG_DONTWAIT``.
 
     Hazard: OpenSSL wants a call that could not send all of its bytes to be repeated with the same bytes.
     :class:`~fairseq_async.exchange.Channel` does so, because it keeps what was not sent at the head of its queue.
     """
 
     def send(self, data: Buffer, flags: int = 0) -> int:
-        """As of a plain socket."""
+        """Sends like a plain socket."""
         with self._at_once(flags):
             return super().send(memoryview(data)[:_AT_A_TIME])
 
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
-        """As of a plain socket."""
+        """Receives like a plain socket."""
         with self._at_once(flags):
             return super().recv(buflen)
 
     def recv_into(self, buffer: Buffer, nbytes: int | None = None, flags: int = 0) -> int:
-        """As of a plain socket; one call takes many records, which have 16 KiB each."""
+        """Receives like a plain socket; one call takes many records, which have up to 16 KiB each."""
         view, count = memoryview(buffer)[: nbytes or _AT_A_TIME][:_AT_A_TIME], 0
         with self._at_once(flags):
             while count < view.nbytes:
@@ -74,48 +74,49 @@ class TLSSocket(ssl.SSLSocket):
 
 
 def decrypted(connection: socket.socket) -> int:
-    """Bytes that were received and decrypted, and not read yet, which no selector will tell."""
+    """Returns the number of bytes that were received and decrypted but not read yet, of which no selector tells."""
     return connection.pending() if isinstance(connection, ssl.SSLSocket) else 0
 
 
 def server_context(directory: Path) -> ssl.SSLContext:
-    """For the server's side of connections.
+    """Returns the TLS context for the server's side of connections.
 
     Raises:
         ConfigurationError: a file is missing or broken, or others can read the private key.
     """
     context = _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), directory, SERVER)
-    context.num_tickets = 0  # nothing may arrive at a worker that is no message
+    context.num_tickets = 0  # nothing but messages may arrive at a worker
     return context
 
 
 def worker_context(directory: Path) -> ssl.SSLContext:
-    """For a worker's side, which also checks that the server's certificate is of the host that it connects to.
+    """Returns the TLS context for a worker's side, which also checks that the server's certificate is for its host.
 
     Raises:
-        ConfigurationError: as of :func:`server_context`.
+        ConfigurationError: as :func:`server_context`.
     """
     return _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), directory, WORKER)
 
 
 def accepted(context: ssl.SSLContext, connection: socket.socket) -> ssl.SSLSocket:
-    """The server's side of a new connection, which never waits; its handshake is made by :func:`handshake`."""
+    """Wraps a new connection for the server's side, non-blocking; :func:`handshake` makes its handshake."""
     connection.setblocking(False)
     return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
 
 def handshake(connection: socket.socket) -> bool:
-    """Goes on with a handshake as far as what has come allows; whether it is complete. It raises an OSError."""
+    """Continues a handshake with the bytes that have come; returns whether it is complete. Raises an OSError if it
+    fails."""
     assert isinstance(connection, ssl.SSLSocket)
     try:
         connection.do_handshake()
-    except (ssl.SSLWantReadError, ssl.SSLWantWriteError):  # what a server sends before its peer fits into any buffer
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError):  # what the server sends first fits into any send buffer
         return False
     return True
 
 
 def connected(context: ssl.SSLContext, connection: socket.socket, address: str) -> ssl.SSLSocket:
-    """The worker's side of a connection to ``address``; the socket's own timeout holds for each step.
+    """Wraps a connection to ``address`` for the worker's side; the socket's own timeout applies to each step.
 
     Raises:
         RefusedError: the server has no TLS, or its certificate is not one of this authority for this host.
@@ -140,7 +141,7 @@ def connected(context: ssl.SSLContext, connection: socket.socket, address: str) 
 
 
 def in_words(error: OSError) -> str:
-    """What is wrong with a handshake, in a few words; an alert is what the other side finds wrong."""
+    """Describes a failed handshake in a few words; a TLS alert is the other side's reason."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return str(error.verify_message).rstrip(".")
     reason = str(getattr(error, "reason", None) or error)
@@ -155,7 +156,7 @@ def _filled(context: ssl.SSLContext, directory: Path, own: str) -> ssl.SSLContex
     _check_files(authority, certificate, key)
     try:
         context.load_verify_locations(authority)
-        context.load_cert_chain(certificate, key, password="")  # one with a password is refused, not asked for
+        context.load_cert_chain(certificate, key, password="")  # refuses a key with a password instead of asking for it
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{option('tls')} {directory}: {AUTHORITY}.pem, {own}.pem or {own}.key is none: {error}"

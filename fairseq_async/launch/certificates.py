@@ -1,4 +1,5 @@
-"""``fairseq-async certificates``: a small authority, and the certificates that it gives a run's server and workers."""
+"""``fairseq-async certificates``: makes a small certificate authority, and certificates for a run's server and
+workers."""
 
 import datetime
 import ipaddress
@@ -17,7 +18,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.tls import AUTHORITY, SERVER, WORKER
 
 _DAYS, _AUTHORITYS_DAYS = 365, 3650
-_EARLIER = datetime.timedelta(hours=1)  # clocks of other machines may be behind
+_EARLIER = datetime.timedelta(hours=1)  # validity begins so much earlier: clocks of other machines may be behind
 _NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*")
 _NEAR = (LOOPBACK, "localhost")  # where the server's own machine reaches it
 _Signer = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
@@ -30,10 +31,10 @@ def make(directory: Path, hosts: Sequence[str], days: int = _DAYS) -> list[str]:
 
     Args:
         hosts: names and addresses at which workers reach the server.
-        days: for which the certificates hold.
+        days: number of days for which the certificates are valid.
 
     Raises:
-        ConfigurationError: a host that is none, or files that cannot be written.
+        ConfigurationError: a host is neither a name nor an address, or the files cannot be written.
     """
     names = [_name(host) for host in dict.fromkeys([*hosts, *_NEAR])]
     try:
@@ -131,14 +132,14 @@ def _usage(signs: bool) -> x509.KeyUsage:
 
 
 def _write_pair(directory: Path, own: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
-    """The key first: a certificate without its key is of no use."""
+    """Writes a certificate and its key, the key first: a certificate without its key is of no use."""
     pem, pkcs8, none = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     _write(directory / f"{own}.key", key.private_bytes(pem, pkcs8, none), 0o600)
     _write(directory / f"{own}.pem", certificate.public_bytes(pem), 0o644)
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """A file of its own, whatever was there under this name."""
+    """Writes a new file with this mode, in place of any file of this name."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""The worker's command line: what of it the launcher must know, and what it adds."""
+"""The worker's command line: reads from it what the launcher needs, and adds the launcher's own flags."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from fairseq_async.launch.programs import find_program
 from fairseq_async.methods import SYNCHRONOUS
 from fairseq_async.option_flags import OneLineParser, check_command
 
-# the module that is the server of each --optimizer
+# the module of the server for each --optimizer
 SERVERS = {
     "hybrid_async": "fairseq_async.fairseq_server",
     "local_sgd": SERVER,
@@ -21,7 +21,7 @@ _BEGINS_ANEW = ("--restore-file", "--finetune-from-model") + tuple(
 
 
 def user_dir() -> str:
-    """What ``fairseq-train --user-dir`` is to be given."""
+    """Returns the directory to give to ``fairseq-train --user-dir``: this package."""
     return str(Path(__file__).parents[1])
 
 
@@ -29,25 +29,25 @@ class WorkerCommand:
     """One ``fairseq-train`` command, the same for every worker.
 
     Args:
-        workers: how many will run it; None where that is not known.
-        starts_server: worker 0 starts the server, where ``--server`` may say.
+        workers: number of workers that will run it; None where that is not known.
+        starts_server: worker 0 starts the server, so that ``--server`` may give its address.
 
     Attributes:
-        synchronous: the workers are the ranks of one data-parallel group, and there is no server.
-        server: the module that is the server of the others.
-        name: of the program, for errors.
+        synchronous: whether the workers are the ranks of one data-parallel group, without a server.
+        server: the server's module; empty for a synchronous method.
+        name: name of the program, for errors.
         given: the whole command, as it was given.
         run_dir: the run's directory.
-        tls: directory of the certificates, where the command names one.
-        on_cpu: GPUs are not to be used.
-        resumes: a run in the same directory that was interrupted is to go on.
+        tls: directory of the certificates; None where the command names none.
+        on_cpu: whether GPUs are not to be used.
+        resumes: whether to go on with an interrupted run in the same directory.
 
     Raises:
-        ConfigurationError: no such program, another optimizer, a flag that the launcher gives itself, or options of the
-            method that cannot work.
+        ConfigurationError: there is no such program, the optimizer is not one of ours, a flag is one that the launcher
+            gives itself, or options of the method cannot work.
     """
 
-    rendezvous = None  # its server is known
+    rendezvous = None  # not needed: the command says which server to start
 
     def __init__(self, arguments: list[str], workers: int | None = None, starts_server: bool = False) -> None:
         self.name = arguments[0]
@@ -77,14 +77,16 @@ class WorkerCommand:
         self._has_world_size = given.distributed_world_size is not None
 
     def check_inputs(self) -> None:
-        """
+        """Checks the command's optimizer and data.
+
         Raises:
-            ConfigurationError: an optimizer or data that fairseq would not find.
+            ConfigurationError: fairseq would not find one of them.
         """
         check_inputs(self._optimizer, self.arguments)
 
     def line(self, address: str | None) -> list[str]:
-        """The whole command of a worker of the server at ``address``; None for a rank, or a worker that knows it."""
+        """Returns the whole command of a worker of the server at ``address``; None for a rank of a synchronous method,
+        or for a worker that finds the address by itself."""
         added = [] if self._has_user_dir else ["--user-dir", user_dir()]
         if self.synchronous:
             return [self.program, *self.arguments, *added]

@@ -1,4 +1,4 @@
-"""What compressed updates have come to, from the events of a run."""
+"""Statistics of compressed updates, from the events of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from fairseq_async.server.run_files.events import Event
 
 @dataclass(frozen=True)
 class Compressed:
-    """Compressed updates of one worker, or of several.
+    """Totals of the compressed updates of one worker, or of several.
 
     Attributes:
-        sent: bytes of all their payloads, headers included.
-        ratio: bytes of the same updates in fp32, over these; None where the size of the model is not known.
-        residual: L2 norm of what a worker had not sent when it sent its last update; of several the largest, None with
-            a codec that keeps none.
+        sent: number of bytes of all payloads, headers included.
+        ratio: bytes of the same updates in fp32, divided by ``sent``; None where the size of the model is not known.
+        residual: L2 norm of the residual of a worker when it sent its last update; the largest of several workers, None
+            with a codec that keeps no residual.
     """
 
     sent: int
@@ -26,10 +26,10 @@ class Compressed:
 
     @classmethod
     def of(cls, events: Sequence[Event], sizes: Sequence[int] | None) -> "Compressed | None":
-        """None where no update was compressed.
+        """Adds up the compressed updates among the events; None where no update was compressed.
 
         Args:
-            sizes: number of values of the updates: one, or, of a model in fragments, those of its fragments in turn.
+            sizes: number of values of an update; for a model in fragments, of each fragment in turn.
         """
         payloads = [event for event in events if event.payload]
         if not payloads:
@@ -41,7 +41,7 @@ class Compressed:
         return cls(sent, ratio, max(last.values(), default=None))
 
     def cells(self, seconds: float) -> tuple[str, str, str]:
-        """Kilobytes per second, ratio and residual, for a table."""
+        """Returns kilobytes per second, ratio and residual as cells of a table."""
         rate = self.sent / seconds / 1e3 if seconds else 0.0
         ratio = "-" if self.ratio is None else f"{self.ratio:.1f}"
         residual = "-" if self.residual is None else f"{self.residual:.3g}"
@@ -49,7 +49,8 @@ class Compressed:
 
 
 def read_sizes(run_dir: Path) -> list[int] | None:
-    """The number of values of a run's updates in turn, by its ``run.json``; None where that does not say it."""
+    """Returns the number of values of a run's updates, for each fragment in turn, from its ``run.json``; None where
+    that does not say it."""
     try:
         run = RunDescription.read(run_dir)
         return [fragment.size for fragment in run.layout.fragments(run.fragments)]

@@ -34,7 +34,7 @@ class Display:
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def refresh(self) -> None:
-        """Reads the new events and shows what follows from them."""
+        """Reads the new events and updates what is shown."""
         self.progress.poll()
         if self._live:
             self._live.update(self._table(), refresh=True)

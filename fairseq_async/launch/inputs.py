@@ -1,4 +1,4 @@
-"""What is wrong with the inputs of ``fairseq-train``, found without importing fairseq: before a process is started."""
+"""Checks the inputs of ``fairseq-train`` before a process is started, without importing fairseq."""
 
 import importlib.util
 import os
@@ -18,17 +18,17 @@ _WITHOUT_VALID_SUBSETS = ("--disable-validation", "--combine-valid-subsets", "--
 def check_inputs(method: str, arguments: Sequence[str]) -> None:
     """Checks the inner optimizer, the user directory, and the data with its dictionaries.
 
-    Only what is certain is checked: another task than translation and language modelling may have other files.
+    Checks only what is certain: tasks other than translation and language modelling may have other files.
 
     Args:
-        arguments: of ``fairseq-train``.
+        arguments: the arguments of ``fairseq-train``.
 
     Raises:
         ConfigurationError: fairseq would not find one of them.
     """
     given = _parser().parse_known_args(list(arguments))[0]
     registered = _registered_optimizers()
-    if given.user_dir is None and registered:  # a directory of the user's own may register others
+    if given.user_dir is None and registered:  # a user's own directory may register further optimizers
         check_inner_optimizer(method, given.inner_optimizer, registered)
     if given.user_dir is not None and not os.path.exists(given.user_dir):
         raise ConfigurationError(f"--user-dir {given.user_dir}: no such directory")
@@ -36,7 +36,7 @@ def check_inputs(method: str, arguments: Sequence[str]) -> None:
         paths = [Path(path) for path in arguments[0].split(os.pathsep)]
         for path in paths:
             _check_data(path, given)
-        _check_validation(paths[0], given)  # fairseq looks for no other set in the other directories
+        _check_validation(paths[0], given)  # fairseq looks for validation sets in the first directory only
 
 
 def _parser() -> OneLineParser:
@@ -54,7 +54,7 @@ def _parser() -> OneLineParser:
 
 
 def _registered_optimizers() -> set[str]:
-    """The names of fairseq's optimizers, read from its files: to import it takes seconds."""
+    """Returns the names of fairseq's optimizers, read from its source files: importing fairseq takes seconds."""
     spec = importlib.util.find_spec("fairseq")
     folders = [Path(folder) / "optim" for folder in (spec.submodule_search_locations if spec else None) or []]
     texts = [path.read_text(errors="replace") for folder in folders for path in folder.glob("*.py")]
@@ -88,7 +88,7 @@ def _check_validation(path: Path, given: Namespace) -> None:
 
 
 def _languages(path: Path, given: Namespace) -> list[str]:
-    """Source and target, as given or, like fairseq, from the name of the first file that has both."""
+    """Returns source and target language, as given or, like fairseq, from the name of the first file that has both."""
     if given.source_lang and given.target_lang:
         return [given.source_lang, given.target_lang]
     pairs = [re.match(r"[^.]+\.([^.-]+)-([^.-]+)\.", each.name) for each in sorted(path.iterdir())]

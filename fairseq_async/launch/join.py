@@ -1,4 +1,4 @@
-"""One more worker for a run that is going on."""
+"""Adds one more worker to a run that is going on."""
 
 import os
 import socket
@@ -11,17 +11,17 @@ from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.programs import find_program, is_fairseq
 from fairseq_async.validation import split_address
 
-_SECONDS = 10.0  # for a connection
+_SECONDS = 10.0  # timeout of a connection
 
 
 def join(address: str, arguments: list[str], token_file: Path, tls: Path | None) -> NoReturn:
-    """Becomes the worker: its output is this terminal's, and Ctrl-C ends it and nothing else.
+    """Replaces this process by the worker: its output goes to this terminal, and Ctrl-C ends this worker alone.
 
     Args:
-        tls: directory of the run's certificates, where it has some.
+        tls: directory of the run's certificates; None where the run has none.
 
     Raises:
-        ConfigurationError: the address, the token or the program is not one.
+        ConfigurationError: there is no server at the address, or no such program, or the token cannot be used.
     """
     _reach(address)
     line = _line(arguments)
@@ -33,7 +33,7 @@ def join(address: str, arguments: list[str], token_file: Path, tls: Path | None)
 
 
 def _line(arguments: list[str]) -> list[str]:
-    """fairseq-train with what it needs to find us; any other program as it is: its script calls us."""
+    """Returns the command with the flags by which fairseq-train loads this package; another program's as it is."""
     if is_fairseq(arguments):
         command = WorkerCommand(arguments)
         if command.synchronous:
@@ -46,7 +46,7 @@ def _line(arguments: list[str]) -> list[str]:
 
 
 def _reach(address: str) -> None:
-    """Says before anything slow is imported that there is no server.
+    """Checks, before anything slow is imported, that a server listens at the address.
 
     Raises:
         ConfigurationError: it is not an address, or nothing listens there.

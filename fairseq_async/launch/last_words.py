@@ -1,23 +1,23 @@
-"""The line of a worker's output that says why it ended."""
+"""Finds the line of a worker's output that says why the worker ended."""
 
 import re
 from pathlib import Path
 
 _OURS = "fairseq-async: error: "
 _TRACEBACK = "Traceback (most recent call last)"
-_RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before a traceback's lines
+_RANK = re.compile(r"^\[rank\d+\]: ?")  # torch's prefix of a traceback's lines
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,]?\d*")
-_BEHIND = 20  # lines behind an exception; with more, the process went on after it
-_MOST = 1 << 20  # bytes of the end of a log that are read
+_BEHIND = 20  # most lines after an exception that ended the process; with more, the process went on after it
+_MOST = 1 << 20  # bytes that are read from the end of a log
 
 
 def last_words(log: Path, start: int = 0) -> str:
-    """Our own error, or the exception at the end of the last traceback, or else the last line; empty without output.
+    """Returns our own error, or the exception of the last traceback, or else the last line; empty without output.
 
-    What comes behind an error, such as warnings of a library at the end of the process, is passed over.
+    Lines after an error, such as a library's warnings at the end of the process, are ignored.
 
     Args:
-        start: where in the log the process's output begins, in bytes.
+        start: offset in the log, in bytes, at which the process's output begins.
     """
     lines = [line for line in _lines(log, start) if line.strip()]
     own = [line for line in lines if line.startswith(_OURS)]
@@ -27,7 +27,7 @@ def last_words(log: Path, start: int = 0) -> str:
 
 
 def traceback(log: Path) -> list[str]:
-    """The lines of the last traceback; none where there is none, or an error of ours says more."""
+    """Returns the lines of the last traceback; none if there is no traceback, or if an error of ours says more."""
     lines = _lines(log, 0)
     begins = [number for number, line in enumerate(lines) if _TRACEBACK in line]
     if not begins or any(line.startswith(_OURS) for line in lines):
@@ -36,7 +36,7 @@ def traceback(log: Path) -> list[str]:
 
 
 def same_mistake(before: str, now: str) -> bool:
-    """Whether a worker has ended twice with the same words, but for the time in them."""
+    """Whether a worker has ended twice with the same last words, apart from times in them."""
     return bool(now) and _TIME.sub("", before) == _TIME.sub("", now)
 
 

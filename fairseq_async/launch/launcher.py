@@ -1,4 +1,4 @@
-"""Server and workers of one run on this machine, from their start to their end."""
+"""Runs the server and the workers of one run on this machine, from their start to their end."""
 
 import shlex
 import shutil
@@ -26,20 +26,20 @@ from fairseq_async.worker.invitation import invitation
 from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 
 _FINISHING = 60.0  # seconds for worker 0 to end after the server; it may still write its checkpoint
-_LEAVING = 5.0  # seconds for the other workers; what does not end by then hangs
+_LEAVING = 5.0  # seconds for the other workers to end; one that does not end by then hangs
 
 
 class Launcher:
     """Starts a server and ``workers`` times the same command, restarts workers that die, and ends everything.
 
-    A script's server is started when its worker 0 has asked for it.
+    For a script, the server is started when the script's worker 0 has asked for it.
 
     Args:
-        slowdown: a factor for each worker, for experiments; empty for none.
+        slowdown: a slowdown factor for each worker, for experiments; empty for none.
         max_restarts: how often each worker may be started again.
-        port: of the server; 0 takes a free one.
+        port: the server's port; 0 takes a free one.
         host: the address on which the server listens.
-        token_file: where the run's token is, for workers that join from other machines; None makes a new token.
+        token_file: file with the run's token, for workers that join from other machines; None makes a new token.
         tls: directory of the certificates with which connections are encrypted; None for none.
 
     Raises:
@@ -70,11 +70,12 @@ class Launcher:
         self._leftovers = Leftovers(self.run_dir)
 
     def run(self) -> None:
-        """Returns when the run is finished.
+        """Runs until the run is finished.
 
         Raises:
             AsyncError: the run failed; every process has been ended.
-            KeyboardInterrupt: it was interrupted; likewise. The server has written its last snapshot.
+            KeyboardInterrupt: the run was interrupted; every process has been ended, and the server has written its
+                last snapshot.
         """
         signal.signal(signal.SIGTERM, interrupt)
         self.display = Display(Progress(self.run_dir, len(self.processes.workers)))
@@ -98,10 +99,10 @@ class Launcher:
         self.processes.end()
         if self.server is not None:
             self.server.end()
-            self.processes.move_logs(self.run_dir, shutil.move)  # those that were on another disk
+            self.processes.move_logs(self.run_dir, shutil.move)  # the logs that were on another disk
 
     def _interrupted(self) -> str:
-        """Up to where the run is kept, and how it goes on."""
+        """Returns the message of an interrupted run: up to which update it is kept, and the command to go on with."""
         self.display.progress.poll()
         if not any(self.display.progress.updates.values()):
             self._leftovers.remove(logs=False)
@@ -118,7 +119,7 @@ class Launcher:
 
     def _start_server(self, wanted: ServerRequest) -> None:
         self.run_dir = Path(wanted.run_dir)
-        if wanted.tls is not None:  # the workers' command says so, which its other workers read, too
+        if wanted.tls is not None:  # the workers' own command or script names it, so all workers have it
             self.tls = Path(wanted.tls).resolve()
         self._leftovers = Leftovers(self.run_dir)
         try:
@@ -144,7 +145,7 @@ class Launcher:
         )
 
     def _meet(self, rendezvous: Rendezvous) -> None:
-        """Starts a script's server, once worker 0 has said which it is and where the run's files go."""
+        """Starts a script's server, once worker 0 has told its module and the run's directory."""
         wanted = rendezvous.requested()
         if self.server is not None or wanted is None:
             return
@@ -156,7 +157,8 @@ class Launcher:
 
     @property
     def _address(self) -> str | None:
-        """Where the workers on this machine find the server: in shared memory, if it listens there too."""
+        """The server's address for workers on this machine: the loopback address, and so shared memory, if the server
+        listens on it too; None without a server."""
         return self.server.address.replace(f"{ANY}:", f"{LOOPBACK}:") if self.server else None
 
     def _start(self, worker: Worker) -> None:
@@ -189,7 +191,8 @@ class Launcher:
             self._check_whether_finished()
 
     def _check_whether_finished(self) -> None:
-        """The workers have ended without an update: nothing was left to do, or nothing was done. The server knows."""
+        """Decides by the server's exit code, after workers that ended without an update, whether the run was finished
+        already or nothing was trained."""
         if self.server is None:
             raise RunFailedError(
                 f"{self.command.name}: the script ended without joining a run; use initialize or attach of "
@@ -214,7 +217,8 @@ class Launcher:
         self._start(worker)
 
     def _failure(self, worker: Worker) -> RunFailedError:
-        """The error of a run that ends with this worker; of one that never began nothing is left, if that says all."""
+        """Returns the error of a run that this worker's end has ended; removes the files of a run that never began,
+        and its logs too where the error says all that they have."""
         error = self.processes.epitaph(worker)
         if self.server is None:
             for line in traceback(worker.log):  # the log is removed with the script's first directory
@@ -229,7 +233,7 @@ class Launcher:
         return RunFailedError(error if says_all else f"{error} (log: {worker.log})")
 
     def _after_server(self, code: int) -> None:
-        """The server ends first in a finished run too: workers have said goodbye by then."""
+        """Waits for the workers after the server has ended; in a finished run, they have left it before."""
         self.display.refresh()
         if code != 0:
             raise RunFailedError(f"the server {manner(code)}; log: {self.run_dir / 'logs' / 'server.log'}")

@@ -1,4 +1,4 @@
-"""The same command, started several times on this machine, each with its device or core."""
+"""Starts the same command several times on this machine, each process with its own device or core."""
 
 import os
 import signal
@@ -22,13 +22,13 @@ _ENDING = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 class Command(Protocol):
-    """What every worker runs."""
+    """The command that every worker runs."""
 
     run_dir: Path
     on_cpu: bool
 
     def line(self, address: str | None) -> list[str]:
-        """The whole command of a worker of the server at this address."""
+        """Returns the whole command of a worker of the server at this address."""
         ...
 
 
@@ -37,8 +37,8 @@ class Worker:
     """One worker's process and its log.
 
     Attributes:
-        log_start: where in the log the output of its present process begins.
-        last_words: of the process before, if it ended with an error of its own.
+        log_start: offset in the log, in bytes, at which the output of its present process begins.
+        last_words: last words of its process before, if that ended with an error of its own.
     """
 
     id: int
@@ -55,10 +55,10 @@ class RunFailedError(AsyncError):
 
 
 class Processes:
-    """The workers of one command.
+    """The worker processes of one command.
 
     Args:
-        count: how many.
+        count: number of workers.
     """
 
     def __init__(self, command: Command, count: int) -> None:
@@ -66,7 +66,8 @@ class Processes:
         self.workers = [Worker(number, _log(command.run_dir, number)) for number in range(count)]
 
     def start(self, worker: Worker, address: str | None, variables: dict[str, str]) -> None:
-        """Starts one, with these variables of the environment beside those that all have; its log gets its output."""
+        """Starts one worker, with these environment variables added to those of all workers; its output goes to its
+        log."""
         worker.log.parent.mkdir(parents=True, exist_ok=True)
         with worker.log.open("ab") as log:
             worker.log_start = log.tell()
@@ -83,10 +84,10 @@ class Processes:
             os.sched_setaffinity(worker.process.pid, {cores[worker.id % len(cores)]})
 
     def move_logs(self, run_dir: Path, move: Callable[[Path, Path], object] = os.replace) -> None:
-        """Moves the logs, which may still be written, to the run's directory, where one of an earlier run is replaced.
+        """Moves the logs, which may still be written to, to the run's directory; replaces those of an earlier run.
 
         Args:
-            move: by default one that does not reach another disk: there the logs stay where they are.
+            move: moves one file. The default cannot move to another disk: the logs then stay where they are.
         """
         for worker in self.workers:
             target = _log(run_dir, worker.id)
@@ -109,27 +110,27 @@ class Processes:
 
     @property
     def failed(self) -> list[Worker]:
-        """Those that have ended with an error."""
+        """The workers that have ended with an error."""
         return [worker for worker in self.workers if worker.process.poll() not in (None, 0)]
 
     def wait(self, seconds: float, ids: Sequence[int] | None = None) -> None:
-        """Until these, or all, have ended, or for so long."""
+        """Waits until these workers, or all of them, have ended, but not longer than this."""
         _wait([worker for worker in self.workers if ids is None or worker.id in ids], seconds)
 
     def epitaph(self, worker: Worker) -> str:
-        """How it ended, in a line with what it said last, which says more than its exit code."""
+        """Returns a line with how the worker ended and its last words, which say more than its exit code."""
         said = last_words(worker.log, worker.log_start) or "no output"
         return f"worker {worker.id} {manner(worker.process.returncode)}: {said}"
 
     def end(self) -> None:
-        """Asks them to end, and kills those that do not."""
+        """Asks all workers to end, and kills those that do not."""
         started = [worker for worker in self.workers if hasattr(worker, "process")]
         for worker in started:
             if worker.process.poll() is None:
                 _signal(worker, signal.SIGTERM)
         _wait(started, _ENDING)
         for worker in started:
-            _signal(worker, signal.SIGKILL)  # also to what it may have left in its group
+            _signal(worker, signal.SIGKILL)  # also to processes that it may have left in its group
             worker.process.wait()
 
     def _environment(self, worker: Worker) -> dict[str, str]:
@@ -159,5 +160,5 @@ def _signal(worker: Worker, number: signal.Signals) -> None:
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Handles a signal as Ctrl-C."""
+    """Handles a signal like Ctrl-C: raises a KeyboardInterrupt."""
     raise KeyboardInterrupt

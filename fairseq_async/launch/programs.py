@@ -1,4 +1,4 @@
-"""Programs by their names, and which of them are fairseq's."""
+"""Finds programs by their names, and tells which of them are fairseq's."""
 
 import os
 import shutil
@@ -13,10 +13,10 @@ _HYDRA = "fairseq-hydra-train"
 
 
 def find_program(program: str) -> str:
-    """The path of a program, in PATH or beside this Python.
+    """Returns the path of a program, in PATH or in the directory of this Python.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is no such program.
     """
     found = shutil.which(program) or shutil.which(program, path=os.path.dirname(sys.executable))
     if found is None:
@@ -26,10 +26,10 @@ def find_program(program: str) -> str:
 
 
 def is_fairseq(arguments: Sequence[str]) -> bool:
-    """Whether a command is ``fairseq-train``, under whichever name: then it has ``--optimizer`` with a method of ours.
+    """Whether a command is ``fairseq-train``; under another name, it is if its ``--optimizer`` is a method of ours.
 
     Raises:
-        ConfigurationError: nothing was given, or fairseq's other program for training.
+        ConfigurationError: nothing was given, or another program of fairseq.
     """
     if not arguments:
         raise ConfigurationError("nothing to launch; give the command after --, as in: -- fairseq-train DATA ...")
@@ -45,7 +45,7 @@ def is_fairseq(arguments: Sequence[str]) -> bool:
 
 
 def _optimizer(arguments: Sequence[str]) -> str:
-    """The value of ``--optimizer``; empty where there is none."""
+    """Returns the value of ``--optimizer``; empty where there is none."""
     for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
         name, _, own = flag.partition("=")
         if name == "--optimizer":

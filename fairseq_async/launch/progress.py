@@ -22,17 +22,17 @@ _SERVER_LOG = Path("logs") / "server.log"
 
 
 class Row(NamedTuple):
-    """What the last seconds had of one worker, or of all.
+    """Rates and means over the last seconds, of one worker or of all.
 
     Attributes:
-        name: of the worker.
-        updates: since the beginning.
-        tokens: target tokens/s.
-        staleness: mean of the updates.
+        name: name of the worker, or "all".
+        updates: number of updates since the beginning.
+        tokens: target tokens per second.
+        staleness: mean staleness of the updates.
         held_seconds: mean time for which an update waited for others.
-        look_ahead: mean number of versions at which the worker started ahead.
-        loss: nats per token, as in ``events.jsonl``; None where no update has one.
-        compressed: None where updates are not.
+        look_ahead: mean number of versions ahead at which the worker started.
+        loss: nats per token, as in ``events.jsonl``; None where no update has a loss.
+        compressed: statistics of compressed updates; None where updates are not compressed.
     """
 
     name: str
@@ -50,21 +50,22 @@ class Progress:
 
     Args:
         run_dir: the run's directory.
-        workers: how many there are to begin with; others are added when they appear.
-        clock: seconds since 1970.
-        began: events before this time, of an earlier part of the run, count for how far it is and for nothing else;
-            now by default.
+        workers: number of workers at the beginning; others are added when they appear.
+        clock: returns the time in seconds since 1970.
+        began: time at which this part of the run began, now by default. Earlier events count only for the position in
+            the run.
 
     Attributes:
-        updates: of each worker since ``began``.
-        version: of the server's parameters.
+        updates: number of updates of each worker since ``began``.
+        version: version of the server's parameters.
     """
 
     def __init__(
         self, run_dir: Path, workers: int, clock: Callable[[], float] = time.time, began: float | None = None
     ) -> None:
         self.run_dir, self.workers, self.clock = run_dir, workers, clock
-        self._events = LineReader(run_dir / EVENTS, Event.from_json, skip=lambda _: None)  # an audit names the others
+        # lines that cannot be read are skipped here; an audit names them
+        self._events = LineReader(run_dir / EVENTS, Event.from_json, skip=lambda _: None)
         self._log = LineReader(run_dir / _SERVER_LOG, _text)
         self._log.skip()
         self._said = "the processes start"
@@ -81,10 +82,10 @@ class Progress:
         self.updates = {worker: 0 for worker in range(self.workers)}
         self.refused = self.version = 0
         self._work = Work()
-        self._first: tuple[float, float] | None = None  # time and fraction done of the first update since the beginning
+        self._first: tuple[float, float] | None = None  # of the first update since _began: its time, the part then done
 
     def poll(self) -> None:
-        """Reads the events that were added since; after a restart of the server, all that it has kept."""
+        """Reads the events that were added since the last call; after a restart of the server, all that it has kept."""
         for event in self._events:
             if self._events.replaced > self._replaced:
                 self._reset()
@@ -119,11 +120,11 @@ class Progress:
     def _read_length(self) -> RunLength:
         try:
             return RunLength.read(self.run_dir)
-        except ConfigurationError:  # it is for the display alone
+        except ConfigurationError:  # the length is for the display alone: go on without it
             return RunLength(self.workers)
 
     def rows(self) -> list[Row]:
-        """A row for each worker, and one for all."""
+        """Returns a row for each worker, and one for all."""
         each = [
             self._row(f"worker {w}", n, [e for e in self._recent if e.worker == w]) for w, n in self.updates.items()
         ]
@@ -146,7 +147,7 @@ class Progress:
 
     @property
     def updates_in_a_step(self) -> float:
-        """Mean number of updates with which the server has stepped; 0 where it has not stepped."""
+        """Mean number of updates in a step of the server; 0 where it has not stepped."""
         applied = [event for event in self._recent if event.status is Status.APPLIED]
         steps = applied[-1].version_after - applied[0].version_after if applied else 0
         return (len(applied) - 1) / steps if steps else 0.0
@@ -159,12 +160,12 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Those over which rates are taken."""
+        """Number of seconds over which rates are taken."""
         return max(1.0, min(_WINDOW, self.clock() - self._began))
 
     @property
     def position(self) -> str:
-        """How far the run is, and how long it will take at the speed so far: ``update 120 of 5,000, 0:12:30 left``."""
+        """How far the run is, and the time left at the speed so far: ``update 120 of 5,000, 0:12:30 left``."""
         if self._length is None or self._first is None:
             return f"update {self.version:,}"
         began, before = self._first
@@ -176,11 +177,11 @@ class Progress:
 
     @property
     def status(self) -> str:
-        """The progress in one line; before the first update, what is waited for."""
+        """The progress in one line; before the first update, what the run waits for."""
         return f"starting: {self._waited_for()}" if self._first is None else self.summary()
 
     def summary(self) -> str:
-        """The progress in one line."""
+        """Returns the progress in one line."""
         every = self.rows()[-1]
         text = f"{self.position}, {self.updates_per_second:.1f} updates/s, {every.tokens:,.0f} tokens/s, "
         text += f"{self.updates_in_a_step:.1f} in a step, staleness {every.staleness:.2f}"
@@ -193,7 +194,7 @@ class Progress:
         )
 
     def _validated(self) -> str:
-        """The last validation's loss and score."""
+        """Returns the last validation's loss and score as text; empty without a validation."""
         last = self._validation
         if last is None or last.loss is None:
             return ""
@@ -201,20 +202,20 @@ class Progress:
         return f", validation at update {last.updates:,}: loss {last.loss:.3f}{score}"
 
     def _waited_for(self) -> str:
-        """What the server has written into its log last."""
+        """Returns the last line that the server has written to its log."""
         for line in self._log:
             self._said = line or self._said
         return self._said
 
 
 def _text(line: bytes) -> str:
-    """A line of the server's log without its time; empty for one that a library has written."""
+    """Returns a line of the server's log without its time; empty for a line that a library has written."""
     _, found, text = line.decode(errors="replace").rpartition(SEPARATOR)
     return text.strip() if found else ""
 
 
 def _sent(compressed: Compressed | None, seconds: float) -> str:
-    """In words, what compressed updates come to; empty without them."""
+    """Returns the statistics of compressed updates as text; empty without compressed updates."""
     if compressed is None:
         return ""
     rate, ratio, residual = compressed.cells(seconds)

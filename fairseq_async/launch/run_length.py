@@ -1,4 +1,4 @@
-"""How long a run is to be, as ``run.json`` describes it, and how far it is."""
+"""The planned length of a run, as ``run.json`` describes it, and how much of it is done."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from fairseq_async.server.run_files.description import RunDescription
 
 @dataclass
 class Work:
-    """What the applied updates of a run have been so far."""
+    """Totals of the applied updates of a run so far."""
 
     updates: int = 0
     version: int = 0
@@ -18,13 +18,14 @@ class Work:
 
 @dataclass(frozen=True)
 class RunLength:
-    """The ends that a run has: whichever comes first.
+    """The limits at which a run ends, whichever comes first.
 
     Attributes:
-        steps: 0 for no such end; of the server, or mean local steps of a worker.
-        max_epoch: passes over the data by all workers together; 0 for no such end.
-        local: steps are the workers' own.
-        partial: the update of one of k workers is 1/k of a step.
+        workers: number of workers that the run was started with.
+        steps: number of steps of the server, or, if ``local``, mean local steps of a worker; 0 for no such limit.
+        max_epoch: passes over the data by all workers together; 0 for no such limit.
+        local: whether steps are the workers' local steps.
+        partial: whether the update of one of k workers is 1/k of a step.
     """
 
     workers: int
@@ -35,7 +36,8 @@ class RunLength:
 
     @classmethod
     def read(cls, run_dir: Path) -> "RunLength":
-        """
+        """Reads the length from a run's directory.
+
         Raises:
             ConfigurationError: there is no run in the directory, or none that can be read.
         """
@@ -47,18 +49,18 @@ class RunLength:
         return cls(workers, steps if isinstance(steps, int) else 0, spec.max_epoch, local, spec.closes_early)
 
     def steps_of(self, work: Work) -> int:
-        """Whole steps, as ``num_updates`` counts them."""
+        """Returns the number of whole steps, as ``num_updates`` counts them."""
         if self.local:
             return work.local_steps // self.workers
         return work.updates // self.workers if self.partial else work.version
 
     def fraction(self, work: Work) -> float:
-        """The part of the run that is done; 0 where no end is known."""
+        """Returns the part of the run that is done, from 0 to 1; 0 where the run has no limit."""
         by_steps = self.steps_of(work) / self.steps if self.steps else 0.0
         return min(1.0, max(by_steps, work.epochs / self.max_epoch if self.max_epoch else 0.0))
 
     def describe(self, work: Work) -> str:
-        """How far the run is, in words: ``update 120 of 5,000, epoch 3 of 10``."""
+        """Returns how far the run is, in words: ``update 120 of 5,000, epoch 3 of 10``."""
         name, steps = "step" if self.local else "update", self.steps_of(work)
         text = f"{name} {steps:,}" + (f" of {self.steps:,}" if self.steps else "")
         if work.epochs or self.max_epoch:

@@ -1,4 +1,4 @@
-"""A script of the user's own as the command of the workers: it knows its method, and the launcher does not."""
+"""A user's own script as the command of the workers; its method is known to the script alone, not to the launcher."""
 
 import os
 from pathlib import Path
@@ -9,22 +9,22 @@ from fairseq_async.worker.rendezvous import Rendezvous
 
 
 class ScriptCommand:
-    """Any program that joins a run by ``fairseq_async``, such as ``python train.py --deepspeed ...``.
+    """Any program that joins a run through ``fairseq_async``, such as ``python train.py --deepspeed ...``.
 
     Args:
         arguments: the whole command.
-        directory: private to the user: logs go there until the script has said where its run's files go.
-        resumes: a run that was interrupted in the same directory is to go on.
+        directory: directory private to the user; logs go there until the script has told its run's directory.
+        resumes: whether to go on with an interrupted run in the same directory.
 
     Attributes:
-        name: of the script, for errors.
-        rendezvous: where worker 0 asks for the server.
+        name: name of the script, for errors.
+        rendezvous: the directory in which worker 0 asks for the server.
 
     Raises:
         ConfigurationError: there is no such program or script.
     """
 
-    on_cpu, server, tls = False, "", None  # its script says where it wants certificates
+    on_cpu, server, tls = False, "", None  # the script itself names its server and certificates when it asks
 
     def __init__(self, arguments: list[str], directory: Path, resumes: bool) -> None:
         self.program, self.arguments = find_program(arguments[0]), arguments[1:]
@@ -36,8 +36,8 @@ class ScriptCommand:
             raise ConfigurationError(f"{script}: no such script; the path is relative to {os.getcwd()}")
 
     def check_inputs(self) -> None:
-        """The script checks its own."""
+        """Does nothing: the script checks its own inputs."""
 
     def line(self, address: str | None) -> list[str]:
-        """The whole command of a worker, which finds the server by its environment."""
+        """Returns the whole command of a worker, which finds the server through its environment."""
         return [self.program, *self.arguments]

@@ -1,4 +1,4 @@
-"""The global server of a run of several regions, whose own servers are its workers."""
+"""Runs the global server of several regions; the regions' own servers are its workers."""
 
 import signal
 from pathlib import Path
@@ -17,13 +17,14 @@ def serve(address: str, regions: int, run_dir: Path, token_file: Path, tls: Path
     """Runs the server until the run is finished, or all regions have left.
 
     Args:
-        address: HOST:PORT, at which the regions reach it.
-        resume: go on from the last snapshot in the directory.
+        address: HOST:PORT at which the regions reach the server.
+        regions: number of regions.
+        resume: whether to go on from the last snapshot in the directory.
 
     Raises:
         ConfigurationError: the address, the directory, the token or the certificates cannot be used.
         ExchangeError: the server has failed.
-        KeyboardInterrupt: it was interrupted; a last snapshot is written.
+        KeyboardInterrupt: the server was interrupted; it has written a last snapshot.
     """
     try:
         host, port = split_address(address)

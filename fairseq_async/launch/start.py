@@ -1,4 +1,4 @@
-"""Starts what ``fairseq-async launch`` was given: workers with a server, the ranks of a group, or a script."""
+"""Starts the command of ``fairseq-async launch``: workers with a server, the ranks of a group, or a script."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ class Launch:
     """The launcher's own flags; see :class:`~fairseq_async.launch.launcher.Launcher`.
 
     Attributes:
-        asynchronous: those that were given and that workers without a server do not have.
+        asynchronous: names of the given flags that apply only to runs with a server.
     """
 
     workers: int
@@ -32,9 +32,10 @@ class Launch:
     asynchronous: list[str]
 
     def check(self) -> None:
-        """
+        """Checks the flags against each other.
+
         Raises:
-            ConfigurationError: flags that do not fit together.
+            ConfigurationError: flags do not fit together, or a slowdown is below 1.
         """
         if self.host != LOOPBACK and not self.token_file and not is_loopback(self.host):
             raise ConfigurationError(
@@ -53,7 +54,7 @@ def launch_fairseq(arguments: list[str], options: Launch) -> None:
     """Runs ``fairseq-train`` with a method of ours to the end.
 
     Raises:
-        AsyncError: a mistake in the command, or the run failed.
+        AsyncError: the command has a mistake, or the run failed.
     """
     command = WorkerCommand(arguments, options.workers)
     if options.resume:
@@ -74,12 +75,12 @@ def launch_fairseq(arguments: list[str], options: Launch) -> None:
 
 
 def launch_script(arguments: list[str], options: Launch) -> None:
-    """Runs a script to the end. Its logs begin in a directory of their own, which is removed.
+    """Runs a script to the end. Its logs begin in a temporary directory, which is removed at the end.
 
     Raises:
-        AsyncError: as above.
+        AsyncError: the command has a mistake, or the run failed.
     """
-    # Beside the run's directory as a rule: logs that are open can be moved to it on the same disk only.
+    # In the working directory, usually on the disk of the run's directory: open logs can be moved on one disk only.
     where = os.getcwd() if os.access(os.getcwd(), os.W_OK) else None
     directory = Path(tempfile.mkdtemp(prefix=".fairseq-async-", dir=where))
     try:

@@ -1,4 +1,4 @@
-"""The ranks of one data-parallel group on this machine, from their start to their end."""
+"""Runs the ranks of one data-parallel group on this machine, from their start to their end."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError
 from fairseq_async.server.run_files.leftovers import Leftovers
 
 _LINE_EVERY = 10.0  # seconds between two lines of progress
-_DYING = 10.0  # seconds for the other ranks to end by themselves after one died
+_DYING = 10.0  # seconds for the other ranks to end by themselves after one has died
 _STARTING = "starting"
 
 
@@ -24,7 +24,7 @@ class GroupLauncher:
     """Starts ``workers`` times the same command as ranks 0, 1, … of one group; when one dies, the run is over.
 
     Args:
-        port: where the ranks meet; 0 takes a free one.
+        port: port at which the ranks meet (``MASTER_PORT``); 0 takes a free one.
     """
 
     def __init__(self, command: WorkerCommand, workers: int, port: int) -> None:
@@ -32,11 +32,11 @@ class GroupLauncher:
         self._leftovers = Leftovers(command.run_dir)
 
     def run(self) -> None:
-        """Returns when the run is finished.
+        """Runs until the run is finished.
 
         Raises:
             RunFailedError: a rank failed; every process has been ended.
-            KeyboardInterrupt: it was interrupted; likewise.
+            KeyboardInterrupt: the run was interrupted; every process has been ended.
         """
         signal.signal(signal.SIGTERM, interrupt)
         self.port = _checked(self.port) if self.port else free_port()
@@ -50,11 +50,11 @@ class GroupLauncher:
             self.processes.end()
 
     def _ranks(self, worker: Worker) -> dict[str, str]:
-        """What torchrun tells its processes."""
+        """Returns the environment variables that torchrun would set for this rank."""
         size = str(len(self.processes.workers))
         return {
             "RANK": str(worker.id),
-            "LOCAL_RANK": "0" if self.processes.on_gpu else str(worker.id),  # on GPUs it sees one device
+            "LOCAL_RANK": "0" if self.processes.on_gpu else str(worker.id),  # on GPUs each rank sees only one device
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,
             "MASTER_ADDR": LOOPBACK,
@@ -76,7 +76,8 @@ class GroupLauncher:
                 _say(self._progress())
 
     def _failure(self, worker: Worker) -> RunFailedError:
-        """The error of the run; where it says all, nothing is left of a run that never began."""
+        """Returns the error of the run; removes the files of a run that never began, where the error says all that its
+        logs have."""
         error = self.processes.epitaph(worker)
         if worker.process.returncode != USER_ERROR or self._progress() != _STARTING:
             return RunFailedError(f"{error} (log: {worker.log})")
@@ -89,7 +90,7 @@ class GroupLauncher:
 
 
 def _checked(port: int) -> int:
-    """The port. Raises a ConfigurationError where another program has it: torch would say so in thirty lines."""
+    """Returns the port. Raises a ConfigurationError if another program uses it: torch's own error has thirty lines."""
     try:
         socket.create_server((LOOPBACK, port)).close()
     except OSError as error:
@@ -102,7 +103,7 @@ def _say(text: str) -> None:
 
 
 def _progress(log: Path) -> str:
-    """What fairseq has written last of its training."""
+    """Returns the last progress of training that fairseq has logged; ``starting`` before any."""
     for line in reversed(log.read_text(errors="replace").splitlines()):
         _, found, record = line.partition("| train_inner | ")
         if found and record.startswith("{"):

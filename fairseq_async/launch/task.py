@@ -1,4 +1,4 @@
-"""``fairseq-async worker``: a task that a scheduler has started becomes a worker of the job's run."""
+"""``fairseq-async worker``: turns a task that a scheduler has started into a worker of the job's run."""
 
 import glob
 import os
@@ -16,16 +16,16 @@ from fairseq_async.launch.programs import find_program, is_fairseq
 
 @dataclass(frozen=True)
 class Scheduler:
-    """The variables of the environment in which a program that starts tasks tells each which it is.
+    """The environment variables by which a scheduler, a program that starts tasks, tells each task its rank.
 
     Attributes:
-        name: of the program.
-        rank: of this task among all, from 0.
-        size: how many there are; of several names the first that is set.
-        local_rank: among the tasks of this machine.
-        local_size: how many this machine has; what is not a number equal to ``size`` means several machines.
-        job: what names the job, which stays the same when it is started again; where nothing does, all are one.
-        machine: where other machines reach this one, if the program says so.
+        name: name of the program.
+        rank: variable with the rank of this task among all, from 0.
+        size: variables with the number of tasks; the first that is set counts.
+        local_rank: variable with the rank among the tasks of this machine.
+        local_size: variables with the number of tasks of this machine; a value unlike ``size`` means several machines.
+        job: variables that name the job, the same after it is started again; without any, all jobs have one name.
+        machine: variable with the name at which other machines reach this one; empty if the program sets none.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Scheduler:
 
     @property
     def own(self) -> tuple[str, ...]:
-        """The variables by which another library in the task would take it for a rank of one group."""
+        """The variables from which another library would take the task for a rank of one group."""
         return (self.rank, *self.size, self.local_rank, *self.local_size)
 
 
-# In this order: torchrun and mpirun may have been started by srun, whose variables are those of their own process then.
+# The order matters: srun may have started torchrun or mpirun, and its variables then describe the launcher's process.
 # In a heterogeneous step, as of srun --het-group=0,1, Slurm counts ranks and tasks over all of its groups.
 SCHEDULERS = (
     Scheduler(
@@ -51,8 +51,8 @@ SCHEDULERS = (
         ("WORLD_SIZE",),
         "LOCAL_RANK",
         ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"),  # deepspeed's; torchrun's
-        ("TORCHELASTIC_RUN_ID",),  # its MASTER_PORT is another after each restart
-        "MASTER_ADDR",  # of the machine of rank 0, which alone needs it
+        ("TORCHELASTIC_RUN_ID",),  # not MASTER_PORT, which changes at each restart
+        "MASTER_ADDR",  # the machine of rank 0, which alone needs to know its own name
     ),
     Scheduler(
         "mpirun",
@@ -81,8 +81,8 @@ class Task:
     """One task of a job.
 
     Attributes:
-        job: names it; the file by which its workers meet is of this job.
-        host: where the job's other machines reach this one; the loopback address where there are none.
+        job: name of the job, which the file by which its workers meet contains.
+        host: name at which the job's other machines reach this one; the loopback address where there are none.
     """
 
     scheduler: Scheduler
@@ -94,10 +94,10 @@ class Task:
 
     @classmethod
     def find(cls, environment: Mapping[str, str]) -> "Task":
-        """From the environment of this process.
+        """Reads the task from the environment of this process.
 
         Raises:
-            ConfigurationError: no scheduler has started it, or its variables are no ranks.
+            ConfigurationError: no scheduler has started this process, or the scheduler's variables are not ranks.
         """
         for scheduler in SCHEDULERS:
             names = (scheduler.rank, _first(environment, scheduler.size), scheduler.local_rank)
@@ -122,7 +122,7 @@ class Task:
         return cls(scheduler, int(values[0]), int(values[1]), int(values[2]), job, host)
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """The environment of the worker, in which no library finds the ranks of one group: each worker is alone."""
+        """Returns the worker's environment, without the variables that would make a library see one group of ranks."""
         kept = {name: value for name, value in given.items() if name not in self.scheduler.own}
         devices = given["CUDA_VISIBLE_DEVICES"].split(",") if "CUDA_VISIBLE_DEVICES" in given else _devices()
         if len(devices) > 1:
@@ -132,10 +132,11 @@ class Task:
 
 
 def become_worker(arguments: list[str]) -> NoReturn:
-    """Becomes the worker's command; worker 0 will start the server, and tell the others in the run's directory.
+    """Replaces this process by the worker's command; worker 0 will start the server, and write its address to a file
+    in the run's directory for the others.
 
     Raises:
-        ConfigurationError: no scheduler has started this process, or the command is not one.
+        ConfigurationError: no scheduler has started this process, or the command cannot be run.
     """
     task = Task.find(os.environ)
     line = _line(arguments, task.size)
@@ -159,12 +160,13 @@ def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
 
 
 def _devices() -> list[str]:
-    """The GPUs of this machine, without torch, whose import takes seconds."""
+    """Returns the GPUs of this machine, without torch, whose import takes seconds."""
     return [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")))]
 
 
 def _host(told: str) -> str:
-    """The name of this machine that others can look up: a scheduler's own names need not be the network's."""
+    """Returns the name at which other machines can look this one up: ``told`` if it resolves, since a scheduler's names
+    need not be the network's, or else the host name."""
     try:
         socket.getaddrinfo(told, None)
     except OSError:

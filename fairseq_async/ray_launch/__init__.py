@@ -1,1 +1,1 @@
-"""A run on a Ray cluster: actors place, start again and find its processes; tensors stay on our own connections."""
+"""Runs on a Ray cluster: actors place, find and restart the processes of a run; tensors stay on our own connections."""

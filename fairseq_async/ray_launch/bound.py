@@ -1,7 +1,8 @@
 """``python bound.py PARENT COMMAND ...``: becomes the command, which the kernel ends with its parent.
 
-An actor is killed without warning, and what it has started must not go on beside its successor's. To set this between
-fork and exec would run Python in a fork of Ray's many threads. A program of its own imports nothing, to be fast.
+Ray kills an actor without warning, and the process that the actor has started must not go on beside its successor's.
+To set this between fork and exec would run Python code in a fork of Ray's many threads. So this is a program by itself,
+and imports only the standard library, to be fast.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""The actors of one run, by their handles."""
+"""Starts, finds and ends the Ray actors of one run."""
 
 import socket
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from fairseq_async.ray_launch.worker import RayWorker, WorkerTask
 from fairseq_async.validation import split_address
 
 NAMESPACE = "fairseq-async"
-_KNOCK = 10.0  # seconds for the cluster's head to take a connection
+_KNOCK = 10.0  # seconds for the cluster's head to accept a connection
 _ANSWER = 180.0  # seconds for an answer of the registry, whose process may have to start on a busy node first
 
 # When a driver dies, Ray would kill what its actors have started, and so a server that still writes its last snapshot.
@@ -27,10 +27,10 @@ def connect(address: str) -> None:
     """Connects this process to a Ray cluster.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is no cluster at this address.
     """
     try:
-        if address != "auto":  # Ray itself would knock for minutes
+        if address != "auto":  # Ray itself would try for minutes
             socket.create_connection(split_address(address), timeout=_KNOCK).close()
         ray.init(address, namespace=NAMESPACE, logging_level="ERROR")
     except (OSError, ValueError, RuntimeError) as error:  # ConnectionError is an OSError
@@ -41,9 +41,10 @@ def connect(address: str) -> None:
 
 
 def find_registry(name: str) -> ActorHandle:
-    """
+    """Returns the registry of a run by the run's name.
+
     Raises:
-        ConfigurationError: no such run is going on in this cluster.
+        ConfigurationError: no run of this name is going on in this cluster.
     """
     try:
         return ray.get_actor(name)
@@ -52,14 +53,16 @@ def find_registry(name: str) -> ActorHandle:
 
 
 class Actors:
-    """They end with this process.
+    """The registry, server and workers of one run, as Ray actors that end with this process.
 
     Args:
-        name: of the run, and of its registry.
-        workers: how many there are to begin with.
+        name: name of the run, and of its registry.
+        token: the run's secret.
+        workers: number of workers at the beginning.
+        restarts: how often each actor may be started again.
 
     Attributes:
-        runs: the workers that have not ended, by what Ray calls their run.
+        runs: numbers of the workers that have not ended, by the Ray reference to their call of ``run``.
 
     Raises:
         ConfigurationError: another run has this name.
@@ -77,7 +80,7 @@ class Actors:
         self._server: ActorHandle | None = None
 
     def state(self) -> State:
-        """What the registry has.
+        """Returns the registry's state.
 
         Raises:
             RayError: the registry is lost.
@@ -86,9 +89,10 @@ class Actors:
         return found
 
     def start_server(self, task: ServerTask, node: str) -> ray.ObjectRef:
-        """On this node if it can be: worker 0's, with which it shares memory and a disk. Returns what tells its end.
+        """Starts the server, on this node if possible: worker 0's, with which it shares memory and a disk. Returns a
+        reference to the server's end.
 
-        It asks for no CPU, because it computes on the cores that no worker uses at the time.
+        The actor asks Ray for no CPU, because the server computes on the cores that no worker uses at the time.
         """
         near = NodeAffinitySchedulingStrategy(node, soft=True)
         restarts = {"max_restarts": self._restarts, "max_task_retries": -1, "max_concurrency": 2}
@@ -98,7 +102,7 @@ class Actors:
         return self._server.follow.remote()
 
     def start_worker(self, task: WorkerTask, wanted: Resources) -> None:
-        """Where Ray has room for it; it waits for room otherwise, also after a node is lost."""
+        """Starts a worker on a node with room for it; without room, also after a node is lost, the worker waits."""
         options = {"num_cpus": wanted.cpus, "num_gpus": wanted.gpus, "max_restarts": self._restarts}
         name = f"{self._name}-worker-{task.number}"
         worker = _actor(RayWorker, name, max_task_retries=-1, **options).remote(self._name, task)
@@ -106,7 +110,8 @@ class Actors:
         self.runs[worker.run.remote()] = task.number
 
     def take(self, numbers: Sequence[int], placed: set[int], seconds: float) -> None:
-        """Waits so long for workers that were told to leave; then, or if they have no node, kills their actors."""
+        """Waits this long for workers that were told to leave, except those without a node, then kills the actors of
+        all that were told so."""
         leaving = [run for run, number in self.runs.items() if number in numbers]
         ending = [run for run in leaving if self.runs[run] in placed]
         if ending:
@@ -115,16 +120,16 @@ class Actors:
             ray.kill(self._workers[self.runs.pop(run)])
 
     def end(self, seconds: float) -> None:
-        """Ends all in order: the workers within this time, then the server, which writes its last snapshot."""
+        """Ends all actors in order: the workers within this time, then the server, which writes its last snapshot."""
         if not ray.is_initialized():
-            return  # all have ended already, and to ask again would start a Ray of its own
+            return  # all have ended already, and a further call to Ray would start a local cluster
         try:
             ray.get(self.registry.end.remote(), timeout=_ANSWER)
             self.take(list(self.runs.values()), self.state().placed, seconds)
             if self._server is not None:
                 ray.get(self._server.end.remote(), timeout=4 * _ANSWER)
         except (RayError, GetTimeoutError):
-            pass  # what is lost has ended
+            pass  # an actor that is lost has ended
         finally:
             ray.shutdown()
 
@@ -134,7 +139,8 @@ def _actor(kind: type, name: str, **options: object) -> ActorHandle:
 
 
 def ended(run: ray.ObjectRef) -> Ended:
-    """How what has ended has ended; a lost actor that Ray has started again too often, in one line."""
+    """Returns how a run has ended; for an actor that is lost, since Ray has restarted it too often, Ray's error in one
+    line."""
     try:
         found: Ended = ray.get(run)
     except RayError as error:

@@ -1,4 +1,4 @@
-"""The named actor by which the processes of a run on Ray find each other."""
+"""The registry, a named actor through which the processes of a run on Ray find each other."""
 
 from dataclasses import dataclass, field
 
@@ -8,28 +8,29 @@ from fairseq_async.worker.rendezvous import ServerRequest
 
 @dataclass(frozen=True)
 class Place:
-    """Where the server is.
+    """Where the server listens.
 
     Attributes:
-        host: the address of its node.
+        host: the address of the server's node.
     """
 
     host: str
     port: int
 
     def address(self, host: str) -> str:
-        """At which a worker on the node with this address reaches it: on its own node in shared memory."""
+        """Returns the server's address for a worker on this host: on the server's own node the loopback address, so
+        that they share memory."""
         return f"{LOOPBACK if host == self.host else self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What the actor of a worker is to know.
+    """The registry's answer to a worker's actor.
 
     Attributes:
-        address: of the server; empty while there is none.
-        run_dir: the run's directory, once worker 0 has said it.
-        leaves: the worker is to end.
+        address: the server's address; empty while there is no server.
+        run_dir: the run's directory; empty until worker 0 has told it.
+        leaves: whether the worker is to end.
     """
 
     address: str
@@ -39,7 +40,7 @@ class Orders:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a worker, or the server, has ended: with which exit code, and its last words."""
+    """How a worker or the server has ended: its exit code and its last words."""
 
     code: int
     said: str = ""
@@ -47,14 +48,14 @@ class Ended:
 
 @dataclass
 class State:
-    """What the driver is to know.
+    """The registry's state, which the driver polls.
 
     Attributes:
-        workers: numbers of those that the run is to have.
-        placed: those that Ray has found a node for.
-        request: the server that worker 0 asks for.
-        node: of worker 0.
-        place: where the server is.
+        workers: numbers of the workers that the run is to have.
+        placed: numbers of the workers for which Ray has found a node.
+        request: the server that worker 0 asks for; None until it asks.
+        node: the node of worker 0.
+        place: where the server listens; None until it does.
     """
 
     workers: list[int]
@@ -65,11 +66,11 @@ class State:
 
 
 class Registry:
-    """Has the run's secret and the server's address, and the workers that the run is to have.
+    """Holds the run's secret, the server's address, and the numbers of the workers that the run is to have.
 
     Args:
-        token: what the processes of the run prove to each other.
-        workers: how many there are to begin with.
+        token: the secret that the processes of the run prove to each other.
+        workers: number of workers at the beginning.
     """
 
     def __init__(self, token: str, workers: int) -> None:
@@ -77,15 +78,15 @@ class Registry:
         self._server_began = False
 
     def token(self) -> str:
-        """The run's secret."""
+        """Returns the run's secret."""
         return self._token
 
     def state(self) -> State:
-        """All of it."""
+        """Returns the whole state."""
         return self._state
 
     def check_in(self, worker: int, host: str, node: str, request: ServerRequest | None) -> Orders:
-        """A worker's actor says where it is, and worker 0's what it asks for; the answer says what it is to do."""
+        """Called by a worker's actor: records its node, and the request of worker 0; returns the actor's orders."""
         state = self._state
         state.placed.add(worker)
         if request is not None and state.request is None:
@@ -95,16 +96,16 @@ class Registry:
         return Orders(address, run_dir, self._over or worker not in state.workers)
 
     def begin_server(self) -> bool:
-        """The server's actor begins; returns whether one has begun before."""
+        """Called when the server's actor begins; returns whether one has begun before."""
         before, self._server_began = self._server_began, True
         return before
 
     def serve(self, place: Place) -> None:
-        """The server's actor says where it listens."""
+        """Called by the server's actor: records where the server listens."""
         self._state.place = place
 
     def scale(self, change: int) -> str:
-        """Adds workers, or takes those that were added last; returns what cannot be done, or nothing."""
+        """Adds workers, or removes those that were added last; returns why this is refused, or an empty text."""
         workers = self._state.workers
         if -change >= len(workers):
             return f"the run has {len(workers)} workers, and worker 0 stays"
@@ -116,5 +117,5 @@ class Registry:
         return ""
 
     def end(self) -> None:
-        """All workers are to end."""
+        """Orders all workers to end."""
         self._over = True

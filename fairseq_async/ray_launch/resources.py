@@ -1,4 +1,5 @@
-"""What the workers of a run ask a Ray cluster for, and its server."""
+"""Parses the flags of ``fairseq-async ray``: the workers' resources, the server's shards, a change of the number of
+workers."""
 
 import re
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ _CHANGE = re.compile(r"[+-][1-9]\d*")
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one worker.
+    """The resources that one worker asks Ray for.
 
     Attributes:
-        cpus: which are also the threads of its computation.
-        gpus: 0 for a worker that sees none.
+        cpus: number of CPU cores, and of the threads with which the worker computes.
+        gpus: number of GPUs; with 0 the worker sees none.
     """
 
     cpus: int
@@ -28,10 +29,10 @@ class Resources:
 
 
 def parse_workers(text: str) -> list[Resources]:
-    """Of each worker, from ``4*GPU,2*CPU:4``: four with a GPU and a core, two with four cores.
+    """Parses the resources of each worker: ``4*GPU,2*CPU:4`` is four with a GPU and a core, two with four cores.
 
     Raises:
-        ConfigurationError: it is not written so.
+        ConfigurationError: the text has another form.
     """
     found: list[Resources] = []
     for part in text.split(","):
@@ -47,10 +48,10 @@ def parse_workers(text: str) -> list[Resources]:
 
 
 def with_shards(command: list[str], shards: int | None) -> list[str]:
-    """The command of the workers, of which worker 0 says in how many shards the server is.
+    """Returns the workers' command with the number of the server's shards added; worker 0 passes it to the server.
 
     Raises:
-        ConfigurationError: the command says it already, or is a script, which gives it to its optimizer.
+        ConfigurationError: the command has the number already, or is a script, which gives it to its optimizer.
     """
     if shards is None:
         return command
@@ -65,10 +66,10 @@ def with_shards(command: list[str], shards: int | None) -> list[str]:
 
 
 def parse_change(words: list[str]) -> int:
-    """How many workers ``+2`` or ``-1`` adds or takes.
+    """Parses a change of the number of workers, such as ``+2`` or ``-1``.
 
     Raises:
-        ConfigurationError: it is not written so.
+        ConfigurationError: the text has another form.
     """
     if len(words) != 1 or not _CHANGE.fullmatch(words[0]):
         raise ConfigurationError(f"scale {' '.join(words) or '(nothing)'}: how many workers more or fewer, as +2 or -1")

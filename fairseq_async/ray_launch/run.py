@@ -1,4 +1,4 @@
-"""A run on a Ray cluster, from its start to its end, and a change of the number of its workers."""
+"""Drives a run on a Ray cluster from its start to its end, and changes the number of its workers."""
 
 import os
 import shlex
@@ -33,8 +33,8 @@ from fairseq_async.server.process import manner
 from fairseq_async.server.run_files.leftovers import Leftovers
 from fairseq_async.worker.invitation import invitation
 
-_PAUSE = 0.5  # seconds between two looks
-_PLACING = 20.0  # seconds after which workers that have no node are named
+_PAUSE = 0.5  # seconds between two looks at the registry
+_PLACING = 20.0  # seconds after which workers without a node are reported
 _FINISHING = 60.0  # seconds for worker 0 to end after the server; it may still write its checkpoint
 _LEAVING = 10.0  # seconds for other workers to end
 
@@ -44,10 +44,10 @@ class RayOptions:
     """The flags of ``fairseq-async ray``.
 
     Attributes:
-        address: of the Ray cluster; ``auto`` for the one of this machine.
-        name: of the run in the cluster.
-        max_restarts: of each process, and of each actor.
-        resume: a script's run that was interrupted goes on.
+        address: address of the Ray cluster; ``auto`` for the one of this machine.
+        name: name of the run in the cluster.
+        max_restarts: how often each process, and each actor, may be started again.
+        resume: whether to go on with a script's interrupted run.
     """
 
     address: str
@@ -60,8 +60,8 @@ def train(arguments: list[str], workers: list[Resources], options: RayOptions) -
     """Runs a command on a Ray cluster to its end.
 
     Raises:
-        AsyncError: a mistake in the command, or the run failed.
-        KeyboardInterrupt: it was interrupted, and has ended in order.
+        AsyncError: the command has a mistake, or the run failed.
+        KeyboardInterrupt: the run was interrupted, and has ended in order.
     """
     directory = Path(tempfile.mkdtemp(prefix=".fairseq-async-", dir=os.getcwd())).resolve()
     try:
@@ -87,10 +87,10 @@ def _command(arguments: list[str], directory: Path, workers: int, resume: bool) 
 
 
 def scale(change: int, address: str, name: str) -> None:
-    """Changes how many workers a run has that is going on.
+    """Changes the number of workers of a run that is going on.
 
     Raises:
-        ConfigurationError: there is no such run, or not so many workers.
+        ConfigurationError: there is no such run, or it has too few workers to remove so many.
     """
     connect(address)
     try:
@@ -102,11 +102,11 @@ def scale(change: int, address: str, name: str) -> None:
 
 
 class RayRun:
-    """The driver of a run. Its actors end with it: a driver that is killed leaves a run that was interrupted.
+    """The driver of a run. Its actors end with it: a driver that is killed leaves an interrupted run.
 
     Args:
-        directory: for what is needed while it goes on.
-        workers: what each asks for; workers that are added ask for what the last does.
+        directory: temporary directory of the run, until its end.
+        workers: the resources of each worker; workers that are added ask for the same as the last one.
     """
 
     def __init__(
@@ -116,11 +116,16 @@ class RayRun:
         self._run_dir, self._leftovers = command.run_dir.resolve(), Leftovers(command.run_dir)
         self._actors = Actors(options.name, new_token(), len(workers), options.max_restarts)
         self._server: ray.ObjectRef | None = None
-        self._numbers: set[int] = set()  # of the workers that were started, and not taken
+        self._numbers: set[int] = set()  # of the workers that were started, and not removed by a scale
         self._invited, self._places_at = False, time.monotonic() + _PLACING
 
     def run(self) -> None:
-        """Until the run is finished."""
+        """Runs until the run is finished.
+
+        Raises:
+            RunFailedError: the run failed, or the Ray cluster is lost.
+            KeyboardInterrupt: the run was interrupted, and has ended in order.
+        """
         signal.signal(signal.SIGTERM, interrupt)
         self._display = Display(Progress(self._run_dir, len(self._resources)))
         try:
@@ -151,7 +156,7 @@ class RayRun:
                 return self._after_workers()
 
     def _follow(self, state: State) -> None:
-        """Starts and takes what the registry says."""
+        """Follows the registry's state: starts and removes workers, starts the server, and prints what has changed."""
         for number in state.workers:
             if number not in self._numbers:
                 self._start_worker(number)
@@ -220,7 +225,7 @@ class RayRun:
         raise RunFailedError(error)
 
     def _after_workers(self) -> None:
-        """All have ended: the run is finished, or nothing was done. The server knows."""
+        """Decides by the server's end, after all workers have ended, whether the run is finished."""
         if self._server is None:
             raise RunFailedError(f"{self._command.name}: the script ended without joining a run")
         if not ray.wait([self._server], timeout=_FINISHING)[0]:
@@ -228,7 +233,7 @@ class RayRun:
         self._after_server(ended(self._server))
 
     def _after_server(self, how: Ended) -> None:
-        """The server ends first in a finished run too: workers have said goodbye by then."""
+        """Waits for worker 0 after the server has ended; in a finished run, the workers have left it before."""
         self._display.refresh()
         if how.code != 0:
             said = f": {how.said}" if how.said else f"; log: {self._run_dir / 'logs' / 'server.log'}"

@@ -1,4 +1,5 @@
-"""The named actor of the server: a constructor that runs again, on any node, goes on from the newest snapshot."""
+"""The named actor of the server: when Ray runs its constructor again, on any node, it goes on from the newest
+snapshot."""
 
 import time
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from fairseq_async.server.run_files.snapshots import DIRECTORY, Snapshots
 from fairseq_async.validation import split_address
 from fairseq_async.worker.rendezvous import ServerRequest
 
-_LAST_ONES_END = 60.0  # seconds for which the server of a dead actor may still have its port and directory
+_LAST_ONES_END = 60.0  # seconds for which the server of a dead actor may still hold its port and directory
 _PAUSE = 0.5  # seconds between two attempts
 
 
@@ -24,9 +25,10 @@ class ServerTask:
     """The server that an actor runs.
 
     Attributes:
-        workers: how many were announced.
-        restarts: how often the actor starts its process again.
-        resumes: a run that was interrupted in the same directory goes on.
+        request: the server's module and directories, as worker 0 asks for them.
+        workers: number of workers that were announced.
+        restarts: how often the actor starts the server's process again.
+        resumes: whether to go on with an interrupted run in the same directory.
     """
 
     request: ServerRequest
@@ -38,15 +40,15 @@ class ServerTask:
 class RayServer:
     """Starts the server's process, and tells the registry where it listens.
 
-    When its process dies, the updates since the last snapshot are lost, as without Ray. When the actor does, its server
-    still writes a last snapshot, if it can.
+    When the server's process dies, the updates since the last snapshot are lost, as without Ray. When the actor dies,
+    its server still writes a last snapshot, if it can.
 
     Args:
-        run: name of its registry.
+        run: name of the run's registry.
     """
 
     def __init__(self, run: str, task: ServerTask) -> None:
-        registry = ray.get_actor(run)  # by its name: Ray keeps handles in arguments beside them, and may lose them
+        registry = ray.get_actor(run)  # by name: Ray stores a handle in an argument separately, and may lose it
         self._task, self._token = task, ray.get(registry.token.remote())
         self._error = ""
         state: State = ray.get(registry.state.remote())
@@ -58,20 +60,20 @@ class RayServer:
             self._error = str(error)
             return
         if not (again or task.resumes):
-            # its program does so too, but an actor that dies before that would take them for this run's
+            # the server does so too, but after an actor that dies before, its successor would take them for this run's
             Snapshots(Path(task.request.run_dir)).clear()
         port = split_address(self._process.address)[1]
         ray.get(registry.serve.remote(Place(host, port)))
 
     def follow(self) -> Ended:
-        """Waits for the server's end."""
+        """Waits for the server's end, and returns how it has ended."""
         if self._error:
             return Ended(1, self._error)
         self._process.join()
         return Ended(self._process.poll() or 0)
 
     def end(self) -> None:
-        """Lets the server write a last snapshot, if its run is not finished."""
+        """Ends the server, which writes a last snapshot if its run is not finished."""
         if not self._error:
             self._process.end()
 
@@ -93,7 +95,8 @@ class RayServer:
         )
 
     def _start_again(self, host: str, before: Place | None) -> ServerProcess:
-        """On the same node at the same port, where workers look for it; they are told when it is another."""
+        """Starts the server again: on the same node at the same port, where workers look for it; on another node at a
+        free port, which the registry tells them."""
         recovers = any((Path(self._task.request.run_dir) / DIRECTORY).glob("version-*.pt"))
         port = before.port if before is not None and before.host == host else 0
         start, deadline = partial(self._start, recovers=recovers), time.monotonic() + _LAST_ONES_END

@@ -25,22 +25,24 @@ from fairseq_async.worker.rendezvous import Rendezvous
 
 _PAUSE = 0.3  # seconds between two looks at the child and the registry
 _ENDING = 5.0  # seconds between SIGTERM and SIGKILL
-_SILENT = 5.0  # seconds between two starts while the server still waits for the process of a lost node
-_STILL_THERE = "is here already"  # how the server refuses them
+_SILENT = 5.0  # seconds between two starts while the server still waits for this worker's process on a lost node
+_STILL_THERE = "is here already"  # end of the server's refusal in that case
 
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """What a worker's actor runs.
+    """The worker that an actor runs.
 
     Attributes:
-        joins: it was not announced, and joins a run that is going on.
+        number: number of the worker.
+        workers: number of workers that were announced.
+        joins: whether the worker was not announced, and joins a run that is going on.
         line: the command.
-        cwd: in which it runs, on every node.
-        directory: the run's temporary one, where worker 0 asks for the server.
+        cwd: working directory of the command, on every node.
+        directory: the run's temporary directory, in which worker 0 asks for the server.
         logs: directory of the logs, until the run's directory is known.
         restarts: how often the command is started again.
-        plugins: modules with rules of the user's own.
+        plugins: modules with the user's own rules.
     """
 
     number: int
@@ -56,24 +58,26 @@ class WorkerTask:
 
 
 class RayWorker:
-    """One worker of a run, on the node where Ray has placed it. What its child had not sent dies with it.
+    """One worker of a run, on the node where Ray has placed it. The work that its child process has not sent is lost
+    when the actor dies.
 
     Args:
-        run: name of its registry.
+        run: name of the run's registry.
     """
 
     def __init__(self, run: str, task: WorkerTask) -> None:
         context = ray.get_runtime_context()
-        self._registry, self._task = ray.get_actor(run), task  # by name: see the server's
+        self._registry, self._task = ray.get_actor(run), task  # by name: see RayServer
         self._host, self._node = ray.util.get_node_ip_address(), context.get_node_id()
         self._token: str = ray.get(self._registry.token.remote())
         self._restarts, self._said = task.restarts, ""
-        self._address = ""  # that the child knows
+        self._address = ""  # the server's address that the child knows
         self._log = task.logs / f"worker-{task.number}.log"
         self._rendezvous = Rendezvous(task.directory / f"worker-{task.number}")
 
     def run(self) -> Ended:
-        """Until the worker has ended for good. From the main thread, with which the kernel would end the child."""
+        """Runs until the worker has ended for good. Runs in the main thread: the kernel ends the child together with
+        the thread that has started it."""
         if not os.path.isdir(self._task.cwd):
             return Ended(USER_ERROR, f"there is no directory {self._task.cwd} on the node {self._host}")
         while (orders := self._check_in()).leaves or (self._task.joins and not orders.address):
@@ -98,7 +102,8 @@ class RayWorker:
         return True
 
     def _run_once(self, orders: Orders) -> Ended | None:
-        """One life of the child; None if the server has moved, and it is to be started again."""
+        """Runs the child once; returns how it has ended, or None if the server has moved and the child is to be started
+        again."""
         self._address = orders.address
         self._use(orders)
         start = self._log.stat().st_size if self._log.exists() else 0
@@ -123,7 +128,7 @@ class RayWorker:
         return orders
 
     def _use(self, orders: Orders) -> None:
-        """Tells the child where the server is, and moves its log, which is open, to the run's directory."""
+        """Tells the child the server's address, and moves the child's open log to the run's directory."""
         if orders.address and not self._address:
             self._rendezvous.answer(orders.address)
             self._address = orders.address
@@ -150,7 +155,8 @@ class RayWorker:
             )
 
     def _environment(self) -> dict[str, str]:
-        """The node's, in which no library finds the ranks of the job that has started Ray."""
+        """Returns the child's environment: the node's, without the variables by which a library would find the ranks
+        of the job that has started Ray."""
         task, ranks = self._task, {name for scheduler in SCHEDULERS for name in scheduler.own}
         variables = {name: value for name, value in os.environ.items() if name not in ranks | {MEETING}}
         variables |= {TOKEN: self._token, WORKER: JOINS if task.joins else str(task.number), WORKERS: str(task.workers)}
@@ -162,7 +168,7 @@ class RayWorker:
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
-    """The child, and what it may have left in its group."""
+    """Ends the child, and any processes that it has left in its group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(child.pid, number)

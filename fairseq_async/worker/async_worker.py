@@ -13,15 +13,15 @@ logger = logging.getLogger(__name__)
 
 
 class Refusals:
-    """Counts the updates that the server has refused, which says with each answer how many there were.
+    """Counts the refused updates of one worker; the server sends their total with each answer.
 
-    It counts the local steps that a worker leaves out by itself, too.
+    Also counts the local steps that a worker leaves out by itself.
 
     Args:
-        worker: its number, for the error.
-        limit: refused in a row, after which the worker stops.
-        what: they are.
-        fate: what becomes of them.
+        worker: the worker's number, for the error.
+        limit: number of refused updates in a row after which the worker stops.
+        what: name of what is counted, for messages.
+        fate: what happened to the counted ones, for messages.
     """
 
     def __init__(self, worker: int, limit: int, what: str = "update", fate: str = "refused") -> None:
@@ -29,10 +29,10 @@ class Refusals:
         self.total = self.in_a_row = 0
 
     def count(self, total: int) -> None:
-        """After each answer.
+        """Takes the total after an answer.
 
         Raises:
-            RefusedError: there were too many in a row.
+            RefusedError: ``limit`` updates in a row were refused.
         """
         more, self.total = max(0, total - self.total), total
         self.in_a_row = self.in_a_row + more if more else 0
@@ -46,7 +46,7 @@ class Refusals:
 
 
 def left_out_steps(worker: int, limit: int) -> Refusals:
-    """Counts local steps with NaN or Inf, which never reach the server."""
+    """Returns a counter of the local steps with NaN or Inf, which never reach the server."""
     return Refusals(worker, limit, "local step", "left out")
 
 
@@ -54,19 +54,19 @@ class AsyncWorker:
     """The worker side of a method: joins a run, and takes the server's parameters.
 
     Args:
-        client: the connection.
+        client: the connection to the server.
         replica: this worker's parameters.
-        max_refused: refused updates in a row after which the worker stops.
+        max_refused: number of refused updates in a row after which the worker stops.
 
     Attributes:
-        joined: the worker has the server's parameters.
-        finished: the run is over.
-        version: the server's, of the parameters that the worker started from.
-        sequence: the number of its next update.
-        done: local steps that the server has not heard of.
-        look_ahead: versions ahead of ``version`` at which it has started.
-        first_batch: a digest of the worker's first batch, until its first update has gone.
-        last: what is to be logged of the last exchange.
+        joined: whether the worker has taken the server's parameters.
+        finished: whether the run is over.
+        version: the server's version of the parameters that the worker started from.
+        sequence: the number of the worker's next update.
+        done: number of local steps that were not sent yet.
+        look_ahead: number of versions ahead of ``version`` at which the worker has started.
+        first_batch: a digest of the worker's first batch, until the first update is sent.
+        last: values of the last exchange, for the log.
     """
 
     def __init__(self, client: Client, replica: Replica, max_refused: int) -> None:
@@ -83,38 +83,38 @@ class AsyncWorker:
         return self.client.join(self.replica.layout, spec)
 
     def bring_parameters(self, state: str | None, from_checkpoint: bool = False) -> Welcome:
-        """Worker 0's parameters, or the server state in a file, to a new server."""
+        """Sends worker 0's parameters, or the server state in a file, to a new server."""
         self.pin_exchanged()
         self.replica.read(self.client.slot)
         return self.client.initialise(state, from_checkpoint)
 
     def begin(self, welcome: Welcome) -> None:
-        """Starts from the server's parameters, and counts on from what the server has of this worker."""
+        """Starts from the server's parameters, and continues the server's counts of this worker's updates."""
         self.joined, self.finished = True, welcome.finished
         self.sequence, self.refusals.total = welcome.sequence, welcome.refused
         self.start()
 
     def start(self) -> None:
-        """Takes what this worker's next work starts from: here the server's current parameters."""
+        """Takes the parameters that this worker's next work starts from: here the server's current ones."""
         self.pull()
 
     def start_again(self) -> None:
-        """Takes anew what the present work starts from, which a replay gives after the exchange."""
+        """Takes again the parameters that the present work starts from: a replay gives them after the exchange."""
         self.pull()
 
     def pin_exchanged(self) -> None:
-        """Lets a GPU reach what server and worker hand each other by itself. Before each exchange: it lies elsewhere
-        after the server has come back."""
+        """Pins the memory that server and worker exchange, so that a GPU accesses it directly. Called before each
+        exchange: the memory lies elsewhere after the server has come back."""
         if self.replica.device.asynchronous:
             for name, vector in self.client.exchanged.items():
                 self.replica.device.pin(name, vector)
 
     def compressor_state(self) -> State | None:
-        """What a checkpoint of this worker keeps of its compressed updates; None where they are not compressed."""
+        """The compressor's state for a checkpoint of this worker; None where updates are not compressed."""
         return None if self.client.compressor is None else self.client.compressor.state_dict()
 
     def restore_compressor(self, state: State | None) -> None:
-        """Goes on from :meth:`compressor_state`, once the worker has begun; from another time it is left."""
+        """Goes on from :meth:`compressor_state`, once the worker has begun; a state of another time is ignored."""
         if self.client.compressor is not None and state is not None:
             self.client.compressor.load_state_dict(state, self.sequence)
 
@@ -123,19 +123,19 @@ class AsyncWorker:
         self.version, self.look_ahead = self.client.pull(self.replica.write), 0.0
 
     def catch_up(self) -> None:
-        """Takes the server's current parameters where the work that is done may be in them: sends that first."""
+        """Sends the work that is done, then takes the server's current parameters, which may contain it."""
         self.settle()
         if not self.finished:
             self.send_done()
-            self.pull()  # what an answer has brought may be ahead of the parameters, or compressed
+            self.pull()  # the parameters that came with an answer may be ahead of the server's own, or compressed
 
     def send_done(self) -> None:
-        """Sends what is done and was not sent; here nothing, since a gradient goes when it is there."""
+        """Sends the work that is done and not sent yet; here none, since each gradient is sent when it is computed."""
 
     def take_first_batch(self) -> str | None:
-        """The digest of the first batch, once."""
+        """Returns the digest of the first batch once, then None."""
         digest, self.first_batch = self.first_batch, None
         return digest
 
     def settle(self) -> None:
-        """Waits for an exchange that is on its way; here none is, between two calls."""
+        """Waits for an exchange that is on its way; here there is none between two calls."""

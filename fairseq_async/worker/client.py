@@ -23,12 +23,13 @@ from fairseq_async.worker.lasting_connection import LastingConnection
 
 class Client(LastingConnection):
     """The requests of one worker to the server of its run, on a
-    :class:`~fairseq_async.worker.lasting_connection.LastingConnection`, which says what the arguments are.
+    :class:`~fairseq_async.worker.lasting_connection.LastingConnection`, which documents the arguments.
 
-    Every method raises :class:`ExchangeError` when the server stays away and :class:`RefusedError` when it says no.
+    Every method raises :class:`ExchangeError` when the server stays away and :class:`RefusedError` when the server
+    refuses the request.
 
     Attributes:
-        compressor: of its updates; None where they are sent in fp32, and before :meth:`join`.
+        compressor: encodes this worker's updates; None where they are sent in fp32, and before :meth:`join`.
     """
 
     def __init__(
@@ -41,33 +42,36 @@ class Client(LastingConnection):
         tls: Path | None = None,
         streams: int = 1,
     ) -> None:
-        self._schedule_events, self._received = 0, 0  # the second: bytes of parameters, since the last push
-        self._brought: tuple[protocol.Pull, int] | None = None  # what came behind an answer, and its version
+        self._schedule_events, self._received = 0, 0  # _received: bytes of parameters since the last push
+        # the pull that the parameters behind the last answer to a push fulfil, and their version
+        self._brought: tuple[protocol.Pull, int] | None = None
         self.compressor: Compressor | None = None
         self._fragments: tuple[Fragment, ...]
         self._may_reject = False
         super().__init__(address, token, worker, patience, on_loss, tls, streams)
 
     def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
-        """Introduces the worker; waits until the server has parameters, unless this is worker 0, who brings them."""
+        """Introduces the worker; waits until the server has parameters, unless this is worker 0, which brings them."""
         codec, self._fragments = spec.compress.push, layout.fragments(spec.fragments)
         self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
         self._may_reject = spec.server.max_update_norm_ratio is not None or spec.staleness_limit is not None
         return super().join(layout, spec)
 
     def initialise(self, state: str | None, from_checkpoint: bool = False) -> Welcome:
-        """Worker 0 brings a new server the parameters in its slot, or all of a state in a file; a server on another
-        machine has to see the same disk. The workers read a checkpoint, too, if it has begun from one."""
+        """Gives a new server the parameters in worker 0's slot, or a whole state in a file; a server on another machine
+        must see the same disk. ``from_checkpoint`` says that worker 0 has begun from a checkpoint, which the other
+        workers are to read too."""
         with nullcontext() if state is None else placed(Path(state), Path(self._state_path)):
             welcome = self._ask(protocol.Initialise(state is not None, from_checkpoint), Welcome, lambda: self._sent)
         self._initialised = True
         return welcome
 
     def push(self, write: Callable[[Tensor], object], push: Push) -> PushReply:
-        """Calls ``write(slot)`` with this worker's flat slot, then tells the server that it is ready.
+        """Calls ``write(slot)`` with this worker's flat slot, then tells the server that the update is there.
 
-        The answer comes when the update is applied; or at once, if it will be added to others without a step, and
-        ``push.wait`` is not set. Then the slot is the server's for a moment longer, for which the next push waits.
+        The answer comes when the update is applied; or at once, if the update will be added to others without a step
+        and ``push.wait`` is not set. After an answer at once the server still uses the slot for a moment; the next push
+        waits until it does not.
         """
         with self.lock:
             self.prepare(write)
@@ -87,19 +91,19 @@ class Client(LastingConnection):
         return self._ask(push, PushReply, lambda: self._part(push.sequence) if self.remote else None)
 
     def _push_compressed(self, push: Push, compressor: Compressor) -> PushReply:
-        """The payload goes behind the message, also to a server on this machine, which decodes it into the slot."""
+        """Sends the payload behind the message, also to a server on this machine, which decodes it into the slot."""
         push, payload = compressor.encode(push, self._part(push.sequence))
         if compressor.keeps_residual and self._may_reject:
-            push = replace(push, wait=True)  # an early answer would not say what becomes of it
+            push = replace(push, wait=True)  # an early answer would not say whether the update is taken
         answer = self._ask(push, PushReply, lambda: payload)
         compressor.settle_meanwhile(answer.taken)  # while the next batch is computed
         return answer
 
     def prepare(self, write: Callable[[Tensor], object]) -> float:
-        """Calls ``write(slot)`` for a push to come, at which the slot may be another.
+        """Calls ``write(slot)`` ahead of a push; by that push, the slot may have been replaced by another.
 
         Returns:
-            Seconds for which the server had not taken the update before out of the slot.
+            Seconds that this call waited for the server to take the previous update out of the slot.
         """
         with self.lock:
             began = time.perf_counter()
@@ -109,12 +113,12 @@ class Client(LastingConnection):
         return waited
 
     def _part(self, sequence: int | None) -> Tensor:
-        """What the slot has of the fragment of an update of this number; None for all of it."""
+        """The slot's view of the fragment that the update of this number is of; the whole slot for None."""
         return self.slot if sequence is None else in_turn(self._fragments, sequence).of(self.slot)
 
     def _make_room(self, fragment_of: int | None) -> None:
-        """For what comes behind the next answer, with whose question nothing is sent; at each attempt to ask, since a
-        server that comes back may bring another connection."""
+        """Sets where the tensor behind the next answer is received. Runs at each attempt to send a request, since the
+        connection may be another after the server has come back; returns None: no tensor goes with the request."""
         self._receiver.open(self._channel, self._part(fragment_of) if self.remote else None)
 
     def pull(
@@ -124,20 +128,21 @@ class Client(LastingConnection):
         starts: bool = False,
         fragment_of: int | None = None,
     ) -> int:
-        """Calls ``copy(flat parameters)`` on one version and returns it; other workers may do so at the same time.
+        """Calls ``copy(flat parameters)`` on one version, and returns the version; several workers may pull at once.
 
         Args:
-            look_ahead: versions ahead of it along the server's last step; only the server can compute these parameters.
-            starts: work starts from them: they may be ahead of the server's own where its rule looks ahead, and
-                compressed. Otherwise they are the server's own, in fp32.
-            fragment_of: the number of an update of this worker, of whose fragment alone it asks. The fragment is in its
-                place in the slot then; ``copy`` is called on all of the slot.
+            look_ahead: number of versions ahead of it, along the server's last step; only the server can compute these
+                parameters.
+            starts: work starts from these parameters: they may be ahead of the server's own where its rule looks ahead,
+                and compressed. Otherwise they are the server's own, in fp32.
+            fragment_of: number of an update of this worker: pulls only the fragment that this update is of, into its
+                place in the slot. ``copy`` is still called on the whole slot.
         """
         while (memory := self.memory) is not None and memory.publishes and not look_ahead:
             try:
                 version = memory.read(copy, partial(self._is_gone, memory))
                 with self.lock:
-                    if memory is self.memory:  # and not that of a server that died meanwhile
+                    if memory is self.memory:  # not if it is the memory of a server that died meanwhile
                         self._restored_version = None
                         self._received += 4 * memory.parameters
                         return version
@@ -157,7 +162,7 @@ class Client(LastingConnection):
         return version
 
     def _take_brought(self, push: Push, answer: PushReply) -> None:
-        """Takes the parameters behind an answer, for the :meth:`pull` to come; without them it asks as always."""
+        """Takes the parameters behind an answer to a push, for the next :meth:`pull`, which otherwise requests them."""
         fragment_of = push.sequence if len(self._fragments) > 1 else None
         request = protocol.Pull(answer.assignment.look_ahead, starts=True, fragment_of=fragment_of)
         try:
@@ -167,7 +172,7 @@ class Client(LastingConnection):
             self._reconnect(error)
 
     def _take(self, reply: protocol.PullReply, request: protocol.Pull) -> int:
-        """Brings parameters that have come into the slot; returns their version."""
+        """Writes received parameters into the slot; returns their version."""
         self._restored_version = None
         self._received += self._receiver.take(self._channel, reply, self.slot, request)
         return reply.version
@@ -175,7 +180,8 @@ class Client(LastingConnection):
     def schedule_event(
         self, event: Literal["begin_epoch", "end_epoch"], epoch: int, loss: float | None = None
     ) -> protocol.ScheduleReply:
-        """Tells the server's learning-rate schedule of an epoch. It counts once, however often it has to be sent."""
+        """Tells the server's learning-rate schedule that an epoch begins or ends. The server counts the event once,
+        however often it is sent."""
         self._schedule_events += 1
         number = f"{self._instance}-{self._schedule_events}"
         return self._ask(protocol.ScheduleEvent(number, event, epoch, loss), protocol.ScheduleReply)
@@ -185,8 +191,8 @@ class Client(LastingConnection):
         return self._ask(protocol.WaitForWork(), protocol.WorkReply)
 
     def save_state(self, path: str) -> int:
-        """Takes the server's whole state into a file; returns the version of the parameters. A server on another
-        machine has to see the same disk."""
+        """Saves the server's whole state in a file; returns the version of the parameters. A server on another machine
+        must see the same disk."""
         saved = self._ask(protocol.SaveState(), protocol.StateSaved)
         try:
             shutil.move(saved.path, path)

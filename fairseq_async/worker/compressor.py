@@ -1,4 +1,4 @@
-"""A worker's updates on their way into few bytes, and what was lost of them."""
+"""Compresses a worker's updates, and keeps the residual: the part of them that was not sent."""
 
 import math
 import zlib
@@ -20,11 +20,11 @@ from fairseq_async.server.protocol import Push
 
 @dataclass(frozen=True)
 class _Part:
-    """What updates of one fragment go through.
+    """The codec and the residual of one fragment.
 
     Attributes:
         sizes: number of values of each tensor.
-        feedback: None where what is not sent is lost, or nothing is.
+        feedback: keeps the residual; None where the unsent part is lost, or where nothing stays unsent.
     """
 
     codec: Codec
@@ -38,7 +38,7 @@ class _Part:
         return float(torch.linalg.vector_norm(self.feedback.residual, dtype=torch.float64))
 
     def encode(self, update: Tensor, weight: float, seed: int) -> bytes:
-        # what has no weight changes nothing, whatever it has: the residual waits for the next
+        # an update of weight 0 changes nothing on the server: the residual waits for the next update
         if self.feedback is not None and weight > 0:
             return self.feedback.send(update, seed)
         return self.codec.encode(update, seed, self.sizes)
@@ -57,17 +57,18 @@ class _Part:
 class Compressor:
     """Encodes one worker's updates, each once, and keeps the residual of a biased codec.
 
-    Where the model is exchanged in fragments, each has a codec and a residual of its own, as a model of its own would:
-    an update of a fragment takes with it what was left of that fragment alone.
+    Where the model is exchanged in fragments, each fragment has its own codec and residual, as if it was a model by
+    itself: an update of a fragment is encoded together with the residual of that fragment alone.
 
-    What is drawn is drawn by the run's seed, the worker and the number of the update, so that a replay draws the same.
+    Random numbers are seeded with the run's seed, the worker and the number of the update, so that a replay draws the
+    same ones.
 
-    Lost work: a worker that ends without a checkpoint loses its residual, which is about as much as one update, and no
-    more. :meth:`load_state_dict` takes a residual back only where the server has come to the update that follows it.
+    Lost work: a worker that ends without a checkpoint loses its residual, about as much as one update, and no more.
+    :meth:`load_state_dict` restores a residual only where the server expects the update that follows it.
 
     Args:
-        worker: its number.
-        feedback: whether a biased codec has its residual; without one, what is not sent is lost.
+        worker: the worker's number.
+        feedback: whether to keep the residual of a biased codec; without one, the unsent part is lost.
     """
 
     def __init__(
@@ -80,25 +81,25 @@ class Compressor:
             has_feedback = codec.biased and feedback
             self._parts.append(_Part(codec, sizes, ErrorFeedback(codec, sizes) if has_feedback else None))
         self._worker, self._prefix = worker, f"{spec.options.get('seed', 0)}/{worker}/"
-        self._sequence = 0  # of the next update
+        self._sequence = 0  # number of the next update
         self._settling: Future[None] | None = None
-        self._second_thread = ThreadPoolExecutor(1, thread_name_prefix="residual")  # there is none before it is used
+        self._second_thread = ThreadPoolExecutor(1, thread_name_prefix="residual")  # the thread starts at its first use
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether it matters to later updates what became of one."""
+        """Whether later updates depend on whether the server has taken an earlier one."""
         return self._parts[0].feedback is not None
 
     @property
     def _part(self) -> _Part:
-        """That of the update in hand, or, where none is, of the next one."""
+        """The part of the update that is being sent, or, between two updates, of the next one."""
         return self._parts[self._sequence % len(self._parts)]
 
     def encode(self, push: Push, update: Tensor) -> tuple[Push, Tensor | None]:
-        """The message, and the payload that goes with it; none for an update with NaN or Inf, which will be refused.
+        """Returns the message and its payload; no payload for an update with NaN or Inf, which will be refused.
 
         Args:
-            update: flat, of the fragment whose turn it is by the number of the update.
+            update: flat; of the fragment whose turn it is by the number of the update.
         """
         self._wait()
         self._sequence = push.sequence
@@ -111,39 +112,39 @@ class Compressor:
         return replace(push, report=report, norm=None), torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
     def decode(self, payload: Tensor, size: int) -> Tensor:
-        """What the server makes of a payload of so many values: flat, fp32."""
-        return self._parts[0].codec.decode(payload.numpy().data, size)  # whatever state a codec has is for encoding
+        """Decodes a payload of ``size`` values as the server does: flat, fp32."""
+        return self._parts[0].codec.decode(payload.numpy().data, size)  # a codec's state is used for encoding only
 
     def settle(self, taken: bool) -> None:
-        """After the answer: whether the update is in the server's parameters."""
+        """Settles the residual after the answer, which says whether the server has taken the update."""
         feedback = self._part.feedback
         self._sequence += 1
         if feedback is not None:
             (feedback.acknowledge if taken else feedback.refuse)()
 
     def settle_meanwhile(self, taken: bool) -> None:
-        """As :meth:`settle`, in a second thread, for which the next call of any other method waits."""
+        """Runs :meth:`settle` in a second thread; the next call of another method waits for it."""
         self._wait()
         self._settling = self._second_thread.submit(self.settle, taken)
 
     def _wait(self) -> None:
-        """Until the last answer is in the residual."""
+        """Waits until the residual is settled after the last answer."""
         settling, self._settling = self._settling, None
         if settling is not None:
             settling.result()
 
     def state_dict(self) -> State:
-        """For the worker's checkpoint, between two updates."""
+        """Returns the state for the worker's checkpoint, between two updates."""
         self._wait()
         own = {"worker": self._worker, "sequence": self._sequence, "codec": self._codec}
         return own | {"parts": [part.state_dict() for part in self._parts]}
 
     def load_state_dict(self, state: State, sequence: int) -> bool:
-        """Goes on from :meth:`state_dict`; returns whether it does.
+        """Restores :meth:`state_dict`; returns whether the state fits.
 
-        It does not where the state is another worker's, of other fragments, or of another time than the server's, whose
-        next update of this worker has this ``sequence`` number: what the residual holds may be in the parameters then.
-        A residual is whatever codec's: one of another codec than the run has now is sent by the new one.
+        A state is ignored if it is another worker's, of another number of fragments, or of another time than the
+        server's: then its residual may be in the parameters already. ``sequence`` is the number of this worker's next
+        update on the server. A residual fits any codec: that of an earlier codec is sent by the run's present one.
         """
         self._wait()
         here = self._worker, len(self._parts), sequence

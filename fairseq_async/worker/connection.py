@@ -15,31 +15,31 @@ from fairseq_async.server.protocol import Greeting, Introduce, Introduced, encod
 logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
-CONNECT_SECONDS = 10.0  # for a connection, and for each word of the handshake but the first
-_GREETING_SECONDS = 60.0  # for that one: the server's process may still be importing what it needs
+CONNECT_SECONDS = 10.0  # for a connection, and for each message of the handshake but the first
+_GREETING_SECONDS = 60.0  # for the first message: the server's process may still be importing its modules
 _SILENCE = 60.0  # seconds after which a worker says that it still waits for an answer
 
 
 class Connection(Channel):
-    """Both sides have proved that they know the token, which does not cross the wire.
+    """A channel on which both sides have proved that they know the token, which does not cross the wire.
 
     Args:
-        worker: its id, or None for one that was not announced and takes what is free.
-        joins: it was not announced.
-        instance: this process, which may connect again.
-        encryption: of the connection; None for none.
-        streams: how many connections are made, each of which carries a piece of every large tensor.
-        stream_of: the server's challenge on the connection whose tensors this one carries pieces of.
+        worker: id of this worker, or None for a worker that was not announced and takes a free id.
+        joins: whether the worker was not announced.
+        instance: identifies this process, which may connect again.
+        encryption: TLS context of the connection; None for no encryption.
+        streams: number of connections to make, each of which carries a piece of every large tensor.
+        stream_of: the server's challenge on the worker's first connection, if this one carries pieces of its tensors.
 
     Attributes:
-        worker: its id.
-        workers: how many were announced.
-        server: which process it is: one that was started again is another.
-        timeout: seconds without a word after which one side gives the other up.
+        worker: id of this worker.
+        workers: number of workers that were announced.
+        server: identifies the server's process: a server that was started again has another value.
+        timeout: seconds without a message after which one side gives the other up.
 
     Raises:
         ExchangeError: there is no server, or it does not answer.
-        RefusedError: it does not want this worker, does not know the token, or one side's certificate is refused.
+        RefusedError: the server refuses this worker or does not know the token, or one side's certificate is refused.
     """
 
     def __init__(
@@ -66,14 +66,15 @@ class Connection(Channel):
         self.worker, self.workers, self.server = introduced.worker, introduced.workers, introduced.server
         for _ in range(streams - 1):
             self._add_stream(address, token, joins, instance, encryption, theirs)
-        self.give_up_after(introduced.timeout)  # also a machine that goes before it answers the next words
+        self.give_up_after(introduced.timeout)  # also a machine that fails before it answers the next request
 
     def _add_stream(
         self, address: str, token: str, joins: bool, instance: str, encryption: ssl.SSLContext | None, theirs: str
     ) -> None:
-        """
+        """Adds a further connection, for pieces of tensors.
+
         Raises:
-            ExchangeError: it cannot be made, or the server has lost the first connection meanwhile.
+            ExchangeError: the connection cannot be made, or the server has lost the first one meanwhile.
         """
         try:
             self.add(Connection(address, token, self.worker, joins, instance, encryption, stream_of=theirs))
@@ -82,7 +83,7 @@ class Connection(Channel):
             raise ExchangeError(f"not all connections to the server at {address} could be made: {error}") from error
 
     def _greeting(self, address: str) -> Greeting:
-        """The first message. A server that refuses this side's certificate says so after the handshake."""
+        """Receives the first message. A server that refuses this side's certificate says so after the handshake."""
         try:
             return parse_answer(self.receive(), Greeting)
         except ExchangeError as error:
@@ -102,7 +103,7 @@ class Connection(Channel):
         self.notice_death(seconds)
 
     def answer(self, expected: type[_Answer]) -> _Answer:
-        """Waits for the answer to the last request, and says so from time to time.
+        """Waits for the answer to the last request, and logs from time to time that it still waits.
 
         Raises:
             RefusedError: the server has refused the request.
@@ -117,7 +118,7 @@ class Connection(Channel):
         return self._happens(select.POLLRDHUP, seconds)
 
     def is_readable(self, seconds: float) -> bool:
-        """Whether something is there, arrives within this time, or the connection ends."""
+        """Whether data is there or arrives within this time, or the connection ends."""
         return self.has_message or self._happens(select.POLLIN, seconds)
 
     def _happens(self, event: int, seconds: float) -> bool:
@@ -129,7 +130,7 @@ class Connection(Channel):
 
 
 def _open(address: str, encryption: ssl.SSLContext | None) -> socket.socket:
-    """A connection whose time for the server's first message runs."""
+    """Returns a new connection, with the timeout for the server's first message."""
     host, _, port = address.rpartition(":")
     try:
         connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)

@@ -1,4 +1,4 @@
-"""Which worker this process is, and where its server is found."""
+"""Finds out which worker this process is, and connects it to its server, which it may have to start."""
 
 import json
 import os
@@ -27,19 +27,20 @@ from fairseq_async.worker.invitation import invitation, own_command
 from fairseq_async.worker.meeting import Meeting, Place, wait_until_it_listens
 from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 
-_RESTARTS = 3  # of a server without a launcher
+_RESTARTS = 3  # how often a server without a launcher is started again
 _RENDEZVOUS = timedelta(seconds=120)  # worker 0 has to import its framework and to start the server
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """``worker`` of ``workers``; ``slowdown`` times slower than it could be, for experiments.
+    """This process's place in the run: it belongs to worker ``worker`` of ``workers``.
 
     Attributes:
-        rank: among the ``island_size`` ranks that are this worker together; rank 0 speaks for them.
-        several_machines: not all workers are on this one.
+        slowdown: factor by which this worker is made slower, for experiments.
+        rank: this process among the ``island_size`` ranks that form the worker; rank 0 speaks for them.
+        several_machines: whether the workers are on more than one machine.
         has_store: torchrun or deepspeed has started the ranks, and the store at MASTER_ADDR:MASTER_PORT connects them.
-        joins: it was not announced; the server says which worker it is.
+        joins: the worker was not announced; the server assigns its id.
     """
 
     worker: int = 0
@@ -54,7 +55,8 @@ class WorkerContext:
 
     @classmethod
     def find(cls, island_size: int = 1) -> "WorkerContext":
-        """From the environment that ``fairseq-async launch``, torchrun or deepspeed gives; alone without any.
+        """Reads the context from the environment that ``fairseq-async launch``, torchrun or deepspeed sets; without
+        any of them, this process is the only worker.
 
         Raises:
             ConfigurationError: the ranks do not divide into islands, or were started in a way that is not supported.
@@ -68,7 +70,7 @@ class WorkerContext:
                     f"{option('island_size')} is {island_size}: the launcher starts single processes; start the ranks "
                     "of islands with torchrun or deepspeed"
                 )
-            end_with_parent(signal.SIGTERM, os.getppid())  # nobody would start its server again
+            end_with_parent(signal.SIGTERM, os.getppid())  # without its launcher nobody restarts the server
             worker, workers = int(os.environ[WORKER]), int(os.environ[WORKERS])
             slowdown = _slowdown(worker, workers) if MEETING in os.environ else float(get(SLOWDOWN, "1"))
             return cls(worker, workers, worker, slowdown)
@@ -109,14 +111,17 @@ class WorkerContext:
         on_loss: Callable[[str], None],
         resumes: bool = False,
     ) -> tuple["WorkerContext", Client, ServerProcess | None]:
-        """This place with its worker's id, the connection, and the server's process if it is this worker's own.
+        """Connects to the server, and starts it first if that is this worker's task.
 
         Args:
-            module: the server, if it is to be started here.
-            options: where it is, if there is one already, or is to be one for other machines; and how it is reached.
+            module: the server's module, if the server is to be started here.
+            options: the address of a running server, or of the one to start for other machines; and how to connect.
             run_dir: the run's directory, which the options need not name.
             on_loss: see :class:`~fairseq_async.worker.client.Client`.
             resumes: see :class:`~fairseq_async.server.process.ServerProcess`.
+
+        Returns:
+            This context with the worker's id, the connection, and the server's process if this worker has started it.
 
         Raises:
             ConfigurationError: there is no token, or no address that other machines could reach.
@@ -138,8 +143,11 @@ class WorkerContext:
     def _find_server(
         self, module: str, options: ServerOptions, run_dir: Path, resumes: bool
     ) -> tuple[str, str, ServerProcess | None]:
-        """Where a launcher has started the server, it is known. Elsewhere worker 0 starts it, and a file, or the store
-        of torchrun or deepspeed, tells the others where it is."""
+        """Returns the server's address, the token, and the server's process if this worker has started it.
+
+        Where a launcher starts the server, the launcher tells its address. Elsewhere worker 0 starts the server, and
+        the others read its address in a file or in the store of torchrun or deepspeed.
+        """
         given, token_file = options.server, options.token_file
         token = read_token(Path(token_file)) if token_file else os.environ.get(TOKEN)
         if MEETING in os.environ and not self.joins:
@@ -168,7 +176,7 @@ class WorkerContext:
         return address, token or read_token(Path(path)), None
 
     def _ask_launcher(self, module: str, options: ServerOptions, run_dir: Path) -> str:
-        """The address of the server that the launcher starts, when worker 0 has said which."""
+        """Waits for the address of the server, which the launcher starts once worker 0 has told it the module."""
         if options.server:
             raise ConfigurationError(
                 f"{option('server')} {options.server}: the launcher starts the server; leave it out"
@@ -181,7 +189,8 @@ class WorkerContext:
     def _meet(
         self, module: str, options: ServerOptions, token: str | None, run_dir: Path, resumes: bool
     ) -> tuple[str, str, ServerProcess | None]:
-        """Worker 0 starts the server, or, where its job was started again, the server goes on; the others find it."""
+        """Starts the server if this is worker 0, or resumes it where the job was started again; other workers wait
+        until it listens. Returns the same as :meth:`_find_server`."""
         meeting, given = Meeting(run_dir, os.environ[MEETING]), options.server
         if self.worker > 0:
             if given and token:  # machines without a file system in common
@@ -192,14 +201,14 @@ class WorkerContext:
         before = meeting.place()
         token, resumes = token or (before.token if before else new_token()), resumes or before is not None
         host, port = split_address(given) if given else (os.environ[HOST], 0)
-        listens = host if is_loopback(host) else ANY  # the name by which others reach it may not be known here yet
+        listens = host if is_loopback(host) else ANY  # the name by which others reach it may not resolve here yet
         start = partial(self._start_server, module, options, token=token, run_dir=run_dir, resumes=resumes)
         try:
             process = start((listens, before.port if before and before.may_be_here and not given else port))
         except ConfigurationError:
             if given or not before:
                 raise
-            process = start((listens, 0))  # the port is another's by now
+            process = start((listens, 0))  # another process has taken the port by now
         port = split_address(process.address)[1]
         near = f"{LOOPBACK if listens == ANY else host}:{port}"
         meeting.tell(Place(meeting.job, socket.gethostname(), f"{host}:{port}", near, token))
@@ -229,7 +238,7 @@ class WorkerContext:
 
     @property
     def global_rank(self) -> int:
-        """Among the ranks of all workers."""
+        """Rank of this process among the ranks of all workers."""
         return self.worker * self.island_size + self.rank
 
     def open_store(self) -> None:
@@ -238,11 +247,11 @@ class WorkerContext:
             _store(self)
 
     def tell(self, name: str, value: Any) -> None:
-        """Leaves a value of JSON's types for the other ranks."""
+        """Stores a value of JSON's types for the other ranks."""
         _store(self).set(_key(name), json.dumps(value))
 
     def ask(self, name: str, otherwise: str) -> Any:
-        """Waits for a value that another rank tells.
+        """Waits for the value that another rank stores under this name.
 
         Raises:
             ExchangeError: it did not come; ``otherwise`` is the message.
@@ -254,13 +263,14 @@ class WorkerContext:
 
 
 def _certificates(options: ServerOptions) -> Path | None:
-    """The directory of the certificates that the options, or a launcher, have named."""
+    """The directory of the certificates that the options or a launcher name; None without TLS."""
     given = options.tls or os.environ.get(TLS)
     return Path(given).resolve() if given else None
 
 
 def _slowdown(worker: int, workers: int) -> float:
-    """FAIRSEQ_ASYNC_SLOWDOWN=1,4 makes worker 1 four times slower, where no launcher of ours gives each its own."""
+    """Returns the worker's slowdown where no launcher of ours sets it: FAIRSEQ_ASYNC_SLOWDOWN=1,4 makes worker 1 four
+    times slower."""
     given = os.environ.get(SLOWDOWN)
     if not given:
         return 1.0
@@ -278,11 +288,11 @@ def _under_torchrun() -> bool:
 
 
 def _store(place: WorkerContext) -> TCPStore:
-    """torchrun's, or, where the launcher keeps none, one that the first rank does.
+    """Connects to torchrun's store, or, where the launcher hosts none, to one that the first rank hosts.
 
     Raises:
-        ConfigurationError: its port is another job's.
-        ExchangeError: nobody keeps it.
+        ConfigurationError: another job uses its port.
+        ExchangeError: no process hosts the store.
     """
     if not _kept:
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -301,7 +311,7 @@ def _store(place: WorkerContext) -> TCPStore:
 
 
 def _check_free(port: int) -> None:
-    """Finds a port that is taken before torch does, which takes thirty lines to say so."""
+    """Raises an error for a port that is taken before torch does, whose message has thirty lines."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
@@ -312,7 +322,7 @@ def _taken(port: int) -> ConfigurationError:
     return ConfigurationError(f"port {port} (MASTER_PORT) is another job's: give this job a master_port of its own")
 
 
-_kept: list[TCPStore] = []  # the first rank's end must outlive the others' questions
+_kept: list[TCPStore] = []  # the store that the first rank hosts must live until the others have read it
 
 
 def _key(name: str) -> str:

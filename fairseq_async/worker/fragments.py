@@ -1,4 +1,4 @@
-"""Local SGD whose worker exchanges the model in fragments, and takes each back some steps after it was sent."""
+"""The worker of local SGD in fragments: sends one fragment at a time, and takes it back some local steps later."""
 
 from concurrent.futures import Future, wait
 
@@ -21,13 +21,13 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
 
         δ_p = Θ_p − θ_p;  τ steps;  θ_p ← Θ_p + (θ_p − θ_p when it was sent), with the new Θ_p
 
-    Θ_p are the server's parameters as this worker has taken them last. The slot holds Θ, and δ_p while it is sent. The
-    answer is taken τ steps after the update was sent, neither sooner nor later: for an answer that takes longer the
-    worker waits. With τ = 0 it takes Θ_p as it is. Keeps two fragments more. See
+    Θ_p are the server's parameters of fragment p as this worker took them last. The slot holds Θ, and δ_p while that is
+    sent. The worker takes the answer exactly τ steps after it sent the update, and waits if the answer is not there by
+    then. With τ = 0 it takes Θ_p as it is. Needs memory for two more fragments. See
     :mod:`fairseq_async.algorithms.fragments` for the papers.
 
-    Lost work: a worker that is killed loses the steps since each fragment was sent, H at most. So does one that takes
-    the server's parameters whole, by :meth:`catch_up` or at the end of the run, but for the fragment that it sends
+    Lost work: a worker that is killed loses the steps since each fragment was sent, H at most. So does a worker that
+    takes the server's whole model, by :meth:`catch_up` or at the end of the run, except for the fragment that it sends
     then. A worker whose update was refused takes the whole model too: its other fragments have NaN or Inf as well.
     """
 
@@ -36,11 +36,12 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
         self._delay = options.fragment_delay
         self._fragments = replica.layout.fragments(options.fragments)
         self._parts: list[Replica] = []
-        self._whole: Replica | None = None  # whose parts they are; the replica may be set again
-        self._pulled: int | None = None  # update whose fragment was taken last; None for the whole model
+        self._whole: Replica | None = None  # the replica that _parts are of; the attribute replica may be set again
+        self._pulled: int | None = None  # number of the update whose fragment was pulled last; None: the whole model
 
     def step(self, seconds: float, loss: float | Tensor | None = None, position: JsonObject | None = None) -> bool:
-        """After each step of the inner optimizer; True when an answer was taken."""
+        """Counts one step of the inner optimizer, and sends or takes a fragment when it is time; True when an answer
+        was taken."""
         self.count(seconds, loss)
         taken = self._exchange is not None and self.done >= self._delay
         if taken:
@@ -53,19 +54,19 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
         return taken
 
     def exchange(self, position: JsonObject | None = None) -> None:
-        """Takes an answer that is on its way, then sends the rest of the turn and takes the answer to that too."""
+        """Takes an answer that is on its way, then sends the next fragment early and takes the answer to that too."""
         self.take_answer()
         if self.done and not self.finished:
             self._send(position)
             self.take_answer()
 
     def pull(self) -> None:
-        """Takes the server's current parameters, whole, after what is on its way."""
+        """Takes an answer that is on its way, then the server's whole current parameters."""
         self.take_answer()
         super().pull()
 
     def settle(self) -> None:
-        """Waits for the exchange that is on its way; its answer is taken when its time comes, as without this call."""
+        """Waits for the exchange that is on its way; its answer is still taken at its own time, after τ steps."""
         if self._exchange is not None:
             wait([self._exchange])
 
@@ -75,7 +76,7 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
         self._pulled = None
 
     def start_again(self) -> None:
-        """Takes anew what the last exchange has brought, which a replay gives late."""
+        """Takes again the parameters of the last exchange: a replay gives them after the exchange."""
         if self._exchange is None and self._pulled is None:
             return self.start()
         self.settle()
@@ -117,12 +118,13 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
         self._part(fragment).write(fragment.of(self.client.slot))
 
     def _part(self, fragment: Fragment) -> Replica:
-        """This worker's own parameters of the fragment; made once, since each may have a GPU's stream and memory."""
+        """The replica of one fragment of this worker's parameters; made once, as each may hold a GPU's stream and
+        memory."""
         if self._whole is not self.replica:
             self._whole, self._parts = self.replica, [self.replica.part(each.tensors) for each in self._fragments]
         return self._parts[self._fragments.index(fragment)]
 
     def _room(self, fragment: Fragment) -> Tensor:
-        """Memory for the fragment as it is sent."""
+        """Memory for the fragment's parameters at the time when it is sent."""
         self._keep_memory(max(each.size for each in self._fragments))
         return self._sent[: fragment.size]

@@ -22,13 +22,13 @@ class HybridWorker(AsyncWorker):
     """Pushes mean gradients, and pulls parameters when they have changed.
 
     Args:
-        client: the connection.
-        named: parameters, as the model has them.
-        max_refused: gradients with NaN or Inf, in a row, after which the worker stops.
+        client: the connection to the server.
+        named: the model's parameters with their names.
+        max_refused: number of refused gradients in a row after which the worker stops.
 
     Attributes:
         shard: this worker's part of the training set, of which it has drawn ``offset`` batches.
-        waited: seconds for which this worker's next push has waited for the slot already.
+        waited: seconds that the worker has waited already for the slot of its next push.
     """
 
     def __init__(self, client: Client, named: Sequence[tuple[str, Parameter]], max_refused: int) -> None:
@@ -41,7 +41,7 @@ class HybridWorker(AsyncWorker):
 
     @property
     def shard(self) -> int:
-        return self.client.worker % self.client.workers  # one that joins shares with another
+        return self.client.worker % self.client.workers  # a worker that was not announced shares another's shard
 
     @property
     def offset(self) -> int:
@@ -49,7 +49,7 @@ class HybridWorker(AsyncWorker):
 
     @property
     def progress(self) -> float:
-        """Whole steps of the server; partial ones are added up."""
+        """The server's steps so far, in whole steps; partial steps are added up."""
         return self._steps if self._partial_steps else float(self.version)
 
     total_progress = progress
@@ -69,30 +69,30 @@ class HybridWorker(AsyncWorker):
         self.version, self._steps = server["version"], server["rule"]["steps"]
 
     def scale_into_slot(self, factor: float) -> None:
-        """Multiplies the parameters' ``grad``, which is fp32 on the CPU. The products are written into the slot, where
-        ``grad`` stays until the push, which has nothing to copy then."""
+        """Multiplies the parameters' ``grad``, which is fp32 on the CPU, by ``factor``. The products are written into
+        the slot, and ``grad`` then refers to the slot, so that the push has nothing to copy."""
         self.waited = self.client.prepare(partial(self._scale_into, factor))
 
     def write_ahead(self, factor: float = 1.0) -> None:
-        """Begins to write the gradients, times ``factor``, into the slot for the coming push, which waits for the rest.
+        """Begins to write the gradients, times ``factor``, into the slot; the next push waits until they are there.
 
-        A GPU does that while this process measures the gradients. On the CPU nothing happens before the push: copying
-        would take this process's own time, and the server may still need the slot.
+        A GPU copies while this process measures the gradients. On the CPU this does nothing: copying would take this
+        process's own time, and the server may still need the slot.
         """
         if self.replica.device.asynchronous:
             self.pin_exchanged()
             self.waited = self.client.prepare(partial(self._begin, factor))
 
     def write(self, slot: Tensor, factor: float = 1.0) -> None:
-        """slot ← factor · gradients, for the push; goes on from :meth:`write_ahead` with the same factor."""
-        if self._begun is None or self._begun[0] != slot.data_ptr():  # the slot of a server that has come back
+        """slot ← factor · gradients, for the push; completes a :meth:`write_ahead` with the same factor."""
+        if self._begun is None or self._begun[0] != slot.data_ptr():  # a server that has come back has another slot
             self._begin(factor, slot)
         assert self._begun is not None
         (_, transfer), self._begun = self._begun, None
         transfer.synchronize()  # the server reads the slot when it has the message
 
     def step(self, samples: float, loss: float | None, wait: bool = False, norm: float | None = None) -> None:
-        """Pushes the parameters' ``grad``, the mean over ``samples``; otherwise as :meth:`exchange`."""
+        """Pushes the parameters' ``grad``, the mean over ``samples``, as :meth:`exchange` does."""
         self.exchange(self.write, float(samples), Report(loss=loss), wait, norm)
 
     def exchange(
@@ -103,13 +103,13 @@ class HybridWorker(AsyncWorker):
         wait: bool = False,
         norm: float | None = None,
     ) -> None:
-        """Pushes what ``write`` puts into the slot, and pulls the parameters if they have changed.
+        """Pushes the gradient that ``write`` puts into the slot, and pulls the parameters if they have changed.
 
         Args:
-            weight: of this gradient among those that are added up.
-            report: for ``events.jsonl``; how long the exchange before this one took is added.
-            wait: for the receipt, also of a gradient that will not be followed by a step.
-            norm: the gradient's L2 norm where it is known, which saves the server from finding it.
+            weight: weight of this gradient in the sum of a step's gradients.
+            report: values for ``events.jsonl``; the duration of the previous exchange is added to them.
+            wait: whether to wait for the receipt even if no step follows this gradient.
+            norm: the gradient's L2 norm where it is known, so that the server need not compute it.
 
         Raises:
             RefusedError: the last ``max_refused`` gradients had NaN or Inf.
@@ -129,7 +129,7 @@ class HybridWorker(AsyncWorker):
         self.sequence += 1
         self.finished = answer.finished
         self._note(answer.assignment)
-        if answer.version != self.version or self.finished:  # what it has may be rounded
+        if answer.version != self.version or self.finished:  # at the end too: the parameters here may be rounded
             self.start(answer.assignment.look_ahead)
         self.last = {
             "staleness": float(answer.staleness),
@@ -143,8 +143,8 @@ class HybridWorker(AsyncWorker):
         self.learning_rate, self._steps = assignment.learning_rate or 0.0, assignment.total_progress
 
     def start(self, look_ahead: float = 0.0) -> None:
-        """Takes the server's parameters, or parameters so many versions ahead of them; at the end of the run, its own
-        last ones."""
+        """Takes the server's parameters, or parameters ``look_ahead`` versions ahead of them; at the end of the run,
+        the server's last ones."""
         if self.finished:
             return self.pull()
         self.version = self.client.pull(self.replica.write, look_ahead, starts=True)
@@ -161,5 +161,5 @@ class HybridWorker(AsyncWorker):
 
 
 def gradient(parameter: Parameter) -> Tensor:
-    """Its ``grad``; zeros, of one element in memory, where no loss depends on it."""
+    """Returns the parameter's ``grad``; where no loss depends on it, zeros that take one element of memory."""
     return parameter.new_zeros(()).expand_as(parameter) if parameter.grad is None else parameter.grad

@@ -1,4 +1,4 @@
-"""The command with which one more worker joins a run, for the terminal."""
+"""The command with which one more worker joins a run, as it is printed on the terminal."""
 
 import os
 import shlex
@@ -13,15 +13,15 @@ from fairseq_async.validation import split_address
 
 _ANY = (ANY, "::")  # the server listens on every address of its machine
 _OF_LAUNCHERS = ("local_rank", "local-rank")  # an argument that torchrun or deepspeed has added
-_OF_THE_RUN = (as_flag("server"), as_flag("token_file"), as_flag("tls"))  # a worker that joins gets them otherwise
+_OF_THE_RUN = (as_flag("server"), as_flag("token_file"), as_flag("tls"))  # fairseq-async join gives them to a worker
 
 
 def invitation(address: str, token_file: Path, command: Sequence[str], tls: Path | None = None) -> str:
-    """A line that says where the server is, and how one more worker joins it.
+    """Returns a line that says where the server is, and how one more worker joins it.
 
     Args:
-        command: of a worker of the run.
-        tls: directory of the certificates; None without.
+        command: the command of a worker of the run.
+        tls: directory of the certificates; None without TLS.
     """
     host, port = split_address(address)
     reached = f"{socket.gethostname() if host in _ANY else host}:{port}"
@@ -31,7 +31,7 @@ def invitation(address: str, token_file: Path, command: Sequence[str], tls: Path
 
 
 def own_command() -> list[str]:
-    """The command of this process, as a worker that joins is to have it."""
+    """Returns the command of this process as a worker that joins has to run it."""
     program, *arguments = sys.argv
     kept = [each for each in _without_values(arguments) if not each.lstrip("-").startswith(_OF_LAUNCHERS)]
     if program.endswith(".py") or not os.access(program, os.X_OK):
@@ -40,7 +40,7 @@ def own_command() -> list[str]:
 
 
 def _without_values(arguments: Sequence[str]) -> list[str]:
-    """The arguments but for those, with their values, that belong to the run."""
+    """Returns the arguments without the flags in ``_OF_THE_RUN`` and their values."""
     kept, skip = [], False
     for each in arguments:
         name, equals, _ = each.partition("=")

@@ -1,4 +1,4 @@
-"""A worker's connection to its run, which is made anew when it breaks or the server dies, and the worker's slot."""
+"""A worker's connection to the server, which is made again when it breaks or the server dies, and the worker's slot."""
 
 import logging
 import math
@@ -30,28 +30,29 @@ logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds between two attempts to connect
-_SIGNS_OF_LIFE = 4  # in the time after which the server gives a worker up
+_SIGNS_OF_LIFE = 4  # signs of life within the time after which the server gives a worker up
 
 
 class LastingConnection:
     """Connects one worker to the server of its run, and again when the connection breaks or the server dies.
 
-    On the same machine, which is what the address 127.0.0.1 says, tensors go through shared memory; to any other
+    At the address 127.0.0.1 the server is on the same machine, and tensors go through shared memory; to any other
     address they go behind the messages.
 
-    Every method raises :class:`ExchangeError` when the server stays away and :class:`RefusedError` when it says no.
+    Every method raises :class:`ExchangeError` when the server stays away and :class:`RefusedError` when the server
+    refuses the request.
 
     Args:
-        worker: its id; None asks for one that was not announced, see ``worker`` then.
+        worker: this worker's id; None for a worker that was not announced: the server assigns the attribute ``worker``.
         patience: seconds for which a worker waits for a server that is gone. A request without an answer is sent
-            again; the server knows the updates that it has settled.
+            again; the server recognises the updates that it has settled already.
         on_loss: called in a second thread, with the reason, when the server stays away while this worker computes.
-        tls: directory of certificates, of a server whose connections are encrypted.
+        tls: directory of certificates, if the server's connections are encrypted; None for plain connections.
         streams: connections to a server on another machine, each of which carries a piece of every large tensor.
 
     Attributes:
         worker: this worker's id.
-        workers: how many were announced.
+        workers: number of workers that were announced.
     """
 
     def __init__(
@@ -74,11 +75,12 @@ class LastingConnection:
         self._joined_with: tuple[Layout, MethodSpec] | None = None
         self.left = threading.Event()
         self._initialised = False  # whether the server has parameters
-        self._state_path = ""  # where worker 0 may bring it a state
+        self._state_path = ""  # the file in which worker 0 may give the server a whole state
         self._in_slot = -1  # sequence number of an update that was answered early: it may still be in the slot
         self._receiver: ParameterReceiver
-        self._restored_version: int | None = None  # of a server that was started again, until this worker has pulled
-        # of connection and slot, for a request and its answer, or for a sign of life
+        # version at which a server that was started again continues; None once this worker has pulled from it
+        self._restored_version: int | None = None
+        # guards connection and slot; held for a request and its answer, or for a sign of life
         self.lock = threading.RLock()
         self._channel = self._connect(worker)
         self.worker, self.workers = self._channel.worker, self._channel.workers
@@ -86,7 +88,7 @@ class LastingConnection:
         self._signs_of_life = None if on_loss is None else SignsOfLife(self, on_loss)
 
     def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
-        """Introduces the worker; waits until the server has parameters, unless this is worker 0, who brings them."""
+        """Introduces the worker; waits until the server has parameters, unless this is worker 0, which brings them."""
         self._receiver = ParameterReceiver(spec, layout)
         self._joined_with = layout, spec  # last: from now on the second thread may join again
         with self.lock:
@@ -98,32 +100,32 @@ class LastingConnection:
     # The slot
 
     def use(self, memory: SharedMemory) -> None:
-        """Keeps the slot of a remote server in memory that other processes of this machine can open."""
+        """Places the slot, where the server is remote, in memory that other processes of this machine can open."""
         self.memory = memory
         self._slot = memory.slot(0)
         self._receiver.open(self._channel, self._sent)
 
     def hold_slot(self) -> AbstractContextManager[object]:
-        """Within this the slot stays where it is: a server that comes back brings another one."""
+        """A context in which the slot stays where it is, although a server that comes back has another one."""
         return self.lock
 
     @property
     def slot(self) -> Tensor:
-        """What this worker and the server hand each other, flat: an update before a push, and where nothing is
-        published the parameters after a pull."""
+        """The flat tensor through which worker and server exchange: holds the update for a push, and the parameters
+        after a pull where the server publishes none in shared memory."""
         if self._slot is None:
             raise ExchangeError("this worker has not joined the run")
         return self._slot
 
     @property
     def exchanged(self) -> dict[str, Tensor]:
-        """The vectors through which this worker and the server hand each other numbers, by names for them."""
+        """The flat vectors through which worker and server exchange, by name: the slot, and published parameters."""
         published = {} if self.memory is None or not self.memory.publishes else {"published": self.memory.published}
         return {"slot": self.slot} | published
 
     @property
     def _sent(self) -> Tensor | None:
-        """What goes behind a message that hands over the slot."""
+        """The slot, to send behind a message, where the server is remote; None where the slot is shared memory."""
         return self._slot if self.remote else None
 
     # Requests
@@ -131,7 +133,7 @@ class LastingConnection:
     def _ask(
         self, request: Request, expected: type[_Answer], tensor: Callable[[], Tensor | None] = lambda: None
     ) -> _Answer:
-        """Sends one request, with the tensor that is to go behind it at that time, and waits for its answer."""
+        """Sends one request and waits for its answer; ``tensor`` is called at each attempt for the tensor behind it."""
         with self.lock:
             while True:
                 try:
@@ -141,13 +143,13 @@ class LastingConnection:
                     self._reconnect(error)
 
     def _rebased(self, request: Request) -> Request:
-        """A server that came back may be at a version before the one that an update started from."""
+        """Lowers a push's base version to that of a server that came back, which may be at an earlier version."""
         if self._restored_version is None or not isinstance(request, Push):
             return request
         return replace(request, base_version=min(request.base_version, self._restored_version))
 
     def _outdated(self, answer: _Answer) -> _Answer:
-        """Version n of a server that came back is not the version n that this worker has: it must pull."""
+        """Makes the worker pull after the server came back, whose version n is not the version n of this worker."""
         if self._restored_version is None or not isinstance(answer, PushReply):
             return answer
         return replace(answer, version=-1)
@@ -163,7 +165,7 @@ class LastingConnection:
                 if self._channel.is_readable(CONNECT_SECONDS):  # a server that is stuck holds nobody back
                     self._channel.receive()
             except ExchangeError:
-                pass  # it had ended before us
+                pass  # the server had ended before this worker
             finally:
                 self._channel.close()
         self._end_signs()
@@ -173,7 +175,7 @@ class LastingConnection:
             self._signs_of_life.end()
 
     def close(self) -> None:
-        """Ends the connection without a word: to the server this worker has died, and may come back."""
+        """Closes the connection without a message: to the server, this worker has died and may come back."""
         self.left.set()
         with self.lock:
             self._channel.close()
@@ -203,7 +205,7 @@ class LastingConnection:
             self.memory = SharedMemory.attach(welcome.memory, *shape)
             self._slot = self.memory.slot(self.worker)
             if before is not None and before.data_ptr() != self._slot.data_ptr():
-                self._slot.copy_(before)  # of a server that is no more: an update, or where local steps started
+                self._slot.copy_(before)  # the dead server's slot: an update, or the start of the local steps
             self._in_slot = -1
         self._receiver.open(self._channel, self._sent)
         return welcome
@@ -212,8 +214,8 @@ class LastingConnection:
         """Connects and joins again, for as long as patience allows.
 
         Raises:
-            ExchangeError: it stays away.
-            RefusedError: it does not take this worker any more.
+            ExchangeError: the server stays away.
+            RefusedError: the server does not take this worker any more.
         """
         if self._joined_with is None or self.left.is_set():
             raise error
@@ -250,12 +252,12 @@ class LastingConnection:
             self._reconnect(error)
 
     def _is_gone(self, memory: SharedMemory) -> bool:
-        """Whether the server has ended, or another has come since."""
+        """Whether the server of this memory has ended, or another server has replaced it."""
         return memory is not self.memory or self._channel.is_closed()
 
     @property
     def loss(self) -> str:
-        """What to say when the server stays away."""
+        """The message for the case that the server stays away."""
         return f"the server at {self.address} is gone; the run continues from its last checkpoint when started again"
 
     # Signs of life, from another thread
@@ -265,7 +267,7 @@ class LastingConnection:
         self._channel.is_closed(self._channel.timeout / _SIGNS_OF_LIFE)
 
     def show_life(self, lost: bool) -> None:
-        """Says that this worker computes; connects again where the connection was ``lost``."""
+        """Tells the server that this worker computes; connects again where the connection was ``lost``."""
         if self._joined_with is None:
             return
         if lost:

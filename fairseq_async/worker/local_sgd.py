@@ -17,19 +17,19 @@ from fairseq_async.worker.replica import Replica
 class LocalSGDWorker(AsyncWorker):
     """Counts local steps, and exchanges when as many are done as the server has asked for.
 
-    The inner optimizer's state is not touched by an exchange. The slot holds θ_start between two exchanges, and the
+    An exchange leaves the inner optimizer's state as it is. The slot holds θ_start between two exchanges, and the
     pseudo-gradient θ_start − θ is computed in place there, so that a worker keeps no further copy of the model.
 
     Args:
-        client: the connection.
+        client: the connection to the server.
         replica: the parameters that the inner optimizer steps.
-        max_refused: refused updates in a row after which the worker stops.
-        clock: seconds.
+        max_refused: number of refused updates in a row after which the worker stops.
+        clock: returns the time in seconds.
 
     Attributes:
-        assignment: what the server has asked for; ``done`` of its steps are taken.
-        offset: how many batches of the shard were drawn before this worker's, or are drawn by others.
-        epochs, tokens: of the data since the last exchange, where somebody counts them.
+        assignment: the work that the server has assigned; ``done`` of its local steps are taken.
+        offset: number of batches of the shard that were drawn before this worker's, or that others draw.
+        epochs, tokens: amount of data since the last exchange, where the caller counts it.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LocalSGDWorker(AsyncWorker):
         self.assignment = Assignment(local_steps=0)
         self.offset = 0
         self.epochs = self.tokens = 0.0
-        self._progress = 0.0  # of the schedule at the first step that is not sent yet
+        self._progress = 0.0  # position in the schedule at the first step that is not sent yet
         self._losses: list[float | Tensor] = []
         self._step_seconds: list[float] = []
         self._waited = 0.0
@@ -60,19 +60,19 @@ class LocalSGDWorker(AsyncWorker):
 
     @property
     def progress(self) -> float:
-        """Where the learning-rate schedule is, in mean local steps per worker: that of the shard or of the run, not
-        this worker's own count, at whose end a fast worker would be long before the others."""
+        """Position in the learning-rate schedule, in mean local steps per worker. It is the progress of the shard or of
+        the run, not this worker's own count, with which a fast worker would end its schedule long before the others."""
         return self._progress + self.assignment.progress_per_step * self.done
 
     @property
     def total_progress(self) -> float:
-        """Mean local steps per worker that the server had when this one last heard of it."""
+        """Mean local steps per worker in the run, as the last assignment from the server says."""
         return self.assignment.total_progress
 
     @property
     def run_progress(self) -> float:
-        """Where the whole run is, in mean local steps per worker. Where the schedule is a shard's, and so does not say,
-        the others are taken to be as fast as this worker."""
+        """Progress of the whole run, in mean local steps per worker. Where the schedule follows a shard, this is an
+        estimate: the other workers are taken to be as fast as this one since the last assignment."""
         return self.progress if self.shard is None else self.total_progress + self.done
 
     def begin(self, welcome: Welcome) -> None:
@@ -82,17 +82,17 @@ class LocalSGDWorker(AsyncWorker):
         self._take_assignment(finished, assignment)
 
     def start(self) -> None:
-        """Takes what the next local steps start from, which may be ahead of the server's parameters; at the end of the
-        run, the parameters."""
+        """Takes the parameters that the next local steps start from, which may be ahead of the server's own; at the
+        end of the run, the server's own parameters."""
         self.version = self.client.pull(self.replica.write, starts=not self.finished)
 
     def step(self, seconds: float, loss: float | Tensor | None = None, position: JsonObject | None = None) -> bool:
-        """After each step of the inner optimizer; True when it was followed by an exchange.
+        """Counts one step of the inner optimizer, and exchanges when the round is done; True after an exchange.
 
         Args:
-            seconds: of the step, without what it waited for others.
-            loss: of its batch, for the log; a scalar tensor is read only when it is needed.
-            position: where this worker is in its data, for its restart.
+            seconds: duration of the step, without time spent waiting for others.
+            loss: loss of the step's batch, for the log; a scalar tensor is read only when it is needed.
+            position: this worker's position in its data, for its restart.
 
         Raises:
             RefusedError: the last ``max_refused`` updates had NaN or Inf.
@@ -105,7 +105,7 @@ class LocalSGDWorker(AsyncWorker):
         return True
 
     def count(self, seconds: float, loss: float | Tensor | None) -> None:
-        """One local step more."""
+        """Counts one more local step."""
         self.done += 1
         self._step_seconds.append(seconds)
         if loss is not None:
@@ -124,7 +124,7 @@ class LocalSGDWorker(AsyncWorker):
         self._note(answer)
 
     def send_done(self) -> None:
-        """Ends the round early, with the local steps that are done; the rest is given up."""
+        """Ends the round early, with the local steps that are done; the rest of the assignment is dropped."""
         if self.done:
             self.exchange()
 
@@ -133,8 +133,7 @@ class LocalSGDWorker(AsyncWorker):
         return Push(self.sequence, self.version, float(self.done), self._report(position), pulls=True)
 
     def _wait_while_idle(self, finished: bool, assignment: Assignment) -> tuple[bool, Assignment]:
-        """Whether the run is over, and the assignment; where that is to do nothing, the next one, as late as it may
-        come."""
+        """Returns whether the run is over, and the assignment; waits as long as the assignment is to do nothing."""
         while assignment.idle and not finished:
             reply = self.client.wait_for_work()
             finished, assignment = reply.finished, reply.assignment
@@ -163,7 +162,7 @@ class LocalSGDWorker(AsyncWorker):
         self.restart_counts()
 
     def restart_counts(self) -> None:
-        """A round begins."""
+        """Resets the counts at the beginning of a round."""
         self.epochs = self.tokens = 0.0
         self.done, self._losses, self._step_seconds = 0, [], []
 

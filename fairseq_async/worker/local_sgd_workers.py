@@ -1,4 +1,4 @@
-"""Which worker of local SGD a run's options ask for."""
+"""Chooses the worker class of local SGD by a run's options."""
 
 from fairseq_async.config import AsyncLocalSGDOptions, LocalSGDOptions
 from fairseq_async.worker.client import Client
@@ -9,10 +9,10 @@ from fairseq_async.worker.replica import Replica
 
 
 def local_sgd_worker(client: Client, replica: Replica, options: LocalSGDOptions) -> LocalSGDWorker:
-    """A worker of local SGD, as the options say.
+    """Returns the worker of local SGD that the options ask for: plain, overlapped, or in fragments.
 
     Raises:
-        ConfigurationError: the model does not have so many fragments.
+        ConfigurationError: the model has fewer tensors than the options have fragments.
     """
     if isinstance(options, AsyncLocalSGDOptions) and options.in_fragments:
         return FragmentedLocalSGDWorker(client, replica, options)

@@ -1,4 +1,4 @@
-"""How the workers of a job on several machines find their server: by a file in the run's directory, which all see."""
+"""The file by which the workers of a job on several machines find their server; it is in the run's shared directory."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from fairseq_async.errors import ConfigurationError, ExchangeError, option
 from fairseq_async.server.run_files.state_files import meeting_path, private
 from fairseq_async.validation import split_address
 
-_PAUSE = 0.5  # seconds between two looks
+_PAUSE = 0.5  # seconds between two attempts
 _CONNECT = 5.0  # seconds for a connection
 
 
@@ -21,10 +21,10 @@ class Place:
     """Where a job's server is.
 
     Attributes:
-        job: that has started it.
-        machine: its name for itself.
-        address: at which other machines reach it.
-        near: at which workers on its machine do.
+        job: the job that has started the server.
+        machine: host name of the server's machine, as the machine itself reports it.
+        address: address for workers on other machines.
+        near: address for workers on the server's machine.
         token: the run's secret.
     """
 
@@ -36,31 +36,31 @@ class Place:
 
     @property
     def port(self) -> int:
-        """The server's."""
+        """The server's port."""
         return split_address(self.address)[1]
 
     @property
     def may_be_here(self) -> bool:
-        """Whether the server is on this machine, or on one of the same name, as containers may have."""
+        """Whether the server is on this machine, or on another with the same host name, as containers may have."""
         return self.machine == socket.gethostname()
 
 
 class Meeting:
-    """The file in which worker 0 tells the other workers of its job where the server is. It has the run's secret.
+    """The file in which worker 0 tells the other workers of its job where the server is. It contains the run's secret.
 
-    It stays behind when the job is interrupted, and only then: the job that goes on takes the same token and, on the
-    same machine, the same port, so that workers which still wait for the server find it again.
+    The file stays only when the job is interrupted. The job that then goes on takes the same token and, on the same
+    machine, the same port, so that workers which still wait for the server find it again.
 
     Args:
-        run_dir: on a file system that all machines share.
-        job: names the job; a file of another one is not read.
+        run_dir: the run's directory, on a file system that all machines share.
+        job: name of the job; the file of another job is ignored.
     """
 
     def __init__(self, run_dir: Path, job: str) -> None:
         self.path, self.job = meeting_path(run_dir), job
 
     def tell(self, place: Place) -> None:
-        """Writes the file; a reader sees the whole of it or none."""
+        """Writes the file atomically: a reader sees the whole file or none."""
         part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         part.unlink(missing_ok=True)
         with open(part, "x", opener=private) as file:
@@ -68,10 +68,10 @@ class Meeting:
         part.replace(self.path)
 
     def place(self) -> Place | None:
-        """What worker 0 of this job has told; None if it has not.
+        """Reads where the server is; None if worker 0 of this job has not written it.
 
         Raises:
-            ConfigurationError: others can read the file, or it is no such file.
+            ConfigurationError: other users can read the file, or its content is not a place.
         """
         try:
             with self.path.open() as file:
@@ -89,10 +89,11 @@ class Meeting:
         return place if place.job == self.job else None
 
     def wait(self, seconds: float) -> tuple[str, str]:
-        """The server's address for this worker, and the token, once it listens: a file may be older than the server.
+        """Waits until the server listens, since the file may be older than the server; returns its address for this
+        worker, and the token.
 
         Raises:
-            ExchangeError: no server within this time.
+            ExchangeError: no server listens within this time.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -109,10 +110,10 @@ class Meeting:
 
 
 def wait_until_it_listens(address: str, seconds: float) -> None:
-    """Waits for a server whose address is known.
+    """Waits until a server listens at an address that is known.
 
     Raises:
-        ExchangeError: there is none within this time.
+        ExchangeError: no server listens there within this time.
     """
     deadline = time.monotonic() + seconds
     while not _listens(address):

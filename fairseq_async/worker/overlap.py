@@ -1,4 +1,4 @@
-"""Local SGD whose worker goes on computing while the server's answer is on its way."""
+"""The worker of overlapped local SGD: goes on computing while the server's answer is on its way."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -14,7 +14,8 @@ from fairseq_async.worker.replica import Replica
 
 
 class Exchanged(NamedTuple):
-    """What has come of an exchange: the answer, the next work, and the version of the parameters in the slot."""
+    """The result of an exchange: the answer, whether the run is over, the next assignment, and the version of the
+    parameters in the slot."""
 
     answer: PushReply
     finished: bool
@@ -23,15 +24,15 @@ class Exchanged(NamedTuple):
 
 
 class OverlappedLocalSGDWorker(LocalSGDWorker):
-    """Sends its local steps from another thread, and takes the answer at the end of the step in which it is there.
+    """Sends its local steps from another thread, and takes the answer at the end of the step during which it arrives.
 
     ::
 
         θ_local ← θ_server + (θ_local − θ_sent)
 
-    What was computed meanwhile counts for the next round: these steps did not see the other workers' last updates,
-    which is the price. A round is at most one answer ahead. Keeps two copies of the parameters more. The batches of
-    these steps follow on those of the round before, in its shard.
+    The steps that are computed meanwhile count for the next round. Their price: they start from parameters without the
+    other workers' last updates. A round is at most one answer ahead. Needs memory for two more copies of the
+    parameters. The batches of these steps follow those of the round before, in the same shard.
     """
 
     def __init__(self, client: Client, replica: Replica, max_refused: int) -> None:
@@ -41,7 +42,8 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
         self._sent = self._moved = torch.empty(0)
 
     def step(self, seconds: float, loss: float | Tensor | None = None, position: JsonObject | None = None) -> bool:
-        """After each step of the inner optimizer; True when an answer was taken."""
+        """Counts one step of the inner optimizer, and sends the round or takes an answer when it is time; True when an
+        answer was taken."""
         self.count(seconds, loss)
         if self._exchange is None:
             if self.done >= self.local_steps:
@@ -53,17 +55,17 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
         return True
 
     def exchange(self, position: JsonObject | None = None) -> None:
-        """Waits for an answer that is on its way, then sends the rest and waits for that too."""
+        """Takes an answer that is on its way, then sends the steps done since, and takes the answer to these too."""
         self.settle()
         if self.done and not self.finished:
             super().exchange(position)
 
     def settle(self) -> None:
-        """Takes the answer that is on its way, if there is one."""
+        """Waits for the answer that is on its way, if there is one, and takes it."""
         self.take_answer()
 
     def take_answer(self) -> None:
-        """Waits for the answer that is on its way, if there is one, and goes on from what it brings."""
+        """Waits for the answer that is on its way, if there is one, and goes on from the parameters that it brings."""
         if self._exchange is None:
             return
         started = self.clock()
@@ -99,7 +101,7 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
             self.replica.device.pin("moved", self._moved)
 
     def _exchange_in_thread(self, push: Push) -> Exchanged:
-        """In the other thread, which has the connection and the slot to itself until the future is done."""
+        """Pushes and pulls in the other thread, which has connection and slot to itself until the future is done."""
         answer = self.client.push(self._subtract_sent, push)
         finished, assignment = self._wait_while_idle(answer.finished, answer.assignment)
         version = self.client.pull(lambda flat: None, starts=not finished)
@@ -112,6 +114,6 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
         self._take(self.replica, self.client.slot, self._sent, self._moved)
 
     def _take(self, replica: Replica, slot: Tensor, sent: Tensor, moved: Tensor) -> None:
-        """Adds to the server's parameters what was done meanwhile."""
+        """Adds the local steps that were done meanwhile to the server's parameters in the slot."""
         replica.read(moved)
         replica.write(moved.sub_(sent).add_(slot))

@@ -1,4 +1,4 @@
-"""The process of a worker: its errors of one line, and its end when the server is gone."""
+"""The process of a worker: prints errors in one line, and ends when the server is gone."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from fairseq_async.errors import AsyncError, fail
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """An error that the user can act on ends the process with one line instead of a traceback. Also a decorator."""
+    """Ends the process with one line instead of a traceback at an error that the user can act on. Also a decorator."""
     try:
         yield
     except AsyncError as error:

@@ -1,4 +1,4 @@
-"""The parameters behind a server's answers in a worker: where they arrive, and how compressed ones are decoded."""
+"""The worker's side of a pull: where the parameters behind the server's answer arrive, and how they are decoded."""
 
 import torch
 from torch import Tensor
@@ -14,38 +14,38 @@ from fairseq_async.server.protocol import Pull, PullReply
 
 
 class ParameterReceiver:
-    """Brings parameters from a worker's connection into its slot.
+    """Writes the parameters that a worker receives into its slot.
 
-    Compressed ones come on the connection, also from a server on this machine. Parameters in fp32 come behind the
-    answer of a server on another machine; one on this machine has written them into the slot.
+    Compressed parameters come on the connection, also from a server on this machine. Parameters in fp32 come behind
+    the answer of a server on another machine; a server on this machine has written them into the slot.
 
     Attributes:
-        payload: checksum of the payload that came last; None where the last parameters came in fp32.
+        payload: checksum of the last payload; None where the last parameters came in fp32.
     """
 
     def __init__(self, spec: MethodSpec, layout: Layout) -> None:
         pull, size = spec.compress.pull, layout.size
         self._codec = None if pull is None else compression.build(pull)
         self._fragments = layout.fragments(spec.fragments)
-        # what was taken last, to which changes are added
+        # the parameters that were taken last, to which received changes are added
         self._reference = torch.zeros(size) if pull is not None and compression.sends_changes(pull) else None
-        codecs = [] if self._codec is None else [self._codec, Int8()]  # int8 is what changes begin from
+        codecs = [] if self._codec is None else [self._codec, Int8()]  # changes begin from parameters in int8
         most = max([4 * size, *(codec.most_bytes([size]) for codec in codecs)])
         self._room = torch.empty(most if codecs else 0, dtype=torch.uint8)
         self.payload: str | None = None
 
     def open(self, channel: Channel, slot: Tensor | None) -> None:
-        """Makes room on a new connection; ``slot`` is that of a worker to whom fp32 comes behind the answers."""
+        """Sets where a new connection receives parameters; ``slot`` is None if the server is on this machine."""
         channel.any_length = self._codec is not None
         channel.room = slot if self._codec is None else self._room
 
     def take(self, channel: Channel, reply: PullReply, slot: Tensor, pull: Pull) -> int:
-        """Writes the parameters of the answer that came last, to ``pull``, into their place in the slot; returns their
-        bytes.
+        """Writes the parameters of the last answer, which answers ``pull``, into their place in the slot; returns
+        their number of bytes.
 
         Raises:
-            ProtocolError: they are not there, or not of its size.
-            CodecError: the payload is none of this run's codec.
+            ProtocolError: they were not sent, or do not have the size that was asked for.
+            CodecError: the payload is not of this run's codec.
         """
         whole = pull.fragment_of is None
         place = slice(None) if whole else in_turn(self._fragments, pull.fragment_of or 0).elements

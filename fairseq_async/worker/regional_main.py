@@ -1,4 +1,4 @@
-"""``python -m fairseq_async.worker.regional_main``: the server of local SGD that is itself a worker of another."""
+"""``python -m fairseq_async.worker.regional_main``: a region's server of local SGD, a worker of the global server."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ from fairseq_async.worker.upstream import UpstreamLink
 
 
 def regional_service(options: argparse.Namespace, build: Build, tell: Tell) -> RegionalService:
-    """The service of a region's server, from its command line."""
+    """Builds the service of a region's server from its command line."""
     token = os.environ[TOKEN]
     with socket.socket(fileno=os.dup(options.listener)) as listener:
         port = listener.getsockname()[1]

@@ -1,7 +1,7 @@
 """How the workers of a script get their server from the launcher, which does not know the script's method.
 
-Worker 0 asks for it in a file, and the launcher answers with the address in another. The server is the launcher's
-child, so it outlives a worker 0 that dies.
+Worker 0 asks for the server in one file, and the launcher answers with its address in another. The server is the
+launcher's child, so it outlives a worker 0 that dies.
 """
 
 import json
@@ -11,17 +11,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _REQUEST, _ANSWER = "request.json", "server.json"
-_PAUSE = 0.1  # seconds between two looks
+_PAUSE = 0.1  # seconds between two looks for the answer
 
 
 @dataclass(frozen=True)
 class ServerRequest:
-    """What the launcher is to start.
+    """The server that the launcher is to start.
 
     Attributes:
-        module: the server's program.
+        module: the server's module.
         run_dir: the run's directory, as an absolute path.
-        tls: directory of its certificates, where the script names one; likewise.
+        tls: directory of the certificates, as an absolute path; None where the script names none.
     """
 
     module: str
@@ -30,21 +30,21 @@ class ServerRequest:
 
 
 class Rendezvous:
-    """A directory of the launcher's, for its user alone: what is asked for there is started.
+    """The directory through which worker 0 asks the launcher for the server.
 
     Args:
-        directory: made by the launcher; it must have mode 0700.
+        directory: made by the launcher. Its mode must be 0700: the launcher starts whatever is asked for there.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def request(self, wanted: ServerRequest) -> None:
-        """Worker 0 asks for its server; one that was started again asks once more, which changes nothing."""
+        """Asks for the server, as worker 0; a worker 0 that was started again asks once more, without effect."""
         _write(self.directory / _REQUEST, json.dumps(asdict(wanted)))
 
     def requested(self) -> ServerRequest | None:
-        """What worker 0 has asked for; None until it has."""
+        """Returns the request of worker 0; None until there is one."""
         path = self.directory / _REQUEST
         return ServerRequest(**json.loads(path.read_text())) if path.exists() else None
 
@@ -53,7 +53,7 @@ class Rendezvous:
         _write(self.directory / _ANSWER, json.dumps(address))
 
     def wait(self) -> str:
-        """The server's address. There is no limit of time: the launcher ends its workers when no server will come."""
+        """Waits for the server's address. There is no timeout: the launcher ends its workers when no server starts."""
         path = self.directory / _ANSWER
         while not path.exists():
             time.sleep(_PAUSE)
@@ -61,7 +61,7 @@ class Rendezvous:
 
 
 def _write(path: Path, text: str) -> None:
-    """A reader sees the whole text or no file."""
+    """Writes a file atomically: a reader sees the whole text or no file."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_text(text)
     part.replace(path)

@@ -1,4 +1,4 @@
-"""A worker's own copy of the parameters, as its optimizer keeps them, beside the flat vector of the exchange."""
+"""A worker's own copy of the parameters, as its optimizer keeps them, and copies between it and the flat slot."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -12,14 +12,17 @@ from fairseq_async.server import Layout
 
 
 class Replica(Protocol):
-    """What local SGD asks of a model. ``flat`` is fp32 and of the layout's size, in memory or beside the model."""
+    """A worker's parameters θ, as local SGD uses them.
+
+    ``flat`` is an fp32 vector of the layout's size, in memory or on the model's device.
+    """
 
     @property
     def layout(self) -> Layout: ...
 
     @property
     def device(self) -> Device:
-        """Where the parameters are that :meth:`read` and :meth:`subtract` take."""
+        """Device of the parameters that :meth:`read` and :meth:`subtract` copy from."""
         ...
 
     def read(self, flat: Tensor) -> None:
@@ -27,7 +30,7 @@ class Replica(Protocol):
         ...
 
     def subtract(self, flat: Tensor) -> None:
-        """flat ← flat − θ: the pseudo-gradient, where flat holds the parameters that the local steps started from."""
+        """flat ← flat − θ: the pseudo-gradient, if flat held the parameters that the local steps started from."""
         ...
 
     def write(self, flat: Tensor) -> None:
@@ -35,15 +38,15 @@ class Replica(Protocol):
         ...
 
     def part(self, tensors: slice) -> "Replica":
-        """A replica of these tensors of the layout alone, of the same model."""
+        """Returns a replica of the same model that has only these tensors of the layout."""
         ...
 
 
 class TensorReplica:
-    """Parameters as the model has them, on any device: those that an optimizer steps are in fp32.
+    """The replica of a model whose own parameters are in fp32 where an optimizer steps them; on any device.
 
     Args:
-        speaks: whether this rank hands them over; of several that hold the same, one does.
+        speaks: whether this rank writes its parameters into ``flat``; of several ranks with the same ones, one does.
     """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]], speaks: bool = True) -> None:
@@ -70,12 +73,13 @@ class TensorReplica:
 
 
 class MasterReplica:
-    """fp32 masters of low-precision parameters, of which this rank may hold a part.
+    """The replica of a model with low-precision parameters: their fp32 masters, of which this rank may hold a part.
 
     Args:
-        named: the low-precision parameters, whole.
-        masters: for each parameter the place of this rank's part in it and that part's fp32 master, flat; or None.
-        speaks: whether this rank hands its part over; of several that hold the same, one does.
+        named: the whole low-precision parameters, with their names.
+        masters: for each parameter, the offset of this rank's part in it and that part's flat fp32 master; None where
+            this rank has no part of it.
+        speaks: whether this rank writes its part into ``flat``; of several ranks with the same part, one does.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class MasterReplica:
         self._held = [None if given is None else given[0] for given in masters]
         self._masters = [given[1] for given in masters if given is not None]
         self.device = device_of(self._masters)
-        # where an optimizer is offloaded, its masters are in memory and the parameters on a GPU
+        # with an offloaded optimizer, the masters are in memory and the parameters on a GPU
         same = {master.device for master in self._masters} == {each.device for each in self._parameters}
         self._parameter_device = self.device if same else device_of(self._parameters)
 
@@ -101,7 +105,7 @@ class MasterReplica:
             part.sub_(local.detach().to(part))
 
     def write(self, flat: Tensor) -> None:
-        """The masters' own parts, and every parameter whole: no rank has to gather it."""
+        """Writes this rank's parts of the masters, and every parameter whole, so that no rank has to gather one."""
         near = between(self._parameter_device, flat).upload(flat)
         copy_fused(self._masters, self._parts(near if self.device is self._parameter_device else flat))
         copy_fused(self._parameters, list(self.layout.views(near)))
@@ -110,7 +114,8 @@ class MasterReplica:
         return MasterReplica(self._named[tensors], self._given[tensors], self._speaks)
 
     def _local_parts(self, flat: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """The places of this rank's masters in ``flat``, and the masters where that is; none if it does not speak."""
+        """Pairs of a view of ``flat`` and this rank's master for it, in memory or on the device as ``flat`` is; none
+        if this rank does not speak."""
         if not self._speaks:
             return []
         return zip(self._parts(flat), between(self.device, flat).fetch(self._masters), strict=True)
@@ -124,5 +129,5 @@ class MasterReplica:
 
 
 def between(device: Device, flat: Tensor) -> Device:
-    """How ``flat`` and a model on this device are copied to each other: plainly, where ``flat`` is not in memory."""
+    """Returns the device that copies between ``flat`` and the model: :data:`PLAIN` where ``flat`` is not in memory."""
     return device if flat.is_cpu else PLAIN

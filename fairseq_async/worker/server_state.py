@@ -1,4 +1,4 @@
-"""The server's whole state, for a checkpoint and from one: it travels as a file, in types that torch trusts."""
+"""Transfers the server's whole state to and from a checkpoint, as a file with types that torch loads safely."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +12,12 @@ from fairseq_async.worker.client import Client
 
 
 def fetch_state(client: Client, run_dir: Path) -> State:
-    """The server's state; only worker 0 is given it.
+    """Fetches the server's state, which the server gives to worker 0 only.
 
     Raises:
         RefusedError: this is another worker, or the state cannot be written.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)  # the server may have another
+    run_dir.mkdir(parents=True, exist_ok=True)  # the server's run_dir may be another one
     path = run_dir / ".state-for-checkpoint.pt"
     try:
         client.save_state(str(path.resolve()))
@@ -29,10 +29,10 @@ def fetch_state(client: Client, run_dir: Path) -> State:
 
 @contextmanager
 def state_file(state: State | None, run_dir: Path) -> Iterator[str | None]:
-    """A file that holds the state, for as long as the block takes; None for none.
+    """Writes the state to a file that exists within the block, and yields its path; None if there is no state.
 
     Raises:
-        RefusedError: it cannot be written.
+        RefusedError: the file cannot be written.
     """
     if state is None:
         yield None

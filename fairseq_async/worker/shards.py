@@ -1,4 +1,4 @@
-"""Which samples and batches of a shard a worker draws: the same in a real run and in a simulated one."""
+"""Determines which samples and batches of a shard a worker draws, equally in a real run and in a simulated one."""
 
 from typing import Protocol
 
@@ -6,14 +6,14 @@ import torch
 
 
 class DataPosition(Protocol):
-    """Where a worker is in the data: at step ``offset + done`` of a shard.
+    """A worker's position in the data: step ``offset + done`` of a shard.
 
     Attributes:
-        sequence: changes with the shard.
-        shard: its number; None where the server chooses none.
-        offset: steps of the shard that were drawn before this assignment.
-        done: steps since then.
-        finished: the run is over.
+        sequence: a number that changes whenever the shard does.
+        shard: number of the shard; None where the server assigns none.
+        offset: number of steps of the shard that were drawn before this assignment.
+        done: number of steps since then.
+        finished: whether the run is over.
     """
 
     @property
@@ -33,34 +33,35 @@ class DataPosition(Protocol):
 
 
 class BatchCounter:
-    """Numbers a shard's batches as a worker draws them: each step begins with its own, whatever was drawn before.
+    """Numbers a shard's batches as a worker draws them. The first batch of a step depends on the step alone, not on
+    the number of batches drawn before.
 
     Args:
-        micro_batches: of a local step.
+        micro_batches: number of micro-batches in a local step.
     """
 
     def __init__(self, micro_batches: int) -> None:
         self.micro_batches = micro_batches
-        self._step, self._micro_batch = (-1, -1), 0  # drawn last
+        self._step, self._micro_batch = (-1, -1), 0  # of the last batch drawn
 
     def next(self, position: DataPosition) -> int:
-        """The number of the next batch in the shard, passes on end."""
+        """Returns the number of the next batch in the shard; the count goes on over further passes."""
         current = (position.sequence, position.done)
         self._step, self._micro_batch = current, self._micro_batch + 1 if current == self._step else 0
         return (position.offset + position.done) * self.micro_batches + self._micro_batch
 
 
 def shard_sizes(samples: int, shards: int) -> list[int]:
-    """Samples in each shard: equal but for one."""
+    """Returns the number of samples in each shard; these differ by at most one."""
     return [samples // shards + (index < samples % shards) for index in range(shards)]
 
 
 class ShardOrder:
-    """A shard is a contiguous part of the data set, shuffled anew in each pass over it.
+    """The order of the samples in each shard, a contiguous part of the data set that is shuffled anew in each pass.
 
     Args:
-        sizes: samples in each shard.
-        seed: of the orders.
+        sizes: number of samples in each shard.
+        seed: seed of the orders.
     """
 
     def __init__(self, sizes: list[int], seed: int) -> None:
@@ -68,7 +69,8 @@ class ShardOrder:
         self._orders: dict[tuple[int, int], torch.Tensor] = {}
 
     def indices(self, shard: int, first: int, count: int) -> list[int]:
-        """The ``first``-th and following samples of a shard, passes on end, by their numbers in the whole set."""
+        """Returns ``count`` samples of a shard from the ``first``-th on, by their indices in the whole data set; the
+        count goes on over further passes."""
         return [self._index(shard, sample) for sample in range(first, first + count)]
 
     def _index(self, shard: int, sample: int) -> int:

@@ -1,4 +1,4 @@
-"""A worker's signs of life to its server, from a second thread while it computes."""
+"""Sends a worker's signs of life to its server, from a second thread while the worker computes."""
 
 import threading
 import time
@@ -8,11 +8,11 @@ from typing import Protocol
 from fairseq_async.errors import ExchangeError, RefusedError
 
 _PAUSE = 0.5  # seconds between two attempts to connect
-_ENDING = 2.0  # seconds for which the thread is waited for
+_ENDING = 2.0  # seconds to wait for the thread's end
 
 
 class Watched(Protocol):
-    """The connection that is kept alive. The lock is held for a request and its answer, or for a sign of life.
+    """The connection that is kept alive. Its lock is held for a request and its answer, or for a sign of life.
 
     Attributes:
         patience: seconds for which a worker waits for a server that is gone.
@@ -30,7 +30,7 @@ class Watched(Protocol):
 
     @property
     def loss(self) -> str:
-        """What to say when the server stays away."""
+        """The message for the case that the server stays away."""
         ...
 
     def wait_for_loss(self) -> None:
@@ -38,15 +38,16 @@ class Watched(Protocol):
         ...
 
     def show_life(self, lost: bool) -> None:
-        """Sends a sign; connects again where the connection was ``lost``. Raises an ExchangeError if it is."""
+        """Sends a sign of life, or connects again where the connection was ``lost``. Raises an ExchangeError if the
+        server is away."""
         ...
 
 
 class SignsOfLife:
     """Sends signs of life while this worker computes, and connects again when the connection is lost.
 
-    Hazard: both threads use the connection; each holds the lock for a request with its answer, and this one gives up at
-    once when the lock is taken, since a request is a sign of life.
+    Hazard: two threads use the connection. Each holds the lock for a request with its answer. This thread skips its
+    turn when the lock is taken, since the other thread's request is a sign of life.
 
     Args:
         on_loss: called in this thread, with the reason, when the server stays away.
@@ -58,10 +59,10 @@ class SignsOfLife:
         self._thread.start()
 
     def end(self) -> None:
-        """Waits for the thread, once the worker has left.
+        """Waits for the thread's end, once the worker has left.
 
-        Hazard: its end may free the slot. If Python ends meanwhile, the thread is unwound through torch, which aborts
-        the process: a worker that has done its work would seem to have failed.
+        Hazard: the end of the thread may free the slot. If Python exits meanwhile, the thread is unwound through torch,
+        which aborts the process: a worker that has done its work would seem to have failed.
         """
         if self._thread is not threading.current_thread():
             self._thread.join(_ENDING)
@@ -72,7 +73,7 @@ class SignsOfLife:
             if lost_at is None:
                 watched.wait_for_loss()
             if watched.left.wait(_PAUSE) or not watched.lock.acquire(blocking=False):
-                lost_at = None  # a question is being asked, which is a sign of life, or looks for the server itself
+                lost_at = None  # the other thread's request is a sign of life, or that thread connects again itself
                 continue
             try:
                 lost_at = self._show_life(lost_at)
@@ -84,7 +85,7 @@ class SignsOfLife:
                 return self._on_loss(watched.loss)
 
     def _show_life(self, lost_at: float | None) -> float | None:
-        """Since when the server has been away; None when it is there."""
+        """Shows life once; returns since when the server has been away, None if it is there."""
         try:
             self._watched.show_life(lost_at is not None)
             return None

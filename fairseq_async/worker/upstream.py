@@ -1,4 +1,4 @@
-"""A region's server as a worker of the global server: its connection, in a thread beside the server's own."""
+"""A region's server as a worker of the global server: its connection, in a second thread of the region's server."""
 
 import math
 import socket
@@ -26,27 +26,27 @@ _PAUSE, _LONGEST_PAUSE = 0.2, 5.0  # seconds between two attempts to join
 
 
 class RegionClient(Client):
-    """A client whose server may stay away for as long as it likes."""
+    """The client of a region's server, which goes on without the global server while that is away."""
 
     @property
     def loss(self) -> str:
-        """What to say when the global server stays away."""
+        """The message for the case that the global server stays away."""
         return f"the global server at {self.address} is gone; this region goes on without it"
 
 
 class UpstreamLink:
     """Joins the global server and exchanges with it; see :class:`~fairseq_async.server.upstream.Link`.
 
-    Hazard: the client is used by the thread here alone. The server's main thread only puts work into a queue and takes
-    news out of another.
+    Hazard: only the thread of this class may use the client. The region's main thread puts work into one queue and
+    takes news out of another.
 
     Args:
-        given: which server, and which region this is.
-        spec: of the region's own run.
-        token: of the global run; that of the region's is the same.
-        tls: directory of certificates, where connections are encrypted.
+        given: the global server's address, and the number of this region.
+        spec: the description of the region's own run.
+        token: the token of the global run, which is also that of the region's run.
+        tls: directory of certificates; None where connections are not encrypted.
         own: the port on which the region's own server listens.
-        tell: what to do with a line for whoever runs the server.
+        tell: called with each line for the user who runs the server.
         ring: called when there is news.
     """
 
@@ -68,7 +68,7 @@ class UpstreamLink:
         self._thread: threading.Thread
 
     def join(self, parameters: Tensor, patient: bool) -> None:
-        """Begins to; then the thread does what it is given."""
+        """Starts the thread, which joins the global server and then handles the queued work."""
         self._thread = threading.Thread(target=self._run, args=(parameters, patient), daemon=True)
         self._thread.start()
 
@@ -105,11 +105,11 @@ class UpstreamLink:
         except AsyncError as error:
             self._say(Lost(str(error)))
             while self._work.get() is not None:
-                pass  # it may have been sent before that was heard
+                pass  # drop work that was queued before the region read that the server is lost
         self._say(Left())
 
     def _joined(self, parameters: Tensor, patient: bool) -> tuple[Client, Welcome]:
-        """A connection that has joined; a patient one is tried again for as long as the server does not take it."""
+        """Returns a client that has joined; if ``patient``, tries again until the global server takes this region."""
         pause = _PAUSE
         while True:
             try:
@@ -123,10 +123,11 @@ class UpstreamLink:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _join(self, parameters: Tensor) -> tuple[Client, Welcome]:
-        """
+        """Joins once, and gives the global server the region's parameters where it has none.
+
         Raises:
             ExchangeError: there is no such server.
-            RefusedError: it does not take this region.
+            RefusedError: the server does not take this region.
         """
         self._check_other()
         where = f"{option('upstream')} {self.given.address}"
@@ -155,9 +156,10 @@ class UpstreamLink:
         return client, welcome
 
     def _check_other(self) -> None:
-        """
+        """Checks that the global server's address is not that of this region's own server.
+
         Raises:
-            RefusedError: the address is that of this region's own server.
+            RefusedError: it is.
         """
         host, port = split_address(self.given.address)
         if port == self._own and _is_here(host):
@@ -177,12 +179,12 @@ class UpstreamLink:
         return Above(sequence, version, finished, values)
 
     def _on_loss(self, reason: str) -> None:
-        """In the client's own thread: the server does not take this region any more."""
+        """Called in the client's own thread when the server does not take this region any more."""
         self._say(Lost(f"{option('upstream')} {self.given.address}: {reason}"))
 
 
 def _is_here(host: str) -> bool:
-    """Whether a name or address is this machine's: nobody can listen at another's."""
+    """Whether a host name or address is this machine's, tested by listening there: one cannot at another machine's."""
     try:
         with socket.create_server((host, 0)):
             return True
