@@ -1,6 +1,7 @@
 """Mutual proof that both sides know the run's token, by a keyed challenge; the token itself never crosses the wire.
 
-The messages after the handshake are neither encrypted nor signed: across a network that others can reach, use a tunnel.
+Without TLS the messages after the handshake are neither encrypted nor signed: across a network that others can reach,
+use TLS or a tunnel.
 """
 
 import hashlib

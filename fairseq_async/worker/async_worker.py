@@ -27,20 +27,29 @@ class Refusals:
     def __init__(self, worker: int, limit: int, what: str = "update", fate: str = "refused") -> None:
         self.worker, self.limit, self.what, self.fate = worker, limit, what, fate
         self.total = self.in_a_row = 0
+        self._reasons: set[str] = set()  # of those in a row
 
-    def count(self, total: int) -> None:
+    def count(self, total: int, outlier: bool = False) -> None:
         """Takes the total after an answer.
+
+        Args:
+            outlier: whether the last update was refused for its norm, and not for NaN or Inf.
 
         Raises:
             RefusedError: ``limit`` updates in a row were refused.
         """
         more, self.total = max(0, total - self.total), total
-        self.in_a_row = self.in_a_row + more if more else 0
-        if more:
-            logger.warning("the last %s was %s: it had NaN or Inf (%d in all)", self.what, self.fate, total)
+        if not more:
+            self.in_a_row, self._reasons = 0, set()
+            return
+        reason = f"a norm above {option('max_update_norm_ratio')}" if outlier else "NaN or Inf"
+        self.in_a_row += more
+        self._reasons.add(reason)
+        logger.warning("the last %s was %s: it had %s (%d in all)", self.what, self.fate, reason, total)
         if self.in_a_row >= self.limit:
+            reasons = " or ".join(sorted(self._reasons))
             raise RefusedError(
-                f"the last {self.in_a_row} {self.what}s of worker {self.worker} had NaN or Inf and were {self.fate} "
+                f"the last {self.in_a_row} {self.what}s of worker {self.worker} had {reasons} and were {self.fate} "
                 f"({option('max_refused')}); try a lower learning rate"
             )
 

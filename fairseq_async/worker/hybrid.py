@@ -13,6 +13,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.exchange.devices import Transfer
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.protocol import Assignment, Push, Report, Welcome
+from fairseq_async.server.receipt import Status
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.replica import TensorReplica
@@ -112,7 +113,7 @@ class HybridWorker(AsyncWorker):
             norm: the gradient's L2 norm where it is known, so that the server need not compute it.
 
         Raises:
-            RefusedError: the last ``max_refused`` gradients had NaN or Inf.
+            RefusedError: the last ``max_refused`` gradients had NaN or Inf, or were outliers.
             ExchangeError: the server is gone; this gradient may be lost.
         """
         started = time.perf_counter()
@@ -137,7 +138,7 @@ class HybridWorker(AsyncWorker):
             "pull_seconds": time.perf_counter() - pushed,
         }
         self.waited = 0.0
-        self.refusals.count(answer.refused)
+        self.refusals.count(answer.refused, outlier=answer.status is Status.OUTLIER)
 
     def _note(self, assignment: Assignment) -> None:
         self.learning_rate, self._steps = assignment.learning_rate or 0.0, assignment.total_progress

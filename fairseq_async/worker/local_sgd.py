@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server.protocol import Assignment, Push, PushReply, Report, Welcome
+from fairseq_async.server.receipt import Status
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.replica import Replica
@@ -95,7 +96,7 @@ class LocalSGDWorker(AsyncWorker):
             position: this worker's position in its data, for its restart.
 
         Raises:
-            RefusedError: the last ``max_refused`` updates had NaN or Inf.
+            RefusedError: the last ``max_refused`` updates had NaN or Inf, or were outliers.
             ExchangeError: the server is gone.
         """
         self.count(seconds, loss)
@@ -169,4 +170,4 @@ class LocalSGDWorker(AsyncWorker):
     def _note(self, answer: PushReply) -> None:
         self.last = {"staleness": float(answer.staleness), "norm": answer.norm, "cosine": answer.cosine}
         self.last |= {"local_steps": float(self.local_steps), "waiting_seconds": self._waited}
-        self.refusals.count(answer.refused)
+        self.refusals.count(answer.refused, outlier=answer.status is Status.OUTLIER)

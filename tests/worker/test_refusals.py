@@ -1,0 +1,36 @@
+"""When a worker gives up because its updates are refused."""
+
+import logging
+
+import pytest
+
+from fairseq_async.errors import RefusedError
+from fairseq_async.worker.async_worker import Refusals, left_out_steps
+
+
+def test_a_worker_gives_up_after_so_many_refused_updates_in_a_row() -> None:
+    refusals = Refusals(worker=1, limit=2)
+    refusals.count(1)
+    refusals.count(1)  # the update in between was taken
+    refusals.count(2)
+    with pytest.raises(RefusedError, match="the last 2 updates of worker 1 had NaN or Inf and were refused"):
+        refusals.count(3)
+
+
+def test_outliers_are_not_called_nan(caplog: pytest.LogCaptureFixture) -> None:
+    """They are refused, too, and count, but a user who looks for NaN would find none."""
+    refusals = Refusals(worker=0, limit=2)
+    with caplog.at_level(logging.WARNING):
+        refusals.count(1, outlier=True)
+    assert "it had a norm above --max-update-norm-ratio (1 in all)" in caplog.text
+    with pytest.raises(RefusedError, match="had NaN or Inf or a norm above --max-update-norm-ratio and were refused"):
+        refusals.count(2)
+    refusals.count(2)
+    refusals.count(3, outlier=True)
+    with pytest.raises(RefusedError, match="worker 0 had a norm above --max-update-norm-ratio and were"):
+        refusals.count(4, outlier=True)
+
+
+def test_local_steps_are_left_out() -> None:
+    with pytest.raises(RefusedError, match="the last 1 local steps of worker 3 had NaN or Inf and were left out"):
+        left_out_steps(worker=3, limit=1).count(1)
