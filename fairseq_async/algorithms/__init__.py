@@ -1,4 +1,4 @@
-"""What the papers say, on tensors. Nothing here knows a process, a socket or a clock."""
+"""The papers' methods as computations on tensors. Nothing here knows a process, a socket or a clock."""
 
 from fairseq_async.algorithms.adascale import AdaScaleGain
 from fairseq_async.algorithms.adasum import adasum

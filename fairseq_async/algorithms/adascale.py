@@ -1,4 +1,4 @@
-"""AdaScale: how much further one step on S batches may go than a step on one."""
+"""AdaScale: the gain, by which a step on S batches may be longer than a step on one batch."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ SMALLEST_VARIANCE = 1e-6
 
 
 class GainState(TypedDict):
-    """What a checkpoint holds of :class:`AdaScaleGain`."""
+    """The state of an :class:`AdaScaleGain` in a checkpoint."""
 
     variance: float
     square_mean: float
@@ -19,30 +19,31 @@ class GainState(TypedDict):
 class AdaScaleGain:
     """The gain of AdaScale: how many single-batch steps a step on S batches is worth.
 
-    Johnson et al. 2020, "AdaScale SGD: A User-Friendly Algorithm for Distributed Training" (arXiv 2007.05105). From the
-    gradients g_i of S batches and their mean ḡ, in each iteration::
+    Johnson et al. 2020, "AdaScale SGD: A User-Friendly Algorithm for Distributed Training" (arXiv 2007.05105). Each
+    iteration has the gradients g_i of S batches and their mean ḡ::
 
         σ̂² = Σ|g_i|²/(S−1) − S/(S−1)·|ḡ|²                (at least 1e-6)
-        μ̂² = |ḡ|² − σ̂²/S                                  (at least 0; from σ̂² before its bound)
+        μ̂² = |ḡ|² − σ̂²/S                                  (at least 0; with σ̂² before it is bounded)
         r  = (σ² + μ²) / (σ²/S + μ²)   in [1, S]
         step size = r · lr(⌊τ⌋);  τ ← τ + r;  stop at τ ≥ T
 
-    lr(·) and T are those of the run with one batch in a step, and the momentum stays what it is. σ² and μ² are averages
-    of the estimates of the iterations before, so that a gain does not depend on the noise of the gradient that it
-    multiplies; r₀ = 1. They are exponential with θ = max(1 − S/1000, 0), and the plain mean while t < 1/(1 − θ).
+    lr(·) and T are the learning-rate schedule and the number of steps of the run with one batch in a step. The momentum
+    does not change with S. σ² and μ² are averages of the estimates of earlier iterations, so that a gain does not
+    depend on the noise of the gradient that it multiplies; r₀ = 1. The averages are exponential with
+    θ = max(1 − S/1000, 0), and plain means while t < 1/(1 − θ).
 
-    The caller gathers the norms. Both σ² and μ² are of single batches, so ``scale`` may be changed at any time, and
-    after loading a state.
+    The caller computes the norms. σ² and μ² describe single batches, so ``scale`` may change at any time, also after a
+    state is loaded.
 
     Args:
-        scale: S, at least 1: single batches in one step.
-        smoothing: θ in [0, 1), in place of the paper's.
+        scale: S, the number of single batches in one step; at least 1.
+        smoothing: θ in [0, 1); by default the paper's.
 
     Attributes:
-        variance: σ².
-        square_mean: μ².
-        estimates: t, how many estimates are in the averages.
-        scale_invariant_steps: τ.
+        variance: σ², the average variance of a single batch's gradient.
+        square_mean: μ², the average squared norm of the expected gradient.
+        estimates: t, the number of estimates in the averages.
+        scale_invariant_steps: τ, the number of single-batch steps that all steps so far are worth.
 
     Raises:
         ValueError: S below 1, or θ out of its range.
@@ -60,7 +61,7 @@ class AdaScaleGain:
 
     @property
     def scale(self) -> float:
-        """S, single batches in one step."""
+        """S, the number of single batches in one step."""
         return self._scale
 
     @scale.setter
@@ -71,12 +72,12 @@ class AdaScaleGain:
 
     @property
     def smoothing(self) -> float:
-        """θ of the averages."""
+        """θ, the decay of the averages."""
         return max(1 - self.scale / 1000, 0.0) if self._smoothing is None else self._smoothing
 
     @property
     def gain(self) -> float:
-        """r of the next iteration, in [1, S]."""
+        """r, the gain of the next iteration, in [1, S]."""
         if not self.estimates:
             return 1.0
         r = (self.variance + self.square_mean) / (self.variance / self.scale + self.square_mean)
@@ -86,23 +87,23 @@ class AdaScaleGain:
     def noise_scale(self) -> float:
         """φ = σ²/μ² in single batches (Qiao et al. 2021, Pollux, arXiv 2008.12260); NaN before the first estimate.
 
-        The number of batches at which noise and signal are equal: r = S·(φ + 1)/(φ + S), so more than a few φ batches
-        in a step hardly help.
+        φ is the number of batches at which noise and signal are equal: r = S·(φ + 1)/(φ + S), so more than a few φ
+        batches in a step hardly help.
         """
         if not self.estimates:
             return math.nan
         return self.variance / self.square_mean if self.square_mean > 0 else math.inf
 
     def update(self, local_square_norms: Sequence[float], mean_square_norm: float) -> float:
-        """One iteration: advances τ by the gain, then adds the estimates to the averages for the iterations behind it.
+        """Counts one iteration: advances τ by its gain, and adds its estimates to the averages for later iterations.
 
         Args:
-            local_square_norms: |g_i|² of at least two gradients, each of an equal share of the S batches: S gradients
-                of one batch each, or fewer of more. With S = 1 there may be one.
+            local_square_norms: |g_i|² of at least two gradients, each the mean over an equal share of the S batches: S
+                gradients of one batch each, or fewer gradients of several batches each. With S = 1 one is enough.
             mean_square_norm: |ḡ|².
 
         Returns:
-            the gain of this iteration.
+            r, the gain of this iteration.
 
         Raises:
             ValueError: a norm is negative, infinite or NaN, or there is one gradient where S is above 1.
@@ -116,13 +117,13 @@ class AdaScaleGain:
     def observe(
         self, square_norms: float, gradients: int, mean_square_norm: float, batches: float | None = None
     ) -> None:
-        """Adds one estimate of σ² and μ² to the averages, after the iteration's own gain was taken.
+        """Adds one estimate of σ² and μ² to the averages. To be called after the same iteration's gain is read.
 
         Args:
             square_norms: Σ|g_i|².
-            gradients: how many they are, at least two.
+            gradients: number of gradients g_i, at least two.
             mean_square_norm: |ḡ|².
-            batches: single batches in ḡ; by default S. Each g_i is the mean of ``batches / gradients`` of them.
+            batches: number of single batches in ḡ; by default S. Each g_i is the mean of ``batches / gradients`` ones.
         """
         if gradients < 2:
             raise ValueError(f"{gradients} gradient in an iteration of scale {self.scale:g}; noise shows from two on")
@@ -136,12 +137,12 @@ class AdaScaleGain:
         self.square_mean += weight * (max(mean_square_norm - of_one / gradients, 0.0) - self.square_mean)
 
     def advance(self) -> float:
-        """τ ← τ + r; returns r."""
+        """Advances τ ← τ + r, and returns r."""
         self.scale_invariant_steps += self.gain
         return self.gain
 
     def state_dict(self) -> GainState:
-        """The averages and τ; scale and smoothing are settings of the run that loads it."""
+        """Returns the averages and τ. Scale and smoothing are not in it: they are settings of the run that loads it."""
         return {
             "variance": self.variance,
             "square_mean": self.square_mean,

@@ -1,20 +1,21 @@
-"""Adasum: a sum where gradients are orthogonal, a mean where they are parallel, and what lies between."""
+"""Adasum combines gradients: orthogonal ones to their sum, parallel ones to their mean, others to a vector between."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-NEGLIGIBLE = 2.0**-511  # √(smallest normal double) = 1.49e-154: a vector of a smaller squared norm counts as zero
+NEGLIGIBLE = 2.0**-511  # √(smallest normal double) = 1.49e-154: a vector with a smaller squared norm counts as zero
 _IN_CACHE = 1 << 17  # elements of all vectors that are converted to float64 at a time on a CPU: 1 MiB
-_AT_ONCE = 1 << 25  # the same elsewhere
-_CANCELLED = 1e-12  # of the squared length of its summands: a sum of no more than that is rounding errors of float32
-_ROUNDING = 1e-15  # the same of products in float64
-_FITS = 1e30  # a larger coefficient, of a tiny vector beside a huge one, is not for float32
+_AT_ONCE = 1 << 25  # the same on other devices
+# a sum of float32 vectors with a squared norm below this share of (Σ norms of its summands)² is rounding errors
+_CANCELLED = 1e-12
+_ROUNDING = 1e-15  # the same where the squared norm comes from products in float64
+_FITS = 1e30  # largest coefficient for float32; that of a tiny vector beside a huge one may be larger
 
 
 def adasum(vectors: Sequence[Tensor]) -> Tensor:
-    """Combines one tensor (one layer) of every rank (Maleki et al. 2021, arXiv 2006.02924, section 3).
+    """Combines the tensors that all ranks have for one layer (Maleki et al. 2021, arXiv 2006.02924, section 3).
 
     ::
 
@@ -28,10 +29,10 @@ def adasum(vectors: Sequence[Tensor]) -> Tensor:
     :class:`fairseq_async.collective.DistributedAdasum`.
 
     Args:
-        vectors: tensors of one shape and one floating-point type. A gradient that a rank does not have is zero.
+        vectors: tensors of one shape and one floating-point type. Give zeros for a rank that has no gradient.
 
     Returns:
-        a new tensor of that shape and type. NaN or Inf anywhere makes all of it NaN.
+        a new tensor of that shape and type. NaN or Inf anywhere in the vectors makes all of it NaN.
 
     Raises:
         ValueError: no vectors, or vectors that differ in shape or type or are not floating-point.
@@ -60,12 +61,12 @@ def adasum(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def largest_power(count: int) -> int:
-    """The largest power of two that is not above ``count``."""
+    """Returns the largest power of two that is not above ``count``."""
     return 1 << (count.bit_length() - 1)
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Which two of ``count`` vectors are combined, round by round; the result takes the place of the first of them."""
+    """Returns the pairs of ``count`` vectors to combine, round by round; a result replaces its pair's first vector."""
     power = largest_power(count)
     surplus = [(vector - power, vector) for vector in range(power, count)]
     levels = [[(a, a + (1 << x)) for a in range(0, power, 2 << x)] for x in range(power.bit_length() - 1)]
@@ -73,10 +74,10 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def gram(vectors: Sequence[Tensor], workspace: Tensor | None = None) -> Tensor:
-    """The products of flat tensors with each other: float64, shape [vectors, vectors].
+    """Returns the inner products of all pairs of flat tensors: float64, shape [vectors, vectors].
 
     Args:
-        workspace: of :func:`gram_workspace`, for a caller with many tensors: memory is slow when it is touched first.
+        workspace: from :func:`gram_workspace`, for a caller with many tensors: new memory is slow at first touch.
     """
     first, count = vectors[0], len(vectors)
     if workspace is None:
@@ -93,28 +94,29 @@ def gram(vectors: Sequence[Tensor], workspace: Tensor | None = None) -> Tensor:
 
 
 def gram_workspace(device: torch.device, largest: int, vectors: int = 2) -> Tensor:
-    """What :func:`gram` needs for so many tensors of at most ``largest`` elements to be fast."""
+    """Allocates the memory in which :func:`gram` converts tensors of at most ``largest`` elements, part by part."""
     size = (_IN_CACHE if device.type == "cpu" else _AT_ONCE) // vectors
     return torch.empty(vectors, max(1, min(size, largest)), dtype=torch.float64, device=device)
 
 
 def pair_products(a: Tensor, b: Tensor, workspace: Tensor | None = None) -> Tensor:
-    """|a|², a·b and |b|² of two flat tensors: float64, shape [3]."""
+    """Returns |a|², a·b and |b|² of two flat tensors: float64, shape [3]."""
     return gram([a, b], workspace).flatten()[[0, 1, 3]]
 
 
 def tree_weights(products: Tensor) -> Tensor:
-    """The result of the tree as a weighted sum of its vectors, by their products alone.
+    """Returns the weight of each vector in the result of the Adasum tree, from the vectors' inner products alone.
 
-    The products of what the tree combines follow from those of the vectors: (Σ uᵢgᵢ)·(Σ wⱼgⱼ) = Σ uᵢwⱼ gᵢ·gⱼ. Vectors
-    that cancel inside the tree but for the last digits leave nothing there, where the tree would have their rounding
-    errors.
+    Every sum inside the tree is a weighted sum of the vectors, so its products follow from the vectors' products:
+    (Σ uᵢgᵢ)·(Σ wⱼgⱼ) = Σ uᵢwⱼ gᵢ·gⱼ. Where vectors cancel inside the tree but for the last digits, the sum counts as
+    zero here; the tree would go on with the rounding errors.
 
     Args:
-        products: of every two vectors, as :func:`gram` has them: float64, shape [..., vectors, vectors].
+        products: inner products of all pairs of vectors, as :func:`gram` returns them: float64, shape
+            [..., vectors, vectors].
 
     Returns:
-        float64, shape [..., vectors].
+        the weights: float64, shape [..., vectors].
     """
     lengths = products.diagonal(dim1=-2, dim2=-1).sqrt()
     tree = list(torch.eye(products.shape[-1], dtype=products.dtype).expand_as(products).unbind(-2))
@@ -136,15 +138,15 @@ def _product(products: Tensor, u: Tensor, w: Tensor) -> Tensor:
 
 
 def pair_coefficients(products: Tensor) -> Tensor:
-    """1 − a·b / 2|a|² and 1 − a·b / 2|b|².
+    """Returns the coefficients of a and b in Adasum(a, b): 1 − a·b / 2|a|² and 1 − a·b / 2|b|².
 
     Args:
         products: |a|², a·b and |b|² of one pair of tensors or of many: float64, shape [..., 3].
 
     Returns:
-        the coefficients of a and b: float64, shape [..., 2]. 1 for a vector that is :data:`NEGLIGIBLE`. 0 for both of
-        two vectors that cancel: what is left of them has a direction of its own, of rounding errors, and the next pair
-        would take half of the other vector along it.
+        the coefficients of a and b: float64, shape [..., 2]. A vector with a squared norm below :data:`NEGLIGIBLE` has
+        the coefficient 1. Both are 0 where the two vectors cancel: only rounding errors would be left, in an arbitrary
+        direction, and the next pair would take away half of the other vector along that direction.
     """
     aa, ab, bb = products.unbind(-1)
     norms = torch.stack((aa, bb), dim=-1)
@@ -155,10 +157,10 @@ def pair_coefficients(products: Tensor) -> Tensor:
 
 
 def combine(mine: Tensor, theirs: Tensor, factors: Sequence[float] | Tensor) -> None:
-    """mine ← c₀·mine + c₁·theirs, of flat tensors, in place.
+    """Computes mine ← c₀·mine + c₁·theirs for flat tensors, in place.
 
     Args:
-        factors: c₀ and c₁. Tensors on a device stay there, since reading them would wait for it.
+        factors: c₀ and c₁. A tensor of factors stays on its device, since reading it would wait for the device.
     """
     if not isinstance(factors, Tensor) and _in_float32(mine, factors):
         _scaled_sum(mine, theirs, factors, out=mine)
@@ -169,12 +171,12 @@ def combine(mine: Tensor, theirs: Tensor, factors: Sequence[float] | Tensor) -> 
 
 
 def combine_all(vectors: Sequence[Tensor], weights: Sequence[float], result: Tensor, workspace: Tensor) -> None:
-    """result ← Σ wᵢ·vectorsᵢ, of flat tensors on a CPU, added up as in the tree: equal vectors give that vector back.
+    """Sets result ← Σ wᵢ·vectorsᵢ of flat CPU tensors, added up as in the tree: equal vectors give that vector back.
 
     Args:
-        weights: of :func:`tree_weights`.
-        result: one of the vectors, or memory apart.
-        workspace: of :func:`gram_workspace`.
+        weights: wᵢ, from :func:`tree_weights`.
+        result: one of the vectors, or separate memory.
+        workspace: from :func:`gram_workspace`.
     """
     scratch = workspace.view(torch.float32)
     chunk = scratch.shape[1]
@@ -186,7 +188,7 @@ def combine_all(vectors: Sequence[Tensor], weights: Sequence[float], result: Ten
 
 
 def _sum_by_rounds(parts: list[Tensor], weights: Sequence[float], scratch: Tensor, out: Tensor) -> None:
-    left = list(weights)  # what is still to be multiplied
+    left = list(weights)  # the factor that each part still has to be multiplied by
     pairs = [pair for round_ in rounds(len(parts)) for pair in round_]
     for a, b in pairs:
         to = out if (a, b) == pairs[-1] else scratch[a]
@@ -196,7 +198,7 @@ def _sum_by_rounds(parts: list[Tensor], weights: Sequence[float], scratch: Tenso
 
 
 def _scaled_sum(a: Tensor, b: Tensor, factors: Sequence[float], out: Tensor) -> None:
-    """c₀·a + c₁·b of fp32 in one pass over the memory; ``out`` may be ``a``."""
+    """Writes c₀·a + c₁·b of fp32 tensors to ``out``, in one pass over memory; ``out`` may be ``a``."""
     torch.addr(a.view(1, -1), torch.ones(1), b, beta=factors[0], alpha=factors[1], out=out.view(1, -1))
 
 

@@ -1,4 +1,4 @@
-"""Which updates a server takes, and what a stale one is worth: options that go with any rule."""
+"""Admission of updates to the server: a policy for stale updates and a gate on the norm, which go with any rule."""
 
 import statistics
 from collections import deque
@@ -12,12 +12,13 @@ from fairseq_async.algorithms.update import Update
 
 @dataclass(frozen=True)
 class StalenessPolicy:
-    """The baselines of Liu et al. 2024 (arXiv 2401.09135, section 4) for updates of staleness s.
+    """Weights, drops or compensates stale updates: the baselines of Liu et al. 2024 (arXiv 2401.09135, section 4).
 
     Attributes:
-        power: the update is weighted by (1 + s)^power; 0 leaves it as it is, the paper has −0.5.
-        limit: an update of a higher staleness is dropped; None drops none, the paper has 10.
-        compensation: λ of delay compensation (Zheng et al. 2017, arXiv 1609.08326): g + λ·g⊙g⊙(θ_now − θ_then).
+        power: an update of staleness s has the weight (1 + s)^power; 0 leaves it as it is, the paper uses −0.5.
+        limit: largest staleness of an update that is not dropped; None drops none, the paper uses 10.
+        compensation: λ of delay compensation (Zheng et al. 2017, arXiv 1609.08326), which replaces an update g by
+            g + λ·g⊙g⊙(θ_now − θ_then); 0 does not compensate.
 
     Raises:
         ValueError: an attribute is out of its range.
@@ -39,7 +40,8 @@ class StalenessPolicy:
         return self.limit is not None and staleness > self.limit
 
     def adjusted(self, update: Update, staleness: int, now: Tensor, then: Tensor | None) -> Update:
-        """The update as the rule is to see it; ``now`` and ``then`` are the parameters now and where it started."""
+        """Returns the compensated and weighted update. ``now`` are the current parameters, ``then`` those that the
+        update was computed from."""
         delta = update.delta
         if self.compensation and then is not None:
             delta = delta + self.compensation * delta * delta * (now - then)
@@ -49,20 +51,20 @@ class StalenessPolicy:
 
 
 _WINDOW = 101
-_FEWEST = 11  # before, a median says little
-_SEVERAL = 3  # workers; of fewer medians, one worker decides the median
+_FEWEST = 11  # norms; a median of fewer says little
+_SEVERAL = 3  # workers; with fewer, one worker alone decides the median of their medians
 
 
 class NormGate:
-    """Refuses an update whose norm is far above the usual ones: of its worker, and of workers in general.
+    """Refuses an update whose norm is far above the usual norm of its worker and of the workers in general.
 
-    Usual is the running median of the worker's own norms that were taken, or, if it is larger, the median over three
-    workers or more of theirs. So no worker can move the limit of another: neither do many tiny norms of one make those
-    of the others outliers, nor huge ones let outliers of others through. A worker that is new may be the one that is
-    wrong: it is measured by the running median of all workers' norms.
+    The usual norm is the larger of two: the running median of this worker's accepted norms, and the median of all
+    workers' running medians, once three workers have one. So no worker can move another worker's limit: many tiny norms
+    of one do not make the norms of others outliers, and huge norms of one do not let outliers of others through. A new
+    worker may itself be the faulty one: the running median of all workers' norms takes the place of its own.
 
     Args:
-        ratio: how many times the usual norm an update's may be; None takes all.
+        ratio: largest accepted norm as a multiple of the usual norm; None accepts all.
     """
 
     def __init__(self, ratio: float | None = None) -> None:
@@ -83,7 +85,7 @@ class NormGate:
         return self.ratio is not None and bool(usual) and norm > self.ratio * max(usual)
 
     def note(self, worker: int, norm: float) -> None:
-        """An update of this worker and norm was taken."""
+        """Records the norm of an update that was accepted from this worker."""
         if self.ratio is not None:
             self._of_all.append(norm)
             self._norms.setdefault(worker, deque(maxlen=_WINDOW)).append(norm)

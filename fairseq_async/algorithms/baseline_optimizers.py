@@ -9,16 +9,16 @@ from fairseq_async.algorithms.update import Update
 
 
 class HeavyBall(MomentumRule):
-    """One step with Polyak's momentum per arrival, on δ/k.
+    """Heavy ball: takes one step with Polyak's momentum for each update δ, on δ/k.
 
     ::
 
         m ← βm + δ/k;  θ ← θ − εm
 
     Args:
-        lr: ε.
+        lr: ε, the outer learning rate.
         momentum: β in [0, 1).
-        workers: k.
+        workers: k, the number of workers.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -29,14 +29,14 @@ class HeavyBall(MomentumRule):
         self.workers = at_least_one("workers", workers)
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
-        """One arrival; always True."""
+        """Applies one update with a step; always returns True."""
         parameters.add_(self._momentum_after(update.delta, 1 / self.workers), alpha=-self.lr)
         return True
 
 
 class OuterAdam(MomentumRule):
-    """One step of Adam (Kingma & Ba 2015, arXiv 1412.6980, algorithm 1) per arrival, on g = δ/k; with a weight decay,
-    of AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2).
+    """Takes one step of Adam (Kingma & Ba 2015, arXiv 1412.6980, algorithm 1) for each update δ, on g = δ/k; with a
+    weight decay, one step of AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2).
 
     ::
 
@@ -45,12 +45,12 @@ class OuterAdam(MomentumRule):
         θ ← θ − ε · m/(1 − β₁ᵗ) / (√(v/(1 − β₂ᵗ)) + eps)
 
     Args:
-        lr: ε.
+        lr: ε, the outer learning rate.
         momentum: β₁ in [0, 1).
-        workers: k.
+        workers: k, the number of workers.
         beta2: β₂ in [0, 1).
-        eps: added to the root.
-        weight_decay: not below 0.
+        eps: added to the square root; above 0.
+        weight_decay: ``decay`` of the formula, at least 0.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -76,7 +76,7 @@ class OuterAdam(MomentumRule):
         self.steps = 0
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
-        """One arrival; always True."""
+        """Applies one update with a step; always returns True."""
         if self.squares is None:
             self.squares = torch.zeros_like(update.delta)
         self.steps += 1
@@ -89,10 +89,10 @@ class OuterAdam(MomentumRule):
         return True
 
     def state_dict(self) -> State:
-        """Both moments and the number of steps."""
+        """Returns both moments and the number of steps."""
         return super().state_dict() | {"squares": self.squares, "steps": self.steps}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on from :meth:`state_dict`."""
+        """Restores what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self.squares, self.steps = copied(state["squares"]), state["steps"]

@@ -9,28 +9,29 @@ from fairseq_async.algorithms.momentum_rule import MomentumRule, at_least_one, c
 from fairseq_async.algorithms.rule import State, fills
 from fairseq_async.algorithms.update import Update
 
-_CANCELLED = 1e-6  # of Σ w: a few times what fp32 rounds the sum of unit vectors by
+_CANCELLED = 1e-6  # share of Σ w: a few times the rounding error of a sum of unit vectors in fp32
 
 
 class DirectionAveraging(MomentumRule):
-    """One Nesterov step on a round's updates, whose lengths and directions are averaged apart (Decoupled DiLoCo, arXiv
-    2604.21428).
+    """Takes one Nesterov step for each round, on Δ, in which the lengths and the directions of the round's updates are
+    averaged separately (Decoupled DiLoCo, arXiv 2604.21428).
 
-    For each tensor, over the updates v of a round, of so many tokens and local steps::
+    For each tensor, with sums over the updates v of a round, and the tokens and local steps of each update::
 
         w = tokens²/steps
         Δ = (Σ w|v| / Σ w) · unit(Σ w·unit(v))            embeddings:  Δ = Σ w·v / Σ w
         m ← βm + Δ;  θ ← θ − ε(βm + Δ)
 
-    The mean of updates that point apart is short; this one is as long as they are. Where nobody counts tokens, w is the
-    number of local steps. The paper sends fragments of the model in turn: here the whole model is the one fragment.
+    A plain mean of updates that point in different directions is short; this Δ has the mean length of the updates.
+    Where tokens are not counted, w is the number of local steps. The paper sends fragments of the model in turn: here
+    the whole model is the one fragment.
 
     Args:
-        lr: ε.
+        lr: ε, the outer learning rate.
         momentum: β in [0, 1).
-        round_size: updates in a round, as long as :meth:`limit_round` does not say otherwise.
+        round_size: number of updates in a round, until :meth:`limit_round` changes it.
         tensors: number of elements of each tensor of the model, in the order of the flat parameters.
-        embeddings: which of the tensors are embeddings.
+        embeddings: indices of the tensors that are embeddings.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -48,13 +49,13 @@ class DirectionAveraging(MomentumRule):
         super().__init__(lr, momentum, look_ahead)
         self.round_size = at_least_one("round_size", round_size)
         self.tensors, self.embeddings = list(tensors), frozenset(embeddings)
-        self.buffer: Tensor | None = None  # of each tensor Σ w·unit(v); of an embedding Σ w·v
-        self.lengths = [0.0] * len(self.tensors)  # Σ w|v|
+        self.buffer: Tensor | None = None  # Σ w·unit(v) of each tensor; Σ w·v of an embedding
+        self.lengths = [0.0] * len(self.tensors)  # Σ w|v| of each tensor
         self.weight = 0.0  # Σ w
         self.count = 0
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
-        """One arrival; True for the last of a round, which steps."""
+        """Adds one update. Takes a step with the last one of a round, and returns True for it."""
         self._add(update)
         if self.count < self.round_size:
             return False
@@ -67,20 +68,20 @@ class DirectionAveraging(MomentumRule):
         return True
 
     def moves_parameters(self, ahead: int = 0) -> bool:
-        """The last of a round does."""
+        """Whether the update after ``ahead`` others is the last of a round, which moves the parameters."""
         return fills(self.count, self.round_size, ahead)
 
     def limit_round(self, updates: int) -> None:
-        """The next rounds have so many updates."""
+        """Sets the number of updates in a round from now on."""
         self.round_size = at_least_one("updates", updates)
 
     def state_dict(self) -> State:
-        """The momentum, and the updates that wait for their step."""
+        """Returns the momentum, and the sums over the updates that wait for their step."""
         sums = {"buffer": self.buffer, "lengths": self.lengths, "weight": self.weight, "count": self.count}
         return super().state_dict() | sums
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on from :meth:`state_dict`."""
+        """Restores what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self.buffer, self.lengths = copied(state["buffer"]), list(state["lengths"])
         self.weight, self.count = state["weight"], state["count"]
@@ -102,7 +103,7 @@ class DirectionAveraging(MomentumRule):
         self.count += 1
 
     def _average(self) -> Tensor | None:
-        """Δ of the round; None where all its updates weigh nothing."""
+        """Returns Δ of the round; None where all its updates have weight 0."""
         if self.buffer is None or self.weight == 0:
             return None
         for number, total in enumerate(self.buffer.split(self.tensors)):
@@ -111,12 +112,12 @@ class DirectionAveraging(MomentumRule):
             elif (length := float(total.double().norm())) > _CANCELLED * self.weight:
                 total.mul_(self.lengths[number] / self.weight / length)
             else:
-                total.zero_()  # the directions cancel: what is left of them is rounding, and points nowhere
+                total.zero_()  # the directions cancel: only rounding errors are left, in an arbitrary direction
         return self.buffer
 
 
 def token_weight(update: Update) -> float:
-    """w = tokens²/steps; the steps where no tokens were counted."""
+    """Returns w = tokens²/steps, or the number of steps where no tokens were counted."""
     if not update.tokens:
         return update.weight
     return update.tokens**2 / update.weight if update.weight > 0 else 0.0

@@ -1,12 +1,13 @@
-"""A model in fragments, which local SGD exchanges in turn.
+"""Fragments of a model, which the workers of local SGD exchange in turn.
 
 Douillard et al. 2025, "Streaming DiLoCo with overlapping communication" (arXiv 2501.18512, algorithm 2), and Decoupled
-DiLoCo (arXiv 2604.21428): a worker sends one of P fragments of whole tensors every H/P local steps, so that each goes
-every H steps, and goes on computing for τ steps before it takes the fragment that comes back.
+DiLoCo (arXiv 2604.21428): a model is cut into P fragments of whole tensors. A worker sends one of them every H/P local
+steps, so that each is sent every H steps. It computes τ more steps before it takes the fragment that the server sends
+back.
 
-The papers blend what comes back with the worker's own, ½θ + ½Θ. A blend keeps half of all local steps since the last
-one, which the next update then has once more. Here the worker keeps the steps since the fragment was sent, and those
-alone: Θ + (θ − θ_sent), so that each local step is in one update.
+The papers blend the server's fragment Θ with the worker's own θ: ½θ + ½Θ. A blend keeps half of all local steps since
+the blend before, so the next update contains these steps once more. Here the worker keeps only the steps that it took
+since it sent the fragment, Θ + (θ − θ_sent), so that each local step is in one update.
 """
 
 from collections.abc import Sequence
@@ -22,11 +23,11 @@ from fairseq_async.algorithms.update import Update
 
 @dataclass(frozen=True)
 class Fragment:
-    """Tensors that follow each other, and so are one piece of the flat parameters.
+    """One fragment: consecutive tensors of the model, which are one piece of the flat parameters.
 
     Attributes:
-        tensors: which of the model's.
-        elements: their place in the flat parameters.
+        tensors: which of the model's tensors it has.
+        elements: the place of these tensors in the flat parameters.
     """
 
     tensors: slice
@@ -37,15 +38,15 @@ class Fragment:
         return int(self.elements.stop - self.elements.start)
 
     def of(self, flat: Tensor) -> Tensor:
-        """The fragment's part of a flat tensor of all elements, as a view."""
+        """Returns the fragment's part of a flat tensor of the whole model, as a view."""
         return flat[self.elements]
 
 
 def fragments_of(sizes: Sequence[int], count: int) -> tuple[Fragment, ...]:
     """Divides a model into ``count`` fragments, so that the largest is as small as it can be.
 
-    Tensors keep their order, so that a fragment is sent without being gathered. The largest fragment has at most the
-    mean of all and the largest tensor together.
+    Tensors keep their order, so that a fragment lies in one piece and is sent without being gathered. The largest
+    fragment has at most as many elements as the mean fragment and the largest tensor together.
 
     Args:
         sizes: number of elements of each tensor, in the order of the flat parameters.
@@ -69,7 +70,7 @@ def fragments_of(sizes: Sequence[int], count: int) -> tuple[Fragment, ...]:
 
 
 def _filled(sizes: Sequence[int], capacity: int) -> list[int]:
-    """Ends of the fewest fragments of at most so many elements."""
+    """Returns the ends of the fewest fragments of at most ``capacity`` elements."""
     ends: list[int] = []
     held = 0
     for number, size in enumerate(sizes):
@@ -81,32 +82,32 @@ def _filled(sizes: Sequence[int], capacity: int) -> list[int]:
 
 
 def _split(ends: list[int], count: int, places: list[int]) -> list[int]:
-    """The ends of ``count`` fragments: those that there are, and further ones behind single tensors."""
+    """Returns the ends of ``count`` fragments: the given ``ends``, and further ones after single tensors."""
     taken = {places[end] for end in (0, *ends)}  # a tensor without elements is no fragment
     spare = {place: end for end, place in enumerate(places) if place not in taken}
     return sorted(ends + list(spare.values())[: count - len(ends)])
 
 
 def in_turn(fragments: Sequence[Fragment], sequence: int) -> Fragment:
-    """The fragment that a worker's update of this number is of."""
+    """Returns the fragment to which a worker's update with this sequence number belongs."""
     return fragments[sequence % len(fragments)]
 
 
 class FragmentedRule(Rule):
-    """One rule for each fragment, as for a model of its own: its momentum, its buffers and its counts.
+    """Applies a separate rule to each fragment, as to a model of its own: with its own momentum, buffers and counts.
 
     An update's ``delta`` has the elements of the fragment whose turn it is by the update's sequence number. A rule that
-    looks across tensors looks across those of the fragment.
+    computes across tensors does so across the tensors of its fragment.
 
     Args:
-        rules: one for each of the fragments.
+        rules: one rule for each of the fragments.
     """
 
     def __init__(self, fragments: Sequence[Fragment], rules: Sequence[Rule]) -> None:
         self.fragments, self.rules = fragments, rules
 
     def of(self, sequence: int, parameters: Tensor) -> tuple[Rule, Tensor]:
-        """The rule of the fragment whose turn it is, and the fragment of the flat ``parameters``."""
+        """Returns the rule of the fragment whose turn it is, and that fragment of the flat ``parameters``."""
         return self.rules[sequence % len(self.rules)], in_turn(self.fragments, sequence).of(parameters)
 
     def apply(self, parameters: Tensor, update: Update) -> float:
@@ -115,7 +116,7 @@ class FragmentedRule(Rule):
         return rule.apply(fragment, update)
 
     def dispatch(self, parameters: Tensor) -> Tensor:
-        """What a worker starts from that takes all fragments at once, in a new tensor."""
+        """Returns the parameters from which a worker starts that takes all fragments at once, in a new tensor."""
         parts = zip(self.fragments, self.rules, strict=True)
         return torch.cat([rule.dispatch(fragment.of(parameters)) for fragment, rule in parts])
 
@@ -124,10 +125,10 @@ class FragmentedRule(Rule):
             rule.limit_round(updates)
 
     def state_dict(self) -> State:
-        """One state for each fragment."""
+        """Returns one state for each fragment."""
         return {"fragments": [rule.state_dict() for rule in self.rules]}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on from :meth:`state_dict`, of as many fragments."""
+        """Restores what :meth:`state_dict` returned for a rule of as many fragments."""
         for rule, own in zip(self.rules, state["fragments"], strict=True):
             rule.load_state_dict(own)

@@ -1,4 +1,4 @@
-"""HALoS: a regional server that is itself a worker of a global one."""
+"""HALoS: a regional server that is itself a worker of a global server."""
 
 from torch import Tensor
 
@@ -7,25 +7,25 @@ from fairseq_async.algorithms.rule import State
 
 
 class Region:
-    """What a regional server does besides its rule (HALoS; Kim et al. 2025, arXiv 2506.04531, algorithm 1).
+    """A regional server's exchange with the global server (HALoS; Kim et al. 2025, arXiv 2506.04531, algorithm 1).
 
-    The workers of a region move its parameters θ_r by a rule of their own. With the K-th of their updates since the
-    last merge the region sends δ, how far they have moved it, to the global server. That takes δ as a pseudo-gradient,
-    by its own rule, and answers with its parameters θ::
+    The region's own rule applies its workers' updates to the region's parameters θ_r. At the K-th update since the last
+    merge, the region sends δ, how far θ_r has moved since then, to the global server. The global server applies δ as a
+    pseudo-gradient, by its own rule, and answers with its parameters θ::
 
         δ = θ_merged − θ_r;   θ_r ← (1 − α)·θ_r + α·θ;   θ_merged ← θ_r
 
-    The region does not wait for the answer. As in the authors' code, what its workers move it meanwhile stays in θ_r
-    and is in no δ.
+    The region does not wait for the answer. The updates that its workers make meanwhile stay in θ_r and are in no δ, as
+    in the authors' code.
 
     Args:
-        parameters: θ_r at the beginning, the same in all regions, and the global server's.
-        updates: K.
-        merge: α in [0, 1].
+        parameters: the initial θ_r, which all regions and the global server have in common.
+        updates: K, the number of updates after which the region sends.
+        merge: α in [0, 1], the share of θ in a merge.
 
     Attributes:
-        count: updates since the last merge.
-        waiting: δ or its answer is on its way.
+        count: number of updates since the last merge.
+        waiting: whether δ, or the answer to it, is on its way.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -41,28 +41,28 @@ class Region:
 
     @property
     def due(self) -> bool:
-        """Whether there are enough updates to be sent."""
+        """Whether δ is to be sent: K updates are there, and no earlier δ or answer is on its way."""
         return self.count >= self.updates and not self.waiting
 
     def note_update(self) -> None:
-        """An update of the region's workers was applied to its parameters."""
+        """Counts an update of the region's workers that was applied to θ_r."""
         self.count += 1
 
     def send(self, parameters: Tensor) -> Tensor:
-        """δ, for the global server."""
+        """Returns δ for the global server, and marks it as on its way."""
         self.waiting = True
         return self._merged - parameters
 
     def merge(self, parameters: Tensor, above: Tensor) -> None:
-        """Takes the global server's answer in; ``parameters`` (θ_r) change in place."""
+        """Merges the global server's answer ``above`` (θ) into ``parameters`` (θ_r), in place."""
         self._merged.copy_(parameters.lerp_(above, self.share))
         self.count, self.waiting = 0, False
 
     def state_dict(self) -> State:
-        """What it needs to go on, beside θ_r."""
+        """Returns all that the region needs to go on, except θ_r."""
         return {"merged": self._merged, "count": self.count, "waiting": self.waiting}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on from :meth:`state_dict`."""
+        """Restores what :meth:`state_dict` returned."""
         self._merged.copy_(state["merged"])
         self.count, self.waiting = state["count"], state["waiting"]

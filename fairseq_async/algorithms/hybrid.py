@@ -15,34 +15,35 @@ _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.opti
 
 
 class HybridAccumulation:
-    """Aji & Heafield 2019, "Making Asynchronous Stochastic Gradient Descent Work for Transformers"
-    (arXiv 1906.03496, section 3).
+    """Adds up N asynchronous gradients, then steps the optimizer once (Aji & Heafield 2019, "Making Asynchronous
+    Stochastic Gradient Descent Work for Transformers", arXiv 1906.03496, section 3).
 
     ::
 
         acc += g;  count += 1
         if count == N:  θ = Optimizer(θ, acc);  acc = 0;  count = 0
 
-    The accumulator is kept as the mean over the tokens seen so far, Σ wᵢgᵢ / Σ wᵢ, so that the step is the one
-    a synchronous run would take on the same batches. With N = 1 this is plain asynchronous SGD, and the
+    The accumulator holds the mean over the tokens so far, Σ wᵢgᵢ / Σ wᵢ with wᵢ tokens in gradient gᵢ, so that the step
+    is the one that a synchronous run would take on the same batches. With N = 1 this is plain asynchronous SGD, and the
     optimizer sees the worker's gradient unchanged, to the bit.
 
-    A partial step, of n < N gradients, is n/N of a step: it counts as so much in the schedule, and has a lower learning
-    rate, so that a gradient moves the parameters about as far as in a whole step (:func:`partial_rate`). Gradients that
-    all have weight 0 make no step.
+    A partial step, of n < N gradients, counts as n/N of a step in the schedule. Its learning rate is lower, so that a
+    gradient moves the parameters about as far as in a whole step (:func:`partial_rate`). Gradients that all have weight
+    0 make no step.
 
     Args:
         optimizer: a torch optimizer over ``parameters``, as one tensor or as views into it.
-        updates_per_step: N, at least 1.
+        updates_per_step: N, the number of gradients in a step; at least 1.
         clip_norm: largest L2 norm of the aggregated gradient; 0 does not clip.
-        tensors: views into ``parameters`` whose norms make up that norm, if not those that the optimizer has. In
-            another order of summation it would differ in its last bits.
-        elementwise: the optimizer takes each element by itself, so that several threads may share a step.
-        partial_steps: :meth:`limit_round` says how many gradients the next step has, and one of fewer than N is a
-            partial step. Otherwise all steps are whole ones.
+        tensors: views into ``parameters`` whose norms make up the gradient's norm; by default the optimizer's tensors.
+            With another order of summation the norm would differ in its last bits.
+        elementwise: whether the optimizer computes each element by itself, so that several threads may share a step.
+        partial_steps: whether :meth:`limit_round` sets how many gradients the next step has, and a step of fewer than N
+            is a partial step. Otherwise all steps are whole steps.
 
     Attributes:
-        norm_of_all: the norm of the whole model's gradient from that of the tensors here; they may be a part of it.
+        norm_of_all: returns the norm of the whole model's gradient, given the norm of the tensors here, which may be a
+            part of the model; by default the same norm.
 
     Raises:
         ValueError: N below 1, or a negative ``clip_norm``.
@@ -70,10 +71,10 @@ class HybridAccumulation:
         self.mean: Tensor | None = None
         self.weight = 0.0
         self.count = 0
-        self._left = 0  # gradients of a state without partial steps: they go with the first round
+        self._left = 0  # gradients left by a state without partial steps: the first step takes them too
 
     def apply(self, parameters: Tensor, update: Update) -> float:
-        """Adds one mean gradient; steps the optimizer on every N-th, and returns how much of a step that is."""
+        """Adds one mean gradient, and steps the optimizer on every N-th. Returns how much of a step was taken."""
         mean = self._accumulator(parameters)
         self.weight += update.weight
         steps, norm = self.moves_parameters(), None
@@ -87,7 +88,7 @@ class HybridAccumulation:
         self.count += 1
         if not steps:
             return 0.0
-        share = self._step(mean, norm) if self.weight > 0 else 0.0  # without a token there is nothing to step with
+        share = self._step(mean, norm) if self.weight > 0 else 0.0  # without a token there is no gradient to step with
         self.weight, self.count = 0.0, 0
         self.updates_per_step, self._left = max(1, self.updates_per_step - self._left), 0
         return share
@@ -96,7 +97,7 @@ class HybridAccumulation:
         return fills(self.count, self.updates_per_step, ahead)
 
     def dispatch(self, parameters: Tensor) -> Tensor:
-        """The parameters themselves."""
+        """Returns the parameters themselves."""
         return parameters
 
     @property
@@ -104,11 +105,11 @@ class HybridAccumulation:
         return None
 
     def limit_round(self, updates: int) -> None:
-        """A step waits for no more gradients than a round has."""
+        """Sets the number of gradients in a round, so that no step waits for more."""
         self.updates_per_step = updates + self._left if self.partial_steps else min(self.whole_step, updates)
 
     def state_dict(self) -> State:
-        """The optimizer's state and the gradients that wait for their step."""
+        """Returns the optimizer's state, and the gradients that wait for their step."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "mean": self.mean if self.count else None,
@@ -131,7 +132,7 @@ class HybridAccumulation:
         return self.mean
 
     def _step(self, mean: Tensor, norm: Tensor | None) -> float:
-        """Steps the optimizer with the mean, of this norm where it is known; returns how much of a step that is."""
+        """Steps the optimizer with the mean gradient, of this norm if it is known; returns how much of a step it is."""
         if self.clip_norm:
             self._clip(mean, norm)
         share = min(1.0, self.count / self.whole_step) if self.partial_steps else 1.0
@@ -140,7 +141,7 @@ class HybridAccumulation:
         return share
 
     def _clip(self, mean: Tensor, norm: Tensor | None) -> None:
-        """As ``torch.nn.utils.clip_grad_norm_``, but for the pass over memory that multiplies by 1."""
+        """Clips as ``torch.nn.utils.clip_grad_norm_`` does, but without a pass over memory where the factor is 1."""
         if norm is None:
             norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in self._tensors if tensor.grad is not None])
         norm = self.norm_of_all(norm)
@@ -150,12 +151,13 @@ class HybridAccumulation:
 
 
 def partial_rate(optimizer: torch.optim.Optimizer, share: float) -> float:
-    """The share of the learning rate for a step with this share of a whole step's gradients.
+    """Returns the factor of the learning rate for a step with ``share`` of a whole step's gradients.
 
-    Where the optimizer adds gradients up, as SGD does, it is the same (linear scaling: Goyal et al. 2017, arXiv
-    1706.02677, section 2.1). Adam, and every optimizer with ``betas``, divides by the root of the mean square of what
-    it steps with. The mean of fewer gradients is noisier, its mean square is larger by 1 / share where noise prevails,
-    and the step is shorter by itself: the square root of the share is left (Malladi et al. 2022, arXiv 2205.10287).
+    For an optimizer that adds gradients up, as SGD does, the factor is the share itself (linear scaling: Goyal et al.
+    2017, arXiv 1706.02677, section 2.1). Adam, and every optimizer with ``betas``, divides by the root of the mean
+    square of the gradients. The mean of fewer gradients is noisier: where noise prevails, its mean square is larger by
+    1 / share, which alone shortens the step by the square root of the share. So the factor is the other square root
+    (Malladi et al. 2022, arXiv 2205.10287).
     """
     return share**0.5 if "betas" in optimizer.param_groups[0] else share
 
@@ -166,10 +168,10 @@ def _as_it_is(norm: Tensor) -> Tensor:
 
 @contextmanager
 def _partial_step(optimizer: torch.optim.Optimizer, share: float) -> Iterator[None]:
-    """Within this a step of the optimizer is this share of a whole one.
+    """Makes a step of the optimizer inside the block ``share`` of a whole step.
 
-    A weight decay that multiplies the parameters by 1 − lr · decay is no gradient, and has no noise: it is the share of
-    a whole step's, whatever is left of the learning rate.
+    A weight decay that multiplies the parameters by 1 − lr · decay is no gradient and has no noise: it becomes
+    ``share`` of a whole step's decay, whatever the factor of the learning rate.
     """
     rate = partial_rate(optimizer, share)
     before = [(group["lr"], group.get("weight_decay", 0.0)) for group in optimizer.param_groups]
@@ -187,25 +189,25 @@ def _partial_step(optimizer: torch.optim.Optimizer, share: float) -> Iterator[No
 
 
 def _is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the weight decay is no part of the gradient. Of torch's optimizers with ``betas`` AdamW says so, by its
-    class or by an option; fairseq's, and our own, all have it so."""
+    """Whether the weight decay is separate from the gradient. Of torch's optimizers with ``betas`` that is so in AdamW
+    and with the option ``decoupled_weight_decay``; in fairseq's and in our own it always is."""
     if not isinstance(optimizer, _OF_TORCH):
         return True
     return isinstance(optimizer, torch.optim.AdamW) or bool(optimizer.defaults.get("decoupled_weight_decay"))
 
 
 def _norm_of_lerp(mean: Tensor, other: Tensor, fraction: float) -> Tensor:
-    """mean ← mean + fraction · (other − mean); returns its L2 norm, for which no part is read from memory again."""
+    """Sets mean ← mean + fraction · (other − mean), and returns its L2 norm without reading it from memory again."""
 
     def square(pair: tuple[Tensor, Tensor]) -> Tensor:
         part, new = pair
         part.lerp_(new, fraction)
-        return torch.dot(part, part)  # sooner than norm(), and its sum has fewer terms a lane: more exact
+        return torch.dot(part, part)  # faster than norm(), and more exact: its sum has fewer terms a lane
 
     return torch.stack(in_threads(square, pairs(mean, other))).sum().sqrt()
 
 
 def pieces(parameters: Tensor) -> list[Parameter]:
-    """A flat vector in parts, for an optimizer that takes each element by itself: a step of one part after the other
-    finds in the cache what a step of all at once reads from memory in every one of its operations."""
+    """Cuts a flat vector into parts, for an optimizer that computes each element by itself. Stepping one part after the
+    other keeps the part in the cache; a step of the whole vector reads memory in each of its operations."""
     return [Parameter(part) for part in parameters.split(PIECE)]

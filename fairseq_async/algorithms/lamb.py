@@ -11,7 +11,7 @@ Loss = TypeVar("Loss")
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB: Adam whose step in each tensor is scaled by the tensor's own norm.
+    """LAMB: Adam with the step of each tensor scaled to the tensor's own norm.
 
     You et al. 2020, "Large Batch Optimization for Deep Learning" (arXiv 1904.00962, algorithm 2). For each tensor, with
     the moments m̂, v̂ of Adam::

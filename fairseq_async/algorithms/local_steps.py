@@ -1,4 +1,4 @@
-"""How many local steps a worker takes before it meets the server, and on which shard of the data."""
+"""The number of local steps that a worker takes between two exchanges, and the choice of its shard of the data."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,12 @@ from torch import Tensor
 
 
 def local_steps(speeds: Mapping[int, float], maximum: int) -> dict[int, int]:
-    """Dynamic local updates (DyLU; Liu et al. 2024, arXiv 2401.09135, section 5): ⌊v_w / max v · H⌋, at least 1.
+    """Returns each worker's number of local steps, ⌊v_w / max v · H⌋ but at least 1: dynamic local updates (DyLU; Liu
+    et al. 2024, arXiv 2401.09135, section 5).
 
     Args:
-        speeds: measured steps per second of each worker.
-        maximum: H, the local steps of the fastest.
+        speeds: v, the measured steps per second of each worker.
+        maximum: H, the local steps of the fastest worker.
 
     Raises:
         ValueError: a speed that is not above 0, or H below 1.
@@ -23,20 +24,21 @@ def local_steps(speeds: Mapping[int, float], maximum: int) -> dict[int, int]:
         if not speed > 0:
             raise ValueError(f"the speed of worker {worker} is {speed}; it must be above 0")
     fastest = max(speeds.values(), default=1.0)
-    # a quotient such as 1/5 comes out below its value: what lies so near to a whole number is meant to be it
+    # rounding may put a quotient just below its true value: one so near to a whole number counts as that number
     return {worker: max(1, math.floor(speed / fastest * maximum + 1e-9)) for worker, speed in speeds.items()}
 
 
 def shard_probabilities(sizes: Sequence[int], used: Sequence[int]) -> Tensor:
-    """p_i ∝ max(|D_i|/Σ|D| − n_i/Σn, 0): a shard that is behind its share is chosen (Liu et al. 2024, algorithm 2).
+    """Returns the probability of each shard to be chosen (Liu et al. 2024, algorithm 2), which favours shards that were
+    used less than their share: p_i ∝ max(|D_i|/Σ|D| − n_i/Σn, 0).
 
     Args:
-        sizes: |D_i|, samples in each shard.
-        used: n_i, samples of each shard that were used already. Where every shard has had its share, as at the
-            beginning, p is the share.
+        sizes: |D_i|, the number of samples in each shard.
+        used: n_i, the number of samples of each shard that were used already. Where every shard has had its share, and
+            at the beginning, p is the shard's share of all samples.
 
     Returns:
-        float64 tensor of the shards' probabilities.
+        the shards' probabilities: float64, shape [shards].
 
     Raises:
         ValueError: no samples, a negative number, or sequences of different lengths.

@@ -1,4 +1,4 @@
-"""Outer rules whose workers start ahead, where the momentum is about to take the parameters: MLA and HeLoCo."""
+"""MLA and HeLoCo: outer rules whose workers start ahead, where the momentum is about to take the parameters."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,8 +9,8 @@ from torch import Tensor
 from fairseq_async.algorithms.momentum_rule import MomentumRule, at_least_one
 from fairseq_async.algorithms.update import Update
 
-_SMALLEST = 1e-8  # norms: below it a direction is noise; and ε of the confidence
-_ALIGNED = 0.2  # cosine from which an update is left as it is
+_SMALLEST = 1e-8  # a vector with a smaller norm has no direction but noise; also ε of the confidence
+_ALIGNED = 0.2  # smallest cosine of an update that is left as it is
 
 
 class MomentumLookAhead(MomentumRule):
@@ -20,12 +20,12 @@ class MomentumLookAhead(MomentumRule):
 
         m ← γm + (1 − γ)Δ;  θ ← θ − η(Δ + γm);  a worker starts from θ − ηγm
 
-    An arrival moves θ by η(1 + γ)Δ in the end. Whether the start ahead is part of MLA or of HeLoCo alone is not settled
-    by their papers: ``look_ahead`` switches it.
+    In the end, one update has moved θ by −η(1 + γ)Δ: by its own step and by its part in the momentum of later steps.
+    The papers do not settle whether the start ahead is part of MLA or of HeLoCo alone: ``look_ahead`` switches it.
 
     Args:
-        lr: η, of each arrival whatever the number of workers; the paper has 0.7.
-        momentum: γ in [0, 1); the paper has 0.9.
+        lr: η, for each update, whatever the number of workers; the paper uses 0.7.
+        momentum: γ in [0, 1); the paper uses 0.9.
         look_ahead: whether a worker starts ahead.
 
     Raises:
@@ -36,7 +36,7 @@ class MomentumLookAhead(MomentumRule):
         super().__init__(lr, momentum, look_ahead)
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
-        """One arrival; always True."""
+        """Applies one update with a step; always returns True."""
         momentum = self._momentum_after(update.delta, 1 - self.momentum)
         parameters.add_(update.delta, alpha=-self.lr)
         parameters.add_(momentum, alpha=-self.lr * self.momentum)
@@ -49,7 +49,7 @@ class HeLoCo(MomentumLookAhead):
     For each tensor, with Δ̂ and m̂ of length 1::
 
         c = cos(Δ, m);  conf = |Δ| / (|Δ| + 3|m| + ε)
-        c ≥ 0.2, or |Δ| or |m| below 1e-8:  as it is
+        c ≥ 0.2, or |Δ| or |m| below 1e-8:  Δ stays as it is
         c < 0:      Δ ← Δ − b·(Δ·m̂)m̂,  b = min(−c·conf/2, 1/2)
         otherwise:  Δ ← |Δ|·unit((1 − λ)Δ̂ + λm̂),  λ = min((1 − c)·conf, 1)          (equation 14)
         Δ ← Δ/√k
@@ -57,7 +57,7 @@ class HeLoCo(MomentumLookAhead):
     Args:
         lr: η.
         momentum: γ in [0, 1).
-        workers: k.
+        workers: k, the number of workers.
         tensors: number of elements of each tensor of the model, in the order of the flat parameters.
         look_ahead: whether a worker starts ahead.
 
@@ -73,7 +73,7 @@ class HeLoCo(MomentumLookAhead):
         self.tensors = list(tensors)
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
-        """One arrival; always True."""
+        """Applies one update with a step; always returns True."""
         delta = update.delta.clone() if self.momentum_buffer is None else self._corrected(update.delta)
         return super().apply(parameters, replace(update, delta=delta.mul_(self.scale)))
 
@@ -84,7 +84,7 @@ class HeLoCo(MomentumLookAhead):
 
 
 def corrected(delta: Tensor, momentum: Tensor) -> Tensor:
-    """HeLoCo's correction of one tensor's Δ, before it is divided by √k; norms and cosine in float64."""
+    """Returns one tensor's Δ with HeLoCo's correction, not yet divided by √k. Norms and cosine are in float64."""
     exact, direction = delta.double(), momentum.double()
     length, along = float(exact.norm()), float(direction.norm())
     if min(length, along) < _SMALLEST:

@@ -1,4 +1,4 @@
-"""What the outer rules of local SGD have in common: a learning rate, and a momentum to look along."""
+"""The base of the outer rules of local SGD: a learning rate, a momentum, and look-ahead along the momentum."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ class MomentumRule:
     """An outer rule with a momentum m, which is zero until the first update.
 
     With ``look_ahead`` a worker starts its local steps from θ − εβm, where the momentum is about to take the
-    parameters, and its pseudo-gradient is relative to that. The parameters themselves stay θ.
+    parameters, and its pseudo-gradient is relative to that point. The server's parameters stay θ.
 
     Args:
-        lr: ε, above 0.
+        lr: ε, the outer learning rate; above 0.
         momentum: β in [0, 1).
 
     Raises:
@@ -31,38 +31,38 @@ class MomentumRule:
         self.momentum_buffer: Tensor | None = None
 
     def moves_parameters(self, ahead: int = 0) -> bool:
-        """Every arrival moves them."""
+        """Returns True: every update moves the parameters."""
         return True
 
     def dispatch(self, parameters: Tensor) -> Tensor:
-        """What a worker is given: θ, or θ − εβm in a tensor of its own."""
+        """Returns what a worker starts from: θ, or with look-ahead θ − εβm in a new tensor."""
         if not self.look_ahead or self.momentum_buffer is None:
             return parameters
         return parameters.add(self.momentum_buffer, alpha=-self.lr * self.momentum)
 
     def limit_round(self, updates: int) -> None:
-        """Steps do not wait for a round."""
+        """Does nothing, since steps do not wait for a round."""
 
     def state_dict(self) -> State:
-        """The momentum; the rest is settings."""
+        """Returns the momentum; everything else is a setting."""
         return {"momentum_buffer": self.momentum_buffer}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on from :meth:`state_dict`."""
+        """Restores what :meth:`state_dict` returned."""
         self.momentum_buffer = copied(state["momentum_buffer"])
 
     def _momentum_after(self, gradient: Tensor, factor: float) -> Tensor:
-        """m ← βm + factor·gradient"""
+        """Updates m ← βm + factor·gradient, and returns m."""
         if self.momentum_buffer is None:
             self.momentum_buffer = torch.zeros_like(gradient)
         return self.momentum_buffer.mul_(self.momentum).add_(gradient, alpha=factor)
 
 
 def at_least_one(name: str, value: int) -> int:
-    """The value.
+    """Returns ``value``, which must be at least 1.
 
     Raises:
-        ValueError: it is below 1.
+        ValueError: the value is below 1.
     """
     if value < 1:
         raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -70,5 +70,5 @@ def at_least_one(name: str, value: int) -> int:
 
 
 def copied(tensor: Tensor | None) -> Tensor | None:
-    """A copy, where there is a tensor."""
+    """Returns a copy of the tensor, or None for None."""
     return None if tensor is None else tensor.clone()

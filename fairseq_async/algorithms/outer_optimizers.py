@@ -1,4 +1,4 @@
-"""Outer optimizers of local SGD: what a server does with pseudo-gradients.
+"""Outer optimizers of local SGD: the rules by which a server applies pseudo-gradients.
 
 Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling" (arXiv 2401.09135). A worker takes H local
 steps from θ_start and sends δ = θ_start − θ_local; ε is the outer learning rate, β the outer momentum. Each rule takes
@@ -14,7 +14,7 @@ from fairseq_async.algorithms.update import Update
 
 
 class NesterovMomentum(MomentumRule):
-    """One Nesterov step per arrival, on δ/k: the naive asynchronous method, whose stale momentum overshoots.
+    """Takes one Nesterov step for each update, on δ/k: the naive asynchronous method, whose stale momentum overshoots.
 
     ::
 
@@ -23,9 +23,9 @@ class NesterovMomentum(MomentumRule):
     With β = 0 this is asynchronous outer SGD.
 
     Args:
-        lr: ε.
+        lr: ε, the outer learning rate.
         momentum: β in [0, 1).
-        workers: k.
+        workers: k, the number of workers.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -36,7 +36,7 @@ class NesterovMomentum(MomentumRule):
         self.workers = at_least_one("workers", workers)
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
-        """One arrival; always True."""
+        """Applies one update with a step; always returns True."""
         momentum = self._momentum_after(update.delta, 1 / self.workers)
         parameters.add_(momentum, alpha=-self.lr * self.momentum)
         parameters.add_(update.delta, alpha=-self.lr / self.workers)
@@ -44,7 +44,7 @@ class NesterovMomentum(MomentumRule):
 
 
 class _Buffered(MomentumRule):
-    """Adds updates up: the momentum takes Δ/N at every N-th."""
+    """Base of the rules that add updates up in a buffer Δ; at every N-th update the momentum takes Δ/N."""
 
     def __init__(self, lr: float, momentum: float, look_ahead: bool = False) -> None:
         super().__init__(lr, momentum, look_ahead)
@@ -59,7 +59,7 @@ class _Buffered(MomentumRule):
         self.buffer, self.count = copied(state["buffer"]), state["count"]
 
     def _add(self, delta: Tensor) -> Tensor:
-        """Δ ← Δ + δ"""
+        """Adds an update to the buffer, Δ ← Δ + δ, and returns Δ."""
         if self.buffer is None:
             self.buffer = torch.zeros_like(delta)
         self.count += 1
@@ -67,19 +67,19 @@ class _Buffered(MomentumRule):
 
 
 class BufferedNesterov(_Buffered):
-    """One Nesterov step on the mean of N updates.
+    """Takes one Nesterov step on the mean of every N updates.
 
     ::
 
         Δ ← Δ + δ;  every N-th:  m ← βm + Δ/N;  θ ← θ − ε(βm + Δ/N);  Δ ← 0
 
-    As updates arrive this is the method of FedBuff (Nguyen et al. 2022, arXiv 2106.06639) with momentum; behind a
+    Without a barrier this is the method of FedBuff (Nguyen et al. 2022, arXiv 2106.06639) with momentum; behind a
     barrier of N workers it is DiLoCo (Douillard et al. 2023, arXiv 2311.08105).
 
     Args:
-        lr: ε.
+        lr: ε, the outer learning rate.
         momentum: β in [0, 1).
-        buffer_size: N.
+        buffer_size: N, the number of updates in a step.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -91,7 +91,7 @@ class BufferedNesterov(_Buffered):
         self._wanted = buffer_size
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
-        """One arrival; True on every N-th, which steps."""
+        """Adds one update. Takes a step on every N-th, and returns True for it."""
         total = self._add(update.delta)
         if self.count < self.buffer_size:
             return False
@@ -106,12 +106,12 @@ class BufferedNesterov(_Buffered):
         return fills(self.count, self.buffer_size, ahead)
 
     def limit_round(self, updates: int) -> None:
-        """A step waits for no more updates than a round has."""
+        """Sets the number of updates in a round, so that no step waits for more."""
         self.buffer_size = min(self._wanted, updates)
 
 
 class DelayedNesterov(_Buffered):
-    """Delayed Nesterov (Liu et al. 2024, algorithm 3): a gradient step per arrival, a momentum step every N-th.
+    """Delayed Nesterov (Liu et al. 2024, algorithm 3): a gradient step for each update, a momentum step on every N-th.
 
     ::
 
@@ -119,13 +119,13 @@ class DelayedNesterov(_Buffered):
         every N-th:  m ← βm + Δ/N;  θ ← θ − ε[(1 − cN + c)·βm + g/N];  Δ ← 0
         otherwise:                  θ ← θ − ε[c·βm + g/N]
 
-    With c = 0, N arrivals that were computed from one θ are one Nesterov step on their mean.
+    An update is g = δ. With c = 0, N updates that were computed from one θ make one Nesterov step on their mean.
 
     Args:
-        lr: ε, the rate of N arrivals together.
+        lr: ε, the learning rate of N updates together.
         momentum: β in [0, 1).
         delay: N, usually the number of workers.
-        c: the share of the momentum in each step between, in [0, 1/N].
+        c: share of the momentum in each step between two momentum steps, in [0, 1/N].
 
     Raises:
         ValueError: an argument is out of its range.
@@ -139,9 +139,9 @@ class DelayedNesterov(_Buffered):
         self.c = c
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
-        """One arrival; True on every N-th, when the momentum is updated."""
+        """Applies one update; returns True on every N-th, when the momentum is updated."""
         total = self._add(update.delta)
-        stepped = self.count >= self.delay  # more than N may be in a checkpoint of a larger N
+        stepped = self.count >= self.delay  # more than N if a checkpoint has the buffer of a larger N
         if stepped:
             self._momentum_after(total, 1 / self.count)
             total.zero_()

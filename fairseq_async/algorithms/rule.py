@@ -1,4 +1,4 @@
-"""What every server rule offers."""
+"""The interface of every server rule."""
 
 from abc import abstractmethod
 from typing import Any, Protocol
@@ -8,7 +8,8 @@ from torch import Tensor
 from fairseq_async.algorithms.update import Update
 
 State = dict[str, Any]
-"""What ``state_dict`` returns: tensors, numbers, and containers of them, which torch loads with ``weights_only``."""
+"""The type that ``state_dict`` returns: tensors, numbers and containers of them, which torch loads with
+``weights_only``."""
 
 
 class Rule(Protocol):
@@ -19,7 +20,7 @@ class Rule(Protocol):
     """
 
     def apply(self, parameters: Tensor, update: Update) -> float:
-        """Takes one update in; ``parameters`` (flat) change in place.
+        """Applies one update to the flat ``parameters``, in place.
 
         Returns:
             How much of a step of the optimizer or momentum was taken: 0 for none, 1 (or True) for a whole one.
@@ -27,13 +28,13 @@ class Rule(Protocol):
         ...
 
     def moves_parameters(self, ahead: int = 0) -> bool:
-        """Whether the update behind ``ahead`` others will move the parameters; its sender waits only then."""
+        """Whether the update that comes after ``ahead`` others will move the parameters; its sender waits only then."""
         return True
 
     def dispatch(self, parameters: Tensor) -> Tensor:
-        """What a worker's local steps start from: the parameters, or a new tensor where the rule looks ahead of them.
+        """Returns what a worker's local steps start from: the parameters, or a new tensor where the rule looks ahead.
 
-        Nothing else sees it: neither validation, nor checkpoints, nor the run's last parameters.
+        Only workers see the point ahead: validation, checkpoints and the run's last parameters do not.
         """
         return parameters
 
@@ -43,30 +44,30 @@ class Rule(Protocol):
         return None
 
     def limit_round(self, updates: int) -> None:
-        """A round has only this many updates from now on: a rule that waits for N updates must not wait for more."""
+        """Sets the number of updates in a round from now on: a rule that waits for N updates must not wait for more."""
         return None
 
     def state_dict(self) -> State:
-        """All that the rule needs to go on: tensors, numbers, and containers of them."""
+        """Returns all that the rule needs to go on: tensors, numbers, and containers of them."""
         ...
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on from :meth:`state_dict`."""
+        """Restores what :meth:`state_dict` returned."""
         ...
 
 
 class ComparingRule(Rule):
-    """A rule whose momentum is not in this process: it says itself how an update lies to it."""
+    """A rule whose momentum is not in this process, and which therefore compares updates with the momentum itself."""
 
     @abstractmethod
     def cosine(self, update: Update, norm: float) -> float:
-        """Of the update, whose L2 norm this is, and the momentum before it; NaN where there is none."""
+        """Returns the cosine of the update, of L2 norm ``norm``, and the momentum before it; NaN without a momentum."""
 
 
 def fills(count: int, size: int, ahead: int) -> bool:
-    """Whether the update behind ``ahead`` others fills a buffer that has ``count`` and is emptied when it has ``size``.
+    """Whether the update after ``ahead`` others fills a buffer of ``size`` updates, which holds ``count`` now.
 
-    A buffer may have become smaller than what is in it: then the next update empties it.
+    A full buffer is emptied. ``size`` may have become smaller than ``count``: then the next update empties the buffer.
     """
     missing = max(1, size - count)
     return ahead + 1 >= missing and (ahead + 1 - missing) % size == 0

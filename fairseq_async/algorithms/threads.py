@@ -1,4 +1,4 @@
-"""Passes over memory on several threads. What they compute does not depend on how many threads there are."""
+"""Passes over memory on several threads. The results do not depend on the number of threads."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 PIECE = 1 << 16
-"""Elements of a piece: gradient, two moments, parameters and a temporary of them are 1.25 MiB in fp32, which a core's
-cache holds."""
+"""Number of elements in a piece. Gradient, two moments, parameters and a temporary of so many are 1.25 MiB in fp32,
+which a core's cache holds."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
 class _Threads:
-    """The threads of this process, which start when they are needed.
+    """The thread pool of this process, which starts when it is needed.
 
-    torch's own threads meet after every operation, and share none that is smaller than 32,768 elements; these meet once
-    a pass.
+    torch's own threads synchronise after every operation, and share no operation of fewer than 32,768 elements; these
+    threads synchronise once a pass.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class _Threads:
 
     def pool(self) -> ThreadPoolExecutor:
         if self._pool is None or self._started < self.count:
-            # a thread that also had torch's threads would have each of its operations meet with those
+            # one torch thread in each: with more, every operation would synchronise with torch's threads as well
             self._pool = ThreadPoolExecutor(self.count, "pass", initializer=torch.set_num_threads, initargs=(1,))
             self._started = self.count
         return self._pool
@@ -45,23 +45,23 @@ _threads = _Threads()
 
 
 def set_threads(count: int) -> None:
-    """How many threads the next passes may use; from 1, which is the default and uses the caller's alone."""
+    """Sets how many threads the next passes may use: at least 1, the default, which uses the caller's thread alone."""
     _threads.count = count
 
 
 def thread_count() -> int:
-    """How many threads passes may use now."""
+    """Returns how many threads passes may use now."""
     return _threads.count
 
 
 def forget_threads() -> None:
-    """In a process that was forked: its parent's threads are not in it, neither these nor torch's own."""
+    """Resets the threads in a forked process, which has none of its parent's threads, neither these nor torch's."""
     _threads.reset()
     torch.set_num_threads(1)
 
 
 def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-    """``[function(item) for item in items]``, where neighbours are computed by the same thread.
+    """Returns ``[function(item) for item in items]``, computed on several threads, each with a run of neighbours.
 
     Hazard: the calls run at the same time, so each must write only what no other reads or writes.
     """
@@ -71,25 +71,25 @@ def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> 
     pool = _threads.pool()
     runs = [items[len(items) * n // count : len(items) * (n + 1) // count] for n in range(count)]
     futures = [pool.submit(lambda run: [function(item) for item in run], run) for run in runs]
-    wait(futures)  # all of them, before an error of one is raised: the caller may then write what they write
+    wait(futures)  # for all, before an error of one is raised: the caller may write to the same memory then
     return list(chain.from_iterable(future.result() for future in futures))
 
 
 def pairs(first: Tensor, second: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Two flat vectors of the same size, in pieces."""
+    """Cuts two flat vectors of the same size into pairs of pieces."""
     return list(zip(first.split(PIECE), second.split(PIECE), strict=True))
 
 
 def copy_in_threads(
     destination: Tensor, source: Tensor, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_
 ) -> None:
-    """``copy(destination, source)`` for flat vectors, each thread a part."""
+    """Does ``copy(destination, source)`` for flat vectors, a part on each thread."""
     size = max(1, -(-destination.numel() // _threads.count))
     in_threads(lambda pair: copy(*pair), list(zip(destination.split(size), source.split(size), strict=True)))
 
 
 def step_in_threads(optimizer: Optimizer) -> None:
-    """``optimizer.step()`` for an optimizer that takes each of its tensors by itself."""
+    """Does ``optimizer.step()`` on several threads, for an optimizer that steps each of its tensors by itself."""
     count = min(_threads.count, max(len(group["params"]) for group in optimizer.param_groups))
     if count <= 1:
         optimizer.step()
@@ -97,15 +97,15 @@ def step_in_threads(optimizer: Optimizer) -> None:
     parts = [_part(optimizer, n, count) for n in range(count)]
     in_threads(lambda part: part.step(), parts)
     for group, stepped in zip(optimizer.param_groups, parts[-1].param_groups, strict=True):
-        # Some optimizers keep what they have computed once a step in the group, the same in every part. The last part
+        # Some optimizers compute values once a step and keep them in the group, the same in every part. The last part
         # has a tensor of every group, however few a group has.
         group.update({key: value for key, value in stepped.items() if key != "params"})
 
 
 def _part(optimizer: Optimizer, number: int, count: int) -> Any:
-    """An optimizer with the same state that has every group's tensors of one thread only.
+    """Returns a copy of the optimizer with the same state, which has only one thread's tensors of every group.
 
-    Its class may be any, and may have a ``step`` of its own, for which there is no type.
+    The optimizer may have a class of its own with its own ``step``, for which there is no type.
     """
     part = copy(optimizer)
     part.param_groups = [dict(group) for group in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""What a worker sends to the owner of the parameters."""
+"""The update that a worker sends to the owner of the parameters."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Update:
-    """One gradient or pseudo-gradient.
+    """One gradient or pseudo-gradient of a worker.
 
     Attributes:
         worker: id of the sender, counted from 0.
-        sequence: the sender's own number for this update, counted from 0; it never goes back.
-        base_version: the server version whose parameters it was computed from.
-        weight: target tokens (hybrid asynchronous SGD) or local steps (local SGD) that went into it.
+        sequence: number of this update among the sender's own, counted from 0; it never goes back.
+        base_version: the server version from whose parameters the update was computed.
+        weight: number of target tokens (hybrid asynchronous SGD) or local steps (local SGD) in the update.
         delta: flat fp32 tensor of the parameters' size: the mean gradient over ``weight`` tokens,
             or, for local SGD, the parameters before minus the parameters after the local steps. Where a model is
-            exchanged in fragments, of the size of the one whose turn it is.
-        tokens: target tokens of the local steps, where somebody counts them.
+            exchanged in fragments, it has the size of the fragment whose turn it is.
+        tokens: number of target tokens in the local steps; 0 where they are not counted.
     """
 
     worker: int

@@ -1,1 +1,1 @@
-"""The real server and rules under a virtual clock, and recorded runs repeated."""
+"""Simulation: the real server and rules under a virtual clock, and recorded runs repeated."""

@@ -7,10 +7,10 @@ from typing import NamedTuple, TypedDict
 
 
 class EventKind(IntEnum):
-    """What happens at a scheduled event.
+    """The kind of a scheduled event.
 
-    The order is that of events at the same moment, and results depend on it: a worker that dies sends nothing any more,
-    and a grace period that ends still includes the updates that arrive at that moment.
+    Events at the same moment happen in the order of their kinds, and results depend on it: a worker that dies sends
+    nothing any more, and a grace period that ends still includes the updates that arrive at that moment.
     """
 
     JOINS = 0
@@ -18,15 +18,16 @@ class EventKind(IntEnum):
     ARRIVES = 2
     IS_TAKEN = 3  # the server starts on an update that had to queue
     GRACE_ENDS = 4
-    PULLS = 5  # its request of the parameters reaches the server; of a ServerQueue alone
+    PULLS = 5  # the worker's request for the parameters reaches the server; only in a ServerQueue
 
 
 class ScheduledEvent(NamedTuple):
-    """Something that is going to happen to one worker. A tuple, whose order is that of the clock: it is compared often.
+    """An event that is going to happen to one worker. It is a tuple, whose order is the clock's, to be compared fast.
 
     Attributes:
         time: virtual seconds.
-        incarnation: of the worker when it was scheduled; an update of a worker that has died since does not arrive.
+        incarnation: the worker's when the event was scheduled; an update of a worker that has died since does not
+            arrive.
     """
 
     time: float
@@ -36,7 +37,7 @@ class ScheduledEvent(NamedTuple):
 
 
 class ClockState(TypedDict):
-    """What a saved simulation holds of a :class:`Clock`. An event is [time, kind, worker, incarnation]."""
+    """The state of a :class:`Clock` in a saved simulation. An event is [time, kind, worker, incarnation]."""
 
     now: float
     queue: list[tuple[float, int, int, int]]
@@ -71,7 +72,7 @@ class Clock:
         return event
 
     def state_dict(self) -> ClockState:
-        """The time and the queue."""
+        """Returns the time and the queue."""
         queue = [(each.time, int(each.kind), each.worker, each.incarnation) for each in self._queue]
         return {"now": self.now, "queue": queue}
 

@@ -42,7 +42,7 @@ class Distribution(_Strict):
         return self
 
     def draw(self, random_: random.Random) -> float:
-        """The seconds of one step."""
+        """Draws the seconds of one step."""
         match self.distribution:
             case "exponential":
                 return random_.expovariate(1 / self.mean)
@@ -53,7 +53,8 @@ class Distribution(_Strict):
         return self.mean * math.exp(random_.gauss(-variance / 2, math.sqrt(variance)))
 
     def of_sum(self, count: int) -> "Distribution":
-        """Of so many draws added up: of their mean and deviation, taken to be log-normal (Fenton 1960)."""
+        """Returns the distribution of the sum of so many draws: of its mean and deviation, taken to be log-normal
+        (Fenton 1960)."""
         spread = 1.0 if self.distribution == "exponential" else self.spread
         return Distribution(distribution="lognormal", mean=count * self.mean, spread=spread / math.sqrt(count))
 
@@ -63,7 +64,7 @@ class Trace(_Strict):
 
     Attributes:
         trace: a file with one number per line, or the ``events.jsonl`` of a real run.
-        worker: whose seconds to take from an ``events.jsonl``.
+        worker: the worker whose seconds to take from an ``events.jsonl``.
     """
 
     trace: Path
@@ -77,8 +78,8 @@ class Absence(_Strict):
     """A time during which a worker is absent.
 
     Attributes:
-        from_: virtual seconds; with 0 the worker joins late.
-        to: None if it never comes back.
+        from_: begin in virtual seconds; with 0 the worker joins late.
+        to: end in virtual seconds; None if the worker never comes back.
         pause: the worker stops and later goes on where it was; otherwise it dies, loses what it was computing, and
             comes back with a new inner optimizer.
     """
@@ -101,9 +102,9 @@ class Exchange(_Strict):
     """The time of an exchange: to send an update or the parameters, and for the server to process an update.
 
     Attributes:
-        seconds: of each transfer, whatever its size.
-        seconds_per_byte: for example 8e-9 for a link of 1 Gbit/s.
-        server_seconds: for which the server is busy with one update, while others queue.
+        seconds: time of each transfer, whatever its size.
+        seconds_per_byte: time of each byte in addition, for example 8e-9 for a link of 1 Gbit/s.
+        server_seconds: time for which the server is busy with one update, while others queue.
     """
 
     seconds: float = Field(0.0, ge=0)
@@ -111,7 +112,7 @@ class Exchange(_Strict):
     server_seconds: float = Field(0.0, ge=0)
 
     def transfer(self, size: int) -> float:
-        """Seconds to send so many bytes one way."""
+        """Returns the seconds to send ``size`` bytes one way."""
         return self.seconds + self.seconds_per_byte * size
 
 
@@ -119,10 +120,11 @@ class Cluster(_Strict):
     """The workers of a simulation, and the time that they and the server take.
 
     Attributes:
-        workers: how many there are.
-        seconds_per_step: one for all, or one for each worker.
-        regions: equal, with workers that follow each other. The server, or the one above the regions', is in the first.
-        between_regions: of an exchange with another region; as within one where it is not given.
+        workers: number of workers.
+        seconds_per_step: one entry for all workers, or one for each.
+        regions: number of regions, which have equally many consecutive workers. The server, or the global server above
+            the regions' servers, is in the first region.
+        between_regions: time of an exchange with another region; None for the same time as within a region.
     """
 
     workers: int = Field(ge=1)
@@ -151,21 +153,21 @@ class Cluster(_Strict):
         return self
 
     def seconds_of(self, worker: int) -> Seconds:
-        """Seconds per step of one worker."""
+        """Returns the seconds per step of one worker."""
         given = self.seconds_per_step
         return given[worker] if isinstance(given, list) else given
 
     @property
     def far(self) -> Exchange:
-        """An exchange between regions."""
+        """Time of an exchange between regions."""
         return self.between_regions or self.exchange
 
     def exchange_of(self, worker: int) -> Exchange:
-        """A worker's exchange with a server in the first region."""
+        """Returns the time of a worker's exchange with a server in the first region."""
         return self.exchange if worker < self.workers // self.regions else self.far
 
     def region(self, number: int) -> "Cluster":
-        """The workers of one region, counted from 0, with a server of their own."""
+        """Returns the cluster of one region, counted from 0: its workers, with a server of their own."""
         size = self.workers // self.regions
         first, given = size * number, self.seconds_per_step
         absences = [
@@ -182,9 +184,9 @@ class Cluster(_Strict):
 
 
 class Speed:
-    """Seconds of each step of one worker.
+    """The seconds that each step of one worker takes.
 
-    They are a function of seed, worker and number of the step, so all methods meet the same ones.
+    They are a function of the seed, the worker and the number of the step, so they are the same for all methods.
 
     Raises:
         ConfigurationError: a trace cannot be read.
@@ -196,13 +198,13 @@ class Speed:
 
     @property
     def mean(self) -> float:
-        """Seconds of a step in the mean."""
+        """Mean seconds of a step."""
         if isinstance(self._seconds, Distribution):
             return self._seconds.mean
         return fmean(self._trace) if isinstance(self._seconds, Trace) else float(self._seconds)
 
     def of_step(self, number: int) -> float:
-        """Seconds of the worker's step with this number."""
+        """Returns the seconds of the worker's step with this number."""
         if isinstance(self._seconds, Distribution):
             return self._seconds.draw(random.Random(self._seed + str(number)))
         if isinstance(self._seconds, Trace):
@@ -210,7 +212,7 @@ class Speed:
         return float(self._seconds)
 
     def of_steps(self, first: int, count: int) -> float:
-        """Seconds of so many steps together, from this one on. Of a distribution they are one draw."""
+        """Returns the seconds of ``count`` steps together, from step ``first`` on; one draw where they are random."""
         if count == 1:
             return self.of_step(first)
         if isinstance(self._seconds, Distribution):
@@ -223,12 +225,12 @@ class Speed:
 
 @cache
 def read_trace(given: Trace) -> tuple[float, ...]:
-    """The recorded seconds per step of a trace.
+    """Reads the recorded seconds per step of a trace.
 
     Raises:
         ConfigurationError: the file cannot be read, or has no seconds of this worker.
     """
-    from fairseq_async.server.run_files.events import read_events  # start-up time: torch, where a file has a mistake
+    from fairseq_async.server.run_files.events import read_events  # imports torch: slow where a file has a mistake
 
     try:
         if given.trace.suffix == ".jsonl":
@@ -244,7 +246,7 @@ def read_trace(given: Trace) -> tuple[float, ...]:
 
 
 def _of_events(events: "list[Event]") -> list[float]:
-    """Seconds per step as local SGD's workers report them; otherwise the time between two events less the exchange."""
+    """Returns the seconds per step that local SGD's workers report, else the time between events less the exchange."""
     if events and events[0].computing_seconds is not None:
         return [(event.computing_seconds or 0.0) / event.local_steps for event in events if event.local_steps]
     gaps = [
@@ -256,7 +258,7 @@ def _of_events(events: "list[Event]") -> list[float]:
 
 
 class Presence:
-    """When one worker joins and dies, and when its work is finished."""
+    """The times at which one worker joins and dies, and at which its work is finished."""
 
     def __init__(self, absences: list[Absence], worker: int) -> None:
         own = sorted((a for a in absences if a.worker == worker), key=lambda a: a.from_)
@@ -264,16 +266,16 @@ class Presence:
         self.deaths = [a for a in own if not a.pause]
 
     def arrivals(self) -> list[float]:
-        """When it joins: at the beginning, unless it is absent then, and at the end of each absence."""
+        """Returns when the worker joins: at the beginning, unless it is absent then, and at the end of each absence."""
         late = any(a.from_ == 0 for a in self.deaths)
         return ([] if late else [0.0]) + [a.to for a in self.deaths if a.to is not None]
 
     def departures(self) -> list[float]:
-        """When it dies."""
+        """Returns when the worker dies."""
         return [a.from_ for a in self.deaths if a.from_ > 0]
 
     def done(self, start: float, seconds: float) -> float:
-        """When work of so many seconds that begins at ``start`` is finished, pauses included."""
+        """Returns when work of so many seconds that begins at ``start`` is finished, pauses included."""
         end = start + seconds
         for pause in self.pauses:
             assert pause.to is not None

@@ -1,4 +1,4 @@
-"""What one update of one worker costs, and the most updates a second that follow from it."""
+"""The costs of one update of one worker, and the most updates per second that follow from them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -21,21 +21,23 @@ class Link:
 class Costs:
     """The time that one update of one worker takes, in seconds.
 
-    A worker computes for ``step``, then exchanges for ``exchange``; for ``server`` of that the server is busy with this
-    update alone. Over a network the update goes out and the parameters come back, on the worker's link and on the
-    server's.
+    A worker computes for ``step``, then exchanges for ``exchange``; in that time the server is busy with this update
+    alone for ``server``. Over a network the update goes out and the parameters come back, on the worker's link and on
+    the server's.
 
     Attributes:
-        step: to compute the update.
-        exchange: from the end of computing to the new parameters, where no other worker has to be waited for, with a
-            server that is one process.
-        server: of ``exchange``, what the server cannot spend on another worker at the same time.
+        step: time to compute the update.
+        exchange: time from the end of computing to the new parameters, with a server of one process, where no other
+            worker has to be waited for.
+        server: the part of ``exchange`` that the server cannot spend on another worker at the same time.
         parameters: number of parameters, of 4 bytes each.
         link: bytes per second in each direction; infinite on one machine.
-        latency: of a message over the link, one way: the update, and the answer with the parameters behind it.
+        latency: latency of a message over the link, one way: of the update, and of the answer that the parameters
+            follow.
         push: bytes of an update, for each parameter.
-        pull: bytes of the parameters that come back, for each.
-        shards: processes of the server, with equal parts of the parameters and a core each. They share its link.
+        pull: bytes of the parameters that come back, for each parameter.
+        shards: number of processes of the server, with equal parts of the parameters and a core each. They share the
+            server's link.
     """
 
     step: float
@@ -65,7 +67,8 @@ class Costs:
         return max(self.server / self.shards, self.pushing, self.pulling)
 
     def updates_per_second(self, workers: int) -> float:
-        """Updates of all workers together: as if each had the server alone, until the bottleneck is always busy.
+        """Returns the updates of all workers per second: as if each had the server alone, until the bottleneck is
+        always busy.
 
         This is the asymptotic bound of a closed queue (Denning & Buzen 1978), which steady times reach.
         """
@@ -87,15 +90,15 @@ class Costs:
         return self.pull * self.parameters / self.link
 
     def over(self, link: Link) -> "Costs":
-        """The same over a link."""
+        """Returns the same costs over a link."""
         return replace(self, link=link.gigabits * _GIGABIT, latency=link.milliseconds / 1000)
 
     def of_size(self, parameters: int) -> "Costs":
-        """The costs of another model, all in proportion to its parameters."""
+        """Returns the costs of another model, all in proportion to its parameters."""
         by = parameters / self.parameters
         return replace(self.of_part(by), parameters=parameters, step=self.step * by)
 
     def of_part(self, share: float) -> "Costs":
-        """The costs of an exchange of this share of the parameters, after the same step."""
+        """Returns the costs of an exchange of this share of the parameters, after the same step."""
         parameters = max(1, round(share * self.parameters))
         return replace(self, parameters=parameters, exchange=self.exchange * share, server=self.server * share)

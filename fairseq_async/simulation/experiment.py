@@ -50,11 +50,13 @@ _OF_OTHERS = {"sgd": ["betas"], "adam": ["momentum"], "adamw": ["momentum"]}
 
 
 class ScheduleOptions(_Strict):
-    """The learning rate over the run's progress: steps of the server where gradients are sent, else mean local steps of
-    a worker. A run of N gradients a step from k workers has ``steps``·k/N steps of the server.
+    """The learning rate over the run's progress.
+
+    Progress is the server's steps where gradients are sent, otherwise the mean local steps of a worker. A run of N
+    gradients a step from k workers has ``steps``·k/N steps of the server.
 
     Attributes:
-        warmup: steps, of that kind, over which it grows from 0.
+        warmup: steps of progress over which the rate grows from 0.
         minimum: share of the learning rate at the end of ``cosine``.
     """
 
@@ -70,18 +72,18 @@ class ScheduleOptions(_Strict):
 
 
 class Pretraining(_Strict):
-    """Steps of one worker before all methods, so that they begin from common, trained parameters."""
+    """Training by one worker before all methods, so that these begin from the same trained parameters."""
 
     steps: int = Field(ge=1)
     lr: float | None = Field(None, gt=0)
 
 
 class Target(_Strict):
-    """The loss to which the time is taken: a number, or that which another method ends with.
+    """The target loss, to which the time is taken: a number, or the last loss of another method.
 
     Attributes:
-        of: a method; on the same cluster.
-        within: so much above that method's last loss, as a share of it.
+        of: the other method, on the same cluster.
+        within: how far the target may be above that method's last loss, as a share of it.
     """
 
     loss: float | None = Field(None, gt=0)
@@ -91,10 +93,10 @@ class Target(_Strict):
 
 class AdasumOptions(_Strict):
     """Synchronous ranks whose local steps are combined by Adasum (Maleki et al. 2021, arXiv 2006.02924): the delta
-    form, which is the other one too where the inner optimizer is SGD without momentum.
+    form, which equals the gradient form where the inner optimizer is SGD without momentum.
 
     Attributes:
-        local_steps: of each rank before they are combined.
+        local_steps: number of local steps of each rank before they are combined.
     """
 
     method: Literal["adasum"]
@@ -115,10 +117,10 @@ class GsSGDOptions(_Strict):
     """Synchronous ranks whose gradients meet in count sketches: see :class:`~fairseq_async.simulation.gs_sgd.GsSGD`.
 
     Attributes:
-        rows: of a sketch.
-        columns: of a sketch.
-        keep: k, values of a step.
-        candidates: p; p·k values are asked for.
+        rows: number of rows of a sketch.
+        columns: number of columns of a sketch.
+        keep: k, the number of values in a step.
+        candidates: p; p·k values are asked for in the second round.
     """
 
     method: Literal["gs_sgd"]
@@ -148,11 +150,11 @@ _THE_EXPERIMENTS = (
 
 @dataclass(frozen=True)
 class Method:
-    """One method under its name in the experiment.
+    """One method of an experiment, under its name there.
 
     Attributes:
-        error_feedback: whether what a codec does not send is kept; only an experiment can do without.
-        above: a server above those of the regions; None for one server of all workers.
+        error_feedback: whether what a codec does not send is kept for later; only an experiment can switch it off.
+        above: the global server above the regions' servers; None for one server of all workers.
     """
 
     name: str
@@ -186,7 +188,7 @@ class Experiment:
 
     Attributes:
         steps: mean local steps (or gradients) of a worker, so that methods on one cluster see as much data.
-        evaluate_every: so many mean steps of a worker.
+        evaluate_every: mean steps of a worker between two evaluations.
         raw: the file as it was read, by which a simulation that is resumed is recognised.
     """
 
@@ -214,10 +216,10 @@ class Experiment:
 
 
 def read(path: Path) -> Experiment:
-    """An experiment from its file.
+    """Reads an experiment from its file.
 
     Raises:
-        ConfigurationError: it cannot be read, or a key or value in it is wrong: one line that names it.
+        ConfigurationError: the file cannot be read, or a key or value in it is wrong: one line that names it.
     """
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What a simulated worker computes between two exchanges of fragments."""
+"""The work of a simulated worker between two exchanges of fragments."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class FragmentedWork:
 
     Args:
         delay: τ, local steps that a worker takes while a fragment is exchanged.
-        rate: of the inner optimizer.
+        rate: learning rate of the inner optimizer.
     """
 
     fragments: tuple[Fragment, ...]
@@ -30,11 +30,11 @@ class FragmentedWork:
     clip_norm: float
 
     def meanwhile(self, worker: LogicalWorker) -> int:
-        """Steps that the worker takes before the answer to its last update."""
+        """Returns the number of steps that the worker takes before it has the answer to its last update."""
         return 0 if worker.streamed is None else self.delay
 
     def pulled(self, worker: LogicalWorker) -> int:
-        """Elements of the parameters that come with it."""
+        """Returns the number of parameters that come with this answer."""
         return self.model.layout.size if worker.streamed is None else self._answered(worker).size
 
     def _answered(self, worker: LogicalWorker) -> Fragment:
@@ -47,7 +47,7 @@ class FragmentedWork:
         is. Returns steps, mean loss and tokens.
 
         Args:
-            given: the parameters that the worker takes, or the fragment, where they come compressed.
+            given: the parameters, or the fragment, that the worker takes, where they come compressed; otherwise None.
         """
         meanwhile = self.meanwhile(worker)
         steps = max(meanwhile, assignment.local_steps)
@@ -75,7 +75,7 @@ class FragmentedWork:
 
 
 def fragmented_work(method: Method, model: SharedModel, rate: LearningRate) -> FragmentedWork | None:
-    """The work of a method's workers; None where they exchange the model whole, and wait for it."""
+    """Returns the work of a method's workers; None where they exchange the whole model, and wait for it."""
     options = method.options
     if not (isinstance(options, FragmentOptions) and options.in_fragments):
         return None

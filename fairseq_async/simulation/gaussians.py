@@ -10,14 +10,14 @@ from fairseq_async.errors import ConfigurationError
 
 
 class Gaussians:
-    """Classification of points by a network with one hidden layer. Takes seconds on a CPU.
+    """Classification of points by a network with one hidden layer. Training takes seconds on a CPU.
 
     Each class is a mixture of ``components`` Gaussians with random means, so the classes overlap and surround each
     other. Liu et al. 2024 (arXiv 2401.09135) try out delayed Nesterov on this kind of task.
 
     Args:
-        dimensions: of a point.
-        noise: standard deviation of each Gaussian; the means have 1.
+        dimensions: number of dimensions of a point.
+        noise: standard deviation of each Gaussian; that of the means is 1.
 
     Raises:
         ConfigurationError: a size is not a whole number of at least 1.
@@ -44,18 +44,18 @@ class Gaussians:
         self.model = nn.Sequential(nn.Linear(dimensions, hidden), nn.Tanh(), nn.Linear(hidden, classes)).to(device)
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Points and labels."""
+        """Returns points and labels."""
         chosen = torch.tensor(indices, device=self.points.device)
         return self.points[chosen], self.labels[chosen]
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
-        """The mean cross entropy, and the number of points."""
+        """Returns the mean cross entropy, and the number of points."""
         points, labels = batch
         return cross_entropy(self.model(points), labels), float(len(labels))
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The mean cross entropy on a fifth of all points, which are not trained on."""
+        """Returns the mean cross entropy on a fifth of all points, which are not trained on."""
         return float(cross_entropy(self.model(self.points[self.samples :]), self.labels[self.samples :]))
 
 

@@ -1,4 +1,4 @@
-"""gs-SGD in the simulator: the largest values of all workers' gradients, found by sketches that add up."""
+"""gs-SGD in the simulator: steps with the largest values of all workers' gradients, found by sketches that add up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from fairseq_async.algorithms.rule import State, fills
 
 @dataclass(frozen=True)
 class SketchedBytes:
-    """Bytes of one worker's update, with headers.
+    """Bytes of one worker's update in the two rounds, with headers.
 
     Attributes:
-        sketch: that goes to the server.
-        places: that come back, to be answered.
-        values: that go to the server in the second round.
+        sketch: bytes of the sketch, which goes to the server in the first round.
+        places: bytes of the places that come back, whose values the server asks for.
+        values: bytes of these values, which go to the server in the second round.
     """
 
     sketch: int
@@ -39,14 +39,14 @@ class GsSGD(Rule):
         Δ = the k places of C with the largest |sums|
         step with Σ e_w[Δ] / workers;  residual_w = e_w, with 0 at Δ
 
-    Momentum is that of the optimizer that steps; the abstract's own, which each worker would keep, is left out.
-    Workers count alike, whatever their weights. The residuals, which are the workers', are kept here: a simulated
-    worker that dies does not lose its own.
+    The only momentum is that of the optimizer that steps; the abstract's own momentum, which each worker would keep, is
+    left out. All workers count alike, whatever their weights. The workers' residuals are kept in this rule: a simulated
+    worker that dies does not lose its residual.
 
     Args:
-        rule: takes the mean of a round as one gradient.
-        workers: of a round.
-        sketch: common to all of them.
+        rule: the rule that takes the mean of a round as one gradient.
+        workers: number of workers in a round.
+        sketch: the sketch that all workers have in common.
         keep: k.
         candidates: p.
     """
@@ -58,7 +58,7 @@ class GsSGD(Rule):
         self._round: list[int] = []
 
     def bytes_of(self, size: int) -> SketchedBytes:
-        """Of an update of so many values: places are u32, values fp32."""
+        """Returns the bytes of an update of so many values: places are u32, values fp32."""
         asked = header_bytes(1) + 4 * min(self.keep * self.candidates, size)
         return SketchedBytes(self.sketch.most_bytes([size]), asked, asked)
 

@@ -1,4 +1,4 @@
-"""HALoS: servers of regions that are workers of a global server, under one virtual time."""
+"""HALoS under one virtual time: regional servers that are workers of a global server."""
 
 import heapq
 import math
@@ -21,19 +21,19 @@ from fairseq_async.simulation.trial import Trial, Write
 from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.shards import ShardOrder
 
-_OF_REGIONS = 1_000_003  # between the seeds of regions: speeds and choices of one are not those of another
+_OF_REGIONS = 1_000_003  # difference between the seeds of two regions, whose speeds and choices then differ
 
 
 @dataclass(frozen=True, order=True)
 class Message:
-    """What is on its way between a region and the global server.
+    """A message on its way between a region and the global server: a drift, or the global parameters.
 
     Attributes:
-        time: of its arrival, in virtual seconds.
-        number: of two that arrive at one time, the one that was sent first comes first.
-        values: a drift, or the global parameters.
-        version: of the global parameters: those that are sent, or from which the drift was computed.
-        steps: local steps in a drift; None where this is no drift.
+        time: time of arrival, in virtual seconds.
+        number: place in the order of sending, which is the order of messages that arrive at the same time.
+        values: the drift, or the global parameters.
+        version: version of the global parameters that are sent, or from which the drift was computed.
+        steps: number of local steps in the drift; None for the global parameters.
     """
 
     time: float
@@ -46,15 +46,15 @@ class Message:
 
 @dataclass(eq=False)
 class RegionalServer:
-    """One region: its workers with their server, and what it is to the global one.
+    """One region: its workers and their server, and its state as a worker of the global server.
 
     Attributes:
-        number: of the region, and of this worker of the global server.
-        order: of the samples of the region, which has a part of the shards.
-        first: the number of its first worker among all.
-        version: of the global parameters that it has merged last.
-        sent: updates to the global server.
-        reported: local steps that were in them.
+        number: number of the region, which is also its id as a worker of the global server.
+        order: order of the region's samples, in its part of the shards.
+        first: number of the region's first worker among all workers.
+        version: version of the global parameters that the region merged last.
+        sent: number of the region's updates to the global server.
+        reported: number of local steps in the updates that the region has sent.
     """
 
     number: int
@@ -68,7 +68,7 @@ class RegionalServer:
 
     @property
     def due(self) -> bool:
-        """Whether it is to send: what is left, when its workers are through."""
+        """Whether the region is to send a drift: after K updates, or with those left when its workers are done."""
         left = self.trial.finished and self.level.count > 0 and not self.level.waiting
         return self.level.due or left
 
@@ -86,14 +86,14 @@ class Hierarchy:
     """Runs one method on one cluster of several regions.
 
     Each region is a :class:`Trial` of its own, on its part of the shards, with its part of the steps. Its parameters
-    and the global ones meet as :class:`~fairseq_async.algorithms.Region` says; a message takes the time of an exchange
-    between regions, and nobody waits for it. The run is over when the last drift has arrived.
+    are merged with the global ones as :class:`~fairseq_async.algorithms.Region` says. A message takes the time of an
+    exchange between regions, and nobody waits for it. The run is over when the last drift has arrived.
 
     Args:
-        above: the global server. The others are as of :class:`Trial`; ``method`` is that of the regions.
+        above: the global server. The other arguments are those of :class:`Trial`; ``method`` is the regions' method.
 
     Attributes:
-        parameters: the global server's.
+        parameters: the global server's parameters.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Hierarchy:
         self.model.order = whole
 
     def _description(self, spec: MethodSpec, above: GlobalServer) -> MethodSpec:
-        """That of a region's server, for all workers, with the global one's options."""
+        """Returns the description of a region's server, but for all workers, and with the global server's options."""
         options: JsonObject = spec.options | {"updates": above.updates, "merge": above.merge}
         framework: JsonObject = {"regions": self.cluster.regions, "global": options}
         shards = list(self.model.order.sizes)
@@ -166,7 +166,8 @@ class Hierarchy:
         return any(region.trial.diverged for region in self.regions)
 
     def advance(self) -> bool:
-        """The next thing that happens, in a region or between two; messages come first, in the order of their time."""
+        """Processes the next event, of a region or a message; returns False when there is none. At the same time
+        messages come first."""
         going = [region for region in self.regions if not region.trial.finished]
         earliest = min(going, key=lambda region: region.trial.clock.upcoming, default=None)
         upcoming = math.inf if earliest is None else earliest.trial.clock.upcoming
@@ -217,7 +218,7 @@ class Hierarchy:
             self._send(message.region, self.parameters.clone(), self.version)
         else:
             region.level.merge(region.trial.parameters, message.values)
-            region.trial.server.version += 1  # what is kept for each version, as a payload, is of other parameters now
+            region.trial.server.version += 1  # payloads are kept for each version: those for this one are out of date
             region.version = message.version
 
     # Stop and go on
@@ -240,21 +241,21 @@ class Hierarchy:
 
 
 class OrderOfRegion(ShardOrder):
-    """The order of some of the shards, which are numbered anew."""
+    """The order of the samples in some of the shards, which are numbered from 0."""
 
     def __init__(self, whole: ShardOrder, first: int, shards: int) -> None:
         super().__init__(whole.sizes[first : first + shards], whole.seed)
         self._whole, self._first = whole, first
 
     def indices(self, shard: int, first: int, count: int) -> list[int]:
-        """As of the whole."""
+        """Returns the same samples as the order of all shards."""
         return self._whole.indices(self._first + shard, first, count)
 
 
 def simulated_run(
     experiment: Experiment, method: Method, cluster: Cluster, model: SharedModel, start: Tensor, write: Write
 ) -> SimulatedRun:
-    """A method on a cluster; arguments as of :class:`Trial`. A cluster of one region has no server above that."""
+    """Makes the run of a method on a cluster; arguments as of :class:`Trial`. One region has no global server."""
     if method.above is None or cluster.regions == 1:
         return Trial(experiment, method, cluster, model, start, write)
     return Hierarchy(experiment, method, method.above, cluster, model, start, write)

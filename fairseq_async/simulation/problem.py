@@ -18,22 +18,22 @@ class Problem(Protocol):
 
     Attributes:
         model: in training mode, on the device where it is to be trained.
-        samples: size of the training set.
+        samples: number of samples in the training set.
     """
 
     model: torch.nn.Module
     samples: int
 
     def batch(self, indices: Sequence[int]) -> Any:
-        """A batch of these samples, on the model's device, in the form that :meth:`loss` takes."""
+        """Returns a batch of these samples, on the model's device, in the form that :meth:`loss` takes."""
         ...
 
     def loss(self, batch: Any) -> tuple[Tensor, float]:
-        """The mean loss in nats with its graph, and the number of (target) tokens or samples that it is the mean of."""
+        """Returns the mean loss in nats with its graph, and the number of (target) tokens or samples in this mean."""
         ...
 
     def evaluate(self) -> float:
-        """The mean loss on held-out data, in nats; leaves the model in training mode."""
+        """Returns the mean loss on held-out data, in nats; leaves the model in training mode."""
         ...
 
 
@@ -83,6 +83,6 @@ def _function(kind: str, directory: Path) -> Callable[..., object]:
 
 
 def _located(arguments: Mapping[str, object], directory: Path) -> dict[str, object]:
-    """The arguments with ``data`` and ``init`` as paths, which are relative to the experiment file."""
+    """Returns the arguments with ``data`` and ``init`` as paths, which are relative to the experiment file."""
     paths = {name: arguments[name] for name in ("data", "init") if name in arguments}
     return {**arguments, **{name: directory / Path(cast(str, path)).expanduser() for name, path in paths.items()}}

@@ -1,4 +1,4 @@
-"""The files of a trial: as those of a real run, with virtual seconds, and what was evaluated."""
+"""The files of a trial: those of a real run, with virtual seconds, and the results of evaluations."""
 
 import json
 import math
@@ -18,9 +18,9 @@ from fairseq_async.simulation.simulated_run import SimulatedRun
 
 
 class Records:
-    """One trial's directory.
+    """The files in one trial's directory.
 
-    ``events.jsonl`` and ``run.json`` are what a real run leaves there; ``curve.jsonl`` has a line for each evaluation,
+    ``events.jsonl`` and ``run.json`` are those that a real run leaves; ``curve.jsonl`` has a line for each evaluation;
     ``summary.json`` is there when the trial is over, ``state.pt`` while it is not.
     """
 
@@ -32,12 +32,12 @@ class Records:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """What has come of a trial that is over."""
+        """The results of a trial that is over; None before that."""
         path = self.directory / "summary.json"
         return json.loads(path.read_text()) if path.exists() else None
 
     def open(self, trial: SimulatedRun, **names: Any) -> None:
-        """Begins, or goes on where the state on disk was written; ``names`` say in ``run.json`` which trial it is."""
+        """Begins a trial, or goes on from the state on disk; ``names`` say in ``run.json`` which trial it is."""
         state = self.directory / "state.pt"
         if state.exists():
             trial.load_state_dict(torch.load(state, map_location=trial.parameters.device, weights_only=True))
@@ -65,7 +65,7 @@ class Records:
         self._write_curve()
 
     def save(self, trial: SimulatedRun) -> None:
-        """The whole state, from which the trial can go on."""
+        """Saves the whole state, from which the trial can go on."""
         partial = self.directory / "state.partial"
         torch.save(trial.state_dict(), partial)
         partial.replace(self.directory / "state.pt")
@@ -101,19 +101,19 @@ def _finite(row: dict[str, float]) -> dict[str, float | None]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a .jsonl file; none where it is not there."""
+    """Reads the whole lines of a .jsonl file; none where there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def write_whole(path: Path, content: Any) -> None:
-    """Writes a JSON file under another name and renames it: a reader never sees a part of it."""
+    """Writes a JSON file under another name and renames it, so that a reader never sees a part of it."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(partial, path)
 
 
 def first_time(curve: Sequence[dict[str, float]], loss: float) -> float | None:
-    """The time of the first evaluation with at most this loss; None where there is none."""
+    """Returns the time of the first evaluation with at most this loss; None where there is none."""
     return next((row["time"] for row in curve if row["loss"] is not None and row["loss"] <= loss), None)

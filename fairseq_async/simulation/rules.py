@@ -21,10 +21,10 @@ from fairseq_async.simulation.schedule import LearningRate, StepSchedule, make_o
 
 @dataclass(frozen=True)
 class SimulatedMethod:
-    """What a method is made of: the server's parts, and the description that a real run writes into ``run.json``.
+    """The parts of a method: the server's rule and plan, and the description that a real run writes into ``run.json``.
 
     Attributes:
-        sketched: bytes of an update that is sent in two rounds; None for one that is sent at once.
+        sketched: bytes of an update that is sent in two rounds; None where updates are sent in one.
     """
 
     rule: Rule
@@ -37,7 +37,7 @@ class SimulatedMethod:
 def build_method(
     method: Method, experiment: Experiment, workers: int, shards: list[int], parameters: Tensor, layout: Layout
 ) -> SimulatedMethod:
-    """Rule and plan, as the real servers build them.
+    """Builds the rule and the plan of a method, as the real servers do.
 
     Raises:
         ConfigurationError: options that do not go together.
@@ -92,10 +92,10 @@ def _gs_sgd(
 
 
 class AdaScaleRule(Rule):
-    """AdaScale SGD: each step is r times as large, r from the gradients that are summed; the schedule follows τ.
+    """AdaScale SGD: each step is r times as large, with r from the gradients that are summed; the schedule follows τ.
 
     Args:
-        accumulation: sums the gradients, and steps.
+        accumulation: the rule that sums the gradients, and steps.
         smoothing: θ in place of the paper's.
 
     Attributes:
@@ -110,14 +110,14 @@ class AdaScaleRule(Rule):
 
     @property
     def steps(self) -> float:
-        """The scale-invariant ones, τ."""
+        """Number of scale-invariant steps, τ."""
         return self.gain.scale_invariant_steps
 
     def begin_epoch(self, epoch: int) -> None:
-        """The rate follows τ."""
+        """Does nothing: the rate follows τ."""
 
     def end_epoch(self, epoch: int, loss: float | None) -> None:
-        """The rate follows τ."""
+        """Does nothing: the rate follows τ."""
 
     def apply(self, parameters: Tensor, update: Update) -> float:
         self._square_norms.append(_square_norm(update.delta))
@@ -178,8 +178,8 @@ class AdasumOfRanks(Rule):
         return (len(self._deltas) + ahead + 1) % self.ranks == 0
 
     def state_dict(self) -> State:
-        """Between two rounds there is nothing to keep."""
+        """Returns nothing: between two rounds there is nothing to keep."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Nothing was kept."""
+        """Does nothing: nothing was kept."""

@@ -39,7 +39,7 @@ class LearningRate:
 
 
 def make_optimizer(options: OptimizerOptions, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """torch's optimizer with these options; :func:`set_lr` sets its learning rate before each step."""
+    """Makes torch's optimizer with these options; :func:`set_lr` sets its learning rate before each step."""
     lr, decay = options.lr, options.weight_decay
     if options.type == "sgd":
         return torch.optim.SGD(parameters, lr, options.momentum, weight_decay=decay)
@@ -54,26 +54,26 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 class StepSchedule:
-    """The learning rate of an optimizer in the server, over its steps, which ``rate`` takes for progress."""
+    """The learning rate of an optimizer in the server; the progress of its schedule ``rate`` is the server's steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rate: LearningRate) -> None:
         self.optimizer, self.rate = optimizer, rate
         self.learning_rate = 0.0
 
     def follow(self, steps: int) -> None:
-        """Sets the learning rate for the step after so many steps."""
+        """Sets the learning rate for the next step, after so many steps."""
         self.learning_rate = self.rate(steps)
         set_lr(self.optimizer, self.learning_rate)
 
     def begin_epoch(self, epoch: int) -> None:
-        """The rate follows steps."""
+        """Does nothing: the rate follows steps."""
 
     def end_epoch(self, epoch: int, loss: float | None) -> None:
-        """The rate follows steps."""
+        """Does nothing: the rate follows steps."""
 
     def state_dict(self) -> State:
-        """The rate is a function of the steps: there is nothing to keep."""
+        """Returns nothing: the rate is a function of the steps."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Nothing was kept."""
+        """Does nothing: nothing was kept."""

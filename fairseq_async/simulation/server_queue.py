@@ -1,13 +1,13 @@
-"""The queue of workers at a server, in virtual time and without parameters: rates, staleness, waiting.
+"""Simulates the queue of workers at a server, in virtual time and without parameters: rates, staleness, waiting.
 
-The clock, the cluster with its seconds per step, and who waits for whom when steps close are those of the simulator.
-Its :class:`~fairseq_async.simulation.trial.Trial` does not fit itself: it computes every gradient, an exchange there
-has the link for itself however many workers share the server's, and a server is one. Here events are all there is, so
-that a thousand workers take seconds.
+The clock, the cluster with its seconds per step, and which worker waits for which when steps close are those of the
+simulator. Its :class:`~fairseq_async.simulation.trial.Trial` itself does not fit: it computes every gradient, gives
+each exchange a link for itself however many workers share the server's link, and has a server of one process. Here
+there are only events, so that a thousand workers take seconds.
 
-What is assumed: links and server serve one update after another, in the order in which they come. The server's link is
-as fast as a worker's. Shards are equal, have a core each and stay in step, so that one of S stands for all: it has 1/S
-of the server's time. They are on one machine and share its link.
+Assumptions: links and server serve one update after another, in the order of arrival. The server's link is as fast as a
+worker's. Shards are equal, have a core each and stay in step, so that one of S shards stands for all: it has 1/S of the
+server's time. They are on one machine and share its link.
 """
 
 from collections import deque
@@ -19,19 +19,20 @@ from fairseq_async.simulation.clock import Clock, EventKind, ScheduledEvent
 from fairseq_async.simulation.cluster import Cluster, Seconds, Speed
 from fairseq_async.simulation.costs import Costs
 
-_WARM_UP = 1 / 3  # of the updates, which do not count: all workers begin at the same moment
-_CYCLES, _FEWEST = 15, 1500  # updates of each worker, and of all together, that are simulated
+_WARM_UP = 1 / 3  # share of the updates that do not count, since all workers begin at the same moment
+_CYCLES, _FEWEST = 15, 1500  # least number of updates to simulate: for each worker, and of all together
 
 
 @dataclass(frozen=True)
 class Exchanges:
-    """How often workers exchange, and what each waits for.
+    """How often workers exchange, and what they wait for.
 
     Attributes:
-        local_steps: H, between two exchanges of the same parameters; 1 where gradients are sent.
-        fragments: P, exchanged in turn, one every H/P steps: 1/P of the bytes and of the server's time.
-        delay: τ, steps that a worker goes on with while it exchanges.
-        updates_per_step: N, gradients of a step. The sender of the last one waits for it, the others do not.
+        local_steps: H, local steps between two exchanges of the same parameters; 1 where gradients are sent.
+        fragments: P, number of fragments, exchanged in turn, one every H/P steps: each takes 1/P of the bytes and of
+            the server's time.
+        delay: τ, steps that a worker takes while it exchanges.
+        updates_per_step: N, gradients of a step. The sender of the last one waits for the step, the others do not.
         close_within: in place of N, the share of a worker's step for which gradients wait for each other.
     """
 
@@ -43,21 +44,21 @@ class Exchanges:
 
     @property
     def between(self) -> int:
-        """Steps from exchange to exchange."""
+        """Number of steps from one exchange to the next."""
         return self.local_steps // self.fragments
 
 
 @dataclass(frozen=True)
 class Load:
-    """What comes of a queue in the long run.
+    """The rates, staleness and shares of time of a queue in the long run.
 
     Attributes:
-        updates_per_second: of all workers together.
+        updates_per_second: updates of all workers together.
         steps_per_second: local steps, or gradients, of all workers together.
-        staleness: mean of the updates', in versions; ``staleness_95`` is that of the 95th percentile.
+        staleness: mean staleness of the updates, in versions; ``staleness_95`` is the 95th percentile.
         waiting: share of the workers' time in which they do not compute.
-        server: share of the time in which the server's processor is busy; ``incoming`` and ``outgoing`` are that of its
-            link in the two directions.
+        server: share of the time in which the server's processor is busy; ``incoming`` and ``outgoing`` are the shares
+            in which its link is busy in the two directions.
     """
 
     updates_per_second: float
@@ -71,14 +72,14 @@ class Load:
 
     @property
     def bottleneck(self) -> str:
-        """What is busiest."""
+        """Name of the part of the server that is busiest: its processor, or its link in one direction."""
         shares = {"processor": self.server, "link, in": self.incoming, "link, out": self.outgoing}
         return max(shares, key=shares.__getitem__)
 
 
 @dataclass
 class _Station:
-    """Serves one after another, in the order in which they come."""
+    """A processor or link, which serves one update after another, in the order of arrival."""
 
     free_at: float = 0.0
     busy: float = 0.0
@@ -86,11 +87,11 @@ class _Station:
 
     @property
     def mean(self) -> float:
-        """Seconds of what it has served."""
+        """Mean seconds of a service."""
         return self.busy / max(1, self.served)
 
     def serve(self, now: float, seconds: float) -> float:
-        """When it begins with what comes now and takes so long."""
+        """Adds a service of so many seconds to the queue, and returns when it begins."""
         begins = max(now, self.free_at)
         self.free_at = begins + seconds
         self.busy += seconds
@@ -103,10 +104,10 @@ class _Worker:
     """A worker between its events.
 
     Attributes:
-        steps: taken, or drawn.
-        base: version of the parameters that it has.
-        computed: when its last update was.
-        meanwhile: seconds of the steps that it took while that was exchanged.
+        steps: number of steps that are taken, or whose seconds are drawn.
+        base: version of the parameters that the worker has.
+        computed: when its last update was computed.
+        meanwhile: seconds of the steps that it takes while that update is exchanged.
     """
 
     speed: Speed
@@ -118,7 +119,7 @@ class _Worker:
 
 @dataclass
 class _Totals:
-    """What is summed up after the warm-up."""
+    """The sums over the time after the warm-up."""
 
     staleness: list[int] = field(default_factory=list)
     cycles: int = 0
@@ -127,12 +128,12 @@ class _Totals:
 
 
 class ServerQueue:
-    """Workers that compute, and exchange with one server.
+    """Simulates workers that compute, and exchange with one server.
 
     Args:
-        cluster: the workers and their seconds per step; its ``exchange`` has no part in this.
-        costs: of one exchange of all parameters; ``step`` has no part.
-        served: seconds of the server for an update, where they vary; otherwise as in ``costs``.
+        cluster: the workers and their seconds per step; its ``exchange`` is not used.
+        costs: costs of one exchange of all parameters; their ``step`` is not used.
+        served: seconds of the server for an update, where they vary; by default those of ``costs``.
         slower: factor of all seconds per step.
     """
 
@@ -147,10 +148,10 @@ class ServerQueue:
     ) -> None:
         self.exchanges = exchanges or Exchanges()
         self.costs = costs.of_part(1 / self.exchanges.fragments)
-        self._share = 1 / (self.exchanges.fragments * costs.shards)  # of a whole update's time, what a shard has
+        self._share = 1 / (self.exchanges.fragments * costs.shards)  # of a whole update's time, the share of a shard
         self._served = Speed(costs.server if served is None else served, cluster.workers, seed)
         self._slower = slower
-        self._way = max(0.0, self.costs.exchange - self.costs.server) / 2  # copying, before the server and after it
+        self._way = max(0.0, self.costs.exchange - self.costs.server) / 2  # copying before the server, and after it
         self._workers = [_Worker(Speed(cluster.seconds_of(w), w, seed)) for w in range(cluster.workers)]
         self._clock = Clock()
         self._processor, self._incoming, self._outgoing = _Station(), _Station(), _Station()
@@ -158,11 +159,11 @@ class ServerQueue:
         self._held: list[int] = []
         self._deadline = -1.0
         self._taken = self._version = self._published = 0
-        self._steps_end: deque[float] = deque()  # of versions that are not published yet
+        self._steps_end: deque[float] = deque()  # for versions that are not published yet
         self._totals = _Totals()
 
     def run(self, updates: int | None = None) -> Load:
-        """Simulates until rates are steady, or so many updates, and sums up."""
+        """Simulates so many updates, by default until rates are steady, and returns the load."""
         whole = updates or max(_FEWEST, _CYCLES * len(self._workers))
         for worker in range(len(self._workers)):
             if self._near is not None:
@@ -206,7 +207,7 @@ class ServerQueue:
     # The worker
 
     def _begin(self, number: int, at: float) -> None:
-        """The worker has what it waited for, and computes its next update."""
+        """Lets a worker, which has what it waited for, compute its next update."""
         worker, exchanges = self._workers[number], self.exchanges
         ready = worker.computed + worker.meanwhile
         begins, rest = max(at, ready), exchanges.between - (exchanges.delay if worker.steps else 0)
@@ -219,7 +220,7 @@ class ServerQueue:
         self._schedule(worker.computed + self._way + self.costs.latency, EventKind.ARRIVES, number)
 
     def _compute(self, worker: _Worker, steps: int) -> float:
-        """Seconds of the worker's next steps."""
+        """Returns the seconds of the worker's next steps."""
         seconds = worker.speed.of_steps(worker.steps, steps) if steps else 0.0
         worker.steps += steps
         return self._slower * seconds
@@ -227,12 +228,12 @@ class ServerQueue:
     # The server
 
     def _receive(self, worker: int) -> None:
-        """An update begins to come in."""
+        """Handles an update that begins to come in over the server's link."""
         begins = self._incoming.serve(self._clock.now, self.costs.pushing)
         self._schedule(begins + self.costs.pushing, EventKind.IS_TAKEN, worker)
 
     def _take(self, worker: int) -> None:
-        """An update is there."""
+        """Handles an update that has come in."""
         self._taken += 1
         now = self._clock.now
         if self._near is not None:
@@ -257,7 +258,7 @@ class ServerQueue:
         return sorted(set(range(len(self._workers))).difference(self._held))
 
     def _close(self, near: NearArrivals) -> None:
-        """The gradients that wait are a step."""
+        """Closes a step over the gradients that wait."""
         held, self._held = self._held, []
         self._totals.staleness += [self._version - self._workers[worker].base for worker in held]
         ends = [self._serve() for _ in held][-1]
@@ -268,20 +269,20 @@ class ServerQueue:
             self._give(worker, ends)
 
     def _serve(self) -> float:
-        """When the server has worked off one more update."""
+        """Lets the server process one more update, and returns when this ends."""
         seconds = self._share * self._served.of_step(self._taken)
         return self._processor.serve(self._clock.now, seconds) + seconds
 
     def _step(self, ends: float) -> None:
-        """The parameters have a new version when this is over."""
+        """Takes a step: the parameters have a new version from the time ``ends`` on."""
         self._version += 1
         self._steps_end.append(ends)
 
     def _acknowledge(self, worker: int) -> None:
-        """An update is only added to others."""
+        """Answers an update that was only added to others."""
         now, latency = self._clock.now, self.costs.latency
         if self._version_at(now) == self._workers[worker].base:
-            self._begin(worker, now + self._way + latency)  # it has these parameters
+            self._begin(worker, now + self._way + latency)  # it has the current parameters
         else:
             self._give(worker, now + 2 * latency)  # the answer, and the request that follows
 
@@ -289,7 +290,7 @@ class ServerQueue:
         self._schedule(at, EventKind.PULLS, worker)
 
     def _pull(self, number: int) -> None:
-        """The parameters, as they are now, begin to go out."""
+        """Sends the parameters, as they are now, to a worker."""
         now, costs = self._clock.now, self.costs
         self._workers[number].base = self._version_at(now)
         begins = self._outgoing.serve(now, costs.pulling)

@@ -48,11 +48,11 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """For people: the method, and the cluster where there are several."""
+        """The name to show to people: the method, and the cluster where there are several."""
         return self.method.name + (f", {self.cluster_name}" if self.cluster_name else "")
 
     def directory(self, out: Path) -> Path:
-        """Where the trial's files are."""
+        """Returns the directory of the trial's files."""
         return out / _file_name(self.cluster_name) / _file_name(self.method.name)
 
 
@@ -118,7 +118,7 @@ class Simulator:
             raise ConfigurationError(f"--out {self.out} holds a simulation of another experiment: change --out")
 
     def _check_names(self) -> None:
-        """Trials whose files would be in one directory would be taken for each other."""
+        """Refuses names by which the files of two trials would be in one directory, and be taken for each other."""
         taken: dict[Path, str] = {}
         for pair in self.pairs:
             directory = pair.directory(self.out)
@@ -141,7 +141,7 @@ class Simulator:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _start(self) -> Tensor:
-        """The parameters with which every trial begins: from ``start.pt`` if it exists, else made and saved there."""
+        """Returns the parameters with which every trial begins: from ``start.pt``, or else made and saved there."""
         path, wanted = self.out / "start.pt", self.experiment.pretraining
         if path.exists():
             start: Tensor = _read(path, partial(torch.load, map_location=self.model.flat.device, weights_only=True))
@@ -200,7 +200,7 @@ class Simulator:
 
 
 def table(rows: list[Summary]) -> Table:
-    """The table that ``simulate`` prints at its end."""
+    """Makes the table that ``simulate`` prints at its end."""
     table = Table(box=box.SIMPLE)
     clusters = any(row["cluster"] for row in rows)
     target = any("target" in row for row in rows)
@@ -226,7 +226,7 @@ def _loss(loss: float | None) -> list[str]:
 
 
 def _file_name(name: str) -> str:
-    """A directory name for the name of a method or cluster; the current directory for an empty one."""
+    """Returns a directory name for the name of a method or cluster; the current directory for an empty name."""
     if not name:
         return "."
     plain = "".join(c if c.isalnum() or c in "-_." else "_" for c in name.replace("+", "and"))
@@ -248,10 +248,10 @@ def _json(path: Path) -> Any:
 
 
 def _read(path: Path, load: Callable[[Path], _Content]) -> _Content:
-    """What a simulation before has left in a file.
+    """Loads a file that an earlier simulation has left.
 
     Raises:
-        ConfigurationError: it cannot be read.
+        ConfigurationError: the file cannot be read.
     """
     try:
         return load(path)

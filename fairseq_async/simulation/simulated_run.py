@@ -1,4 +1,4 @@
-"""What a simulation runs and records: one method on one cluster."""
+"""The interface of what a simulation runs and records: one method on one cluster."""
 
 from typing import Protocol
 
@@ -14,12 +14,12 @@ class SimulatedRun(Protocol):
 
     Attributes:
         spec: the description that a real run writes into ``run.json``.
-        parameters: those that are trained, flat.
-        steps, tokens: taken so far, by all workers.
-        now: virtual seconds.
-        version: of the parameters.
-        sequences: the last settled update of each worker.
-        diverged: updates keep having NaN or Inf.
+        parameters: the parameters that are trained, flat.
+        steps, tokens: numbers of steps and tokens so far, of all workers.
+        now: the time in virtual seconds.
+        version: version of the parameters.
+        sequences: sequence number of the last settled update of each worker.
+        diverged: whether updates keep having NaN or Inf.
     """
 
     spec: MethodSpec
@@ -48,17 +48,17 @@ class SimulatedRun(Protocol):
     def diverged(self) -> bool: ...
 
     def advance(self) -> bool:
-        """The next thing that happens; False when nothing will."""
+        """Processes the next event; returns False when there is none."""
         ...
 
     def evaluate(self) -> float:
-        """The loss of the parameters."""
+        """Returns the loss of the parameters."""
         ...
 
     def state_dict(self) -> State:
-        """All of it, between two calls of :meth:`advance`, in types that torch loads without trust."""
+        """Returns the whole state, between two calls of :meth:`advance`, in types that torch loads without trust."""
         ...
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on where :meth:`state_dict` was taken, to the bit."""
+        """Restores what :meth:`state_dict` returned; the run goes on from there, the same to the bit."""
         ...

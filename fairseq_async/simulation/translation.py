@@ -24,8 +24,9 @@ class Translation:
 
     Args:
         data: directory that fairseq-preprocess has made.
-        flags: of fairseq-train for task, model, criterion and batches; those of optimizer and schedule have no effect.
-        validation: number of validation batches to evaluate; 0 for all. The loss there is without label smoothing.
+        flags: flags of fairseq-train for task, model, criterion and batches; those of optimizer and schedule have no
+            effect.
+        validation: number of validation batches to evaluate; 0 for all. Their loss is without label smoothing.
     """
 
     def __init__(self, seed: int, device: torch.device, data: Path, flags: str = "", validation: int = 0) -> None:
@@ -62,18 +63,18 @@ class Translation:
         return [data.collater([data[index] for index in batch]) for batch in iterator.frozen_batches]
 
     def batch(self, indices: Sequence[int]) -> list[Sample]:
-        """The samples, each a batch of fairseq's."""
+        """Returns the samples, each of which is a batch of fairseq's."""
         return [self._on_device(self.train[index]) for index in indices]
 
     def loss(self, batch: list[Sample]) -> tuple[Tensor, float]:
-        """The mean of the criterion per target token, and the number of tokens."""
+        """Returns the mean of the criterion per target token, and the number of tokens."""
         parts = [self.criterion(self.model, sample)[:2] for sample in batch]
         tokens = float(sum(size for _, size in parts))
         return sum((loss for loss, _ in parts), torch.zeros((), device=self.device)) / tokens, tokens
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The mean negative log likelihood per target token of the validation batches."""
+        """Returns the mean negative log likelihood per target token of the validation batches."""
         self.model.eval()
         total = tokens = 0.0
         for sample in self.held_out:

@@ -1,4 +1,4 @@
-"""One method on one cluster: the driver of a :class:`Coordinator` under a virtual clock."""
+"""A trial runs one method on one cluster: it drives a :class:`Coordinator` under a virtual clock."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,12 +36,13 @@ Write = Callable[[float, Receipt, Report, JsonObject], None]
 class Trial:
     """Runs one method on one cluster.
 
-    What a worker will send is computed at once when it takes the parameters, for they are the server's then: no copy of
-    them is kept. The clock says when it arrives. What becomes of it, and who waits for whom, is the coordinator's to
-    say, as in a real server.
+    A worker's update is computed at once when the worker takes the parameters, because these are the server's at that
+    moment: no copy of them is kept. The clock decides when the update arrives. The coordinator decides what becomes of
+    it, and which worker waits for which, as in a real server.
 
     Args:
-        model: shared with other trials; ``start`` are the parameters with which this one begins.
+        model: shared with other trials.
+        start: the parameters with which this trial begins.
         write: takes virtual time, receipt, report and further fields of each settled update.
     """
 
@@ -55,7 +56,7 @@ class Trial:
         self.parameters = start.clone()
         built = build_method(method, experiment, cluster.workers, model.order.sizes, self.parameters, model.layout)
         self.spec, self.rule, self.sends_gradients = built.spec, built.rule, built.sends_gradients
-        # no worker is silent here: it is there, or it has died
+        # no timeouts, because no simulated worker is silent: it is there, or it has died
         self.membership = Membership(cluster.workers, now=0.0, timeout=inf, arrival_timeout=inf)
         self.coordinator = build_coordinator(built.spec, built.rule, built.plan, self.parameters, self.membership)
         self.server = self.coordinator.server
@@ -63,9 +64,9 @@ class Trial:
         self.exchanges = [cluster.exchange_of(worker) for worker in range(cluster.workers)]
         self.clock = Clock()
         self.workers = [LogicalWorker(w, torch.zeros_like(start)) for w in range(cluster.workers)]
-        self.line_ends = 0.0  # when the server will have worked off the updates that stand in line
-        self.answers_at = 0.0  # when it answers what it is at
-        self.grace_ends = -inf  # the end of a grace period that is on the clock
+        self.line_ends = 0.0  # when the server will have processed the updates that stand in line
+        self.answers_at = 0.0  # when the server answers the update that it processes
+        self.grace_ends = -inf  # the end of the last grace period that was put on the clock
         self.steps, self.tokens = 0, 0.0
         self._place_model()
         self.fragments = fragmented_work(method, model, self.rate)
@@ -86,21 +87,21 @@ class Trial:
 
     @property
     def version(self) -> int:
-        """Of the server's parameters."""
+        """Version of the server's parameters."""
         return self.server.version
 
     @property
     def sequences(self) -> dict[int, int]:
-        """The last settled update of each worker."""
+        """Sequence number of the last settled update of each worker."""
         return self.server.sequences
 
     @property
     def diverged(self) -> bool:
-        """A worker's updates keep having NaN or Inf; in a real run it stops."""
+        """Whether a worker's updates keep having NaN or Inf; in a real run this worker stops."""
         return max(self.server.refused.values(), default=0) >= _MOST_REFUSED
 
     def advance(self) -> bool:
-        """The next thing that happens; False when nothing will: the run is finished, or all wait for a dead worker."""
+        """Processes the next event; returns False if there is none: all is done, or all wait for a dead worker."""
         event = None if self.finished else self.clock.next()
         if event is None:
             return False
@@ -119,7 +120,7 @@ class Trial:
         return True
 
     def evaluate(self) -> float:
-        """The loss of the server's parameters."""
+        """Returns the loss of the server's parameters."""
         if not self.sends_gradients:
             self.model.flat.copy_(self.parameters)
         return self.model.evaluate()
@@ -127,7 +128,7 @@ class Trial:
     # Workers
 
     def _place_model(self) -> None:
-        """The model computes where the server's parameters are, or, for local steps, beside them."""
+        """Puts the model's parameters where the server's are, or, for local steps, into memory of their own."""
         self.model.live_in(self.parameters if self.sends_gradients else self.model.flat)
         if not self.sends_gradients:
             for worker in self.workers:
@@ -151,7 +152,7 @@ class Trial:
         return Compressor(push, self.spec, self.model.layout, worker, self.method.error_feedback)
 
     def _die(self, worker: LogicalWorker) -> None:
-        """As where the connection of a real one closes."""
+        """Removes a worker, as when the connection of a real worker closes."""
         worker.incarnation += 1
         self.membership.leave(worker.id, for_good=False, now=self.clock.now)
         if self.starts is not None:
@@ -159,7 +160,7 @@ class Trial:
         self._deliver(self.coordinator.depart(worker.id, self.clock.now))
 
     def _begin(self, worker: LogicalWorker, assignment: Assignment, since: float) -> None:
-        """The worker takes the parameters and computes; its update is on its way. It waited ``since`` then."""
+        """Lets a worker, which has waited ``since`` then, take the parameters and compute, and schedules its update."""
         if assignment.idle:
             self._deliver(self.coordinator.wait(worker.id, self.clock.now))
             return
@@ -194,7 +195,7 @@ class Trial:
         self.clock.schedule(ScheduledEvent(computed + pushing, EventKind.ARRIVES, worker.id, worker.incarnation))
 
     def _encode(self, worker: LogicalWorker) -> int:
-        """The update becomes what its bytes say; returns how many of them go to the server at once."""
+        """Replaces the update by what its bytes decode to; returns how many bytes go to the server at once."""
         worker.compress()
         if self.sketched is None:
             return worker.report.bytes_sent or 0
@@ -209,7 +210,7 @@ class Trial:
         return 4 * (self.model.layout.size if self.fragments is None else self.fragments.pulled(worker))
 
     def _pulling(self, exchange: Exchange, size: int) -> float:
-        """Seconds for parameters of so many bytes to come."""
+        """Returns the seconds until parameters of so many bytes have come."""
         seconds = exchange.transfer(size)
         if self.sketched is not None:  # the second round is between the last sketch and the step
             seconds += exchange.transfer(self.sketched.places)
@@ -217,8 +218,8 @@ class Trial:
         return seconds
 
     def _given(self, worker: LogicalWorker, assignment: Assignment) -> tuple[Tensor | None, Tensor | None]:
-        """What the worker is given, and the payload in which it comes; None where nothing is compressed, or this is
-        not."""
+        """Returns the parameters that the worker is given, and the payload in which they come. Both are None where
+        nothing is compressed; the payload is None where these parameters are not."""
         if self.starts is None:
             return None, None
         sequence = None if self.fragments is None or worker.streamed is None else worker.sequence - 1
@@ -231,7 +232,7 @@ class Trial:
         return whole, None
 
     def _start(self, assignment: Assignment, given: Tensor | None) -> Tensor:
-        """What a worker starts from; to be copied, or used at once."""
+        """Returns the parameters that a worker starts from; they must be copied, or used at once."""
         if given is not None:
             return given
         if not assignment.look_ahead:
@@ -241,7 +242,7 @@ class Trial:
         return ahead
 
     def _compute(self, worker: LogicalWorker, assignment: Assignment, given: Tensor | None) -> tuple[int, float, float]:
-        """Steps, loss and tokens of the worker's next update, which is computed here; ``given`` is what came
+        """Computes the worker's next update; returns its steps, loss and tokens. ``given`` are parameters that came
         compressed."""
         if self.fragments is not None:
             return self.fragments.compute(worker, assignment, self.server, given)
@@ -257,7 +258,7 @@ class Trial:
 
     @contextmanager
     def _computing_at(self, start: Tensor) -> Iterator[None]:
-        """Within this the model, which computes where the server's parameters are, has these."""
+        """Puts ``start`` into the server's parameters inside the block, because the model computes there."""
         if start is self.parameters:
             yield
             return
@@ -282,7 +283,7 @@ class Trial:
         self._deliver(self.coordinator.push(_update(worker), worker.report, self.clock.now))
 
     def _deliver(self, outcome: Outcome) -> None:
-        """All that was applied is written before anyone takes parameters."""
+        """Writes all that was settled, then instructs the workers: none takes parameters before all is written."""
         for _, error in outcome.failures:
             raise error
         if self.starts is not None:
@@ -318,7 +319,7 @@ class Trial:
     _PLAIN = ("line_ends", "answers_at", "grace_ends", "steps", "tokens")
 
     def state_dict(self) -> State:
-        """All of it, between two calls of :meth:`advance`, in types that torch loads without trust."""
+        """Returns the whole state, between two calls of :meth:`advance`, in types that torch loads without trust."""
         state = {name: getattr(self, name) for name in self._PLAIN}
         return state | {
             "coordinator": self.coordinator.state_dict(),
@@ -332,13 +333,13 @@ class Trial:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on where :meth:`state_dict` was taken, to the bit."""
+        """Restores what :meth:`state_dict` returned; the trial goes on from there, the same to the bit."""
         self.coordinator.load_state_dict(state["coordinator"])
         if self.starts is not None:
             self.starts.load_state_dict(state["starts"])
         self.membership.load_state_dict(state["membership"])
         if isinstance(self.coordinator.plan, LocalStepPlan):
-            self.coordinator.plan.awaited.clear()  # the workers are all here, at what they were at
+            self.coordinator.plan.awaited.clear()  # all workers are here, and go on with their work
         self.clock.load_state_dict(state["clock"])
         for worker, own in zip(self.workers, state["workers"], strict=True):
             worker.compressor = None if own["compressor"] is None else self._make_compressor(worker.id)
@@ -349,7 +350,7 @@ class Trial:
             if self.spec.grace_seconds is None:
                 self.coordinator.limit_round(state["barrier"])
             self.server.limit_barrier(state["barrier"])
-        for held, since in state["held"].items():  # the server does not keep them: they meet again what they met
+        for held, since in state["held"].items():  # not in the server's state: held anew
             self.coordinator.hold(_update(self.workers[held]), self.workers[held].report, since)
         self.coordinator.waiting.load_state_dict(state["waiting"])  # last: a period ends where no update is held
 

@@ -1,4 +1,4 @@
-"""Logical workers: what each computes, one after another, in one shared model."""
+"""Logical workers, which compute one after another in one shared model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,13 +21,13 @@ _OWN_STATE = ("optimizer", "id", "report", "compressor", "streamed")
 
 @dataclass
 class StreamedParameters:
-    """What a worker that exchanges fragments has between two exchanges.
+    """The parameters and work of a worker that exchanges fragments, between two exchanges.
 
     Attributes:
-        local: its own parameters.
-        taken: what it has taken of the server's, each fragment when its turn was.
-        assignment: whose steps it goes on with until it is answered.
-        done: steps that it has taken of it.
+        local: the worker's own parameters.
+        taken: the parameters that it has taken from the server, each fragment when its turn was.
+        assignment: the assignment whose steps it continues until it is answered.
+        done: number of steps of the assignment that it has taken.
     """
 
     local: Tensor
@@ -37,7 +37,7 @@ class StreamedParameters:
 
     @property
     def meanwhile(self) -> Assignment:
-        """The steps behind those that were sent: the next batches, and the schedule goes on."""
+        """Assignment of the steps after those that were sent: with the next batches, further on in the schedule."""
         moved = self.assignment.progress_per_step * self.done
         offset, progress = self.assignment.offset + self.done, self.assignment.progress + moved
         return replace(self.assignment, offset=offset, progress=progress)
@@ -56,13 +56,13 @@ class LogicalWorker:
     """One worker's state between two exchanges.
 
     Attributes:
-        delta: what it has computed and not yet delivered; the only copy of the model that it keeps.
-        optimizer: the inner one, under local SGD.
+        delta: the update that it has computed and not yet delivered; the only copy of the model that it keeps.
+        optimizer: the inner optimizer, under local SGD.
         incarnation: how often it has come.
-        steps: how many it has ever taken, whichever were lost.
-        report: what goes with its next update.
-        compressor: of its updates; None where they are sent in fp32.
-        streamed: its parameters between two exchanges, where these are of fragments.
+        steps: number of steps that it has ever taken, lost ones included.
+        report: the report that goes with its next update.
+        compressor: the compressor of its updates; None where they are sent in fp32.
+        streamed: its parameters between two exchanges, where fragments are exchanged.
     """
 
     id: int
@@ -80,7 +80,7 @@ class LogicalWorker:
     streamed: StreamedParameters | None = None
 
     def compress(self) -> None:
-        """``delta`` ← what the server will make of its bytes, which the report counts."""
+        """Replaces ``delta`` by what the server will decode from its bytes, and reports their number."""
         if self.compressor is None:
             self.report = replace(self.report, bytes_sent=4 * self.delta.numel())
             return
@@ -102,7 +102,7 @@ class LogicalWorker:
         state = dict(state)
         self.report = Report(**state.pop("report"))
         delta, streamed = state.pop("delta"), state.pop("streamed")
-        self.delta = delta.to(self.delta.device)  # which may be of a fragment
+        self.delta = delta.to(self.delta.device)  # which may have the size of a fragment
         self.streamed = None if streamed is None else StreamedParameters.from_state(streamed, self.delta.device)
         optimizer, compressor = state.pop("optimizer"), state.pop("compressor")
         if self.compressor is not None:
@@ -115,12 +115,12 @@ class LogicalWorker:
 class SharedModel:
     """The problem's model with its parameters in one flat tensor, on which all workers compute in turn.
 
-    Each step begins with a seed of its own, from worker, update and step: what is drawn in it, as by dropout, does not
-    depend on the order in which workers compute.
+    Each step begins with a seed of its own, from worker, update and step: its random numbers, such as those of dropout,
+    do not depend on the order in which workers compute.
 
     Args:
-        batch_size: samples of a step.
-        order: of the samples.
+        batch_size: number of samples in a step.
+        order: order of the samples.
     """
 
     def __init__(self, problem: Problem, batch_size: int, order: ShardOrder, seed: int) -> None:
@@ -134,7 +134,7 @@ class SharedModel:
         self.live_in(self.flat)
 
     def live_in(self, flat: Tensor) -> None:
-        """The model's parameters are the values of ``flat`` from now on, without a copy."""
+        """Makes the model's parameters views of ``flat`` from now on, without a copy."""
         for view, parameter in zip(self.layout.views(flat), self.parameters, strict=True):
             parameter.data = view
 
@@ -166,7 +166,7 @@ class SharedModel:
     def take_steps(
         self, worker: LogicalWorker, assignment: Assignment, steps: range, rate: LearningRate, clip_norm: float
     ) -> tuple[list[float], float]:
-        """Takes these steps of an assignment from where the model is. Returns losses and tokens."""
+        """Takes these steps of an assignment, from the model's current parameters. Returns losses and tokens."""
         assert worker.optimizer is not None
         losses, tokens = [], 0.0
         for step in steps:
@@ -185,7 +185,7 @@ class SharedModel:
         return self.problem.evaluate()
 
     def pretrain(self, options: OptimizerOptions, rate: LearningRate, steps: int) -> float:
-        """Plain training by one worker on the whole set; returns the mean loss of the last tenth."""
+        """Trains plainly with one worker on the whole set; returns the mean loss of the last tenth of the steps."""
         alone = LogicalWorker(id=0, delta=torch.empty_like(self.flat))
         alone.optimizer = make_optimizer(options, self.parameters)
         whole = Assignment(local_steps=steps, shard=0)

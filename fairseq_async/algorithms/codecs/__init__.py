@@ -1,4 +1,4 @@
-"""Codecs: how an update becomes few bytes, and how both ends make the same values of them."""
+"""Codecs: they encode an update in few bytes, from which both ends decode the same values."""
 
 from fairseq_async.algorithms.codecs.adacomp import AdaComp
 from fairseq_async.algorithms.codecs.bf16 import BF16

@@ -1,4 +1,4 @@
-"""AdaComp: each bin sends what is about as large as its largest value."""
+"""AdaComp: sends those values of each bin that are about as large as the bin's largest value."""
 
 from collections.abc import Sequence
 
@@ -13,23 +13,24 @@ from fairseq_async.algorithms.codecs.payload import Bytes, header_bytes
 from fairseq_async.errors import CodecError
 
 _LARGEST = torch.finfo(torch.float32).max
-_USUAL_SHARE = 25  # one in so many values of a bin
+_USUAL_SHARE = 25  # one in so many values of a bin is usually sent
 _SMALL = 255  # bins up to this length have places and counts of one byte
 
 
 class AdaComp(Codec):
-    """Chen et al. 2018 (arXiv 1712.02679), for gradients: how much is sent adapts itself, and nothing is sorted.
+    """AdaComp (Chen et al. 2018, arXiv 1712.02679), for gradients: the number of values sent adapts itself, without a
+    sort.
 
-    With G = residual + g and H = G + g, where g is the newest gradient: in each bin of T neighbouring values of a
-    tensor, those are sent whose |H_j| ≥ max|G| of the bin; as sign(G_j) times the mean of the bins' max|G|, one number
-    for the tensor. Where G_j is 0, and so in a bin of zeros, nothing is sent.
+    Let g be the newest gradient, G = residual + g and H = G + g. Of each bin of T neighbouring values of a tensor,
+    those with |H_j| ≥ max|G| of the bin are sent, each as sign(G_j) times the mean of the bins' max|G|, one number for
+    the tensor. A value with G_j = 0 is not sent, so a bin of zeros sends nothing.
 
     Body: T (u32); for each tensor its scale (fp32), how many values each bin sends, the places of these values in their
     bins, bin after bin and in ascending order, and a bit for each, 1 for a value below 0, filled up to a whole byte.
     Counts and places are one byte each up to T = 255, two bytes above.
 
     Args:
-        bin_size: T: 500 for fully connected and recurrent layers, 50 for convolutions.
+        bin_size: T, the values in a bin: 500 for fully connected and recurrent layers, 50 for convolutions.
     """
 
     number = 5
@@ -57,7 +58,7 @@ class AdaComp(Codec):
         return body
 
     def _packed(self, values: Tensor, newest: Tensor) -> list[Bytes]:
-        """The part of one tensor."""
+        """Returns one tensor's part of the body."""
         largest = blocks.largest(values, self.bin_size)
         # numpy adds in one order, whatever the number of threads
         scale = largest.numpy().mean(dtype=np.float64) if largest.numel() else np.float64(0)
@@ -73,7 +74,7 @@ class AdaComp(Codec):
         ]
 
     def _sent(self, values: Tensor, newest: Tensor, largest: Tensor) -> NDArray[np.int64]:
-        """The places in the tensor of what is sent, ascending."""
+        """Returns the places in the tensor of the values to send, ascending."""
         limits = torch.where(largest > 0, largest, torch.inf).unsqueeze(1)
         found = [np.empty(0, np.int64)]
         for part, bins in blocks.parts(values.numel(), self.bin_size):
@@ -94,7 +95,7 @@ class AdaComp(Codec):
         return values
 
     def _decode(self, body: memoryview, values: NDArray[np.float32]) -> memoryview:
-        """Writes the values of one tensor; returns the bytes behind it."""
+        """Writes the values of one tensor; returns the bytes after it."""
         bins, width = blocks.count_blocks(values.size, self.bin_size), self._index.itemsize
         start = 4 + width * bins
         if body.nbytes < start:

@@ -1,4 +1,4 @@
-"""16 bits a value."""
+"""bfloat16 codec: 16 bits a value."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,10 @@ _LARGEST = torch.finfo(torch.bfloat16).max
 
 
 class BF16(Codec):
-    """The nearest bfloat16, the upper half of a float; the largest one for values above it. Body: 2 bytes a value."""
+    """Rounds to the nearest bfloat16, the upper half of a float; values above the largest one become the largest.
+
+    Body: 2 bytes a value.
+    """
 
     number = 1
 

@@ -1,4 +1,4 @@
-"""Numbers of a few bits each, one behind the other: bit 0 of a number first, bit 0 of a byte first."""
+"""Packs numbers of a few bits each, one after the other: bit 0 of a number first, bit 0 of a byte first."""
 
 from collections.abc import Iterator
 
@@ -12,20 +12,20 @@ _AT_A_TIME = 1 << 18  # numbers; a multiple of 8, so that each part ends with a 
 
 
 def packed_bytes(count: int, width: int) -> int:
-    """Bytes of ``count`` numbers of ``width`` bits."""
+    """Returns the number of bytes of ``count`` numbers of ``width`` bits."""
     return (count * width + 7) // 8
 
 
 def pack(numbers: Numbers, width: int) -> bytes:
-    """The bytes of numbers below 2^width; the last byte is filled up with zeros. Widths are 1 to 16."""
+    """Packs numbers below 2^width into bytes; the last byte is filled up with zeros. Widths are 1 to 16."""
     return b"".join(_packed(numbers[begin:end], width) for begin, end in _parts(numbers.size))
 
 
 def unpack(data: memoryview, count: int, width: int) -> Numbers:
-    """The ``count`` numbers of :meth:`pack`, from exactly their bytes.
+    """Returns the ``count`` numbers that :func:`pack` has packed into ``data``, which must be exactly their bytes.
 
     Raises:
-        CodecError: a bit behind the last number is set.
+        CodecError: a bit after the last number is set.
     """
     numbers = np.empty(count, np.uint16)
     for begin, end in _parts(count):

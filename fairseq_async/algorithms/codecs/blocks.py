@@ -1,4 +1,4 @@
-"""Vectors in blocks of equal length, each with a scale of its own; a part at a time, which stays in the cache."""
+"""Operations on vectors in blocks of equal length, each with its own scale; part by part, to stay in the cache."""
 
 from collections.abc import Iterator
 
@@ -12,34 +12,34 @@ _VALUES = 1 << 16  # at a time
 
 
 def count_blocks(size: int, block: int) -> int:
-    """Blocks of a vector; the last one may be shorter."""
+    """Returns the number of blocks of a vector; the last block may be shorter."""
     return -(-size // block)
 
 
 def parts(size: int, block: int) -> Iterator[tuple[slice, slice]]:
-    """Runs of whole blocks: which values they are, and which blocks. The last run may end with a shorter block."""
+    """Yields runs of whole blocks: the slice of values, and the slice of blocks. The last block may be shorter."""
     blocks = max(1, _VALUES // block)
     if blocks * block % 2:
-        blocks *= 2  # an even number of values, for codecs of which two share a byte
+        blocks *= 2  # an even number of values, for codecs in which two values share a byte
     for first in range(0, count_blocks(size, block), blocks):
         last = min(first + blocks, count_blocks(size, block))
         yield slice(first * block, min(last * block, size)), slice(first, last)
 
 
 def rows(values: Tensor, block: int) -> Tensor:
-    """The values as a matrix with a row for each block; a last row that is too short is filled up with zeros."""
+    """Returns the values as a matrix with a row for each block; a last row that is too short is filled with zeros."""
     missing = -values.numel() % block
     return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, block)
 
 
 def new_room(size: int, block: int) -> Tensor:
-    """Memory for what becomes of each of the :func:`parts` of a vector in turn; it stays in the cache."""
+    """Allocates memory for one of the :func:`parts` of a vector, which each uses in turn: it stays in the cache."""
     first = next(parts(size, block), (slice(0), slice(0)))
     return torch.empty(first[1].stop * block)
 
 
 def largest(values: Tensor, block: int) -> Tensor:
-    """The largest absolute value of each block.
+    """Returns the largest absolute value of each block.
 
     Raises:
         CodecError: a value is NaN or Inf.
@@ -54,20 +54,20 @@ def largest(values: Tensor, block: int) -> Tensor:
 
 
 def largest_(found: Tensor, values: Tensor, room: Tensor) -> None:
-    """``found`` ← the largest absolute value of each row of the values, NaN where one is; ``room`` has their shape, and
-    is overwritten."""
+    """Writes the largest absolute value of each row of ``values`` to ``found``, NaN where a value is NaN; ``room`` has
+    the shape of ``values``, and is overwritten."""
     torch.amax(torch.abs(values, out=room), dim=1, out=found)
 
 
 def scale_(values: Tensor, scales: Tensor, block: int) -> None:
-    """Multiplies each block in place by its scale; the last one may be shorter."""
+    """Multiplies each block in place by its scale; the last block may be shorter."""
     whole = values.numel() // block
     values[: whole * block].view(-1, block).mul_(scales[:whole].unsqueeze(1))
     values[whole * block :].mul_(scales[whole:])
 
 
 def split(body: memoryview, size: int, block: int, most: float) -> tuple[Tensor, memoryview]:
-    """The scales, and the bytes behind them, of a body that begins with the length of a block.
+    """Returns the scales, and the bytes after them, of a body that begins with the length of a block.
 
     Raises:
         CodecError: the blocks have another length, or a scale is one that no encoder writes: NaN, below 0, above

@@ -1,4 +1,4 @@
-"""What all codecs have in common: checks at both ends, and the order of what happens in between."""
+"""The base of all codecs, with the checks at both ends, and functions that codecs share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ from fairseq_async.errors import CodecError
 
 @dataclass(frozen=True)
 class Vector:
-    """What is to be encoded.
+    """A vector to encode.
 
     Attributes:
-        values: flat, fp32, contiguous, on the CPU.
-        newest: the part of them that has come last, without what was left of earlier ones; of the same size.
-        sizes: number of values of each tensor in it.
-        seed: of what is drawn.
+        values: all values: flat, fp32, contiguous, on the CPU.
+        newest: the newest update in ``values``, without the residual of earlier ones; of the same size.
+        sizes: number of values of each tensor in the vector.
+        seed: seed of the random numbers that a codec draws.
     """
 
     values: Tensor
@@ -30,22 +30,22 @@ class Vector:
     seed: int
 
     def tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Values and newest part of one tensor after another."""
+        """Returns the values and the newest part of one tensor after another."""
         return zip(self.values.split(self.sizes), self.newest.split(self.sizes), strict=True)
 
 
 class Codec(ABC):
-    """Makes bytes of a vector, and an approximation of the vector of the bytes.
+    """Encodes a vector as bytes, and decodes the bytes to an approximation of the vector.
 
-    Decoding gives the same bits on every machine and with any number of threads: each value is made by itself, and no
-    sum has an order that is open.
+    Decoding gives the same bits on every machine and with any number of threads: each value is computed by itself, and
+    every sum has a fixed order.
 
     Attributes:
-        number: names the codec in a payload.
-        biased: the mean of what is decoded is not what was encoded: what was lost has to be sent later, by an
-            :class:`ErrorFeedback`.
-        by_tensor: each tensor is encoded for itself; otherwise the vector is one.
-        assumption: of :meth:`usual_bytes`; empty where every payload of a vector is as long.
+        number: identifies the codec in a payload.
+        biased: whether the mean of decoded vectors differs from the encoded vector. What is lost then has to be sent
+            later, by an :class:`ErrorFeedback`.
+        by_tensor: whether each tensor is encoded by itself; otherwise the vector is encoded as one tensor.
+        assumption: the assumption of :meth:`usual_bytes`; empty where all payloads of a vector have the same length.
     """
 
     number: ClassVar[int]
@@ -56,12 +56,12 @@ class Codec(ABC):
     def encode(
         self, tensor: Tensor, seed: int = 0, sizes: Sequence[int] | None = None, newest: Tensor | None = None
     ) -> bytes:
-        """The payload of a tensor, which is taken as a flat vector in fp32.
+        """Returns the payload of a tensor, which is encoded as a flat vector in fp32.
 
         Args:
-            seed: of stochastic rounding, where there is one: equal seeds draw equal numbers.
+            seed: seed of stochastic rounding, in codecs that have it: equal seeds draw equal numbers.
             sizes: number of values of each tensor in the vector; None for one tensor.
-            newest: what of the tensor is not residual; None for all of it.
+            newest: the newest update in the tensor, without the residual; None where there is no residual.
 
         Raises:
             CodecError: a value is NaN or Inf, or the sizes do not add up.
@@ -74,15 +74,15 @@ class Codec(ABC):
         return seal(self.number, given, self._pack(Vector(values, latest, given, seed)))
 
     def decode(self, data: Bytes, size: int, sizes: Sequence[int] | None = None) -> Tensor:
-        """The vector of a payload: flat, fp32, of ``size`` values.
+        """Returns the vector of a payload: flat, fp32, of ``size`` values.
 
         Args:
-            sizes: number of values of each tensor; None for whatever the payload says. Hazard: a tensor without values
-                is 12 bytes, and takes longer to look at than to send. Where a stranger chose them, give what they must
-                be.
+            sizes: number of values of each tensor; None accepts those in the payload. Hazard: a tensor without values
+                is 12 bytes, and takes longer to decode than to send. Give the expected sizes where a stranger may have
+                sent the payload.
 
         Raises:
-            CodecError: the bytes are no payload of this codec with its parameters and so many values.
+            CodecError: the bytes are no payload of this codec with its parameters and ``size`` values.
         """
         known = tuple(sizes) if sizes is not None and self.by_tensor else None
         return self._unpack(*self._opened(data, size, known))
@@ -90,32 +90,32 @@ class Codec(ABC):
     def _opened(
         self, data: Bytes, size: int, sizes: tuple[int, ...] | None = None
     ) -> tuple[memoryview, tuple[int, ...]]:
-        """The body of a payload of this codec, and the sizes of its tensors."""
+        """Returns the body of a payload of this codec, and the sizes of its tensors."""
         return unseal(data, self.number, size, sizes if self.by_tensor else (size,))
 
     def most_bytes(self, sizes: Sequence[int]) -> int:
-        """Bytes of the longest payload of a vector of such tensors."""
+        """Returns the bytes of the longest payload of a vector with tensors of these sizes."""
         own = tuple(sizes) if self.by_tensor else (sum(sizes),)
         return header_bytes(len(own)) + self._most_body_bytes(own)
 
     def usual_bytes(self, sizes: Sequence[int]) -> int:
-        """Bytes of a payload of a vector of such tensors, under :attr:`assumption` where they differ."""
+        """Returns the bytes of a usual payload of such a vector, under :attr:`assumption` where payloads differ."""
         return self.most_bytes(sizes)
 
     def state_dict(self) -> State:
-        """What later payloads depend on; of most codecs nothing."""
+        """Returns the state on which later payloads depend; most codecs have none."""
         return {}
 
     def load_state_dict(self, state: State) -> None:  # noqa: B027  most codecs have no state
-        """Goes on from :meth:`state_dict`."""
+        """Restores what :meth:`state_dict` returned."""
 
     @abstractmethod
     def _pack(self, vector: Vector) -> list[Bytes]:
-        """The body of a payload, in parts."""
+        """Returns the body of a payload, in parts."""
 
     @abstractmethod
     def _unpack(self, body: memoryview, sizes: tuple[int, ...]) -> Tensor:
-        """The vector of a body."""
+        """Returns the vector of a body."""
 
     @abstractmethod
     def _most_body_bytes(self, sizes: tuple[int, ...]) -> int: ...
@@ -129,26 +129,26 @@ def check_finite(*tensors: Tensor) -> None:
 
 
 def check_length(body: memoryview, expected: int) -> None:
-    """Raises a CodecError for a body of another length."""
+    """Raises a CodecError for a body that has not the expected number of bytes."""
     if body.nbytes != expected:
         raise CodecError(f"a body of {body.nbytes} bytes: {expected} were expected")
 
 
 def check_parameter(name: str, value: int, least: int, most: int) -> None:
-    """Raises a CodecError for a codec's parameter out of its range."""
+    """Raises a CodecError for a codec's parameter outside of its range."""
     if not least <= value <= most:
         raise CodecError(f"{name} is {value}; it must be in [{least}, {most}]")
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor; they stay the tensor's."""
+    """Returns the bytes of a contiguous tensor, as a view of its memory."""
     return (
         memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data).cast("B") if tensor.numel() else memoryview(b"")
     )
 
 
 def from_bytes(data: memoryview, dtype: torch.dtype) -> Tensor:
-    """A tensor of such bytes, copied; numbers are little-endian, as they are on this machine."""
+    """Returns a tensor with a copy of the bytes; numbers are little-endian, as they are on this machine."""
     return torch.frombuffer(bytearray(data), dtype=dtype) if data.nbytes else torch.empty(0, dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""Count sketches: sums of a vector's values, from which the largest of them can be estimated."""
+"""Count sketches: sums of a vector's values, from which the largest values can be estimated."""
 
 import numpy as np
 import torch
@@ -16,18 +16,19 @@ _MASK = (1 << 64) - 1
 
 
 class CountSketch(Codec):
-    """A table of ``rows`` · ``columns`` sums (Charikar et al. 2002), which gs-SGD sends; it adds as vectors do.
+    """Encodes a vector as a table of ``rows`` · ``columns`` sums (Charikar et al. 2002), as gs-SGD sends it. Sketches
+    add up as their vectors do.
 
     In each row r, value i is added to one column, h_r(i), with a sign, s_r(i). The median over the rows of
-    s_r(i) · table[r, h_r(i)] estimates it. With 64-bit numbers a_r, b_r, a'_r, b'_r from the seed:
+    s_r(i) · table[r, h_r(i)] estimates value i. With 64-bit numbers a_r, b_r, a'_r, b'_r from the seed:
     h_r(i) = ((a_r·i + b_r mod 2⁶⁴) >> 32) · columns >> 32, and s_r(i) is −1 where bit 63 of a'_r·i + b'_r mod 2⁶⁴ is 1.
 
     Body: rows (u32), columns (u32), seed (u64), the table, row after row (fp32).
 
     Args:
-        rows: of the table; an odd number has a median among its values.
-        columns: of the table.
-        seed: of the hashes; vectors are to be added only by sketches of one seed.
+        rows: number of rows of the table; with an odd number, the median is one of the rows' estimates.
+        columns: number of columns of the table.
+        seed: seed of the hashes; only sketches with the same seed can be added.
     """
 
     number = 7
@@ -40,22 +41,22 @@ class CountSketch(Codec):
         self._factors = _numbers(seed, 4 * rows).reshape(rows, 4)
 
     def add(self, first: Bytes, second: Bytes) -> bytes:
-        """The sketch of the sum of two vectors.
+        """Returns the sketch of the sum of two vectors, given their sketches.
 
         Raises:
-            CodecError: one is no sketch with these rows, columns and seed, or they are of vectors of two sizes.
+            CodecError: one is no sketch with these rows, columns and seed, or the vectors are of two sizes.
         """
         size = _size_of(first)
-        with np.errstate(over="ignore"):  # what is too large is Inf, which is refused
+        with np.errstate(over="ignore"):  # a sum that is too large becomes Inf, which is refused
             sum_ = self._table(first, size) + self._table(second, size)
         check_finite(torch.from_numpy(sum_))
         return seal(self.number, (size,), [self._parameters(), sum_.astype("<f4").tobytes()])
 
     def estimate(self, data: Bytes, indices: Tensor) -> Tensor:
-        """The estimates of the values at these places of the vector, in fp32.
+        """Returns estimates of the values at these places of the sketched vector, in fp32.
 
         Raises:
-            CodecError: it is no such sketch, or a place is outside of the vector.
+            CodecError: ``data`` is no such sketch, or a place is outside of the vector.
         """
         size = _size_of(data)
         places = indices.reshape(-1).numpy()
@@ -87,7 +88,7 @@ class CountSketch(Codec):
         return torch.from_numpy(values)
 
     def _hashed(self, row: int, places: Unsigned) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Column and sign of each place in a row."""
+        """Returns column and sign of each place in a row of the table."""
         a, b, a_of_sign, b_of_sign = self._factors[row]
         shift = np.uint64(32)
         columns = ((a * places + b) >> shift) * np.uint64(self.columns) >> shift
@@ -122,7 +123,7 @@ class CountSketch(Codec):
 
 
 def _numbers(seed: int, count: int) -> Unsigned:
-    """SplitMix64: the next ``count`` numbers of the generator."""
+    """Returns the first ``count`` numbers of the generator SplitMix64 with this seed."""
     numbers = []
     for step in range(1, count + 1):
         mixed = (seed + step * _GOLDEN) & _MASK
@@ -133,6 +134,6 @@ def _numbers(seed: int, count: int) -> Unsigned:
 
 
 def _size_of(data: Bytes) -> int:
-    """The number of values that a sketch's header gives; how true it is, is checked when the rest is read."""
+    """Returns the number of values in a sketch's header, unchecked: it is checked when the rest is read."""
     view = memoryview(data)
     return int.from_bytes(view[24:32], "little") if view.nbytes >= 32 else 0

@@ -1,4 +1,4 @@
-"""DQ-SGD: stochastic rounding to levels of the norm, in as many bits as the norm deserves."""
+"""DQ-SGD: stochastic rounding to levels of the norm, with a number of bits that follows the norm."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,29 +17,29 @@ from fairseq_async.errors import CodecError
 _FEWEST, _MOST = 2, 8
 _LARGEST = torch.finfo(torch.float32).max
 _AT_A_TIME = 1 << 16
-_IN_BLOCKS = 0x80  # beside B in the first byte of a body
+_IN_BLOCKS = 0x80  # flag beside B in the first byte of a body: the norms are those of blocks
 
 
 class DQSGD(Codec):
-    """Yan et al. 2021 (arXiv 2107.14575): QSGD, whose bits follow the norm of the gradient.
+    """DQ-SGD (Yan et al. 2021, arXiv 2107.14575): QSGD with a number of bits that follows the norm of the gradient.
 
     Each value of a tensor becomes q · |g| / s with s = 2^(B−1) − 1 levels of the tensor's norm |g|, where q is one of
-    the two whole numbers next to g_j · s / |g|, drawn so that its mean is right: there is no residual.
-    B = log₂(t · ‖g‖ + 1) + 1, rounded, in 2 … 8, with the norm ‖g‖ of the whole vector: the paper's rule where the loss
-    is not convex. t is such that the first gradient that is not 0 has ``bits`` bits.
+    the two whole numbers next to g_j · s / |g|, drawn so that its mean is exact: so there is no residual.
+    B = log₂(t · ‖g‖ + 1) + 1, rounded, in 2 … 8, with the norm ‖g‖ of the whole vector: the paper's rule for losses
+    that are not convex. t is chosen so that the first gradient that is not 0 has ``bits`` bits.
 
-    Of n values that share a norm most are far below a level, and the noise of their rounding has up to √n / s times the
-    energy of the gradient: hundreds of times in a large tensor. With ``block`` n is small; QSGD (arXiv 1610.02132) says
-    bucket.
+    Where n values share a norm, most of them are far below the first level, and the noise of their rounding has up to
+    √n / s times the energy of the gradient: hundreds of times in a large tensor. ``block`` makes n small; QSGD (arXiv
+    1610.02132) calls a block a bucket.
 
     Body: B (one byte; with blocks 128 more, and their length, u32), the norms (fp32), q + s of each value, in B bits.
 
     Args:
-        bits: of the values of the first gradient.
-        block: neighbouring values of a tensor that share a norm; None for all of it.
+        bits: number of bits of a value in the first gradient.
+        block: number of neighbouring values of a tensor that share a norm; None for all values of the tensor.
 
     Attributes:
-        t: of the formula; None before the first gradient.
+        t: t of the formula; None before the first gradient.
     """
 
     number = 6
@@ -58,7 +58,7 @@ class DQSGD(Codec):
         return header_bytes(len(sizes)) + self._head_bytes(sizes) + bits.packed_bytes(sum(sizes), self.bits)
 
     def bits_for(self, norm: float) -> int:
-        """B of a vector of this norm."""
+        """Returns B for a vector of this norm."""
         if self.t is None:
             return self.bits
         return min(max(round(math.log2(self.t * norm + 1) + 1), _FEWEST), _MOST)
@@ -105,7 +105,7 @@ class DQSGD(Codec):
         return shares
 
     def _width(self, body: memoryview) -> int:
-        """B of a body, whose blocks are of the right length."""
+        """Returns B of a body, after a check that its blocks have the right length."""
         first = body[0] if body.nbytes else 0
         given = int.from_bytes(body[1:5], "little") if first & _IN_BLOCKS else None
         if given != self.block:
@@ -125,13 +125,13 @@ class DQSGD(Codec):
         return 1 if self.block is None else blocks.count_blocks(size, self.block)
 
     def _parts(self, size: int) -> Iterator[tuple[slice, slice]]:
-        """Runs of neighbouring values of a tensor, and which of its norms are theirs."""
+        """Returns runs of neighbouring values of a tensor, each with the slice of the norms that belong to it."""
         if self.block is not None:
             return blocks.parts(size, self.block)
         return ((slice(begin, begin + _AT_A_TIME), slice(0, 1)) for begin in range(0, size, _AT_A_TIME))
 
     def _norms(self, values: Tensor) -> NDArray[np.float64]:
-        """L2 norms in float64; numpy adds in one order, whatever the number of threads."""
+        """Returns L2 norms in float64; numpy adds in one order, whatever the number of threads."""
         if self.block is None:
             parts = [np.square(values[part].numpy(), dtype=np.float64).sum() for part, _ in self._parts(values.numel())]
             return np.array([math.sqrt(math.fsum(parts))])
@@ -149,7 +149,7 @@ class DQSGD(Codec):
         levels: int,
         generator: torch.Generator,
     ) -> None:
-        """Rounds each value to one of its two levels. As many numbers are drawn for a tensor of zeros, too."""
+        """Rounds each value at random to one of the two levels next to it. A tensor of zeros draws as many numbers."""
         wide = torch.from_numpy(norms).double()
         rates = torch.where(wide > 0, levels / wide, 0.0)
         for part, here in self._parts(values.numel()):

@@ -1,4 +1,4 @@
-"""4 bits a value: a sign and three bits of exponent."""
+"""E3M0 codec: 4 bits a value, a sign and three bits of exponent."""
 
 import torch
 from torch import Tensor
@@ -12,13 +12,13 @@ from fairseq_async.errors import CodecError
 _LARGEST = torch.finfo(torch.float32).max
 _LEVELS = torch.tensor([0.0, *(2.0**level for level in range(-6, 1))])
 _VALUES = torch.cat([_LEVELS, -_LEVELS])  # of the 16 codes
-_BORDERS = (_LEVELS[1:] + _LEVELS[:-1]) / 2  # between levels; what is on one goes up
+_BORDERS = (_LEVELS[1:] + _LEVELS[:-1]) / 2  # between levels; a value on a border goes to the upper level
 
 
 def _code_of_upper_half() -> Tensor:
-    """The code of each float in [−1, 1], by its upper 16 bits, counted from −2¹⁵.
+    """Returns a table of the codes of all floats in [−1, 1], by their upper 16 bits, counted from −2¹⁵.
 
-    They are enough: the borders between levels have zeros in their lower half.
+    The upper 16 bits are enough: the borders between levels have zeros in their lower half.
     """
     floats = (torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16).view(torch.float32)
     levels = torch.bucketize(floats.abs(), _BORDERS, right=True)
@@ -26,15 +26,16 @@ def _code_of_upper_half() -> Tensor:
 
 
 class E3M0(Codec):
-    """x ≈ ± 2^(L − 7) · max|x| with L in 1 … 7, or 0 with L = 0, of blocks of neighbouring values; the nearest level.
+    """Rounds to the nearest level: x ≈ ± 2^(L − 7) · max|x| with L in 1 … 7, or 0 with L = 0.
 
-    As Streaming DiLoCo sends pseudo-gradients (Douillard et al. 2025, arXiv 2501.18512).
+    max|x| is that of a block of neighbouring values. Streaming DiLoCo sends pseudo-gradients so (Douillard et al. 2025,
+    arXiv 2501.18512).
 
     Body: the length of a block (u32), the largest |x| of each block (fp32), half a byte for each value: bits 0 to 2
     are L, bit 3 is the sign. The first of two values is in bits 0 to 3 of their byte.
 
     Args:
-        block: values that share a scale.
+        block: number of neighbouring values that share a scale.
     """
 
     number = 3
@@ -58,7 +59,7 @@ class E3M0(Codec):
             here = packed[part.start // 2 : (part.stop + 1) // 2]
             here.copy_(_in_pairs(self._codes.index_select(0, upper))[: here.numel()])
         if values.numel() % 2:
-            packed[-1] &= 15  # what fills up the last block
+            packed[-1] &= 15  # the upper half is of the padding of the last block
         return [self.block.to_bytes(4, "little"), as_bytes(scales), as_bytes(packed)]
 
     def _unpack(self, body: memoryview, sizes: tuple[int, ...]) -> Tensor:
@@ -82,7 +83,7 @@ class E3M0(Codec):
 
 
 def _in_pairs(codes: Tensor) -> Tensor:
-    """Two codes in the lower 8 bits of each of these."""
+    """Returns integers that have two neighbouring codes in their lower 8 bits."""
     if codes.numel() % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     both = codes.view(torch.int16)

@@ -11,14 +11,15 @@ from fairseq_async.errors import CodecError
 
 
 class ErrorFeedback:
-    """e ← residual + update; Q(e) is sent; residual ← e − Q(e) (Seide et al. 2014; Karimireddy et al. 2019).
+    """Adds to each update what was lost of earlier ones: e ← residual + update; Q(e) is sent; residual ← e − Q(e)
+    (Seide et al. 2014; Karimireddy et al. 2019).
 
-    The sum of all that was acknowledged, and the residual, is the sum of all updates: the residual changes only when it
-    is known what has become of an update, and takes it back in when it was refused. It is kept in float64, in which
+    All that was acknowledged and the residual add up to the sum of all updates. So the residual changes only when an
+    update is acknowledged or refused, and takes a refused update back in. The residual is kept in float64, in which
     sums of fp32 values lose nothing that fp32 could show.
 
     Args:
-        codec: Q.
+        codec: Q, the codec.
         sizes: number of values of each tensor in an update; None for one tensor.
 
     Attributes:
@@ -33,7 +34,7 @@ class ErrorFeedback:
 
     @property
     def residual(self) -> Tensor:
-        """What the updates had that was not sent: flat, fp32; empty before the first update."""
+        """The part of all updates that was not sent: flat, fp32; empty before the first update."""
         return self._residual.float()
 
     @property
@@ -41,11 +42,11 @@ class ErrorFeedback:
         return self._update is not None
 
     def send(self, update: Tensor, seed: int = 0) -> bytes:
-        """The payload of an update with what was left of those before it.
+        """Returns the payload of an update plus the residual; the update is pending from then on.
 
         Raises:
             CodecError: the update has NaN or Inf, is not of the size of the others, or the one before it is pending.
-                Nothing has changed then.
+                The state has not changed then.
         """
         if self.pending:
             raise CodecError("an update was sent that was neither acknowledged nor refused")
@@ -59,29 +60,29 @@ class ErrorFeedback:
         return self._payload
 
     def acknowledge(self) -> None:
-        """The update that was sent is applied. Does nothing where none is pending."""
+        """Settles the pending update as applied: the residual is what the codec lost. Does nothing if there is none."""
         if self._update is not None:
             sent = self.codec.decode(self._payload, self._update.numel())
             self._residual.add_(self._update).sub_(sent)
             self._forget()
 
     def refuse(self) -> None:
-        """The update that was sent has changed nothing: it goes with the next one."""
+        """Settles the pending update as not applied: all of it goes into the residual, to be sent with the next one."""
         if self._update is not None:
             self._residual.add_(self._update)
             self._forget()
 
     def state_dict(self) -> State:
-        """Residual, codec, and the update that is pending, if one is."""
+        """Returns the residual, the codec's state, and the pending update, if there is one."""
         payload = None if self._update is None else torch.frombuffer(bytearray(self._payload), dtype=torch.uint8)
         own = {"residual": self._residual, "update": self._update, "payload": payload}
         return own | {"codec": self.codec.state_dict()}
 
     def load_state_dict(self, state: State, same_codec: bool = True) -> None:
-        """Goes on from :meth:`state_dict`.
+        """Restores what :meth:`state_dict` returned.
 
         Args:
-            same_codec: it is of a codec with the same parameters; of another one the residual alone is taken.
+            same_codec: whether the state is of a codec with the same parameters; otherwise only its residual is taken.
         """
         self._residual = state["residual"].clone()
         if not same_codec:

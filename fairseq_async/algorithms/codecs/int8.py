@@ -1,4 +1,4 @@
-"""8 bits a value."""
+"""int8 codec: 8 bits a value."""
 
 import torch
 from torch import Tensor
@@ -22,12 +22,12 @@ _LARGEST_SCALE = 132104.046875 * 2.0**104  # the largest fp32 of which 127 times
 
 
 class Int8(Codec):
-    """x ≈ scale · q with q in −127 … 127 and scale = max|x| / 127, of blocks of neighbouring values.
+    """Rounds to x ≈ scale · q with q in −127 … 127 and scale = max|x| / 127 of a block of neighbouring values.
 
     Body: the length of a block (u32), a scale for each block (fp32), a byte for each value (two's complement).
 
     Args:
-        block: values that share a scale.
+        block: number of neighbouring values that share a scale.
     """
 
     number = 2
@@ -72,7 +72,7 @@ def _scales(largest: Tensor) -> Tensor:
 
 
 def _quantize(values: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Writes the nearest levels of the values, which have a row for each scale."""
-    # a scale of 0 is that of zeros, or of values too small to have one: they are sent as zeros
+    """Writes the nearest level of each value to ``out``; ``values`` has a row for each scale."""
+    # a block with a scale of 0 has zeros, or values too small for a scale: they are sent as zeros
     torch.div(values, torch.where(scales > 0, scales, torch.inf).unsqueeze(1), out=out)
     out.round_().clamp_(-_LEVELS, _LEVELS)

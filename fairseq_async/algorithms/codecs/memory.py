@@ -1,4 +1,4 @@
-"""Memory for the vectors that codecs make: in huge pages, which cost a fraction of the page faults."""
+"""Memory for the vectors that codecs make, in huge pages, which cause a fraction of the page faults."""
 
 import mmap
 from contextlib import suppress
@@ -10,9 +10,9 @@ _LEAST_BYTES = 8 << 20  # below, the allocator has memory at hand
 
 
 def new_vector(size: int) -> Tensor:
-    """A flat fp32 vector of any content. The kernel gives it huge pages where it has them, for it is written at once.
+    """Returns a new flat fp32 vector with arbitrary content, in huge pages where the kernel has them.
 
-    A page fault for each 4 KiB of a large vector costs twice what it costs to write it.
+    The vector is to be written at once: a page fault for each 4 KiB would cost twice what it costs to write it.
     """
     if 4 * size < _LEAST_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size)

@@ -1,4 +1,4 @@
-"""The bytes of an encoded vector: a header, the sizes of its tensors, and the codec's own body; docs/wire.md."""
+"""The bytes of an encoded vector: a header, the sizes of its tensors, and the codec's own body (docs/wire.md)."""
 
 import struct
 import zlib
@@ -14,15 +14,15 @@ Bytes = bytes | bytearray | memoryview
 
 
 def header_bytes(tensors: int) -> int:
-    """What comes before the body."""
+    """Returns the number of bytes before the body, for so many tensors."""
     return _START + 8 * tensors
 
 
 def seal(codec: int, sizes: Sequence[int], body: Sequence[Bytes]) -> bytes:
-    """The payload of a codec's body, which may be in several parts.
+    """Returns the payload of a codec's body, which may be in several parts.
 
     Args:
-        codec: its number.
+        codec: number of the codec.
         sizes: number of values of each tensor.
     """
     header = _HEADER.pack(MAGIC, VERSION, codec, 0, len(sizes), sum(memoryview(part).nbytes for part in body))
@@ -36,11 +36,15 @@ def seal(codec: int, sizes: Sequence[int], body: Sequence[Bytes]) -> bytes:
 def unseal(
     data: Bytes, codec: int, size: int, sizes: tuple[int, ...] | None = None
 ) -> tuple[memoryview, tuple[int, ...]]:
-    """The body, and the sizes of the tensors, of a payload that should have ``size`` values in all, in tensors of these
-    ``sizes`` where they are known.
+    """Checks a payload, and returns its body and the sizes of its tensors.
+
+    Args:
+        codec: number of the codec.
+        size: number of values that the payload must have in all.
+        sizes: number of values that each tensor must have; None where it is not known.
 
     Raises:
-        CodecError: it is no payload of this codec, of another number of values, or damaged.
+        CodecError: it is no payload of this codec, has another number of values, or is damaged.
     """
     view = memoryview(data).cast("B")
     if view.nbytes < _START:
@@ -50,7 +54,7 @@ def unseal(
         raise CodecError(f"these bytes are no payload of version {VERSION}")
     if number != codec:
         raise CodecError(f"a payload of codec {number}: codec {codec} was expected")
-    if view.nbytes != header_bytes(tensors) + length:  # before anything is made of these numbers
+    if view.nbytes != header_bytes(tensors) + length:  # checked before these numbers are used
         raise CodecError(f"a payload of {view.nbytes} bytes announces {tensors} tensors and a body of {length} bytes")
     if sizes is not None and tensors != len(sizes):
         raise CodecError(f"a payload of {tensors} tensors: {len(sizes)} were expected")
@@ -65,6 +69,6 @@ def unseal(
 
 
 def checksum_of(data: Bytes) -> int:
-    """The checksum in a payload's header, by which a log names it."""
+    """Returns the checksum in a payload's header, by which a log identifies the payload."""
     (checksum,) = _CHECKSUM.unpack_from(data, _HEADER.size)
     return int(checksum)

@@ -1,4 +1,4 @@
-"""The largest values of each chunk, in two bits."""
+"""Top-k codec: sends the largest values of each chunk, by default in two bits each."""
 
 import numpy as np
 import torch
@@ -23,21 +23,23 @@ Floats = NDArray[np.float32]
 
 
 class TopK(Codec):
-    """The ``keep`` largest |x| of each chunk of neighbouring values: SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706).
+    """Sends the values with the ``keep`` largest |x| of each chunk of neighbouring values: SparseLoCo (Sarfi et al.
+    2025, arXiv 2508.15706).
 
-    Each has a sign, and ``bits`` − 1 bits that choose one of the chunk's levels. The paper does not say how its levels
-    lie. Here two levels are the means of the larger and of the smaller values, divided where the squared error is
-    least; more are evenly spaced between the smallest and the largest value; one is the mean.
+    Each value sent has a sign, and ``bits`` − 1 bits that choose one of the chunk's levels. The paper does not say
+    where its levels lie. Here a single level is the mean; two levels are the means of the smaller and of the larger
+    values, divided where the squared error is least; more levels are evenly spaced between the smallest and the largest
+    value.
 
     Body: chunk, keep, bits (u32 each); for each chunk the lowest and the highest level (bf16 each); for all values that
     are sent, chunk after chunk and in ascending order, their places in the chunk, in as many bits as chunk − 1 has;
-    then for each a number of ``bits`` bits: 2 · level + (1 for a value below 0). Of a last chunk that is shorter, as
-    many values are sent as it has, if these are fewer than ``keep``.
+    then for each value a number of ``bits`` bits: 2 · level + (1 for a value below 0). A last chunk with fewer than
+    ``keep`` values sends all of them.
 
     Args:
-        chunk: neighbouring values of which the largest are sent.
-        keep: how many of them.
-        bits: of each value that is sent.
+        chunk: number of neighbouring values in a chunk.
+        keep: number of values of a chunk that are sent.
+        bits: number of bits of each value that is sent, besides its place.
     """
 
     number = 4
@@ -63,7 +65,7 @@ class TopK(Codec):
         return [self._parameters(), as_bytes(halves), bits.pack(places, self._width), bits.pack(codes, self.bits)]
 
     def _encoded(self, matrix: Floats, keep: int) -> tuple[Floats, bits.Numbers, bits.Numbers]:
-        """Levels, places and codes of chunks of one length."""
+        """Returns levels, places and codes of chunks of one length."""
         others = matrix.shape[1] - keep
         places = np.empty((len(matrix), keep), np.int64)
         for row in range(0, len(matrix), _ROWS):  # a part at a time, which stays in the cache
@@ -76,7 +78,7 @@ class TopK(Codec):
         return ends, places.astype(np.uint16), (2 * nearest + negative).astype(np.uint16)
 
     def _ends(self, largest: Floats) -> Floats:
-        """The lowest and the highest level of each chunk."""
+        """Returns the lowest and the highest level of each chunk."""
         if self.bits > 2:
             return np.stack([largest.min(axis=1), largest.max(axis=1)], axis=1)
         if self.bits == 1 or largest.shape[1] == 1:
@@ -116,7 +118,7 @@ class TopK(Codec):
         return -(-size // self.chunk)
 
     def _sent(self, size: int) -> int:
-        """How many values are sent."""
+        """Returns how many values of a vector are sent."""
         return size // self.chunk * self.keep + min(self.keep, size % self.chunk)
 
     def _most_body_bytes(self, sizes: tuple[int, ...]) -> int:
@@ -130,9 +132,9 @@ _ROWS = 16  # chunks whose largest values are looked for at a time
 
 
 def _two_means(largest: Floats) -> Floats:
-    """The means of the smaller and of the larger values of each row, divided where the squared error is least.
+    """Returns the means of the smaller and of the larger values of each row, divided where the squared error is least.
 
-    That is where n₁·m₁² + n₂·m₂² is largest: the sum of all squares is the same wherever they are divided.
+    The error is least where n₁·m₁² + n₂·m₂² is largest, since the sum of all squares does not depend on the division.
     """
     ordered = np.sort(largest, axis=1).astype(np.float64)
     count = ordered.shape[1]
@@ -151,19 +153,19 @@ def _means(largest: Floats) -> Floats:
 
 
 def _rounded(ends: Floats) -> Floats:
-    """As they will be decoded."""
+    """Returns the levels as they will be decoded, in bf16 precision."""
     rounded: Floats = torch.from_numpy(ends).clamp(max=_LARGEST).to(torch.bfloat16).float().numpy()
     return rounded
 
 
 def _level_values(ends: Floats, levels: int) -> Floats:
-    """All levels of each chunk, evenly spaced."""
+    """Returns all levels of each chunk, evenly spaced."""
     share = np.linspace(0, 1, levels, dtype=np.float32) if levels > 1 else np.zeros(1, np.float32)
     return np.asarray(ends[:, :1] * (1 - share) + ends[:, 1:] * share, np.float32)
 
 
 def _nearest(largest: Floats, ends: Floats, levels: int) -> NDArray[np.int64]:
-    """The number of the level that is nearest to each value."""
+    """Returns the number of the level that is nearest to each value."""
     span = (ends[:, 1:] - ends[:, :1]).astype(np.float64)
     steps = np.where(span > 0, span / max(1, levels - 1), np.inf)
     return np.clip(np.rint((largest - ends[:, :1].astype(np.float64)) / steps), 0, levels - 1).astype(np.int64)

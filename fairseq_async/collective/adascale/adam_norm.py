@@ -12,7 +12,7 @@ from fairseq_async.errors import ConfigurationError
 
 # for each parameter: the tensor that the optimizer steps for it, and where the parameter's elements begin in it
 Masters = Mapping[Tensor, tuple[Tensor, int]]
-_Kind = tuple[float, float, torch.dtype, torch.device]  # 1/√(1 − β₂ᵗ), eps, and those of v
+_Kind = tuple[float, float, torch.dtype, torch.device]  # 1/√(1 − β₂ᵗ), eps, and type and device of v
 
 
 class AdamNorm:
@@ -25,14 +25,14 @@ class AdamNorm:
 
     Args:
         optimizer: Adam, or one that keeps ``exp_avg_sq`` and ``step`` for each parameter as Adam does.
-        masters: where the parameters are that the optimizer steps; see :class:`AdaScale`.
+        masters: the tensors that the optimizer steps for the parameters; see :class:`AdaScale`.
 
     Raises:
         ConfigurationError: on a call, if the optimizer does not keep ``exp_avg_sq``.
     """
 
     STEPS = 5
-    """After how many of its steps a parameter counts."""
+    """Number of its steps after which a parameter counts."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Masters | None = None) -> None:
         self.optimizer = optimizer
@@ -48,7 +48,7 @@ class AdamNorm:
         return None if ready is None else norm_of(torch.div(gradient.detach(), ready[0], out=ready[1]))
 
     def invalidate(self) -> None:
-        """Must be called after the optimizer has stepped or loaded a state: v̂ is another then."""
+        """Discards √v̂ + eps. Must be called after the optimizer has stepped or loaded a state, which changes v̂."""
         self._ready = None
 
     def _prepare(self) -> dict[Tensor, tuple[Tensor, Tensor]]:
@@ -71,7 +71,7 @@ class AdamNorm:
         return ready
 
     def _second_moments(self) -> dict[_Kind, dict[Tensor, Tensor]]:
-        """v of the parameters that count, flat, by what is needed to make √v̂ + eps of it."""
+        """Returns v of the parameters that count, flat, grouped by what else √v̂ + eps needs."""
         kinds: dict[_Kind, dict[Tensor, Tensor]] = defaultdict(dict)
         groups = {master: group for group in self.optimizer.param_groups for master in group["params"]}
         masters = {master: (master, 0) for master in groups} if self._masters is None else self._masters

@@ -21,7 +21,7 @@ Loss = TypeVar("Loss")
 
 
 class AdaScaleState(GainsState):
-    """What a checkpoint holds of :class:`AdaScale`, beside the optimizer's state."""
+    """The state of :class:`AdaScale` in a checkpoint, beside the optimizer's state."""
 
     steps: int
 
@@ -29,11 +29,11 @@ class AdaScaleState(GainsState):
 class AdaScale:
     """Wraps a torch optimizer so that each step is r times as long: r is the gain of S batches in a step over one.
 
-    Johnson et al. 2020 (arXiv 2007.05105); :class:`fairseq_async.algorithms.AdaScaleGain` has the formulas. A gain is
-    of the gradients of the steps before, and the first is 1. Schedule, momentum and the number of steps stay those
-    of the run with one batch in a step: index the schedule with ⌊:attr:`scale_invariant_steps`⌋ and stop when they
-    reach that number. Each parameter group steps with a gain of its own; scale-invariant steps advance by the gain of
-    the whole model.
+    Johnson et al. 2020 (arXiv 2007.05105); :class:`fairseq_async.algorithms.AdaScaleGain` has the formulas. A gain
+    follows from the gradients of earlier steps, and the first is 1. Schedule, momentum and the number of steps stay
+    those of the run with one batch in a step: index the schedule with ⌊:attr:`scale_invariant_steps`⌋ and stop when
+    this reaches that number of steps. Each parameter group steps with a gain of its own; scale-invariant steps advance
+    by the gain of the whole model.
 
     With SGD, with or without momentum, the learning rate is multiplied by r. With Adam, for which there is no proof, it
     is multiplied by √r, and norms are of g/(√v̂ + eps) (Qiao et al. 2021, Pollux, arXiv 2008.12260); moments are never
@@ -46,7 +46,7 @@ class AdaScale:
 
     Args:
         optimizer: its gradients at ``step`` are the mean over ranks, as DistributedDataParallel leaves them.
-        scale: S; by default ranks times ``accumulation``. Give it when a gradient is of more than one single batch.
+        scale: S; by default ranks times ``accumulation``. Give it when one gradient is of several single batches.
         accumulation: backward passes in a step.
         process_group: the ranks; all by default, and this process alone where torch.distributed is not initialised.
         estimator: "batches", or "differences" for one worker without accumulation: the gradients of two consecutive
@@ -54,13 +54,13 @@ class AdaScale:
             changes the gradient, and the first step after a resumption adds no estimate.
         adaptive: whether to use Adam's rule; by default for torch.optim's Adam and AdamW.
         smoothing: θ of the averages, in place of the paper's.
-        interval: norms are taken in every ``interval``-th step, and the gain stays between; the averages then reach
-            over that many times more steps. Norms cost most with Adam.
-        masters: for a model whose parameters are not the tensors that the optimizer steps: for each parameter that
-            tensor, and where the parameter's elements begin in it. Gradients are those of the parameters.
+        interval: norms are taken in every ``interval``-th step, and the gain stays the same in between; the averages
+            then reach over that many times more steps. Norms cost most with Adam.
+        masters: for a model whose parameters are not the tensors that the optimizer steps: for each parameter, the
+            stepped tensor, and where the parameter's elements begin in it. Gradients are those of the parameters.
         preconditioned: whether norms are of g/(√v̂ + eps); by default with Adam's rule.
         reduced: returns the mean gradients of each parameter group, if they are not in ``.grad``.
-        partitioned: the mean gradients lie in parts, one on each rank.
+        partitioned: whether the mean gradients lie in parts, one on each rank.
 
     Raises:
         ConfigurationError: S, ``accumulation`` or ``interval`` is out of its range, or a step has one gradient, S is
@@ -139,7 +139,7 @@ class AdaScale:
 
     @property
     def gain(self) -> float:
-        """r of the whole model in the last step; before the first one, and after a resumption, of the next."""
+        """r of the whole model in the last step; before the first step, and after a resumption, r in the next step."""
         return self.gains.whole.gain if self._gain is None else self._gain
 
     @property
@@ -154,7 +154,7 @@ class AdaScale:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's, with the learning rates of the schedule."""
+        """The optimizer's parameter groups, with the learning rates of the schedule."""
         return self.optimizer.param_groups
 
     def step(self, closure: Callable[[], Loss] | None = None, loss_scale: float = 1.0) -> Loss | None:
@@ -200,10 +200,10 @@ class AdaScale:
     # For a trainer or an engine that takes the steps itself
 
     def begin_pass(self, tokens: float) -> None:
-        """Tells over how many tokens the next backward pass is, in a loop whose losses are sums over tokens.
+        """Sets the number of tokens of the next backward pass, in a loop whose losses are sums over tokens.
 
         Args:
-            tokens: 0 for a batch that does not count.
+            tokens: this number; 0 for a batch that does not count.
         """
         self._meter.local.active = self.due and tokens > 0
         self._meter.local.weight = 1.0 / tokens if tokens else 0.0
@@ -215,8 +215,8 @@ class AdaScale:
         Σ|g_i|² in the estimate is (G/N)·Σ n_i|g_i|², which is free of bias where the noise of g_i falls as 1/n_i.
 
         Args:
-            tokens: of this rank's passes.
-            factor: multiplies ``.grad`` to give that mean gradient.
+            tokens: number of tokens in this rank's passes.
+            factor: multiplies ``.grad`` to give the mean gradient per token.
             loss_scale: factor of the losses in backward.
         """
         if self.estimator == "differences":
@@ -261,7 +261,7 @@ class AdaScale:
                 group["lr"] = rate
 
     def state_dict(self) -> dict[str, object]:
-        """The optimizer's state, the averages and τ. S is not in it: a run may go on with another."""
+        """Returns the optimizer's state, the averages and τ. S is not in it: a run may go on with another S."""
         return {"optimizer": self.optimizer.state_dict(), **self.statistics()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -270,7 +270,7 @@ class AdaScale:
         self.load_statistics({"whole": state["whole"], "groups": state["groups"], "steps": state["steps"]})
 
     def statistics(self) -> AdaScaleState:
-        """The state without the optimizer's."""
+        """Returns the state without the optimizer's state."""
         return {**self.gains.state_dict(), "steps": self.steps}
 
     def load_statistics(self, state: AdaScaleState) -> None:
@@ -292,7 +292,7 @@ class AdaScale:
             factor: from the weight of all ranks, what multiplies ``.grad`` to give the mean gradient.
 
         Returns:
-            passes, as a fraction of what a whole step has: below 1 at the end of an epoch.
+            the number of passes, as a fraction of those of a whole step: below 1 at the end of an epoch.
         """
         self._measured = True
         self.gains.set_scale(self.scale)

@@ -11,7 +11,7 @@ from fairseq_async.collective.adascale.square_norms import Norm, sum_of_squares
 class Differences:
     """Uses the gradients of two consecutive steps in place of two gradients of one step.
 
-    They are taken at different parameters, so whatever a step changes in the gradient counts as noise. Keeps a copy of
+    The two are of different parameters, so whatever a step changes in the gradient counts as noise. Keeps a copy of
     every gradient until the next step.
 
     Args:
@@ -24,7 +24,8 @@ class Differences:
         self._previous: dict[Tensor, Tensor] = {}
 
     def square_norms(self, factor: float) -> tuple[list[float], list[float]]:
-        """|g_1|² + |g_2|² and |(g_1 + g_2)/2|² of each group, of the last step and this one; 0 in the first step.
+        """Returns |g_1|² + |g_2|² and |(g_1 + g_2)/2|² of each group, with g_1 of the last step and g_2 of this one; 0
+        in the first step.
 
         Args:
             factor: multiplies ``.grad`` to give the gradient.

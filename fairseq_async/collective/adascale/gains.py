@@ -9,7 +9,7 @@ from fairseq_async.algorithms.adascale import AdaScaleGain, GainState
 
 
 class GainsState(TypedDict):
-    """What a checkpoint holds of :class:`Gains`."""
+    """The state of :class:`Gains` in a checkpoint."""
 
     whole: GainState
     groups: list[GainState]
@@ -17,7 +17,7 @@ class GainsState(TypedDict):
 
 @dataclass(frozen=True)
 class _Observed:
-    """The norms of a step; of the whole model first, then of each group."""
+    """The norms of a step: those of the whole model first, then those of each group."""
 
     square_norms: Sequence[float]
     mean_square_norms: Sequence[float]
@@ -28,10 +28,10 @@ class _Observed:
 class Gains:
     """One :class:`fairseq_async.algorithms.AdaScaleGain` for each parameter group, and one for all of them together.
 
-    What is observed in a step is added to the averages when the step is taken: its gain is that of the steps before.
+    The norms of a step are added to the averages when the step is taken, so its gain follows from earlier steps.
 
     Args:
-        groups: how many parameter groups there are.
+        groups: number of parameter groups.
         smoothing: θ of the averages, in place of the paper's.
     """
 
@@ -56,9 +56,9 @@ class Gains:
 
         Args:
             square_norms: Σ|g_i|² of each parameter group.
-            gradients: how many g_i there are, on all ranks together.
+            gradients: number of g_i, on all ranks together.
             mean_square_norms: |ḡ|² of each parameter group.
-            batches: single batches in ḡ; by default S.
+            batches: number of single batches in ḡ; by default S.
         """
         if all(map(math.isfinite, (*square_norms, *mean_square_norms))):
             squares, means = (sum(square_norms), *square_norms), (sum(mean_square_norms), *mean_square_norms)
@@ -69,7 +69,7 @@ class Gains:
         self._observed = None
 
     def advance(self) -> float:
-        """Counts a step that was taken; returns its gain, of the whole model."""
+        """Counts a step that was taken; returns the gain of the whole model in this step."""
         step = self.whole.advance()
         if (seen := self._observed) is not None:
             for gain, square, mean in zip(self, seen.square_norms, seen.mean_square_norms, strict=True):
@@ -79,7 +79,7 @@ class Gains:
         return step
 
     def state_dict(self) -> GainsState:
-        """The averages and τ of the model and of each group."""
+        """Returns the averages and τ of the model and of each group."""
         return {"whole": self.whole.state_dict(), "groups": [gain.state_dict() for gain in self.groups]}
 
     def load_state_dict(self, state: GainsState) -> None:

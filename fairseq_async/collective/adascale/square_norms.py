@@ -23,7 +23,7 @@ class LocalSquareNorms:
 
     Attributes:
         active: whether the hooks do anything.
-        weight: w of the next passes, where the sum is to be Σ w|g_i|².
+        weight: w of the next passes in the sum Σ w|g_i|²; 1 by default.
     """
 
     def __init__(self, groups: Sequence[Sequence[Tensor]], norm: Norm) -> None:
@@ -50,7 +50,7 @@ class LocalSquareNorms:
         return max(self._calls.values(), default=0)
 
     def sums(self, device: torch.device) -> Tensor:
-        """Σ w|g_i|² of each group since the last :meth:`clear`: float64, shape [groups]."""
+        """Returns Σ w|g_i|² of each group since the last :meth:`clear`: float64, shape [groups]."""
         both = zip(self._norms, self._weights, strict=True)
         kept = torch.stack([sum_of_squares(norms, device, weights) for norms, weights in both])
         return kept + torch.tensor(self._sums, dtype=torch.float64, device=device)
@@ -83,7 +83,7 @@ class LocalSquareNorms:
 
 
 def accumulation_node(parameter: Tensor) -> torch.autograd.graph.Node:
-    """The autograd node that adds a parameter's gradient to ``.grad``.
+    """Returns the autograd node that adds a parameter's gradient to ``.grad``.
 
     A hook on the tensor itself would also see the gradients of ``torch.autograd.grad``.
     """
@@ -96,7 +96,7 @@ def accumulation_node(parameter: Tensor) -> torch.autograd.graph.Node:
 
 
 def sum_of_squares(norms: Sequence[Tensor], device: torch.device, weights: Sequence[float] | None = None) -> Tensor:
-    """Σ w|g|² of these norms: float64, without dimensions."""
+    """Returns Σ w|g|² of these norms |g|: float64, without dimensions."""
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     squares = torch.stack([norm.to(device) for norm in norms]).double().square()
@@ -106,12 +106,12 @@ def sum_of_squares(norms: Sequence[Tensor], device: torch.device, weights: Seque
 
 
 def plain_norm(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """|g|, whatever the parameter is."""
+    """Returns |g|, whatever the parameter is."""
     return norm_of(gradient)
 
 
 def norm_of(gradient: Tensor) -> Tensor:
-    """|g| in at least float32."""
+    """Returns |g| in at least float32."""
     values = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
     kind = torch.float64 if values.dtype == torch.float64 else torch.float32
     norm: Tensor = torch.linalg.vector_norm(values, dtype=kind)

@@ -32,8 +32,8 @@ class StepNorms:
 class StepNormMeter:
     """Takes the square norms of a step's gradients.
 
-    Those of single passes come from hooks during backward, that of their mean from ``.grad`` at the end of the step.
-    All are added up over the ranks in one small all-reduce.
+    The norms of single passes come from hooks during backward, the norm of their mean from ``.grad`` at the end of the
+    step. All norms are added up over the ranks in one small all-reduce.
 
     Args:
         parameters: the model's parameters of each parameter group.
@@ -41,7 +41,7 @@ class StepNormMeter:
         ranks: size of the process group.
         process_group: the ranks.
         reduced: returns the mean gradients of each parameter group, if they are not in ``.grad``.
-        partitioned: the mean gradients lie in parts, one on each rank.
+        partitioned: whether the mean gradients lie in parts, one on each rank.
 
     Attributes:
         local: the norms of this rank's single passes.
@@ -62,7 +62,7 @@ class StepNormMeter:
         self._reduced, self._copies = reduced, 1 if partitioned else ranks
 
     def all_reduce(self, weight: float, factor: float) -> StepNorms:
-        """The norms of this step. Every rank must call it, and all get the same bits.
+        """Returns the norms of this step over all ranks. Every rank must call it, and all get the same bits.
 
         Args:
             weight: total weight of this rank's passes.
@@ -79,7 +79,7 @@ class StepNormMeter:
         return StepNorms(norms[:groups], [square / self._copies for square in norms[groups:]], passes, total)
 
     def _mean_square_norms(self, device: torch.device) -> Tensor:
-        """|.grad|² of each parameter group: float64, shape [groups]."""
+        """Returns |.grad|² of each parameter group: float64, shape [groups]."""
         if self._reduced is not None:
             groups = [[plain_norm(part, part) for part in parts] for parts in self._reduced()]
             return torch.stack([sum_of_squares(norms, device) for norms in groups])

@@ -20,7 +20,7 @@ from fairseq_async.errors import ConfigurationError
 
 
 class DistributedAdasum:
-    """Combines the tensors of all ranks as :func:`fairseq_async.algorithms.adasum` does, each tensor for itself.
+    """Combines the tensors of all ranks as :func:`fairseq_async.algorithms.adasum` does, each tensor by itself.
 
     Recursive vector halving and doubling (Maleki et al. 2021, arXiv 2006.02924). For a number of ranks that is a power
     of two, at distance d = 1, 2, 4, …: the partners rank and rank ^ d exchange halves of what they hold, a block of 2d
@@ -29,17 +29,18 @@ class DistributedAdasum:
     r − 2^x at the beginning and gets the result at the end.
 
     So a rank sends as many bytes as in an all-reduce. Every element is combined by one rank alone and copied to the
-    others: all end with the same bits, and the same input gives the same bits again.
+    others: all ranks end with the same bits, and the same input gives the same bits again.
 
     Ranks that can map each other's memory do not send their tensors, and compute the same in another way:
     :class:`fairseq_async.collective.adasum.shared_memory.SharedMemoryAdasum`.
 
-    One call at a time for a process group. Between calls it keeps memory of half the size of the tensors, or of their
-    whole size where it is shared.
+    A process group allows one call at a time. Between calls the object keeps memory of half the size of the tensors, or
+    of their whole size where memory is shared.
 
     Args:
-        process_group: Gloo or NCCL; the default group when it is None.
-        shared_memory: whether to use it for tensors on the CPU where all ranks are in one machine and container.
+        process_group: a group of Gloo or NCCL; the default group when it is None.
+        shared_memory: whether to use shared memory for tensors on the CPU, where all ranks are in one machine and
+            container.
 
     Raises:
         ConfigurationError: the group has one rank only, or this process is not in it, or there is no group.
@@ -97,7 +98,7 @@ class DistributedAdasum:
     def _combine_fused(self, fusion: Fusion) -> None:
         """Combines by messages. Both partners of each message must reach it in the same order, or all ranks hang."""
         whole = (0, fusion.size)
-        surplus = self.rank ^ self.power  # its partner, if this rank or the other one is beyond the largest power
+        surplus = self.rank ^ self.power  # the partner, if this rank or the partner is beyond the largest power
         if self.rank >= self.power:
             kept, given = self._halve(fusion, whole, [surplus])
             self._exchange(fusion, surplus, send=kept)
@@ -111,7 +112,7 @@ class DistributedAdasum:
             self._exchange(fusion, surplus, send=whole)
 
     def _reduce(self, fusion: Fusion, whole: Range) -> None:
-        """Halves down the tree, then doubles: of the ranks below the largest power of two."""
+        """Does the halving down the tree, then the doubling, between the ranks below the largest power of two."""
         kept, path = whole, []
         for level in range(self.power.bit_length() - 1):
             block = [self.rank ^ (1 << lower) for lower in range(level + 1)]
@@ -124,8 +125,9 @@ class DistributedAdasum:
         """Combines one half of what is held with the partner's; returns that half and the one that was given away.
 
         Args:
-            held: what both partners hold.
-            block: partners whose sums, one after the other, add up the products of the block; the last is the partner.
+            held: the range of elements that both partners hold.
+            block: ranks with which to add products, one after the other, so that they add up to the block's products;
+                the last one is the partner.
         """
         middle = (held[0] + held[1]) // 2
         lower = self.rank < block[-1]
@@ -157,7 +159,7 @@ class DistributedAdasum:
         self.messages.exchange(partner, sent, received)
 
     def _receive_memory(self, mine: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of the same sizes to receive into. The memory is kept, because new memory is slow at first touch."""
+        """Returns tensors of these sizes to receive into. Their memory is kept: new memory is slow at first touch."""
         if not mine:
             return []
         sizes, like = [values.numel() for values in mine], mine[0]

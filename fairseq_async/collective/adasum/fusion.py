@@ -44,7 +44,7 @@ class Fusion:
         self.size = sum(values.numel() for _, values in self._runs)
 
     def pieces(self, start: int, end: int) -> list[Piece]:
-        """The elements from ``start`` to ``end``, none of the pieces empty."""
+        """Returns the elements from ``start`` to ``end`` in pieces, none of which is empty."""
         return list(self._pieces(start, end))
 
     def write_back(self) -> None:

@@ -1,4 +1,4 @@
-"""Adasum across nodes of what each node's ranks average."""
+"""Adasum across nodes, of the means over the ranks of each node."""
 
 import socket
 import zlib
@@ -24,7 +24,7 @@ class NodeAdasum:
     Args:
         group: the ranks; all by default.
         node: the name of this rank's node; the host name by default.
-        device: of the small tensors that are exchanged; a GPU for NCCL.
+        device: device of the small tensors that are exchanged; a GPU for NCCL.
 
     Raises:
         ConfigurationError: all ranks are on one node, where this would be a mean and no Adasum.
@@ -54,7 +54,7 @@ class NodeAdasum:
         self._across = DistributedAdasum(leaders) if dist.get_rank() == self.leader else None
 
     def share(self, weight: float) -> float:
-        """The factor for this rank's sum over ``weight`` tokens that makes the mean of the node one per token."""
+        """Returns the factor for this rank's sum over ``weight`` tokens with which the node's mean is one per token."""
         total = torch.tensor([weight], dtype=torch.float64, device=self._device)
         if self.size > 1:
             dist.all_reduce(total, group=self._inside)

@@ -29,7 +29,7 @@ class AdasumState:
 
 
 def adasum_hook(state: AdasumState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Combines a bucket's gradients by Adasum, each tensor for itself, while backward goes on.
+    """Combines a bucket's gradients by Adasum, each tensor by itself, while backward goes on.
 
     A tensor's gradient becomes NaN on every rank when it has NaN or Inf on one, so all see the same step and can skip
     it. A parameter without a gradient on a rank (``find_unused_parameters``) counts as zero there. When a rank is gone,

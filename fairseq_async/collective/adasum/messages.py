@@ -42,7 +42,7 @@ class Messages:
         return received
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """Every rank's values in the order of ranks; for few bytes, since each rank sends them to every other."""
+        """Returns every rank's values in the order of ranks; for few bytes, since each rank sends to every other."""
         received = torch.empty(self.size, *values.shape, dtype=values.dtype, device=values.device)
         received[self.rank] = values
         works = []

@@ -44,12 +44,12 @@ class RankStates:
                 state.setdefault(index, {})[name] = part.cpu()
 
     def of_this_rank(self, first: State, others: Sequence[Tensors], group: dist.ProcessGroup | None) -> State:
-        """The state that a checkpoint holds for this rank.
+        """Returns the state that a checkpoint holds for this rank.
 
         Args:
             first: rank 0's state.
-            others: the states of ranks 1, 2, … as in :attr:`gathered`; where they are those of another number of
-                ranks, every rank gets the mean of all.
+            others: the states of ranks 1, 2, … as in :attr:`gathered`; if the checkpoint is of another number of ranks,
+                every rank gets the mean of all states.
         """
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         if not others or (len(others) == ranks - 1 and rank == 0):
@@ -62,7 +62,7 @@ class RankStates:
         }
 
     def _tensors(self) -> Iterator[tuple[int, str, Tensor]]:
-        """Number of the parameter, name and tensor, in an order that is the same on all ranks."""
+        """Yields number of the parameter, name and tensor, in an order that is the same on all ranks."""
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for index, parameter in enumerate(parameters):
             for name, value in sorted(self.optimizer.state.get(parameter, {}).items()):

@@ -14,7 +14,7 @@ _HEADER = 64  # bytes in front of the data; the first 8 hold the secret, by whic
 class SharedBuffer:
     """Anonymous memory that other processes of the same user on this machine can map.
 
-    It needs no name and no room in ``/dev/shm``, and is gone with the last process that has it mapped.
+    The memory needs no name and no room in ``/dev/shm``, and is gone with the last process that has it mapped.
 
     Args:
         nbytes: size of the data.
@@ -38,7 +38,7 @@ class SharedBuffer:
             os.close(self.descriptor)
 
     def address(self) -> list[int]:
-        """The arguments of :func:`open_buffer`, for another process."""
+        """Returns the arguments with which another process calls :func:`open_buffer`."""
         return [os.getpid(), self.descriptor, self.nbytes, self.secret]
 
 

@@ -36,15 +36,15 @@ class SharedMemoryAdasum:
     """The tree of :func:`fairseq_async.algorithms.adasum`, computed from shared buffers: rank n combines the n-th part.
 
     1. Every rank copies its tensors into its own buffer, which all ranks can map, except for the part that it combines.
-    2. For its part it takes the products of every two ranks' vectors. The products are gathered and added up in the
-       order of ranks; from them follows the weight of each rank's vector in the tree's result.
-    3. It adds up its part of the weighted sum, and every other rank copies the part from its buffer.
+    2. For its part, every rank computes the inner products of every two ranks' vectors. The products are gathered and
+       added up in the order of ranks; from them follows the weight of each rank's vector in the tree's result.
+    3. Every rank computes its part of the weighted sum, and every other rank copies this part from its buffer.
 
     So a rank reads all vectors twice, however deep the tree is.
 
-    A buffer is written without locks, and this is why that is safe: between the steps all ranks meet; and the result
+    A buffer is written without locks. That is safe for two reasons: all ranks meet between the steps; and the result
     goes to the part of the buffer that step 1 leaves out, so the next call's step 1 may write while slower ranks still
-    copy. That holds only as long as the parts are cut as in the call before; otherwise the ranks meet first.
+    copy. The second holds only as long as the parts are cut as in the call before; otherwise the ranks meet first.
 
     Messages carry only the products and the barriers. When a rank is gone, the next message fails with RuntimeError.
 
@@ -63,8 +63,8 @@ class SharedMemoryAdasum:
         """Combines tensors of one type in place. Every rank must call it with tensors of the same sizes.
 
         Returns:
-            False, and has done nothing, where not all ranks can share memory, and for fp64: where vectors cancel
-            inside the tree, an error of their products in float64 counts twice.
+            whether it has combined the tensors. False, and nothing is done, where not all ranks can share memory, and
+            for fp64: where vectors cancel inside the tree, an error of their products in float64 counts twice.
         """
         kind, sizes = tensors[0].dtype, [tensor.numel() for tensor in tensors]
         nbytes = sum(sizes) * kind.itemsize
