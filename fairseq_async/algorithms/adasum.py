@@ -171,7 +171,8 @@ def combine(mine: Tensor, theirs: Tensor, factors: Sequence[float] | Tensor) -> 
 
 
 def combine_all(vectors: Sequence[Tensor], weights: Sequence[float], result: Tensor, workspace: Tensor) -> None:
-    """Sets result ← Σ wᵢ·vectorsᵢ of flat CPU tensors, added up as in the tree: equal vectors give that vector back.
+    """Sets result ← Σ wᵢ·vectorsᵢ of flat CPU tensors, added up as in the tree in fp32, and in float64 one by one in
+    other types or with large weights. Equal vectors give that vector back, but for rounding there.
 
     Args:
         weights: wᵢ, from :func:`tree_weights`.

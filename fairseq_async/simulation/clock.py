@@ -22,7 +22,9 @@ class EventKind(IntEnum):
 
 
 class ScheduledEvent(NamedTuple):
-    """An event that is going to happen to one worker. It is a tuple, whose order is the clock's, to be compared fast.
+    """An event that is going to happen, in most cases to one worker.
+
+    It is a tuple, whose order is the clock's, to be compared fast.
 
     Attributes:
         time: virtual seconds.

@@ -266,7 +266,10 @@ class Presence:
         self.deaths = [a for a in own if not a.pause]
 
     def arrivals(self) -> list[float]:
-        """Returns when the worker joins: at the beginning, unless it is absent then, and at the end of each absence."""
+        """Returns when the worker joins: at the beginning, unless it is absent then, and at the end of each absence.
+
+        A pause is no absence here: the worker stays a member.
+        """
         late = any(a.from_ == 0 for a in self.deaths)
         return ([] if late else [0.0]) + [a.to for a in self.deaths if a.to is not None]
 

@@ -83,7 +83,7 @@ class Target(_Strict):
 
     Attributes:
         of: the other method, on the same cluster.
-        within: how far the target may be above that method's last loss, as a share of it.
+        within: how far a run may be above the target, as a share of it.
     """
 
     loss: float | None = Field(None, gt=0)
@@ -93,7 +93,7 @@ class Target(_Strict):
 
 class AdasumOptions(_Strict):
     """Synchronous ranks whose local steps are combined by Adasum (Maleki et al. 2021, arXiv 2006.02924): the delta
-    form, which equals the gradient form where the inner optimizer is SGD without momentum.
+    form, which equals the gradient form after one local step of SGD without momentum and weight decay.
 
     Attributes:
         local_steps: number of local steps of each rank before they are combined.

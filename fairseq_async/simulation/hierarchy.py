@@ -53,8 +53,8 @@ class RegionalServer:
         order: order of the region's samples, in its part of the shards.
         first: number of the region's first worker among all workers.
         version: version of the global parameters that the region merged last.
-        sent: number of the region's updates to the global server.
-        reported: number of local steps in the updates that the region has sent.
+        sent: number of the region's updates that the global server has taken.
+        reported: number of local steps in the updates that the region has sent, one on its way included.
     """
 
     number: int

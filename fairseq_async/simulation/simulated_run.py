@@ -19,7 +19,7 @@ class SimulatedRun(Protocol):
         now: the time in virtual seconds.
         version: version of the parameters.
         sequences: sequence number of the last settled update of each worker.
-        diverged: whether updates keep having NaN or Inf.
+        diverged: whether several updates of a worker were refused, as those with NaN or Inf are.
     """
 
     spec: MethodSpec

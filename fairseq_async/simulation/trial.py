@@ -97,7 +97,7 @@ class Trial:
 
     @property
     def diverged(self) -> bool:
-        """Whether a worker's updates keep having NaN or Inf; in a real run this worker stops."""
+        """Whether several updates of a worker were refused; in a real run this worker stops."""
         return max(self.server.refused.values(), default=0) >= _MOST_REFUSED
 
     def advance(self) -> bool:

@@ -56,9 +56,10 @@ class LogicalWorker:
     """One worker's state between two exchanges.
 
     Attributes:
-        delta: the update that it has computed and not yet delivered; the only copy of the model that it keeps.
+        delta: the update that it has computed and not yet delivered; the only copy of the model that it keeps where the
+            model is exchanged whole.
         optimizer: the inner optimizer, under local SGD.
-        incarnation: how often it has come.
+        incarnation: how often it has come or died.
         steps: number of steps that it has ever taken, lost ones included.
         report: the report that goes with its next update.
         compressor: the compressor of its updates; None where they are sent in fp32.

@@ -78,8 +78,8 @@ class Codec(ABC):
 
         Args:
             sizes: number of values of each tensor; None accepts those in the payload. Hazard: a tensor without values
-                is 12 bytes, and takes longer to decode than to send. Give the expected sizes where a stranger may have
-                sent the payload.
+                is a few bytes, and takes longer to decode than to send. Give the expected sizes where a stranger may
+                have sent the payload.
 
         Raises:
             CodecError: the bytes are no payload of this codec with its parameters and ``size`` values.

@@ -16,7 +16,7 @@ class ErrorFeedback:
 
     All that was acknowledged and the residual add up to the sum of all updates. So the residual changes only when an
     update is acknowledged or refused, and takes a refused update back in. The residual is kept in float64, in which
-    sums of fp32 values lose nothing that fp32 could show.
+    sums of fp32 values lose nothing that fp32 could show; the codec encodes e in fp32.
 
     Args:
         codec: Q, the codec.
