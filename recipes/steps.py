@@ -1,4 +1,4 @@
-"""How a recipe runs a step: sub-processes with a log each, results that are either finished or absent."""
+"""Helpers to run the steps of a recipe: each sub-process has a log, and a result is either complete or absent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 
 def program() -> str:
-    """What the user has started, for the line of usage: a script that starts this program says so."""
+    """Return what the user has started, for the usage line; a wrapper script sets FAIRSEQ_ASYNC_SCRIPT to its name."""
     return os.environ.get("FAIRSEQ_ASYNC_SCRIPT") or f"python {sys.argv[0]}"
 
 
@@ -31,9 +31,9 @@ class RecipeError(SystemExit):
 def once(directory: Path, make: Callable[[Path], None]) -> Path:
     """Return `directory`, made by `make` unless it is there already.
 
-    `make` fills a directory of another name that is renamed when it is done, so an interrupted run leaves no
-    directory that looks finished; its partial result is lost. If two programs make it at the same time, the second uses
-    the result of the first.
+    `make` fills a directory of another name, which is renamed at the end. So an interrupted run leaves no directory
+    that looks finished; its partial result is lost. If two programs make the directory at the same time, the second
+    uses the result of the first.
     """
     if not directory.exists():
         partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
@@ -56,14 +56,14 @@ def _rename(partial: Path, directory: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file that is either there with all of `text` or not there."""
+    """Write a text file atomically: it has all of `text`, or is not written."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.rename(path)
 
 
 def console_script(name: str) -> str:
-    """The command `name` of the environment this Python belongs to, activated or not."""
+    """Return the path of the command `name`: in this Python's environment, activated or not, or else on the PATH."""
     script = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if script is None:
         raise RecipeError(
@@ -73,12 +73,12 @@ def console_script(name: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """One thread a process, since workers share the cores; what the user has set wins."""
+    """Return environment variables for sub-processes: one thread each, as workers share the cores; the user's win."""
     return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
 
 
 def run_step(step: str, command: Sequence[str], log: Path) -> None:
-    """Run `command` with its output in `log`."""
+    """Run `command` with its output in `log`; raise a RecipeError that names `step` if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment()).returncode

@@ -1,4 +1,4 @@
-"""Trains one fairseq model by one of five methods whose commands differ in nothing but the method."""
+"""Trains a fairseq model by one of five methods; the commands of the methods differ in nothing but the method."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from recipes.translation import USER_DIR
 
 
 class Method(str, Enum):
-    """How the gradients of the workers are applied to the parameters."""
+    """The training method: how the gradients of the workers are applied to the parameters."""
 
     SINGLE = "single"  # one plain process with the batch of all workers
     SYNC = "sync"  # fairseq's own data parallelism: every update waits for every worker
-    ASYNC = "async"  # one update a gradient
+    ASYNC = "async"  # each gradient is one update
     PAPER = "paper"  # one update per as many gradients as there are workers (Aji & Heafield 2019)
-    HYBRID = "hybrid"  # our default: workers that are in step wait for each other, the others start from ahead
+    HYBRID = "hybrid"  # the default: workers in step wait for each other; others look ahead
 
 
 @dataclass(frozen=True)
 class Training:
     """A training run with Adam.
 
-    `settings` are further flags of fairseq-train, without the dashes. `slowdown` is how many times slower each of the
-    asynchronous workers is to be, as `fairseq-async launch` takes it; `compress` is the flag of that name.
+    `settings` are further flags of fairseq-train, without the dashes. `slowdown` says how many times slower each
+    asynchronous worker is made, in the format of `fairseq-async launch --slowdown`; `compress` is the value of the flag
+    `--compress`.
     """
 
     data: Path
@@ -49,23 +50,23 @@ class Training:
 
     @property
     def log(self) -> Path:
-        """fairseq's log, that of worker 0 where there are several."""
+        """fairseq's log; with several workers, that of worker 0."""
         return self.save_dir / "logs" / "worker-0.log"
 
     @property
     def events(self) -> Path:
-        """A line per update, where the run was asynchronous."""
+        """The server's event log, with one line per update; only asynchronous runs have it."""
         return self.save_dir / "events.jsonl"
 
     def command(self) -> list[str]:
-        """The fairseq-train command, without the flags in which synchronous ranks differ."""
+        """Return the fairseq-train command, without the flags in which synchronous ranks differ."""
         max_tokens = self.max_tokens * (self.workers if self.method is Method.SINGLE else 1)
         rim = {"user-dir": USER_DIR, "save-dir": self.save_dir, "log-format": "json", "log-interval": 50}
         settings = rim | {"max-tokens": max_tokens} | dict(self.settings) | self.optimizer()
         return [console_script("fairseq-train"), str(self.data), *flags(settings)]
 
     def optimizer(self) -> dict[str, object]:
-        """Adam, or Adam on a server."""
+        """Return the optimizer's flags: Adam, or for an asynchronous method Adam on the server."""
         if self.method in (Method.SINGLE, Method.SYNC):
             return {"optimizer": "adam"}
         ours: dict[str, object] = {"optimizer": "hybrid_async", "inner-optimizer": "adam"}
@@ -77,7 +78,7 @@ class Training:
 
 
 def flags(settings: Mapping[str, object]) -> list[str]:
-    """Settings as a command line; True is a flag without a value."""
+    """Return the settings as words of a command line; True gives a flag without a value."""
     pairs = ([f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in settings.items())
     return [word for pair in pairs for word in pair]
 
@@ -93,7 +94,10 @@ def train(run: Training) -> dict:
 
 
 def claim(run: Training) -> None:
-    """Refuse a directory with checkpoints of another command, which fairseq would load as this one's."""
+    """Record the run's command in `save_dir`; raise if checkpoints of another command are there.
+
+    fairseq would load those as this run's own.
+    """
     record, command = run.save_dir / "command.txt", shlex.join(run.command())
     other = record.exists() and record.read_text() != command
     if other and any(run.save_dir.glob("checkpoint*.pt")):
@@ -109,7 +113,7 @@ def start(command: Sequence[str], log: Path) -> subprocess.Popen:
 
 
 def train_local(run: Training) -> None:
-    """Plain fairseq-train, or as many as there are workers under fairseq's own data parallelism."""
+    """Run plain fairseq-train: one process, or one per worker under fairseq's own data parallelism."""
     if run.method is Method.SYNC:
         devices, port = torch.cuda.device_count(), free_port()
         commands = [run.command() + flags(rank(r, run.workers, devices, port)) for r in range(run.workers)]
@@ -127,7 +131,7 @@ def train_local(run: Training) -> None:
 
 
 def train_asynchronous(run: Training) -> None:
-    """Server and workers on this machine; `fairseq-async launch` shows their progress and keeps their logs."""
+    """Run server and workers on this machine by `fairseq-async launch`, which shows progress and keeps the logs."""
     launch = [console_script("fairseq-async"), "launch", "--workers", str(run.workers)]
     slower = ["--slowdown", run.slowdown] if run.slowdown else []
     code = subprocess.run([*launch, *slower, "--", *run.command()], env=environment()).returncode
@@ -138,7 +142,7 @@ def train_asynchronous(run: Training) -> None:
 
 
 def rank(index: int, workers: int, devices: int, port: int) -> dict[str, object]:
-    """The flags of one rank. NCCL needs one GPU per rank; Gloo serves CPUs and ranks that share a GPU."""
+    """Return the flags of one rank. NCCL needs one GPU per rank; Gloo serves CPUs and ranks that share a GPU."""
     return {
         "distributed-world-size": workers,
         "distributed-rank": index,
@@ -151,7 +155,7 @@ def rank(index: int, workers: int, devices: int, port: int) -> dict[str, object]
 
 
 def wait(processes: Sequence[subprocess.Popen], logs: Sequence[Path]) -> None:
-    """Wait for all processes; raise for the first that fails, since the others may wait for it for ever."""
+    """Wait for all processes; raise as soon as one fails, because the others may wait for it for ever."""
     while True:
         codes = [process.poll() for process in processes]
         for code, log in zip(codes, logs, strict=True):
@@ -163,7 +167,7 @@ def wait(processes: Sequence[subprocess.Popen], logs: Sequence[Path]) -> None:
 
 
 def done(log: Path) -> bool:
-    """Whether rank 0 has saved its last checkpoint, after which exit codes mean nothing.
+    """Return whether rank 0 has saved its last checkpoint; after that, exit codes mean nothing.
 
     Ranks exit after rank 0 has saved, and torch's Gloo threads sometimes abort a process that is about to exit.
     """
@@ -171,7 +175,7 @@ def done(log: Path) -> bool:
 
 
 def statistics(log: Path, name: str) -> Iterator[dict]:
-    """The JSON records that fairseq's logger `name` (train, train_inner or valid) has written."""
+    """Yield the JSON records that fairseq's logger `name` (train, train_inner or valid) has written."""
     for line in log.read_text(encoding="utf-8").splitlines():
         _, found, record = line.partition(f"| INFO | {name} | ")
         if found and record.startswith("{"):
@@ -179,8 +183,11 @@ def statistics(log: Path, name: str) -> Iterator[dict]:
 
 
 def measure(run: Training) -> dict:
-    """Target tokens, applied updates, seconds (from fairseq's own clock, which counts on after a restart), and the last
-    validation loss, which is in bits and of smoothed labels."""
+    """Return the figures of a finished run, from its logs.
+
+    They are target tokens, applied updates, seconds by fairseq's own clock (which counts on after a restart), and the
+    last validation loss, which is in bits and with smoothed labels.
+    """
     epochs, validations = list(statistics(run.log, "train")), list(statistics(run.log, "valid"))
     if not epochs:
         raise RecipeError(f"no epoch was finished: see {run.log}")
@@ -193,7 +200,10 @@ def measure(run: Training) -> dict:
 
 
 def target_tokens(run: Training, epochs: Sequence[Mapping[str, str]]) -> int:
-    """The target tokens of all workers' batches; an asynchronous worker logs only its own."""
+    """Return the target tokens of all workers' batches.
+
+    In an asynchronous run they come from the server's events, because a worker logs only its own tokens.
+    """
     if run.events.exists():
         events = map(json.loads, run.events.open(encoding="utf-8"))
         return round(sum(event["weight"] for event in events if event["status"] == "applied"))

@@ -1,4 +1,4 @@
-"""The shared steps of a translation recipe, text to BLEU; each reuses the files of an earlier call.
+"""The steps that translation recipes share, from text to BLEU; each step reuses the files of an earlier call.
 
 A corpus is a directory that holds `{train,valid,test}.{source,target}`, one sentence a line.
 """
@@ -30,7 +30,7 @@ class Score:
 
 
 def lines(path: Path) -> list[str]:
-    """The sentences of a file; only a newline ends one, since Unicode's other separators occur in text."""
+    """Return the sentences of a file; only a newline ends one, because Unicode's other separators occur in text."""
     return path.read_text(encoding="utf-8").rstrip("\n").split("\n")
 
 
@@ -51,7 +51,7 @@ def learn_pieces(corpus: Path, pair: tuple[str, str], size: int, out: Path) -> P
 
 
 def encode(corpus: Path, pair: tuple[str, str], model: Path, out: Path) -> Path:
-    """Write the corpus as sentencepiece pieces."""
+    """Write the corpus split into sentencepiece pieces."""
 
     def write(directory: Path) -> None:
         processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
@@ -63,7 +63,7 @@ def encode(corpus: Path, pair: tuple[str, str], model: Path, out: Path) -> Path:
 
 
 def binarise(corpus: Path, pair: tuple[str, str], out: Path) -> Path:
-    """Write the corpus as fairseq's binary data set, one dictionary for both languages."""
+    """Write the corpus as fairseq's binary data set, with one dictionary for both languages."""
 
     def write(directory: Path) -> None:
         command = [console_script("fairseq-preprocess"), "--joined-dictionary", "--destdir", str(directory)]
@@ -76,15 +76,16 @@ def binarise(corpus: Path, pair: tuple[str, str], out: Path) -> Path:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Read a fairseq checkpoint; it holds an `argparse.Namespace`, which must be on torch's list of trusted types."""
+    """Read a fairseq checkpoint, with `argparse.Namespace`, which it holds, on torch's list of trusted types."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def last_checkpoints(save_dir: Path, count: int) -> list[dict]:
-    """The newest states at the ends of epochs and at the end of training, oldest first.
+    """Return the newest `count` checkpoints of ends of epochs and of the end of training, oldest first.
 
-    An asynchronous run ends at a total of target tokens, in the middle of an epoch of worker 0, which saves.
+    The end of training counts too, because an asynchronous run ends at a total of target tokens, in the middle of an
+    epoch of worker 0, which saves.
     """
     paths = [p for p in save_dir.glob("checkpoint*.pt") if re.fullmatch(r"checkpoint(\d+|_last)", p.stem)]
     states = {state["optimizer_history"][-1]["num_updates"]: state for state in map(load_checkpoint, paths)}
@@ -92,7 +93,7 @@ def last_checkpoints(save_dir: Path, count: int) -> list[dict]:
 
 
 def average_checkpoints(save_dir: Path, count: int) -> Path:
-    """Average the parameters of the last `count` checkpoints; all else is the newest one's."""
+    """Write a checkpoint with the mean parameters of the last `count`; all else in it is from the newest one."""
     average = save_dir / "checkpoint_average.pt"
     if not average.exists():
         states = last_checkpoints(save_dir, count)
@@ -105,7 +106,7 @@ def average_checkpoints(save_dir: Path, count: int) -> Path:
 
 
 def averaged(states: list[dict]) -> dict:
-    """The newest state with the mean of all states' parameters."""
+    """Return the newest state, with its parameters replaced by the mean over all states."""
     newest = states[-1]
     model = {
         name: mean([state["model"][name] for state in states]) if value.is_floating_point() else value
@@ -115,7 +116,7 @@ def averaged(states: list[dict]) -> dict:
 
 
 def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The mean of tensors of one dtype, in that dtype; summed in double precision, so that fp16 loses no bits."""
+    """Return the mean of tensors of one dtype, in that dtype; the sum is in double precision, so fp16 loses no bits."""
     return torch.stack([tensor.double() for tensor in tensors]).mean(dim=0).to(tensors[0].dtype)
 
 
@@ -125,7 +126,7 @@ def translate(binary: Path, checkpoint: Path, pieces: str) -> list[str]:
     if not translation.exists():
         command = [console_script("fairseq-generate"), str(binary), "--path", str(checkpoint), "--user-dir", USER_DIR]
         command += ["--gen-subset", "test", "--beam", "5", "--max-tokens", "4096", "--remove-bpe", pieces]
-        # fairseq leaves out the last sentences where their number is no multiple of this, by default 8.
+        # fairseq leaves out the last sentences if the number of sentences is no multiple of this (by default 8).
         command += ["--required-batch-size-multiple", "1"]
         run_step("translating the test set", command, log)
         write_whole(translation, "\n".join(hypotheses(log)) + "\n")
@@ -133,13 +134,13 @@ def translate(binary: Path, checkpoint: Path, pieces: str) -> list[str]:
 
 
 def hypotheses(log: Path) -> list[str]:
-    """The translations in the output of fairseq-generate, which sorts by length, in the order of the test set."""
+    """Return the translations in the output of fairseq-generate, in the order of the test set (it sorts by length)."""
     rows = (line.split("\t") for line in lines(log) if line.startswith("D-"))
     return [text for _, text in sorted((int(number[2:]), text) for number, _, text in rows)]
 
 
 def bleu(translations: list[str], references: list[str], metric: BLEU) -> Score:
-    """Corpus BLEU by sacrebleu, which accepts texts of different lengths without an error."""
+    """Return the corpus BLEU; raise if the numbers of sentences differ, which sacrebleu would accept."""
     if len(translations) != len(references):
         raise RecipeError(f"{len(translations)} translations for {len(references)} references: nothing to compare")
     score = metric.corpus_score(translations, [references])

@@ -67,11 +67,11 @@ COUNT = 2  # workers
 _PROBE_EVERY = 20.0  # seconds between two comparisons of the server's parameters with a worker's
 _START = 300.0  # seconds for all workers to send their first update
 _LONGEST = 1_000_000  # updates: a run ends by time
-_HOSTILE_TENSORS = 0.01  # of its updates: they are as large as the model
+_HOSTILE_TENSORS = 0.01  # share of the hostile worker's updates with a tensor, which is as large as the model
 _HOSTILE_PAUSE = 0.1  # seconds before each of the hostile worker's batches: on few cores it would take the others' time
 _LONGEST_END = 60.0  # seconds for which the end of a run is watched
 _WORKER_TIMEOUT = 10  # seconds
-_LONG = 20_000  # local steps, which the learning rate follows: an hour's
+_LONG = 20_000  # local steps of the learning rate's schedule: an hour's
 
 
 class Recipe(str, Enum):
@@ -81,12 +81,12 @@ class Recipe(str, Enum):
 
 @dataclass
 class Job:
-    """A recipe's worker as a command, and the module that is its server."""
+    """A recipe's run: the command of a worker, and the module of the server."""
 
     command: list[str]
     server: str
     run_dir: Path
-    address_flag: bool  # the command has --server; otherwise an environment variable has the address
+    address_flag: bool  # whether the address is given by --server; otherwise by an environment variable
     variables: dict[str, str] = field(default_factory=dict)
 
 
@@ -117,7 +117,7 @@ def multi30k(out: Path, data: Path | None) -> Job:
 
 
 def c4(out: Path, text: Path | None) -> Job:
-    """Local SGD, the recipe's tiny model."""
+    """Returns the job of the C4 recipe: local SGD with the tiny model."""
     recipe = jobs.ROOT / "recipes" / "c4_lm"
     if text is None:
         line = [sys.executable, str(recipe / "corpus_made_up.py"), str(out.parent / "text")]
@@ -132,7 +132,7 @@ def c4(out: Path, text: Path | None) -> Job:
 
 
 def storm(minutes: float, per_hour: float, seed: int) -> Schedule:
-    """Faults at equal intervals, in an order that depends on the seed, each kind as often as it is listed."""
+    """Returns faults at equal intervals, in an order that depends on the seed; kinds are as frequent as listed."""
     kinds: list[dict[str, Any]] = [
         {"kind": "kill", "target": 0},
         {"kind": "kill", "target": 1},
@@ -154,14 +154,15 @@ def storm(minutes: float, per_hour: float, seed: int) -> Schedule:
 
 
 class Run:
-    """One run of a job for so many seconds, worker 1 on the other host.
+    """One run of a job, with worker 1 on the other host.
 
     Args:
-        hostile: whether one more worker joins that knows the token and means no good.
+        hostile: whether a hostile worker, which knows the token, joins.
 
     Attributes:
         timeline: starts, deaths and faults.
-        equal, probes: how often a worker that had just pulled held what the server held, and of how many times.
+        probes: number of times that the server's parameters were compared with those of a worker that had just pulled.
+        equal: number of these times at which they were equal.
         ended_after: seconds from the run's last step, with worker 1 stopped by a signal, to the end of server and
             worker 0; infinite if one of them was still there after ``_LONGEST_END``.
     """
@@ -206,7 +207,7 @@ class Run:
             self._end()
 
     def _attack(self) -> Attack:
-        """Starts the hostile worker, whose updates are all refused: they would be gradients like any other."""
+        """Starts the hostile worker, which sends only NaN: the server would apply zeros as gradients like any other."""
         layout, spec = self._description()
         address, token = self.server.address, self.server.token
         rng = random.Random(1)
@@ -262,7 +263,7 @@ class Run:
             time.sleep(0.2)
 
     def _probe(self) -> None:
-        """One more worker joins, reads the published parameters, and compares them with those that the server sends."""
+        """Joins as one more worker, and compares the published parameters with those that the server sends."""
         try:
             layout, spec = self._description()
             client = Client(self.server.address, self.server.token, None)
@@ -276,11 +277,11 @@ class Run:
                     break
             client.leave(finished=False)
         except AsyncError:
-            pass  # it was killed just now
+            pass  # the server was killed just now
 
     def _finish(self) -> None:
-        """Ends the run for all while one worker hangs, and waits for server and worker 0."""
-        self._send(0, signal.SIGCONT)  # it may be in a pause of the schedule
+        """Ends the run while worker 1 is stopped by a signal, and waits for the end of server and worker 0."""
+        self._send(0, signal.SIGCONT)  # worker 0 may be in a pause of the schedule
         self._send(1, signal.SIGSTOP)
         layout, spec = self._description()
         client = Client(self.server.address, self.server.token, None, patience=_LONGEST_END)
@@ -304,14 +305,14 @@ class Run:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file of JSON lines."""
+    """Yields the complete lines of a file of JSON lines."""
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         if line.endswith("\n"):
             yield json.loads(line)
 
 
 def judge(report: Report, name: str, quiet: Log, wild: Log) -> None:
-    """Checks the bounds; a figure is missing if its kind of fault did not occur."""
+    """Checks the bounds; omits those whose kind of fault did not occur."""
     report.bound(f"{name}: share of useful work", useful_share(wild), 0.95, at_least=True)
     report.bound(f"{name}: final loss beside that of the calm run", loss_ratio(quiet, wild), 1.01)
     if gaps := gaps_after_kills(wild):

@@ -1,4 +1,4 @@
-"""Fuzzes the server's wire format: it must stay up, keep its state and not grow.
+"""Fuzzes the server's wire format: the server must stay up, keep its state and not grow in memory.
 
 python scripts/fuzz.py --minutes 10 --keep
 """
@@ -24,7 +24,7 @@ from scripts.faults.thread_server import ThreadServer  # noqa: E402
 
 _ROUND = 5.0  # seconds between two checks
 _WARM_UP = 3  # rounds in which memory may still grow
-_GROWTH = 8 << 20  # bytes, of the process
+_GROWTH = 8 << 20  # bytes by which the process may grow
 
 
 def main(
@@ -36,7 +36,7 @@ def main(
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as directory, open(Path(directory) / "refusals.log", "w") as refusals:
-        sys.stderr = refusals  # the server's, which is in a thread
+        sys.stderr = refusals  # for the server, which is in a thread
         server = ThreadServer(2, Path(directory), "127.0.0.2")
         adder = Adder(Client(server.address, server.token, 0, 30.0))
         fuzzer = Fuzzer(server, random.Random(seed), corpus=read_corpus())

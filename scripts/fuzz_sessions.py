@@ -1,8 +1,9 @@
-"""Two workers of one run, an honest and a hostile one: the honest one's run must be what it is alone, to the bit.
+"""Runs an honest worker beside a hostile one: the honest worker's state must equal that of a run alone, to the bit.
 
-The hostile one knows the token and sends valid sessions, changed in one message after the other by the protocol's
-schema, and wrong introductions. Its updates are zeros or NaN; with ``--compress``, payloads of zeros and spoilt ones.
-First over sockets, to a server's process; then straight into the service, which is several times as fast.
+The hostile worker knows the token. It sends wrong introductions, and valid sessions whose messages are changed one
+after the other by the protocol's schema. Its updates are zeros or NaN; with ``--compress``, payloads of zeros and
+spoilt ones. It attacks a server's process over sockets first, then a service without sockets, which is several times
+as fast.
 
 python scripts/fuzz_sessions.py --messages 100000 --direct 10000000
 python scripts/fuzz_sessions.py --messages 20000 --direct 100000 --compress topk:chunk=8,keep=2,pull=int8
@@ -48,15 +49,15 @@ SERVER = "scripts.faults.sgd_server"
 _PAUSE = 0.02  # seconds between two updates of the honest worker
 _LOOK_EVERY = 5.0  # seconds between two looks at the server's memory
 _SHOWN = 40
-_WARM_UP = 0.1  # of the messages: until then memory may grow
+_WARM_UP = 0.1  # share of the messages up to which memory may grow
 
 
 @dataclass
 class Honest:
-    """Worker 0, whose updates depend on their number alone.
+    """Worker 0, the honest one; the values of its updates depend only on their number.
 
     Attributes:
-        seconds: that each push took.
+        seconds: duration of each push.
     """
 
     client: Client
@@ -80,7 +81,7 @@ class Honest:
         self._version = self.client.pull(self._parameters.copy_, starts=True)
 
     def state(self, directory: Path) -> str:
-        """The digest of all that is its own, and of the parameters."""
+        """Returns the digest of the server's state of this worker, of the rule's state and of the parameters."""
         path = directory / "state.pt"
         self.client.save_state(str(path))
         state = read_snapshot(path)
@@ -90,12 +91,12 @@ class Honest:
 
 
 def spec_of(compress: str) -> MethodSpec:
-    """The method of both workers."""
+    """Returns the method of both workers."""
     return adder_spec(snapshot_seconds=2.0, compress=parse(compress).model_dump())
 
 
 def go(run_dir: Path, messages: int, seed: int, compress: str = "none") -> tuple[Honest, str, Attack, list[int]]:
-    """The honest worker beside the hostile one, until that has sent its messages; and the server's memory meanwhile."""
+    """Runs the honest worker until the hostile one has sent its messages; returns states and the server's memory."""
     sizes: list[int] = []
     look_at, spec = 0.0, spec_of(compress)
     with served(run_dir) as server:
@@ -115,7 +116,7 @@ def go(run_dir: Path, messages: int, seed: int, compress: str = "none") -> tuple
 
 
 def alone(run_dir: Path, updates: int, compress: str = "none") -> str:
-    """The state of the honest worker's run without the other one."""
+    """Returns the state of the honest worker after a run without the hostile one."""
     with served(run_dir) as server:
         honest = Honest(Client(server.address, server.token, 0, 30.0), spec_of(compress))
         for _ in range(updates):
@@ -125,7 +126,7 @@ def alone(run_dir: Path, updates: int, compress: str = "none") -> str:
 
 @contextmanager
 def served(run_dir: Path) -> Iterator[ServerProcess]:
-    """A server process, which ends with the block."""
+    """Runs a server process until the end of the block."""
     server = ServerProcess(SERVER, 2, run_dir, run_dir / "server.log")
     try:
         yield server
@@ -134,12 +135,14 @@ def served(run_dir: Path) -> Iterator[ServerProcess]:
 
 
 class DirectResult(NamedTuple):
-    """What one process of :func:`direct` has come to.
+    """The result of one process of :func:`direct`.
 
     Attributes:
-        same: whether the honest worker's state is that of its run alone.
-        growth: bytes of this process.
-        longest: seconds of an update of the honest worker.
+        sent: number of messages.
+        kinds: number of kinds of answers.
+        same: whether the honest worker's state equals that of its run alone.
+        growth: bytes by which this process has grown.
+        longest: seconds of the longest update of the honest worker.
     """
 
     sent: int
@@ -150,7 +153,7 @@ class DirectResult(NamedTuple):
 
 
 def direct(directory: Path, messages: int, seed: int, compress: str) -> DirectResult:
-    """The same without sockets, in this process."""
+    """Runs both workers without sockets, in this process, and the honest one again alone."""
     torch.set_num_threads(1)
     sys.stderr = open(directory / f"refusals-{seed}.log", "w")  # noqa: SIM115  # until this process ends
     spec = spec_of(compress)

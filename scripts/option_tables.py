@@ -1,4 +1,4 @@
-"""The tables of options in the documents, made from the methods' models.
+"""Makes the tables of options in the documents from the methods' models.
 
 ``python scripts/option_tables.py`` names the documents whose tables differ; ``--write`` brings them up to date.
 """
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def updated(text: str) -> str:
-    """A document with its tables as the options are now."""
+    """Returns a document with its tables brought up to date."""
     return _TABLE.sub(lambda found: f"{found[1]}{TABLES[found['name']]()}{found[3]}", text)
 
 

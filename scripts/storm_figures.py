@@ -1,4 +1,4 @@
-"""The cost of many faults (a *storm*), from the logs of the run and of a run without faults (a *calm* run)."""
+"""Computes the cost of many faults (a *storm*) from the logs of such a run and of one without faults (*calm*)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from statistics import median
 from typing import Any
 
 _AFTER = 10.0  # seconds after a worker's death in which its survivors are watched
-_LAST = 0.15  # of the updates: over these the final loss is taken
-_AWAY = ("pause", "partition")  # a worker cannot work then, by the fault itself
+_LAST = 0.15  # last share of the work, over which the final loss is taken
+_AWAY = ("pause", "partition")  # faults during which the worker cannot work
 
 
 @dataclass(frozen=True)
 class Push:
-    """One applied update; ``kept`` if no restart of the server rolled it back.
+    """One applied update.
 
     Attributes:
+        kept: whether no restart of the server rolled it back.
         waited: seconds for which its worker waited for others before it computed the update, in local SGD.
     """
 
@@ -34,7 +35,7 @@ class Push:
 
 
 class Log:
-    """A run's updates in the order of time, and what happened to it."""
+    """A run's updates in the order of time, its faults and its rollbacks."""
 
     def __init__(self, run_dir: Path) -> None:
         timeline = json.loads((run_dir / "timeline.json").read_text())
@@ -53,12 +54,12 @@ class Log:
         return [push for push in self.inside if push.worker == worker]
 
     def kills(self, worker: int | None) -> list[float]:
-        """When this worker, or the server, was killed."""
+        """Returns the times at which this worker, or for None the server, was killed."""
         return [m["time"] for m in self.faults if m["kind"] == "kill" and m["worker"] == worker]
 
 
 def figures(quiet: Log, wild: Log) -> dict[str, str]:
-    """The printed figures of a run without faults and one with."""
+    """Returns the figures to print, of a run without faults (``quiet``) and one with faults (``wild``)."""
     hours = (wild.end - wild.begin) / 3600
     work = common_work(quiet, wild)
     losses = [final_loss(log, work) for log in (quiet, wild)]
@@ -80,8 +81,10 @@ def figures(quiet: Log, wild: Log) -> dict[str, str]:
 
 
 def useful_share(log: Log) -> float:
-    """Tokens (or local steps) kept, over the number that all workers could have done while they were in the run, each
-    at its speed without faults."""
+    """Returns the share of useful work: tokens (or local steps) kept, over the number that was possible.
+
+    Possible is what all workers could have done while they were in the run, each at its speed without faults.
+    """
     kept = possible = 0.0
     for worker in log.workers:
         pushes = log.of(worker)
@@ -95,13 +98,16 @@ def useful_share(log: Log) -> float:
 
 
 def live_seconds(log: Log, worker: int) -> float:
-    """Seconds up to its last update, without its absences; an unfinished update at the end is neither kept nor lost."""
+    """Returns a worker's seconds up to its last update, without its absences.
+
+    So an unfinished update at the end counts neither as kept nor as lost.
+    """
     last = log.of(worker)[-1].time
     return last - log.begin - _union([(begin, min(end, last)) for begin, end in absences(log, worker) if begin < last])
 
 
 def absences(log: Log, worker: int) -> list[tuple[float, float]]:
-    """The intervals from its death to its next update, and those in which it was paused or disconnected."""
+    """Returns the intervals from a worker's death to its next update, and those of its pauses and partitions."""
     times = [push.time for push in log.of(worker)]
     away = []
     for moment in log.moments:
@@ -117,19 +123,21 @@ def absences(log: Log, worker: int) -> list[tuple[float, float]]:
 
 
 def common_work(quiet: Log, wild: Log) -> float:
-    """Tokens (or local steps) that both runs have kept. Versions cannot be compared: while a worker is away, a step has
-    fewer gradients."""
+    """Returns the number of tokens (or local steps) that both runs have kept.
+
+    Versions cannot be compared: while a worker is away, a step has fewer gradients.
+    """
     return min(sum(push.weight for push in log.all if push.kept) for log in (quiet, wild))
 
 
 def loss_ratio(quiet: Log, wild: Log) -> float:
-    """Ratio of the final losses after the same amount of work: above 1 the run with faults is worse."""
+    """Returns the ratio of the final losses after the same amount of work; above 1, the run with faults is worse."""
     work = common_work(quiet, wild)
     return final_loss(wild, work) / final_loss(quiet, work)
 
 
 def final_loss(log: Log, work: float) -> float:
-    """Mean training loss of a token over the last updates until so much work was kept."""
+    """Returns the mean training loss per token over the last updates before ``work`` tokens (or steps) were kept."""
     kept = [push for push in log.all if push.kept]
     done = accumulate(push.weight for push in kept)
     last = [p for p, d in zip(kept, done, strict=True) if p.loss is not None and (1 - _LAST) * work <= d <= work]
@@ -137,10 +145,10 @@ def final_loss(log: Log, work: float) -> float:
 
 
 def gaps_after_kills(log: Log, waits: bool = True) -> list[float]:
-    """The longest gap of each survivor, where no other fault hit it at the same time.
+    """Returns the longest gap between updates of each survivor of a kill that no other fault or rollback was near.
 
     Args:
-        waits: includes the time for which it waited for others, one of which is the restarted worker.
+        waits: whether to include the time for which a survivor waited for others, such as the restarted worker.
     """
     found = []
     for worker in log.workers:
@@ -158,14 +166,17 @@ def _is_away(log: Log, worker: int, moment: float) -> bool:
 
 
 def gaps_in_windows(log: Log, waits: bool = True) -> list[float]:
-    """The longest gap of each worker in windows of the same length."""
+    """Returns the longest gap of each worker in each window of ``_AFTER`` seconds, for comparison."""
     count = int((log.end - log.begin) / _AFTER)
     starts = [log.begin + _AFTER * n for n in range(count)]
     return [_longest_gap(log.of(worker), start, waits) for worker in log.workers for start in starts]
 
 
 def _longest_gap(pushes: Sequence[Push], start: float, waits: bool) -> float:
-    """The longest time between two updates; a worker reports the wait for an answer with its next update."""
+    """Returns the longest time between two updates in the window; without waits, if ``waits`` is false.
+
+    A worker reports its wait for an answer with its next update.
+    """
     times = [push.time for push in pushes]
     waited = [0.0 if waits else push.waited for push in pushes[1:]] + [0.0]
     ends = [time - seconds for time, seconds in zip(times, waited, strict=True)]
@@ -174,13 +185,13 @@ def _longest_gap(pushes: Sequence[Push], start: float, waits: bool) -> float:
 
 
 def waits(log: Log, moments: Sequence[float]) -> list[float]:
-    """From each moment to the next applied update."""
+    """Returns the seconds from each moment to the next applied update."""
     times = [push.time for push in log.inside]
     return [_next(times, moment, log.end) - moment for moment in moments]
 
 
 def entrances(log: Log) -> list[float]:
-    """Seconds from the start of each process that joined to its first update."""
+    """Returns the seconds from a worker process's start to its first update, of each process that made one."""
     found = []
     for start in log.moments:
         if start["what"] != "start":
@@ -225,7 +236,7 @@ def _pushes(path: Path, kept: bool) -> Iterator[Push]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of the file up to the last whole one."""
+    """Yields the complete lines of a file of JSON lines."""
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         if line.endswith("\n"):
             yield json.loads(line)

@@ -25,10 +25,10 @@ from recipes.steps import RecipeError, run_main  # noqa: E402
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The negative log-likelihood of a text in nats, and how much text that is.
+    """The negative log-likelihood of a text in nats, and the size of the text.
 
-    Per word and per byte it compares models of different vocabularies: the likelihood is that of the whole text, end
-    marks included, however it was cut into tokens.
+    The perplexities per word and per byte compare models of different vocabularies: the likelihood is that of the whole
+    text, end marks included, however it was cut into tokens.
     """
 
     nll: float
@@ -54,7 +54,7 @@ class Perplexity:
 
 
 def exp(value: float) -> float:
-    """e to a power, which may be too large to be a number."""
+    """Return e to the power `value`; infinity where that is too large."""
     return math.exp(value) if value < 700 else math.inf
 
 
@@ -75,7 +75,7 @@ def perplexity(model: LlamaForCausalLM, dataset: PackedDataset, batch_size: int,
 
 
 def prepared_text(out: Path, data: Path | None, spec: ModelSpec) -> PackedDataset:
-    """The validation tokens in the `--out` of a training run."""
+    """Return the validation tokens in the `--out` of a training run; raise if `data` or the vocabulary differs."""
     prepared = tokens.open_prepared(out)
     if data is not None and prepared.meta["request"]["files"] != text.find(data).source()["files"]:
         raise RecipeError(f"--out {out} holds the tokens of other text than --data {data}: leave out one of them")
@@ -86,7 +86,7 @@ def prepared_text(out: Path, data: Path | None, spec: ModelSpec) -> PackedDatase
 
 
 def fresh_text(data: Path, checkpoint: Path, spec: ModelSpec, directory: Path) -> PackedDataset:
-    """The validation documents of `--data`, tokenised with the checkpoint's own vocabulary."""
+    """Return the validation documents of `--data`, tokenised with the checkpoint's own vocabulary."""
     model = tokens.tokenizer_in(checkpoint)
     processor = tokens.load(model)
     if tokens.sha(model) != spec.tokenizer or processor.get_piece_size() != spec.vocab_size:

@@ -1,6 +1,7 @@
-"""Imports Llama from transformers, which imports torchaudio where it is installed, whether that can be loaded or not.
+"""Imports Llama from transformers, also where torchaudio is installed but cannot be loaded.
 
-fairseq requires torchaudio, and pip brings the one for GPUs, which does not load beside a torch for CPUs.
+transformers imports torchaudio where it is installed. fairseq requires torchaudio, and pip installs the build for GPUs,
+which does not load beside a torch for CPUs.
 """
 
 import sys
@@ -10,7 +11,7 @@ try:
 except ImportError:
     pass
 except OSError:
-    sys.modules["torchaudio"] = None  # type: ignore[assignment]  # to transformers it is not installed then
+    sys.modules["torchaudio"] = None  # type: ignore[assignment]  # transformers then treats it as not installed
 
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""The language models: what each name stands for, and how a trained one is kept in plain files."""
+"""The language models: the size behind each name, and how a trained model is saved in plain files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ SEQUENCE = 256
 
 @dataclass(frozen=True)
 class Size:
-    """A decoder. `feed_forward` is the width between its two layers; `vocab` what a recipe learns by default."""
+    """The size of a decoder.
+
+    `feed_forward` is the inner width of its feed-forward network; `tied` says whether one matrix is both embeddings;
+    `vocab` is the number of pieces that the recipe learns by default.
+    """
 
     layers: int
     hidden: int
@@ -31,10 +35,10 @@ class Size:
 
 
 # 20m, 60m and 150m: layers, width and heads of Liu et al. (2024, arXiv 2401.09135), sequences of 256 of 32,000 pieces.
-# The rest is chosen so that the names are true. Llama's feed-forward network has three matrices where the Transformer's
-# has two, so 8/3 of the width (in eights) makes it as large as the usual 4. With heads of 64 and one matrix for both
-# embeddings that gives 59.0M and 149.9M; heads of 896/16 would give 57.6M and 144.4M, a second matrix 87.7M and 178.6M.
-# The smallest is 21.1M with two matrices, 12.9M with one.
+# The rest is chosen so that the names give the number of parameters. Llama's feed-forward network has three matrices
+# where the Transformer's has two, so an inner width of 8/3 of the width (in eights) makes it as large as the usual 4.
+# With heads of 64 and one matrix for both embeddings that gives 59.0M and 149.9M; heads of 896/16 would give 57.6M and
+# 144.4M, a second matrix 87.7M and 178.6M. The smallest is 21.1M with two matrices, 12.9M with one.
 # tiny is for CPUs, and for a text of a few megabytes: most of its parameters are its vocabulary.
 SIZES = {
     "tiny": Size(layers=2, hidden=128, heads=4, head=32, feed_forward=344, tied=True, vocab=8_000),
@@ -46,7 +50,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """All that a checkpoint's tensors do not say: the model's name, and the tokens it was trained on."""
+    """What a checkpoint's tensors do not say: the model's name, its vocabulary, and the length of its sequences."""
 
     model: str
     vocab_size: int
@@ -55,7 +59,7 @@ class ModelSpec:
 
 
 def build(spec: ModelSpec) -> LlamaForCausalLM:
-    """The model with fresh parameters, drawn from torch's random numbers."""
+    """Return the model with fresh parameters, drawn from torch's global random generator."""
     size = SIZES[spec.model]
     config = LlamaConfig(
         vocab_size=spec.vocab_size,
@@ -85,9 +89,9 @@ def save_model(model: torch.nn.Module, spec: ModelSpec, directory: Path) -> None
 
 
 def own_state(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The state dict in memory of its own: an engine's parameters are views, and would be saved with all they view.
+    """Return the state dict with copied tensors on the CPU.
 
-    A matrix with two names stays one.
+    An engine's parameters are views, and torch.save would save all that they view. A matrix with two names stays one.
     """
     state, copies = model.state_dict(), dict[int, Tensor]()
     for value in state.values():
@@ -96,7 +100,7 @@ def own_state(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def load_model(directory: Path) -> tuple[LlamaForCausalLM, ModelSpec]:
-    """Read what `save_model` has written."""
+    """Read a model that `save_model` has written."""
     spec = load_spec(directory / "model.json")
     model = build(spec)
     path = directory / "model.pt"
@@ -112,7 +116,7 @@ def load_model(directory: Path) -> tuple[LlamaForCausalLM, ModelSpec]:
 
 
 def load_spec(path: Path) -> ModelSpec:
-    """Read what a checkpoint says about itself."""
+    """Read the `model.json` of a checkpoint."""
     try:
         spec = ModelSpec(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A worker's training run: local steps until the run is over, progress, scores and checkpoints."""
+"""A worker's training loop: local steps to the end of the run, with progress, scores and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Run:
     An interrupted run loses the steps after its last checkpoint; without `eval_every` it loses all of them.
 
     Args:
-        engine: of `fairseq_async.deepspeed_plugin`.
-        out: for the model and the checkpoints.
+        engine: the engine of `fairseq_async.deepspeed_plugin`.
+        out: directory for the model and the checkpoints.
         length: mean local steps of a worker in the whole run.
-        tokenizer: goes with the model.
+        tokenizer: file of the sentencepiece model, which is saved beside the model.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Run:
         self.losses, self.logged = [], now
 
     def done(self) -> str:
-        """The progress of the run, from the server's last answer."""
+        """Return the progress of the run as text, from the server's last answer."""
         return f"{self.engine.progress:,.0f} of {self.length:,} steps"
 
     def keep(self) -> None:

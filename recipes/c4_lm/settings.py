@@ -1,4 +1,4 @@
-"""A run's DeepSpeed configuration: the JSON file, and what flags of train.py add to it."""
+"""A run's DeepSpeed configuration: the JSON file, with what the flags of train.py add to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH_KEYS = ("train_micro_batch_size_per_gpu", "train_batch_size")
 
 
 def configuration(args: Namespace) -> dict[str, Any]:
-    """The content of `--deepspeed_config` with the flags put in, and the run's own files under `--out`."""
+    """Return the content of `--deepspeed_config` with the flags put in; `run_dir` is under `--out` unless given."""
     config = read(args.deepspeed_config)
     section = config.setdefault(SECTION, {})
     section.setdefault("run_dir", str(args.out / "async"))
@@ -31,7 +31,7 @@ def configuration(args: Namespace) -> dict[str, Any]:
 
 
 def read(path: str | None) -> dict[str, Any]:
-    """A JSON object with an object as its asynchronous section, if it has one; the plugin checks the rest."""
+    """Read the JSON file; check only that it and its asynchronous section are objects. The plugin checks the rest."""
     if path is None:
         raise RecipeError("give a DeepSpeed configuration: --deepspeed_config FILE, such as those in deepspeed_config/")
     try:
@@ -44,7 +44,7 @@ def read(path: str | None) -> dict[str, Any]:
 
 
 def set_batch_size(config: dict[str, Any], args: Namespace) -> None:
-    """The flag's, where the file leaves it open."""
+    """Set the batch size to that of the flag, or to 8; raise if both file and flag give one."""
     for key in BATCH_KEYS:
         if key in config and args.batch_size is not None:
             raise RecipeError(f'--batch-size {args.batch_size}: {args.deepspeed_config} says "{key}": {config[key]}')
@@ -53,7 +53,7 @@ def set_batch_size(config: dict[str, Any], args: Namespace) -> None:
 
 
 def set_length(config: dict[str, Any], steps: int) -> None:
-    """The run's length, and where a schedule ends with the run, the schedule's too."""
+    """Set the run's length, and that of a learning-rate schedule that ends with the run."""
     config[SECTION]["total_steps"] = steps
     schedule = config.get("scheduler", {}).get("params", {})
     if "total_num_steps" in schedule:

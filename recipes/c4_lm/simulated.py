@@ -1,4 +1,4 @@
-"""The recipe's language models as a problem of the simulator."""
+"""The recipe's language models as a training problem for the simulator."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from recipes.steps import RecipeError
 
 
 class C4:
-    """Next tokens of C4, or of any text in its form.
+    """The problem of predicting the next token of C4, or of any text in the same format.
 
     Args:
         data: directory of shards; or with `tokens` in it, the `--out` of a run of the recipe.
         out: directory for the tokens, which a later run reuses.
-        validation: sequences that are scored; 0 for all.
+        validation: number of validation sequences that are scored; 0 for all.
         init: checkpoint directory with the initial parameters.
-        sources: sorts the training text into so many sources by what it is about: as many shards are one source each.
+        sources: number of sources into which the training text is sorted by topic, so that as many equal shards are one
+            source each; 0 does not sort.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""A training set whose parts differ: its documents in k sources by what they are about, one source after another.
+"""Makes a training set that is not i.i.d.: sorts its documents into k sources by topic, one source after another.
 
-As the DiLoCo paper makes data that is not i.i.d. (arXiv 2311.08105, section 3): k-means over the documents, here by the
-frequencies of their tokens. The sources have equally many tokens, so that equal shards of the training set are the
+The DiLoCo paper makes such data the same way (arXiv 2311.08105, section 3): by k-means over the documents, here over
+the frequencies of their tokens. The sources have about equally many tokens, so equal shards of the training set are the
 sources.
 """
 
@@ -17,7 +17,7 @@ _ROUNDS = 20
 
 
 def by_source(tokens: np.ndarray, vocab_size: int, sources: int, seed: int) -> np.ndarray:
-    """The tokens of all documents, those of the first source first."""
+    """Return the tokens of all documents, sorted by source."""
     ends = np.flatnonzero(tokens == EOS) + 1
     documents = np.split(tokens, ends[:-1])
     lengths = torch.tensor([len(document) for document in documents])
@@ -26,14 +26,17 @@ def by_source(tokens: np.ndarray, vocab_size: int, sources: int, seed: int) -> n
 
 
 def features(documents: list[np.ndarray], vocab_size: int) -> Tensor:
-    """A row a document, of length 1: how often it has each token, weighted by how few documents have it (tf-idf)."""
+    """Return a row of norm 1 per document: how often it has each token, weighted by the token's rarity (tf-idf)."""
     counts = torch.stack([torch.from_numpy(np.bincount(each, minlength=vocab_size)).float() for each in documents])
     rarity = torch.log(len(documents) / (1 + (counts > 0).sum(0)))
     return torch.nn.functional.normalize(counts.log1p() * rarity.clamp(min=0.0))
 
 
 def cluster(points: Tensor, lengths: Tensor, sources: int, seed: int) -> Tensor:
-    """The source of each point: k-means by cosine, none longer than its share but for its last point."""
+    """Return the source of each point, by k-means with cosine similarity.
+
+    A source exceeds its equal share of the total length by its last point at most.
+    """
     generator = torch.Generator().manual_seed(seed)
     centres = points[torch.randperm(len(points), generator=generator)[:sources]]
     for _ in range(_ROUNDS):
@@ -44,7 +47,7 @@ def cluster(points: Tensor, lengths: Tensor, sources: int, seed: int) -> Tensor:
 
 
 def _balanced(similarity: Tensor, lengths: Tensor) -> Tensor:
-    """Each point to the nearest centre that has room; those with the clearest preference choose first."""
+    """Assign each point to the nearest centre that has room; points with the clearest preference choose first."""
     room = [lengths.sum().item() / similarity.shape[1]] * similarity.shape[1]
     best = similarity.topk(min(2, similarity.shape[1])).values
     assigned = torch.zeros(len(similarity), dtype=torch.long)

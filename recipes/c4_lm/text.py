@@ -1,4 +1,4 @@
-"""Where documents come from: a directory of shards, or C4 over the network; and which of them are validation."""
+"""Reads documents from a directory of shards, or C4 over the network, and splits them into training and validation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recipes.steps import RecipeError, once
 
 TRAIN, VALIDATION = SPLITS = ("train", "validation")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")  # C4's own files are called .json.gz
-HELD_OUT = 50  # without a validation file, one document in so many is held out
+HELD_OUT = 50  # without a validation file, one document in 50 is held out
 STREAMED = 50_000  # documents of C4 that a run downloads by default
 
 
@@ -37,7 +37,7 @@ class Corpus:
     limit: int | None = None
 
     def documents(self, split: str) -> Iterator[str]:
-        """The texts of a split, at most `limit` for training and a tenth of that for validation."""
+        """Return the texts of a split, at most `limit` for training and a tenth of that for validation."""
         texts = self._validation() if split == VALIDATION else self._train()
         limit = self.limit if split == TRAIN or self.limit is None else max(1, self.limit // 10)
         return islice(texts, limit)
@@ -54,23 +54,23 @@ class Corpus:
         return (text for text in read(self.train) if digest(text) not in known)
 
     def source(self) -> dict[str, Any]:
-        """What distinguishes this text from another, without reading it."""
+        """Return what identifies this text without reading it: names, sizes and times of its files, and the limit."""
         files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.train + self.validation]
         return {"files": [list(file) for file in files], "documents": self.limit}
 
 
 def digest(text: str) -> bytes:
-    """Equal for equal texts; blanks around them do not count."""
+    """Return a hash of the text, without the blanks around it."""
     return blake2b(text.strip().encode(), digest_size=16).digest()
 
 
 def held_out(text: str) -> bool:
-    """Whether a document is validation in a corpus that has no file for it."""
+    """Return whether a document belongs to validation in a corpus that has no validation file."""
     return int.from_bytes(digest(text), "big") % HELD_OUT == 0
 
 
 def find(data: Path, limit: int | None = None) -> Corpus:
-    """The shards of a directory: those with "valid" in their names are validation, the others training."""
+    """Return the shards of a directory: those with "valid" in their names are validation, the others training."""
     if not data.is_dir():
         raise RecipeError(f"--data {data}: there is no such directory")
     shards = [path for path in sorted(data.iterdir()) if path.is_file() and path.name.lower().endswith(SUFFIXES)]
@@ -83,7 +83,7 @@ def find(data: Path, limit: int | None = None) -> Corpus:
 
 
 def read(shards: tuple[Path, ...]) -> Iterator[str]:
-    """The texts of these files, one after another; blank texts are left out."""
+    """Yield the texts of these files, one after another; blank texts are left out."""
     for shard in shards:
         rows = parquet_rows(shard) if shard.suffix.lower() == ".parquet" else json_rows(shard)
         empty = True
@@ -97,7 +97,7 @@ def read(shards: tuple[Path, ...]) -> Iterator[str]:
 
 
 def checked(text: object, where: str) -> str:
-    """A record's text, where it is one that can be written down."""
+    """Return a record's text; raise if it is not a string or cannot be encoded as UTF-8."""
     if not isinstance(text, str):
         raise RecipeError(f'{where}: no "text" in this record' if text is None else f'{where}: "text" is not a string')
     try:
@@ -108,7 +108,7 @@ def checked(text: object, where: str) -> str:
 
 
 def json_rows(shard: Path) -> Iterator[tuple[str, object]]:
-    """Where each record of a file of JSON lines is, and its text."""
+    """Yield the place (file and line) and the text of each record of a JSON lines file."""
     number, openers = 0, {".gz": gzip.open}
     try:
         with openers.get(shard.suffix.lower(), open)(shard, "rb") as lines:
@@ -120,7 +120,7 @@ def json_rows(shard: Path) -> Iterator[tuple[str, object]]:
 
 
 def text_of(line: bytes, where: str) -> object:
-    """The text in one line of JSON."""
+    """Return the text in one line of JSON; None if the record has none."""
     try:
         record = json.loads(line.decode("utf-8"))
     except ValueError as error:
@@ -131,7 +131,7 @@ def text_of(line: bytes, where: str) -> object:
 
 
 def parquet_rows(shard: Path) -> Iterator[tuple[str, object]]:
-    """Where each record of a parquet file is, and its text; a part of the file in memory at a time."""
+    """Yield the place (file and row) and the text of each record of a parquet file, read part by part."""
     number = 0
     try:
         with closing(parquet.ParquetFile(shard)) as file:
@@ -148,7 +148,7 @@ def parquet_rows(shard: Path) -> Iterator[tuple[str, object]]:
 
 
 def stream(out: Path, limit: int) -> Path:
-    """Fetch the first documents of C4's English part into `out`; a later call with the same number finds them there."""
+    """Download the first documents of C4's English part into `out`; a later call with the same `limit` reuses them."""
 
     def fetch(directory: Path) -> None:
         for split, count in ((TRAIN, limit), (VALIDATION, max(1, limit // 10))):
@@ -168,13 +168,13 @@ def stream(out: Path, limit: int) -> Path:
 
 
 def c4(split: str) -> Iterator[dict[str, Any]]:
-    """The records of C4 as they arrive."""
+    """Return the records of C4, streamed from the hub."""
     from huggingface_hub import HfApi, logging  # only here: a run with --data needs neither
     from huggingface_hub.errors import HfHubHTTPError
 
     logging.set_verbosity_error()
     try:
-        HfApi().dataset_info("allenai/c4", timeout=20)  # fails at once where the library would try for half a minute
+        HfApi().dataset_info("allenai/c4", timeout=20)  # fails at once; load_dataset would try for half a minute
     except HfHubHTTPError:
         pass  # the network works: the library's own error says what is wrong
     from datasets import load_dataset

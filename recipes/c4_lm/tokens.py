@@ -1,6 +1,6 @@
-"""From documents to files of tokens: a vocabulary learnt on the training text, and each split as one flat array.
+"""Turns documents into files of tokens: learns a vocabulary on the training text, writes each split as a flat array.
 
-The stream of a split is: document, end mark, document, end mark, …; a sequence is any `length` tokens of it in a row.
+The stream of a split is: document, end mark, document, end mark, …; a sequence is `length` consecutive tokens of it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from recipes.c4_lm.text import SPLITS, TRAIN, Corpus
 from recipes.steps import RecipeError, once, write_whole
 
 PAD, BOS, EOS, UNKNOWN = range(4)
-LINES = 500_000  # the vocabulary is learnt on so many lines at most, about 100 MB of C4
-BATCH = 256  # documents that are encoded at a time
+LINES = 500_000  # most lines on which the vocabulary is learnt: about 100 MB of C4
+BATCH = 256  # documents encoded at a time
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How much text there is: a token for each end mark, words as blanks divide them, bytes of UTF-8."""
+    """The size of a text: tokens with the end marks, words as divided by blanks, bytes of UTF-8."""
 
     documents: int
     tokens: int
@@ -38,7 +38,7 @@ class Counts:
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """Sequences for training: an item is `length` tokens, which are their own labels. A shorter tail is no item."""
+    """A data set of sequences: an item is `length` tokens, which are their own labels. A shorter tail is no item."""
 
     def __init__(self, tokens: np.ndarray, counts: Counts, vocab_size: int, length: int) -> None:
         self.tokens, self.counts, self.vocab_size, self.length = tokens, counts, vocab_size, length
@@ -53,9 +53,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
     def scored(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of contexts and the tokens to predict: every token of the stream once, the tail included.
+        """Yield batches of contexts and the tokens to predict: every token of the stream once, the tail included.
 
-        A context reaches back to the token before its first target, which for the first of all is an end mark.
+        A context begins with the token before its first target; before the stream's first token, that is an end mark.
         """
         full = len(self) * self.length
         for start in range(0, full, batch_size * self.length):
@@ -71,18 +71,18 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A directory that `prepare` has made."""
+    """A directory of tokens that `prepare` has made."""
 
     directory: Path
     meta: dict[str, Any]
 
     @property
     def tokenizer(self) -> Path:
-        """The sentencepiece model."""
+        """File of the sentencepiece model."""
         return tokenizer_in(self.directory)
 
     def dataset(self, split: str, length: int) -> PackedDataset:
-        """The tokens of a split, left on disk until they are used."""
+        """Return the tokens of a split, left on disk until they are used."""
         path, counts = self.directory / f"{split}.tokens", Counts(**self.meta["splits"][split])
         try:
             tokens = np.memmap(path, dtype=self.meta["dtype"], mode="r")
@@ -124,12 +124,12 @@ def prepare(corpus: Corpus, vocab: int, out: Path) -> Prepared:
 
 
 def there(out: Path) -> bool:
-    """Whether `prepare` has written tokens under `out`."""
+    """Return whether `prepare` has written tokens under `out`."""
     return (out / "tokens" / "meta.json").exists()
 
 
 def open_prepared(out: Path) -> Prepared:
-    """The tokens that `prepare` has written, of any text."""
+    """Return the tokens that `prepare` has written under `out`, whatever text they are of."""
     directory = out / "tokens"
     try:
         return Prepared(directory, json.loads((directory / "meta.json").read_text(encoding="utf-8")))
@@ -138,13 +138,13 @@ def open_prepared(out: Path) -> Prepared:
 
 
 def learn(corpus: Corpus, size: int, model: Path) -> None:
-    """Learn at most `size` pieces on the training text: fewer, where the text does not hold so many.
+    """Learn at most `size` pieces on the training text; fewer if the text does not yield that many.
 
     Nothing is normalised, and characters without a piece are encoded as bytes: tokens can be converted back into the
     text, so that perplexities per word and per byte are of the text itself.
     """
     lines = (line for text in corpus.documents(TRAIN) for line in text.split("\n") if line.strip())
-    sample = list(islice(lines, LINES))  # read here, or sentencepiece would meet the errors in our reading
+    sample = list(islice(lines, LINES))  # read here, so that our errors of reading are not raised inside sentencepiece
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sample),
@@ -168,7 +168,7 @@ def learn(corpus: Corpus, size: int, model: Path) -> None:
 
 
 def tokenizer_in(directory: Path) -> Path:
-    """Where a directory keeps its sentencepiece model; checkpoints have it under the same name."""
+    """Return the path of a directory's sentencepiece model; checkpoints have it under the same name."""
     return directory / "tokenizer.model"
 
 
@@ -181,14 +181,14 @@ def load(model: Path) -> sentencepiece.SentencePieceProcessor:
 
 
 def sha(path: Path) -> str:
-    """The SHA-256 of a file's content, in 64 characters."""
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits."""
     return sha256(path.read_bytes()).hexdigest()
 
 
 def pack(
     corpus: Corpus, split: str, processor: sentencepiece.SentencePieceProcessor, dtype: np.dtype, path: Path
 ) -> Counts:
-    """Write a split as one flat array, an end mark after each document."""
+    """Write a split as one flat array, with an end mark after each document; return its size."""
     documents = tokens = words = size = 0
     texts = corpus.documents(split)
     with path.open("wb") as file:

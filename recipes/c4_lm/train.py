@@ -32,14 +32,14 @@ from recipes.steps import RecipeError, program  # noqa: E402
 
 
 class Parser(argparse.ArgumentParser):
-    """An error is one line from one process, not a page from each."""
+    """A parser that reports an error as one line from one process, not as a page from each process."""
 
     def error(self, message: str) -> NoReturn:
         refuse(f"{message} (--help lists the options)")
 
 
 def positive(value: str) -> int:
-    """A whole number above 0."""
+    """Parse a whole number above 0."""
     if not value.isdigit() or int(value) == 0:
         raise argparse.ArgumentTypeError(f"{value!r} is not a whole number above 0")
     return int(value)
@@ -66,15 +66,16 @@ def parse() -> argparse.Namespace:
 
 
 def local_rank() -> int:
-    """This process's number on this machine."""
+    """Return this process's rank on this machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def refuse(message: str) -> NoReturn:
-    """End the run with one line.
+    """End the run with a message of one line.
 
-    All processes of a machine call this with the same message. The first one prints it, and the launcher then ends the
-    others. These wait, because an earlier end would make the launcher kill the first one before it has printed.
+    All processes of a machine call this with the same message. The first one prints it and exits, and the launcher then
+    ends the others. They wait, because if one of them exited earlier, the launcher would kill the first before it has
+    printed.
     """
     if local_rank() == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
@@ -84,7 +85,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def prepare(args: argparse.Namespace) -> Prepared:
-    """Documents into tokens, by the first process of this machine; the others wait until they are there.
+    """Turn the documents into tokens in the first process of this machine; the others wait until the tokens exist.
 
     Only the first process checks the text and existing tokens, and reports what is wrong.
     """
@@ -101,14 +102,14 @@ def prepare(args: argparse.Namespace) -> Prepared:
 
 
 def corpus(args: argparse.Namespace) -> text.Corpus:
-    """The documents asked for."""
+    """Return the documents of `--data`, or those of C4, downloaded."""
     if args.data is not None:
         return text.find(args.data, args.documents)
     return text.find(text.stream(args.out, args.documents or text.STREAMED))
 
 
 def initial(args: argparse.Namespace, spec: ModelSpec, seed: int) -> LlamaForCausalLM:
-    """The initial model: the one of `--init`, or a fresh one."""
+    """Return the initial model: the one of `--init`, or a fresh one."""
     if args.init is None:
         torch.manual_seed(seed)
         return build(spec)

@@ -1,4 +1,4 @@
-"""A script of transformers' ``Trainer`` that trains asynchronously: what differs from any other is marked.
+"""A script with transformers' ``Trainer`` that trains asynchronously; comments mark what differs from other scripts.
 
     deepspeed --num_gpus 4 recipes/hf_trainer/train.py --deepspeed recipes/hf_trainer/ds_config.json --text FILE
 
@@ -70,12 +70,12 @@ def main() -> None:
     trainer = Trainer(
         model=GPT2LMHeadModel(shape),
         args=arguments,
-        train_dataset=Bytes(text[:border]),  # all of it: each worker draws its own part
+        train_dataset=Bytes(text[:border]),  # the whole text: each worker draws its own part
         eval_dataset=Bytes(text[border:]),
     )
     trainer.train()
-    trainer.save_model()  # from worker 0 alone
-    if trainer.is_world_process_zero():  # worker 0
+    trainer.save_model()  # only worker 0 saves
+    if trainer.is_world_process_zero():  # in worker 0
         print(f"validation loss {trainer.evaluate()['eval_loss']:.3f}")
 
 

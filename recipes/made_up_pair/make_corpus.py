@@ -33,7 +33,7 @@ TENSES = {"": "", "will": "ra", "did": "sh"}
 
 @dataclass(frozen=True)
 class Word:
-    """A stem in both languages; the gender is a noun's, and nothing in the source shows it."""
+    """A stem in both languages; `gender` matters for nouns, and nothing in the source shows it."""
 
     source: str
     target: str
@@ -42,7 +42,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Phrase:
-    """A noun phrase in both languages, and what its verb agrees with."""
+    """A noun phrase in both languages, and the ending that its verb takes in the target."""
 
     source: str
     target: str
@@ -64,7 +64,7 @@ class Grammar:
         return [Word(self.stem("bdfgvz"), self.stem("cjpstk"), self.rng.choice("mf")) for _ in range(count)]
 
     def stem(self, initials: str) -> str:
-        """A stem that no other word has."""
+        """Invent a stem that no other word has."""
         letters = (initials, "aeiou", "lmnr", "aeiou", "dgklst")
         while (stem := "".join(map(self.rng.choice, letters))) in self.stems:
             pass
@@ -72,15 +72,15 @@ class Grammar:
         return stem
 
     def pick(self, words: Sequence[Word]) -> Word:
-        """Draw a word, the k-th one 1/sqrt(k) times as often as the first: some are rare, as in any text."""
+        """Draw a word, the k-th one 1/sqrt(k) times as often as the first, so that some are rare, as in any text."""
         return self.rng.choices(words, [(k + 1) ** -0.5 for k in range(len(words))])[0]
 
     def maybe(self, probability: float) -> bool:
-        """True with this probability."""
+        """Return True with this probability."""
         return self.rng.random() < probability
 
     def noun(self) -> Word:
-        """A noun, sometimes a compound, which has the gender of its head."""
+        """Draw a noun; sometimes a compound, which has the gender of its head."""
         head = self.pick(self.nouns)
         if not self.maybe(0.15):
             return head
@@ -88,14 +88,14 @@ class Grammar:
         return Word(modifier.source + head.source, f"{head.target}u{modifier.target}", head.gender)
 
     def name(self, suffix: str) -> Phrase:
-        """A name of two or three syllables."""
+        """Invent a name of two or three syllables."""
         syllables = [self.rng.choice("ptkmnslr") + self.rng.choice("aeiou") for _ in range(self.rng.choice((2, 3)))]
         source = "".join(syllables)
         gender = "f" if source[-1] in "ae" else "m"
         return Phrase(source.title(), source.translate(TRANSLITERATION).title() + suffix, ENDINGS[gender, False])
 
     def phrase(self, suffix: str = "") -> Phrase:
-        """A name, or article, up to two adjectives and noun; `suffix` is the target's case."""
+        """Draw a name, or an article, up to two adjectives and a noun; `suffix` marks the case in the target."""
         if self.maybe(0.2):
             return self.name(suffix)
         noun, plural, article = self.noun(), self.maybe(0.35), self.rng.choice(list(ARTICLES))
@@ -107,7 +107,7 @@ class Grammar:
         return Phrase(" ".join(source), " ".join(target), ending)
 
     def sentence(self) -> tuple[str, str]:
-        """A sentence and its translation."""
+        """Draw a sentence and its translation."""
         subject, verb, tense = self.phrase(), self.pick(self.verbs), self.rng.choice(list(TENSES))
         source, target = [subject.source, tense, verb.source], [verb.target + TENSES[tense] + subject.ending]
         if self.maybe(0.4):
@@ -123,7 +123,7 @@ class Grammar:
 
 
 def make_corpus(directory: Path, seed: int = 1) -> None:
-    """Write train, valid and test; no source sentence occurs twice in them."""
+    """Write train, valid and test; no source sentence occurs twice in the corpus."""
     grammar = Grammar(seed)
     pairs: dict[str, str] = {}
     while len(pairs) < sum(SIZES.values()):

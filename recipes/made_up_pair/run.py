@@ -45,7 +45,7 @@ SETTINGS = {
 
 
 def draw(run: Training, png: Path) -> None:
-    """Draw the losses by applied update, as worker 0 has logged them."""
+    """Draw the losses against applied updates, as worker 0 has logged them."""
     inner = [(int(s["num_updates"]), float(s["loss"])) for s in training.statistics(run.log, "train_inner")]
     valid = [(int(s["valid_num_updates"]), float(s["valid_loss"])) for s in training.statistics(run.log, "valid")]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")

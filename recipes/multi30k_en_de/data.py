@@ -1,4 +1,4 @@
-"""Where the sentences of Multi30k come from: a directory of the user's, the project's site, or a local copy."""
+"""Gets the sentences of Multi30k from the user's directory, the data set's site, or a local copy."""
 
 from __future__ import annotations
 

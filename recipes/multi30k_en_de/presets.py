@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Size(str, Enum):
-    """Which preset."""
+    """The name of a preset."""
 
     SMALL = "small"
     BASE = "base"
@@ -16,7 +16,7 @@ class Size(str, Enum):
 
 @dataclass(frozen=True)
 class Preset:
-    """A Transformer and its schedule."""
+    """A Transformer's size and its training schedule; `average` is the number of checkpoints to average."""
 
     layers: int
     dim: int
@@ -30,7 +30,7 @@ class Preset:
     average: int = 5
 
     def settings(self) -> dict[str, object]:
-        """The flags of fairseq-train, but for when to end."""
+        """Return the flags of fairseq-train, without those that say when to end and how large a batch is."""
         return self.model() | {
             "dropout": self.dropout,
             "criterion": "label_smoothed_cross_entropy",
@@ -45,7 +45,7 @@ class Preset:
         }
 
     def model(self) -> dict[str, object]:
-        """The flags that give the model its shape, which encoder and decoder share."""
+        """Return the flags of the model's shape, which encoder and decoder share."""
         shape = {"layers": self.layers, "embed-dim": self.dim, "ffn-embed-dim": self.ffn, "attention-heads": 4}
         sides = {f"{side}-{name}": value for side in ("encoder", "decoder") for name, value in shape.items()}
         return {"arch": "transformer", "share-all-embeddings": True} | sides

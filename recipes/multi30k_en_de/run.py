@@ -38,7 +38,7 @@ class Data:
 
 
 def prepare(size: Size, data: Path | None, out: Path) -> Data:
-    """From text to a binary data set of 6,000 joint pieces, or of those behind the published score."""
+    """Make the binary data set: of 6,000 joint pieces, or of the pieces behind the published score."""
     if size is Size.PUBLISHED:
         return prepare_published(data, out / "published")
     text = corpus(data, RAW_FILES, out / "raw")
@@ -48,7 +48,10 @@ def prepare(size: Size, data: Path | None, out: Path) -> Data:
 
 
 def prepare_published(data: Path | None, out: Path) -> Data:
-    """The published files are lowercased, tokenised and split already, and are scored as they are."""
+    """Make the binary data set of the published files, which are lowercased, tokenised and split already.
+
+    They are scored as they are.
+    """
     if data is None:
         raise RecipeError(
             "--size published needs --data DIR with its BPE-split files (train.en.gz, ..., test.2016.de.gz)"
@@ -60,7 +63,10 @@ def prepare_published(data: Path | None, out: Path) -> Data:
 
 
 def end(preset: Preset, method: Method, workers: int) -> dict[str, int]:
-    """When to end: after the same target tokens by every method; an asynchronous update has one worker's tokens."""
+    """Return the flag that ends training, after the same number of target tokens by every method.
+
+    An update of the method async has the tokens of only one worker.
+    """
     if preset.epochs:
         return {"max-epoch": preset.epochs}
     assert preset.max_update
@@ -68,7 +74,7 @@ def end(preset: Preset, method: Method, workers: int) -> dict[str, int]:
 
 
 def evaluate(run: Training, data: Data, average: int) -> dict[str, Any]:
-    """Train, translate and score; returns the entry of `results.json`."""
+    """Train, translate and score; return the entry for `results.json`."""
     measured = training.train(run)
     checkpoint = translation.average_checkpoints(run.save_dir, average)
     score = translation.bleu(translation.translate(data.binary, checkpoint, data.pieces), data.references, data.metric)
@@ -79,7 +85,7 @@ def evaluate(run: Training, data: Data, average: int) -> dict[str, Any]:
 
 
 def record(path: Path, result: dict[str, Any]) -> None:
-    """Add a result to the file of results, instead of an earlier one of the same run."""
+    """Add a result to the file of results; it replaces an earlier result of the same run."""
     others = [r for r in json.loads(path.read_text()) if r["run"] != result["run"]] if path.exists() else []
     write_whole(path, json.dumps([*others, result], indent=2) + "\n")
 
@@ -95,7 +101,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def chosen(names: list[str]) -> list[Method]:
-    """The methods asked for, each once."""
+    """Return the methods asked for, each once."""
     known = [method.value for method in Method]
     for name in names:
         if name not in (*known, "all"):
@@ -104,10 +110,10 @@ def chosen(names: list[str]) -> list[Method]:
 
 
 def check_codecs(compress: str) -> None:
-    """Says what is wrong with them before anything is prepared; none is "".
+    """Check the codecs of `--compress` before anything is prepared; "" stands for none.
 
     Raises:
-        RecipeError: fairseq-train would refuse them.
+        RecipeError: fairseq-train would refuse the codecs.
     """
     try:
         parse(compress or "none")
@@ -116,7 +122,7 @@ def check_codecs(compress: str) -> None:
 
 
 def adjusted(preset: Preset, **options: Any) -> Preset:
-    """The preset with the options that were given; a number of epochs replaces a number of updates."""
+    """Return the preset with the options that were given; a number of epochs takes precedence over one of updates."""
     given = {name: value for name, value in options.items() if value is not None}
     return replace(preset, **given)
 
@@ -161,7 +167,7 @@ def main(
     prepared, results = prepare(size, data, out), []
     for each in methods:
         changed = (f"-slowdown-{slowdown}" if slowdown else "") + (f"-compress-{compress}" if compress else "")
-        changed = changed.replace(":", "_")  # which separates paths for fairseq
+        changed = changed.replace(":", "_")  # fairseq separates paths by colons
         save_dir = out / f"{size.value}-{each.value}-seed{seed}{changed}"
         print(f"{each.value}: training into {save_dir}", flush=True)
         length = end(preset, each, workers)

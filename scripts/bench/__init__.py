@@ -1,1 +1,1 @@
-"""Benchmarks: programs that print what they compare, on which machine, and both sides of one run."""
+"""Benchmarks: programs that print what they compare, both sides of one run, and the machine they ran on."""

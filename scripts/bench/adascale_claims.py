@@ -1,8 +1,8 @@
-"""AdaScale's claims on a small language model: the loss, the gain, runs whose batches change, and the smoothing.
+"""Checks AdaScale's claims on a small language model: loss, gain, batches that change in a run, and smoothing.
 
-Everything is set before the runs, by the constants below. Accumulation stands in for ranks. Every rule has the same
-schedule, as a function of the part of the run behind. Linear scaling and the square-root rule make as many iterations
-as AdaScale did with the same seed. What was run is kept, and not run again.
+All settings are fixed before the runs, by the constants below. Accumulation stands in for ranks. Every rule has the
+same schedule, as a function of the share of the run that is done. Linear scaling and the square-root rule make as many
+iterations as AdaScale did with the same seed. Results of runs are kept, and these are not run again.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from scripts.bench.adascale_runs import POINTS, Optimizer, Outcome, Rule, Run, o
 from scripts.bench.batches import Batches, Name  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
-STEPS = 2000  # of the run with one batch in a step
+STEPS = 2000  # steps of the run with one batch in a step
 TOKENS = 64  # bytes in a single batch
-SEEDS = (1, 2, 3)  # of parameters and batches
+SEEDS = (1, 2, 3)  # seeds of parameters and batches
 RATES = {Optimizer.SGD: (0.01, 0.03, 0.1, 0.3), Optimizer.ADAM: (0.001, 0.003, 0.01, 0.03)}
 LIMIT = 0.02  # how far the loss may be from that with one batch, on either side
 FEW, MANY, CHANGING = (4,), (16,), (1, 4, 16, 4)  # batches in a step
-REFERENCE = 256  # batches that give the gain to compare with
+REFERENCE = 256  # batches from which the reference gain is computed
 SMOOTHINGS = {"none, 0": 0.0, "the paper's, 1 − S/1000": None, "longer, 1 − S/10,000": 1 - MANY[0] / 10_000}
 
 
 class Bench:
-    """Runs what was not run before.
+    """Runs the runs that have no kept result.
 
     Args:
-        data: shards of text, or None for the made-up one.
-        out: for what was run, all of it on the same text and with the same constants.
+        data: directory with shards of text, or None for the made-up text.
+        out: directory of the kept results, all of the same text and the same constants.
     """
 
     def __init__(self, data: Path | None, out: Path, steps: int = STEPS, processes: int = 1) -> None:
@@ -55,21 +55,21 @@ class Bench:
         self._done = {line["key"]: _read(line["outcome"]) for line in map(jsonlib.loads, lines)}
 
     def outcomes(self, runs: Sequence[Run]) -> list[Outcome]:
-        """In the order of the runs."""
+        """Returns the outcomes in the order of the runs."""
         running = {self._pool.submit(_run, run, self.data): run for run in runs if run.key not in self._done}
         for finished in as_completed(running):
             self._keep(running[finished], finished.result())
         return [self._done[run.key] for run in runs]
 
     def seeds(self, optimizer: Optimizer, lr: float, **values: Any) -> list[Outcome]:
-        """The same run with each seed."""
+        """Returns the outcomes of the same run with each seed."""
         return self.outcomes(self.runs(optimizer, lr, **values))
 
     def runs(self, optimizer: Optimizer, lr: float, **values: Any) -> list[Run]:
         return [Run(optimizer, lr, seed, self.steps, **values) for seed in SEEDS]
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the pool's processes."""
         self._pool.shutdown()
 
     def _keep(self, run: Run, found: Outcome) -> None:
@@ -94,7 +94,7 @@ def _batches(data: Path | None, seed: int) -> Batches:
 
 
 def best_rate(bench: Bench, report: Report, optimizer: Optimizer) -> float:
-    """The learning rate with the least mean loss of one batch in a step; a bound is broken if it is at an edge."""
+    """Returns the grid's learning rate with the least mean loss of one batch in a step; at an edge, breaks a bound."""
     grid = RATES[optimizer]
     bench.outcomes([run for lr in grid for run in bench.runs(optimizer, lr)])  # all at once
     found = [mean_and_error([each.loss for each in bench.seeds(optimizer, lr)], "loss") for lr in grid]
@@ -109,7 +109,7 @@ def best_rate(bench: Bench, report: Report, optimizer: Optimizer) -> float:
 
 
 def compare(bench: Bench, report: Report, optimizer: Optimizer, lr: float) -> None:
-    """AdaScale, linear scaling and the square-root rule beside one batch in a step."""
+    """Compares AdaScale, linear scaling and the square-root rule with one batch in a step."""
     single = bench.seeds(optimizer, lr)
     rows = [row({"batches": "1", "rule": ""}, single, single)]
     kinds = {batches: bench.runs(optimizer, lr, batches=batches) for batches in (FEW, MANY, CHANGING)}
@@ -129,7 +129,7 @@ def compare(bench: Bench, report: Report, optimizer: Optimizer, lr: float) -> No
 
 
 def as_many(bench: Bench, runs: Sequence[Run], rule: Rule) -> list[Run]:
-    """These runs of AdaScale by another rule, with as many iterations."""
+    """Returns these runs of AdaScale with another rule and as many iterations."""
     if rule is Rule.ADASCALE:
         return list(runs)
     found = zip(runs, bench.outcomes(runs), strict=True)
@@ -137,23 +137,23 @@ def as_many(bench: Bench, runs: Sequence[Run], rule: Rule) -> list[Run]:
 
 
 def keep_to_limit(report: Report, what: str, ratio: float) -> None:
-    """A loss that is too low misses the claim, too."""
+    """Checks that the loss is near that of one batch; a loss that is too low misses the claim, too."""
     side = "above" if ratio > 1 else "below"
     report.bound(f"{what}: loss {side} that of one batch, as a share of it", abs(ratio - 1), LIMIT)
 
 
 def compare_smoothing(bench: Bench, report: Report, optimizer: Optimizer, lr: float) -> None:
-    """θ of the averages, with the largest number of batches."""
+    """Compares values of θ, the smoothing of the averages, with the largest number of batches."""
     single, rows = bench.seeds(optimizer, lr), []
     for name, smoothing in SMOOTHINGS.items():
-        reference = REFERENCE if smoothing is None else 0  # that run is there already
+        reference = REFERENCE if smoothing is None else 0  # so that this run is the one of `compare`, which is kept
         found = bench.seeds(optimizer, lr, batches=MANY, smoothing=smoothing, reference=reference)
         rows.append(row({"θ": name}, found, single))
     report.table(f"{optimizer.value}, {MANY[0]} batches: smoothing", rows)
 
 
 def row(names: dict[str, str], found: Sequence[Outcome], single: Sequence[Outcome]) -> dict[str, Any]:
-    """Means and standard errors; a ratio is of two runs with the same seed."""
+    """Returns a row of means and standard errors; each ratio is of two runs with the same seed."""
     ratios = [each.loss / one.loss for each, one in zip(found, single, strict=True)]
     iterations = mean_and_error([float(each.iterations) for each in found], "iterations")
     losses = mean_and_error([each.loss for each in found], "loss")
@@ -161,7 +161,7 @@ def row(names: dict[str, str], found: Sequence[Outcome], single: Sequence[Outcom
 
 
 def gain_rows(found: Sequence[Outcome]) -> list[dict[str, float]]:
-    """The gain of the next step beside that of many batches, at each point of the runs that came so far."""
+    """Compares the gain of the next step with that of many batches, at each point that a run has reached."""
     rows = []
     for place, done in enumerate(POINTS):
         pairs = [each.gains[place] for each in found if len(each.gains) > place]
@@ -174,7 +174,7 @@ def gain_rows(found: Sequence[Outcome]) -> list[dict[str, float]]:
 
 
 def mean_and_error(values: Sequence[float], name: str) -> dict[str, float]:
-    """Infinite where a run diverged."""
+    """Returns the mean, infinite if a run diverged, and its standard error."""
     finite = all(map(math.isfinite, values))
     error = stdev(values) / math.sqrt(len(values)) if finite and len(values) > 1 else math.nan
     return {name: fmean(values) if finite else math.inf, f"± {name}": error}

@@ -1,4 +1,4 @@
-"""Single runs for the claims about AdaScale: with AdaScale, and with a rule that fixes the learning rate beforehand."""
+"""Single runs for AdaScale's claims: with AdaScale, or with a rule that fixes the learning rate beforehand."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fairseq_async.collective import AdaScale  # noqa: E402
 from scripts.bench.batches import Batches  # noqa: E402
 
-WARM_UP = 1 / 20  # of a run
-POINTS = (0.1, 0.3, 0.5, 0.7, 0.9)  # of a run, at which the gain is compared with that of many batches
-AT_ONCE = 8  # batches in a pass of the reference
+WARM_UP = 1 / 20  # share of a run
+POINTS = (0.1, 0.3, 0.5, 0.7, 0.9)  # shares of a run at which the gain is compared with that of many batches
+AT_ONCE = 8  # batches in one pass for the gain of many batches
 
 
 class Optimizer(str, Enum):
@@ -30,7 +30,7 @@ class Optimizer(str, Enum):
 
 
 class Rule(str, Enum):
-    """What the learning rate of one batch in a step is multiplied by, with S of them: the gain, S, or √S."""
+    """The factor of the learning rate with S batches in a step instead of one: the gain, S, or √S."""
 
     ADASCALE = "AdaScale"
     LINEAR = "linear scaling"
@@ -45,15 +45,15 @@ _MAKE: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run.
+    """The settings of one run.
 
     Attributes:
         lr: peak learning rate of the run with one batch in a step.
-        steps: T, of that run.
-        batches: S, one after another in equal parts of the scale-invariant steps.
-        iterations: of a rule other than AdaScale, which has as many as its gains make of T.
-        smoothing: θ, in place of the paper's.
-        reference: how many batches give the gain to compare with, at each of ``POINTS``; 0 for no comparison.
+        steps: T, the number of steps of the run with one batch in a step.
+        batches: values of S, one after another in equal parts of the scale-invariant steps.
+        iterations: number of iterations for a rule other than AdaScale; AdaScale's follows from T and its gains.
+        smoothing: θ; None for the paper's.
+        reference: number of batches for the gain to compare with, at each of ``POINTS``; 0 for no comparison.
     """
 
     optimizer: Optimizer
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def key(self) -> str:
-        """Different for runs that differ."""
+        """A name of the run that no other run has."""
         length = f"{self.steps} steps, {self.iterations} iterations, reference {self.reference}"
         what = f"{self.rule.value}, {self.batches} batches, smoothing {self.smoothing}"
         return f"{self.optimizer.value} {self.lr:g}; {what}; {length}; seed {self.seed}"
@@ -76,11 +76,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
-        loss: on text that is not trained on, in nats per byte; NaN where the run diverged.
-        gains: at each of ``POINTS``, that of the next step and that of many batches at the same parameters.
+        loss: loss on text that is not trained on, in nats per byte; NaN if the run diverged.
+        gains: at each of ``POINTS``, the gain of the next step and that of many batches at the same parameters.
     """
 
     loss: float
@@ -89,13 +89,13 @@ class Outcome:
 
 
 def outcome(run: Run, batches: Batches) -> Outcome:
-    """Trains from the initial parameters of ``batches``."""
+    """Trains from the initial parameters of ``batches``; returns the result."""
     optimizer = _MAKE[run.optimizer](batches.fresh().parameters())
     return _scaled(run, batches, optimizer) if run.rule is Rule.ADASCALE else _fixed(run, batches, optimizer)
 
 
 def rate(lr: float, done: float) -> float:
-    """The schedule of all runs, a warm-up and a cosine; ``done`` is the part of the run behind."""
+    """Returns the learning rate of all runs, a warm-up and a cosine; ``done`` is the share of the run that is over."""
     return lr * min(1.0, done / WARM_UP + 1e-3) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
@@ -120,7 +120,7 @@ def _scaled(run: Run, batches: Batches, optimizer: torch.optim.Optimizer) -> Out
 
 
 def _accumulate(batches: Batches, numbers: range) -> bool:
-    """Adds the mean gradient of these batches, one pass for each; False where the run has diverged."""
+    """Adds up the mean gradient of these batches, one pass for each; returns False if the run has diverged."""
     for number in numbers:
         loss = batches.loss(number) / len(numbers)
         if not math.isfinite(float(loss.detach())):
@@ -130,7 +130,7 @@ def _accumulate(batches: Batches, numbers: range) -> bool:
 
 
 def _fixed(run: Run, batches: Batches, optimizer: torch.optim.Optimizer) -> Outcome:
-    """The same mean gradients in one pass a step, because nothing is measured in the single ones."""
+    """Trains with a fixed rule; one pass computes a step's mean gradient, since single gradients are not measured."""
     count = run.batches[0]
     factor = count if run.rule is Rule.LINEAR else math.sqrt(count)
     for step in range(run.iterations):
@@ -145,7 +145,7 @@ def _fixed(run: Run, batches: Batches, optimizer: torch.optim.Optimizer) -> Outc
 
 
 def gain_of_many(means: Iterable[Tensor], scale: float, each: int = AT_ONCE) -> float:
-    """r from means of many batches, in float64 (Johnson et al. 2020, arXiv 2007.05105, without averages).
+    """Returns the gain r from means of many batches, in float64 (Johnson et al. 2020, arXiv 2007.05105, unsmoothed).
 
     Args:
         means: at least two gradients, each the mean of ``each`` single batches, of shape [elements].
@@ -161,7 +161,7 @@ def gain_of_many(means: Iterable[Tensor], scale: float, each: int = AT_ONCE) -> 
 
 
 def gradients(batches: Batches, numbers: range, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Means of ``AT_ONCE`` of these batches, as AdaScale sees them: with Adam divided by √v̂ + eps."""
+    """Yields mean gradients of ``AT_ONCE`` batches, as AdaScale sees them: with Adam, divided by √v̂ + eps."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     divisor = torch.cat([_divisor(parameter, optimizer) for parameter in parameters])
     for first in numbers[::AT_ONCE]:
@@ -170,7 +170,7 @@ def gradients(batches: Batches, numbers: range, optimizer: torch.optim.Optimizer
 
 
 def _divisor(parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    """For each element √v̂ + eps, or ∞ where Adam has seen no gradient; 1 with SGD."""
+    """Returns √v̂ + eps for each element, or ∞ where Adam has seen no gradient; 1 with SGD."""
     state, group = optimizer.state[parameter], optimizer.param_groups[0]
     if "exp_avg_sq" not in state:
         return torch.ones_like(parameter).flatten()

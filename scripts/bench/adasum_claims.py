@@ -1,7 +1,7 @@
-"""Steps to a given validation loss: average, sum and Adasum of 4 and of 16 single batches, by SGD, Adam and LAMB.
+"""Counts steps to a given validation loss with average, sum and Adasum of 4 and 16 batches; SGD, Adam and LAMB.
 
-Accumulation stands in for ranks. Averaging and Adasum have the learning rate of the run with one batch in a step, the
-sum has that times the number of batches (linear scaling). Adasum has the gradient form for SGD and the delta form for
+Accumulation stands in for ranks. Averaging and Adasum use the learning rate of the run with one batch in a step; the
+sum uses that times the number of batches (linear scaling). Adasum has the gradient form for SGD and the delta form for
 Adam and LAMB, where each rank has moments of its own.
 """
 
@@ -26,7 +26,7 @@ from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
 from scripts.bench.batches import Batches, Name  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
-LIMIT = 0.8  # Adasum's steps of averaging's, with LAMB
+LIMIT = 0.8  # Adasum's steps as a share of averaging's, with LAMB
 EVERY = 10  # steps between two scores
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[float, ...]]] = {
     "SGD": (lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9), (0.03, 0.1, 0.3)),
@@ -40,7 +40,7 @@ class Run:
     """One training run.
 
     Args:
-        count: single batches in a step.
+        count: number of single batches in a step.
     """
 
     def __init__(self, batches: Batches, name: str, lr: float, method: str, count: int, warm_up: int) -> None:
@@ -53,7 +53,7 @@ class Run:
         self.optimizers = [OPTIMIZERS[name][0](own, self.rate) for own in self.ranks or [self.parameters]]
 
     def step(self) -> None:
-        """Linear warm-up, then a constant learning rate."""
+        """Takes a step; the learning rate has a linear warm-up and then is constant."""
         for optimizer in self.optimizers:
             optimizer.param_groups[0]["lr"] = self.rate * min(1.0, (self.steps + 1) / self.warm_up)
         single = self.batches.gradients(range(self.steps * self.count, (self.steps + 1) * self.count))
@@ -79,7 +79,10 @@ class Run:
             parameter.add_(adasum(of_ranks))
 
     def train(self, steps: int, target: float = -math.inf) -> float:
-        """Steps until the validation loss is at the target, between two scores; infinite if it is not after all."""
+        """Trains until the validation loss reaches the target; returns the number of steps, infinite if it does not.
+
+        The number is interpolated between two scores.
+        """
         before = self.batches.score()
         while self.steps < steps:
             self.step()
@@ -98,7 +101,7 @@ def _mean(tensors: list[Tensor]) -> Tensor:
 
 
 def tuned(batches: Batches, name: str, rates: Sequence[float], steps: int, warm_up: int) -> tuple[float, float]:
-    """The best learning rate for one batch in a step, and the loss that it reaches."""
+    """Returns the best learning rate for one batch in a step, and the loss that it reaches."""
     scores = []
     for lr in rates:
         Run(batches, name, lr, "average", 1, warm_up).train(steps)

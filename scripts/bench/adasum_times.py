@@ -1,7 +1,7 @@
-"""The time of Adasum beside Gloo's all-reduce of the same bytes, between processes of one machine.
+"""Times Adasum beside Gloo's all-reduce of the same bytes, between processes of one machine.
 
-Adasum reads its operands twice (products, then the combination) where a sum reads them once. Tensors lie end to
-end, as in the buckets of DistributedDataParallel, and each in memory of its own.
+Adasum reads its operands twice (products, then the combination); a sum reads them once. Adasum is timed with tensors
+that lie end to end, as in the buckets of DistributedDataParallel, and with each tensor in memory of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Seconds = dict[str, list[float]]
 
 
 def take_part(rank: int, ranks: int, port: int, elements: int, tensors: int, rounds: int, result: Connection) -> None:
-    """One rank; sends the time of each operation in each round, until the last rank had finished it."""
+    """Runs one rank; sends the time of each operation in each round, until the last rank has finished it."""
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
@@ -60,7 +60,7 @@ def take_part(rank: int, ranks: int, port: int, elements: int, tensors: int, rou
 
 
 def measure(ranks: int, elements: int, tensors: int, rounds: int) -> Seconds:
-    """Seconds of each operation in each round, as the first rank saw them."""
+    """Returns the seconds of each operation in each round, as the first rank measured them."""
     context, port = torch.multiprocessing.get_context("spawn"), free_port()
     ends = [context.Pipe(duplex=False) for _ in range(ranks)]
     arguments = [(rank, ranks, port, elements, tensors, rounds, ends[rank][1]) for rank in range(ranks)]
@@ -76,7 +76,7 @@ def measure(ranks: int, elements: int, tensors: int, rounds: int) -> Seconds:
 
 
 def rows(seconds: Seconds) -> list[dict[str, Any]]:
-    """Milliseconds, and their ratio to those of the all-reduce."""
+    """Returns the milliseconds of each operation, and their ratio to those of the all-reduce."""
     times = {name: [1000 * value for value in values] for name, values in seconds.items()}
     return [
         {

@@ -1,4 +1,4 @@
-"""Problems cut into single batches, for claims about how many of them a step should have."""
+"""Training problems cut into single batches, to check claims about the number of batches in a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recipes.steps import RecipeError  # noqa: E402
 
 
 class Name(str, Enum):
-    """Which problem."""
+    """The name of a problem."""
 
     BYTES = "bytes"
     C4 = "c4"
@@ -51,9 +51,9 @@ class Batches:
     """A problem whose runs all start from the same parameters, and whose batch ``number`` is the same in every run.
 
     Args:
-        seed: of parameters and batches.
-        tokens: in a single batch, rounded down to whole sequences of 64, or of Multi30k at most; by default 256, and
-            for Multi30k 512. The more, the less noise.
+        seed: seed of parameters and batches.
+        tokens: number of tokens in a single batch, rounded down to whole sequences of 64; for Multi30k the largest
+            number. The default is 256, and 512 for Multi30k. More tokens give less noise.
     """
 
     def __init__(self, name: Name, data: Path | None, seed: int, tokens: int | None = None) -> None:
@@ -71,14 +71,14 @@ class Batches:
         self._start = {key: value.clone() for key, value in self.problem.model.state_dict().items()}
 
     def fresh(self) -> nn.Module:
-        """The model with the initial parameters of every run."""
+        """Resets the model to the initial parameters of every run, and returns it."""
         self.problem.model.load_state_dict(self._start)
         self.problem.model.zero_grad()
         torch.manual_seed(self.seed)  # dropout
         return self.problem.model
 
     def loss(self, *numbers: int) -> Tensor:
-        """The mean loss of a token in these single batches."""
+        """Returns the mean loss per token in these single batches."""
         indices = [index for number in numbers for index in self._indices(number)]
         return self.problem.loss(self.problem.batch(indices))[0]
 
@@ -88,10 +88,10 @@ class Batches:
         return found
 
     def gradients(self, numbers: Sequence[int]) -> list[list[Tensor]]:
-        """Of each of these single batches: one tensor a parameter."""
+        """Returns the gradients of each of these single batches, one tensor per parameter."""
         parameters = list(self.problem.model.parameters())
         return [list(torch.autograd.grad(self.loss(number), parameters)) for number in numbers]
 
     def score(self) -> float:
-        """Loss on text that is not trained on, in nats per byte, piece or target token."""
+        """Returns the loss on text that is not trained on, in nats per byte, piece or target token."""
         return self.problem.evaluate()

@@ -32,16 +32,16 @@ class ByteModel(nn.Module):
         nn.init.normal_(self.positions.weight, std=0.1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids: [sequences, SEQUENCE + 1]. Mean cross-entropy in nats per byte."""
+        """Returns the mean cross-entropy in nats per byte; ``ids`` has the shape [sequences, SEQUENCE + 1]."""
         hidden = self.layers(self.bytes(ids[:, :-1].long()) + self.positions.weight, mask=self.mask, is_causal=True)
         return nn.functional.cross_entropy((hidden @ self.bytes.weight.T).flatten(0, 1), ids[:, 1:].long().flatten())
 
 
 class Bytes:
-    """Next bytes of a text, as a problem of the simulator; a sample is a start position.
+    """The simulator's problem of predicting the next byte of a text; a sample is a start position.
 
     Args:
-        data: shards in a format of the C4 recipe; else its made-up text.
+        data: directory of shards in a format of the C4 recipe; None for the recipe's made-up text.
     """
 
     def __init__(self, seed: int, device: torch.device, data: Path | None = None) -> None:

@@ -1,8 +1,8 @@
-"""How many bytes runs of local SGD have moved per token, beside synchronous data parallelism with as many workers.
+"""Counts the bytes per token that runs of local SGD have moved, beside synchronous training with as many workers.
 
-Counted from the runs' logs. With each update a worker sends as many fp32 numbers as the model has parameters,
-and receives as many with the answer. A ring all-reduce, the least for a synchronous step, sends and receives 2(k - 1)/k
-of that at each of k ranks.
+The runs' logs give the number of updates. With each update a worker sends as many fp32 numbers as the model has
+parameters, and receives as many with the answer. A ring all-reduce, the least for a synchronous step, sends and
+receives 2(k - 1)/k of that at each of k ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from scripts.bench.report import Report  # noqa: E402
 
 
 def moved(run_dir: Path, tokens_per_step: int) -> dict[str, float]:
-    """Bytes per token of a run, and of the same local steps taken synchronously.
+    """Returns the bytes per token of a run, and of the same local steps taken synchronously.
 
     Args:
-        run_dir: with ``run.json`` and ``events.jsonl``.
-        tokens_per_step: of one worker; 0 where the events say how many tokens there were.
+        run_dir: directory with ``run.json`` and ``events.jsonl``.
+        tokens_per_step: tokens of a local step of one worker; 0 if the events give the number of tokens.
     """
     run = jsonlib.loads((run_dir / "run.json").read_text())
     events = [jsonlib.loads(line) for line in (run_dir / "events.jsonl").open()]

@@ -1,10 +1,10 @@
-"""How well a server's load is predicted: from one real worker, the updates a second and the staleness of two and four.
+"""Checks the prediction of a server's load: a run of one worker gives the update rate and staleness of two and four.
 
-Workers sleep in place of computing, so that more of them than cores can be measured, and some sleep longer than
-others; in two cases the server sleeps with each update, too, and is saturated. In some it is in shards, and in some the
+Workers sleep in place of computing, so that more workers than cores can be measured; some sleep longer than others. In
+two cases the server sleeps with each update, too, and is saturated. In some cases the server is in shards; in some the
 workers are on another host, a network namespace behind a cable, and exchange the model whole or in fragments. Pushes,
 pulls and the server are real, in processes of their own. Each round measures one worker on this host that exchanges the
-model whole with one process, predicts, and measures the others: what counts is the median of the rounds.
+model whole with a server of one process, predicts from it, and measures the others. The median of the rounds counts.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ from scripts.faults.hosts import Cable, Host, other_host  # noqa: E402
 from scripts.faults.sgd_server import sgd_spec  # noqa: E402
 
 WITHIN = 0.15
-SLOWER = (1.0, 1.5, 2.0, 3.0)  # of the workers, times the step
+SLOWER = (1.0, 1.5, 2.0, 3.0)  # each worker's step, in steps of the fastest
 WORKERS = (1, 2, 4)
 LATENCY = 0.05  # seconds from one end of a cable to the other
-LONGER, SMALLER = 4, 4  # of runs over a cable: updates are fewer, and so are parameters
+LONGER, SMALLER = 4, 4  # factors of runs over a cable: they are longer, because updates are fewer; models are smaller
 HERE = Host((), "127.0.0.1", "127.0.0.1")
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """One case to measure.
 
     Attributes:
-        step: seconds, of the fastest worker.
-        server: seconds for which the server sleeps with each update; in shards each does so for its part.
-        shards: of the server.
-        local_steps: from exchange to exchange; 0 where every gradient is sent.
-        fragments: in which the model is exchanged, one step ahead.
-        mbit: of the cable between workers and server, in Mbit/s each way; 0 for workers on the server's host.
+        step: seconds of a step of the fastest worker.
+        server: seconds for which the server sleeps with each update; each shard sleeps for its part of them.
+        shards: number of the server's shards.
+        local_steps: number of local steps between exchanges; 0 if every gradient is sent.
+        fragments: number of fragments; with several, an exchange has a delay of one step.
+        mbit: rate of the cable between workers and server, in Mbit/s each way; 0 for workers on the server's host.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Case:
 
     @property
     def whole(self) -> Case:
-        """The same on one host, and not in fragments or shards: what predictions are made from."""
+        """The same case on one host without fragments and shards, from which predictions are made."""
         return replace(self, fragments=1, mbit=0.0, shards=1)
 
 
@@ -101,7 +101,7 @@ CASES = (
 
 
 def send_gradients(client: Client, case: Case, workers: int, parameters: int, until: Until) -> None:
-    """One worker that sends a gradient after every sleep."""
+    """Runs one worker that sends a gradient after every sleep."""
     parts = [torch.nn.Parameter(part) for part in torch.randn(parameters).chunk(4)]
     for part in parts:
         part.grad = torch.randn_like(part)
@@ -115,7 +115,7 @@ def send_gradients(client: Client, case: Case, workers: int, parameters: int, un
 
 
 def take_local_steps(client: Client, case: Case, workers: int, parameters: int, until: Until) -> None:
-    """One worker that exchanges after several sleeps."""
+    """Runs one worker that exchanges after several sleeps."""
     parts = torch.randn(parameters).chunk(4)
     replica = TensorReplica([(str(number), torch.nn.Parameter(part)) for number, part in enumerate(parts)])
     worker = local_sgd_worker(client, replica, case.options)
@@ -128,7 +128,7 @@ def take_local_steps(client: Client, case: Case, workers: int, parameters: int, 
 
 
 class Until:
-    """Says that a worker is ready, waits for all to be, and then sleeps for its step until time is over."""
+    """Reports that a worker is ready, waits until all are, and then sleeps for each step until the time is over."""
 
     def __init__(self, step: float, seconds: float) -> None:
         self.step, self.seconds, self.ends = step, seconds, 0.0
@@ -146,7 +146,7 @@ class Until:
 
 
 def work(address: str, token: str, given: str) -> None:
-    """One worker's process."""
+    """Runs one worker's process."""
     torch.set_num_threads(1)
     own = jsonlib.loads(given)
     case, worker = Case(**own["case"]), own["worker"]
@@ -157,14 +157,14 @@ def work(address: str, token: str, given: str) -> None:
 
 
 def run(case: Case, workers: int, parameters: int, seconds: float, out: Path) -> tuple[float, float]:
-    """A real run; returns its updates a second and their mean staleness, by the events of its middle."""
+    """Makes a real run; returns the updates per second and the mean staleness in the middle part of the run."""
     cable = Cable(seconds=LATENCY, bytes_per_second=case.mbit * 1e6 / 8)
     with other_host(cable) if case.mbit else nullcontext(HERE) as host:
         return run_on(host, case, workers, parameters, seconds, out)
 
 
 def run_on(host: Host, case: Case, workers: int, parameters: int, seconds: float, out: Path) -> tuple[float, float]:
-    """The same with workers on this host."""
+    """Makes a real run with the workers on ``host``; returns the same as :func:`run`."""
     server = ServerProcess(case.program, workers, out, out / "server.log", host=host.near)
     try:
         processes = []
@@ -195,7 +195,10 @@ def run_on(host: Host, case: Case, workers: int, parameters: int, seconds: float
 
 
 def predict(case: Case, workers: int, alone: Measured) -> tuple[float, Load]:
-    """Updates a second by the asymptotic bound, NaN in fragments, and the simulated load: from a run of one worker."""
+    """Predicts from a run of one worker: updates per second by the asymptotic bound, and the simulated load.
+
+    The bound is NaN in fragments.
+    """
     each, costs = max(1, case.local_steps), replace(alone.costs, shards=case.shards)
     steps = [costs.step / each + (slower - 1) * case.step for slower in SLOWER[:workers]]
     if case.mbit:
@@ -208,7 +211,7 @@ def predict(case: Case, workers: int, alone: Measured) -> tuple[float, Load]:
 
 
 def measure_case(case: Case, parameters: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """Rows of all numbers of workers; medians over the rounds."""
+    """Returns a row for each number of workers, with medians over the rounds."""
     found: dict[int, list[tuple[float, ...]]] = {workers: [] for workers in WORKERS}
     if case.mbit:
         parameters, seconds = parameters // SMALLER, seconds * LONGER

@@ -1,7 +1,7 @@
-"""Bytes of each codec, and what encoding and decoding cost, beside a copy of the values.
+"""Measures the bytes of each codec, and the cost of encoding and decoding relative to a copy of the values.
 
-The values are normal, each times the square of another one, so that a few are far larger than the rest. AdaComp gets
-twelve such vectors in a row, with error feedback, and the last payload counts: how much it sends adapts itself.
+The values are normal, each times the square of another one, so that a few are far larger than the rest. AdaComp adapts
+how much it sends. It therefore gets twelve such vectors in a row, with error feedback, and the last payload counts.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ CODECS: dict[str, Codec] = {
     "adacomp": AdaComp(),
     "dqsgd": DQSGD(),
 }
-MOST_BYTES = {"int8": 0.26, "e3m0": 0.131, "topk": 1 / 140}  # of fp32
+MOST_BYTES = {"int8": 0.26, "e3m0": 0.131, "topk": 1 / 140}  # as a share of fp32's
 MOST_COPIES = {"int8": 4.0, "e3m0": 4.0, "topk": 15.0, "adacomp": 15.0}
 
 
 def seconds(call: Callable[[], object], repeats: int) -> float:
-    """Processor time of the fastest of so many calls, after one more: other programs do not count."""
+    """Returns the processor time of the fastest of ``repeats`` calls, after one more; other programs do not count."""
     call()
     times = []
     for _ in range(repeats):
@@ -50,7 +50,7 @@ def vector(size: int, seed: int) -> Tensor:
 
 
 def bytes_of(codec: Codec, size: int, rounds: int) -> list[int]:
-    """Of each of so many payloads in a row, with error feedback where the codec has it."""
+    """Returns the bytes of each of ``rounds`` payloads in a row, with error feedback if the codec is biased."""
     feedback, found = ErrorFeedback(codec), []
     for seed in range(rounds):
         update = vector(size, seed)

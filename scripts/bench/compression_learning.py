@@ -1,8 +1,8 @@
-"""What codecs do to the loss, and how much the adaptive ones send: real gradients under the simulator's virtual clock.
+"""Measures the loss with each codec and the bytes that it sends: real gradients under the simulator's virtual clock.
 
-Five experiments of recipes/paper, each with several seeds: codecs under local SGD on C4, with and without momentum;
-AdaComp and DQ-SGD on the gradients of C4 and of Multi30k; gs-SGD beside top-k of the same bytes. Bytes are those of the
-payloads, headers included. What was run is kept, and not run again.
+Runs five experiments of recipes/paper, each with several seeds: codecs under local SGD on C4, with and without
+momentum; AdaComp and DQ-SGD on the gradients of C4 and of Multi30k; gs-SGD beside top-k of the same bytes. Bytes are
+those of the payloads, headers included. Results of runs are kept, and these are not run again.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ REFERENCE = "fp32"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run came to.
+    """The result of one run.
 
     Attributes:
-        seconds: virtual ones.
-        parameters: of the model.
-        sent: bytes of each applied update, in their order.
+        seconds: virtual seconds.
+        parameters: number of the model's parameters.
+        sent: bytes of each applied update, in order.
     """
 
     loss: float
@@ -72,17 +72,17 @@ class Outcome:
 
     @property
     def share(self) -> float:
-        """Bytes sent, of those of fp32."""
+        """Bytes sent, as a share of those of fp32."""
         return fmean(self.sent) / (4 * self.parameters)
 
     @property
     def bits(self) -> list[int]:
-        """Of a value, of each update; headers are less than half a bit."""
+        """Bits per value of each update; headers are less than half a bit."""
         return [round(8 * sent / self.parameters) for sent in self.sent]
 
 
 class Bench:
-    """Runs methods of experiments; what was run before is read from ``out``, with the pretrained parameters."""
+    """Runs methods of experiments; keeps results and pretrained parameters in ``out``, and reads them from there."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -92,7 +92,7 @@ class Bench:
         self._done = {line["key"]: Outcome(**line["outcome"]) for line in map(jsonlib.loads, lines)}
 
     def outcome(self, experiment: Experiment, number: int, seed: int) -> Outcome:
-        """What a method, by its number in the experiment, comes to."""
+        """Returns the result of a method, given by its number in the experiment."""
         key = f"{experiment.path.stem}; {experiment.methods[number].name}; seed {seed}"
         if key not in self._done:
             self._done[key] = self._run(experiment, number, seed)
@@ -121,7 +121,7 @@ class Bench:
         return Outcome(trial.evaluate(), trial.clock.now, model.layout.size, sent)
 
     def _start(self, given: Experiment, seed: int, model: SharedModel) -> Tensor:
-        """The parameters with which all methods of an experiment begin."""
+        """Returns the parameters with which all methods of an experiment begin."""
         path, wanted, options = self.out / f"{given.path.stem}-{seed}.pt", given.pretraining, given.optimizer
         if path.exists():
             start: Tensor = torch.load(path, weights_only=True)
@@ -134,7 +134,7 @@ class Bench:
 
 
 def row(name: str, found: Sequence[Outcome], reference: Sequence[Outcome]) -> dict[str, Any]:
-    """Of one method, beside fp32 with the same seeds."""
+    """Returns the row of one method, which is compared with fp32 seed by seed."""
     perplexities = [math.exp(each.loss) for each in found]
     ratios = [math.exp(each.loss - other.loss) for each, other in zip(found, reference, strict=True)]
     error = stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
@@ -152,7 +152,7 @@ def row(name: str, found: Sequence[Outcome], reference: Sequence[Outcome]) -> di
 
 
 def draw_bits(found: Sequence[Outcome], path: Path) -> None:
-    """Bits of a value along the run, a line a seed: means over twenty updates."""
+    """Draws the bits per value over the run, one line per seed, as means over twenty updates."""
     figure, axes = pyplot.subplots(figsize=(6, 3), layout="constrained")
     for seed, outcome in enumerate(found, start=1):
         means = [fmean(outcome.bits[at : at + 20]) for at in range(0, len(outcome.bits), 20)]
@@ -165,7 +165,7 @@ def draw_bits(found: Sequence[Outcome], path: Path) -> None:
 
 
 def check(report: Report, stem: str, rows: Sequence[dict[str, Any]]) -> None:
-    """The bounds of an experiment."""
+    """Checks the bounds of an experiment."""
     for each in rows:
         name = each["method"]
         if stem == LOCAL_SGD and name in MOST_PERPLEXITY:

@@ -1,12 +1,12 @@
-"""Behind a barrier, asynchronous workers take the steps of fairseq's own synchronous run.
+"""Checks that with a barrier, asynchronous workers take the steps of fairseq's own synchronous run.
 
 Trains each case twice from the same initialisation on the same batches, with real processes: by fairseq's data
 parallelism (legacy_ddp over Gloo, or one plain process), and with hybrid_async. Dropout is on, and gradients are
 clipped. Compares every tensor of the two checkpoints.
 
-The two sides add the same gradients in another order, so their last bits differ, and 1e-6 is what smooth arithmetic
-makes of that in 20 updates. The model's activation is therefore GELU: a ReLU whose input is that near to 0 turns the
-last bit into a jump.
+The two sides add the same gradients in another order, so their last bits differ; with smooth functions this grows to
+1e-6 in 20 updates. The model's activation is therefore GELU: for an input so near to 0, a ReLU would turn a difference
+of the last bit into a jump.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CASES = (
     Case("SGD, k = 3", 3, SGD),
     Case("SGD, k = 4", 4, SGD),
     Case("Adam, k = 2", 2, ADAM),
-    # it divides each tensor's gradient by its own root mean square, and with it the rounding of a small gradient
+    # Adafactor divides each tensor's gradient by its root mean square, and with it the rounding of a small gradient
     Case("Adafactor, k = 2", 2, ADAFACTOR, bound=1e-5),
     Case("Adam, k = 1, N = 1", 1, ADAM, exact=True),
 )
@@ -68,12 +68,12 @@ CASES = (
 
 @dataclass(frozen=True)
 class Job(Training):
-    """A run of one case, on one of its two sides."""
+    """A run of one of the two sides of a case."""
 
     case: Case
 
     def optimizer(self) -> dict[str, object]:
-        """The case's optimizer, or the same inside hybrid_async, with a barrier where there are others to wait for."""
+        """Returns the flags of the case's optimizer, alone or in hybrid_async, which has a barrier unless `exact`."""
         if self.method is not Method.HYBRID:
             return dict(self.case.inner)
         method = {"optimizer": "hybrid_async", "inner-optimizer": self.case.inner["optimizer"]}
@@ -84,7 +84,7 @@ class Job(Training):
 def checkpoints(
     case: Case, method: Method, binary: Path, out: Path, given: Mapping[str, object]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The model in the middle and at the end of a run."""
+    """Trains; returns the model in the middle and at the end of the run."""
     settings = {
         **MODEL,
         **given,
@@ -104,20 +104,20 @@ def checkpoints(
 
 
 def parameters(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's model without the buffers that say which format it has."""
+    """Returns a checkpoint's model without the buffers that mark its format."""
     model = load_checkpoint(checkpoint)["model"]
     return {name: tensor for name, tensor in model.items() if not name.endswith((".version", "._float_tensor"))}
 
 
 def relative(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """|ours - theirs| / |theirs| of each tensor, in L2 norms; 0 for equal ones."""
+    """Returns |ours - theirs| / |theirs| of each tensor, in L2 norms; 0 for equal tensors."""
     assert ours.keys() == theirs.keys()
     pairs = {name: (ours[name].double(), theirs[name].double()) for name in ours}
     return {n: 0.0 if torch.equal(a, b) else float((a - b).norm() / b.norm()) for n, (a, b) in pairs.items()}
 
 
 def compare(case: Case, binary: Path, out: Path, given: Mapping[str, object]) -> dict[str, Any]:
-    """The worst tensor of a case, and for scale how far the parameters moved from the run's middle to its end."""
+    """Returns the worst tensor of a case, and for scale how far parameters moved from the run's middle to its end."""
     reference = Method.SINGLE if case.workers == 1 else Method.SYNC
     middle, theirs = checkpoints(case, reference, binary, out, given)
     _, ours = checkpoints(case, Method.HYBRID, binary, out, given)

@@ -1,4 +1,4 @@
-"""How long a push and a pull take beside an all-reduce of the same bytes, and of what parts they are made."""
+"""Times pushes and pulls, beside an all-reduce of the same bytes, and the parts of which they consist."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from scripts.bench.sgd_server import build  # noqa: E402
 from scripts.faults.sgd_server import sgd_spec  # noqa: E402
 
 UPDATES_PER_STEP = 4
-WARM_UP = 2  # of each list
-PAUSE = 0.1  # seconds; a worker computes between two updates, and the server may have work left over meanwhile
+WARM_UP = 2  # first values of each list that do not count
+PAUSE = 0.1  # seconds in place of a worker's computation between updates, in which the server may finish its work
 TENSOR = 1 << 20  # elements of each of the model's tensors
 
 Seconds = dict[str, list[float]]
 
 
 def model(parameters: int) -> list[tuple[str, Parameter]]:
-    """Tensors of about `parameters` elements together, with gradients."""
+    """Returns named tensors with gradients, of about `parameters` elements together."""
     named = [(f"layer{i}", Parameter(torch.randn(1024, 1024))) for i in range(max(1, round(parameters / TENSOR)))]
     for _, parameter in named:
         parameter.grad = torch.randn_like(parameter)
@@ -51,7 +51,7 @@ def model(parameters: int) -> list[tuple[str, Parameter]]:
 
 
 def join(client: Client, parameters: int, spec: MethodSpec) -> HybridAsync:
-    """A hybrid_async worker with these parameters, without a model or data to go with them."""
+    """Returns a hybrid_async worker that has joined with this number of parameters, without a real model or data."""
     optimizer = HybridAsync(Namespace(lr=[1e-4]), model(parameters), client, None, 1, False)
     welcome = optimizer.worker.join(spec)
     if not welcome.initialised:
@@ -61,7 +61,7 @@ def join(client: Client, parameters: int, spec: MethodSpec) -> HybridAsync:
 
 
 def clocked(work: Callable[[], Any]) -> float:
-    """Seconds that `work` takes."""
+    """Returns the seconds that `work` takes."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
@@ -72,7 +72,7 @@ def clocked(work: Callable[[], Any]) -> float:
 
 @contextmanager
 def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
-    """The environment for processes that are started meanwhile."""
+    """Adds the variables to the environment until the end of the block, for processes started in it."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -86,8 +86,8 @@ class Player:
     """A process that does one thing whenever it is told to, and waits otherwise.
 
     Args:
-        play: is called in the process with its end of the connection; receives False when it is to end.
-        variables: what the process's environment holds besides this one's.
+        play: called in the process with its end of the connection, on which each True asks for one turn.
+        variables: environment variables of the process, besides those of this one.
     """
 
     def __init__(self, play: Callable[..., None], *arguments: Any, variables: Mapping[str, str] | None = None) -> None:
@@ -105,7 +105,7 @@ class Player:
 
 
 def take_turn(*players: Player) -> Any:
-    """Let the players do their thing at the same time; returns what the first one says of it."""
+    """Let the players take a turn at the same time; returns the answer of the first one."""
     time.sleep(PAUSE)
     for player in players:
         player.connection.send(True)
@@ -113,7 +113,7 @@ def take_turn(*players: Player) -> Any:
 
 
 def reduce(connection: Connection, index: int, port: int, size: int) -> None:
-    """One of two ranks that reduce `size` numbers with Gloo; says how long each all-reduce took."""
+    """Play one of two ranks that reduce `size` numbers with Gloo; sends the seconds of each all-reduce."""
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=index, world_size=2, timeout=timedelta(seconds=120))
@@ -124,14 +124,14 @@ def reduce(connection: Connection, index: int, port: int, size: int) -> None:
 
 
 def exchange(connection: Connection, parameters: int, address: str, token: str, out: Path) -> None:
-    """A worker; says how long each push (with its copy into the slot) and pull took, and whether the server stepped."""
+    """Play a worker; sends the seconds of each push (with the copy into the slot) and pull, and whether it stepped."""
     torch.set_num_threads(1)
     optimizer = join(Client(address, token, 0), parameters, sgd_spec(UPDATES_PER_STEP, workers=1))
     worker, gradients = optimizer.worker, [parameter.grad for parameter in optimizer.params]
     while connection.recv():
         version = worker.version
         optimizer.zero_grad()
-        optimizer.multiply_grads(1.0)  # which writes nothing into the slot: there are no gradients yet
+        optimizer.multiply_grads(1.0)  # writes nothing into the slot: there are no gradients yet
         for parameter, gradient in zip(optimizer.params, gradients, strict=True):
             parameter.grad = gradient
         optimizer.step()
@@ -141,7 +141,7 @@ def exchange(connection: Connection, parameters: int, address: str, token: str, 
 
 
 def whole(parameters: int, rounds: int, out: Path) -> Seconds:
-    """All-reduces between two processes, and pushes and pulls between a worker and its server, in turn.
+    """Time all-reduces between two processes, and pushes and pulls between a worker and its server, in turn.
 
     The worker is hybrid_async itself, in the environment that the launcher gives it.
     """
@@ -168,14 +168,14 @@ def whole(parameters: int, rounds: int, out: Path) -> Seconds:
 
 
 def parts(parameters: int, rounds: int) -> Seconds:
-    """What push and pull are made of, one after the other in one process, on the same kind of memory."""
+    """Time the parts of push and pull, one after the other in one process, on the same kind of memory."""
     spawn = torch.multiprocessing.get_context("spawn")
     with environment_with(environment()), ProcessPoolExecutor(1, spawn) as pool:
         return pool.submit(one_by_one, parameters, rounds).result()
 
 
 def one_by_one(parameters: int, rounds: int) -> Seconds:
-    """The parts, in the process that has the environment for them."""
+    """Time the parts, in the process that has the environment for them."""
     torch.set_num_threads(1)
     named = model(parameters)
     layout = Layout.of(named)
@@ -221,7 +221,7 @@ def one_by_one(parameters: int, rounds: int) -> Seconds:
 
 
 def rows(seconds: Seconds) -> list[dict[str, Any]]:
-    """Milliseconds without the first rounds. The fastest is what a moment without other processes gives."""
+    """Return milliseconds without the first rounds. The fastest value is the least disturbed by other processes."""
     counted = {name: [1000 * value for value in values[WARM_UP:] or values] for name, values in seconds.items()}
     return [
         {"what": name, "median ms": median(values), "fastest ms": min(values), "times": len(values)}

@@ -1,7 +1,7 @@
-"""The peak on a line and the time that a worker waits, with the model whole and in fragments.
+"""Measures the peak rate on a line and the time that a worker waits, with the model whole and in fragments.
 
-The worker is in a network namespace at the other end of a cable, the server on this host. A step takes time, computing
-nothing, so that the machine's other load moves the figures little. What a second holds is counted where it arrives, for
+The worker is in a network namespace at the other end of a cable, the server on this host. A step takes time but
+computes nothing, so that other load of the machine changes the figures little. Bytes are counted where they arrive, for
 each direction of the cable by itself: pushes at the server's end, parameters at the worker's.
 """
 
@@ -27,8 +27,8 @@ from scripts.bench.report import Report  # noqa: E402
 from scripts.faults.hosts import Cable, Host, other_host  # noqa: E402
 
 MODULE, WORKER = "fairseq_async.server.local_sgd_main", "scripts.bench.fragments_worker"
-TENSORS = 8  # equal ones: with others, a fragment is no smaller than the largest tensor
-WINDOW = 1.0  # seconds
+TENSORS = 8  # of equal size, since a fragment is no smaller than the largest tensor
+WINDOW = 1.0  # seconds over which a peak is measured
 MOST_PEAK, MOST_WAITING, LEAST_WAITING_WHOLE = 1 / 6, 0.01, 0.1
 LATENCY = 0.002  # seconds
 LONGEST = 500.0  # seconds of a run
@@ -48,7 +48,7 @@ class Row:
 
 
 def row(job: Job, measured: Measured, pushed: list[Reading]) -> Row:
-    """The figures of a run, in MB a second of each direction, and the waiting as a share of the time."""
+    """Returns the figures of a run: peaks in MB/s of each direction, and the waiting as a share of the time."""
     within = [reading for reading in pushed if measured.began <= reading[0] <= measured.ended]
     peaks = [peak(readings, WINDOW) / 1e6 for readings in (within, measured.received)]
     seconds = measured.ended - measured.began
@@ -56,7 +56,7 @@ def row(job: Job, measured: Measured, pushed: list[Reading]) -> Row:
 
 
 def run(host: Host, out: Path, fragments: int, delay: int, rounds: int, shape: tuple[int, int, float]) -> Row:
-    """Trains for so many rounds of H local steps; ``shape`` is H, parameters and seconds a step."""
+    """Runs ``rounds`` rounds of H local steps; ``shape`` is H, the number of parameters and the seconds of a step."""
     local_steps, parameters, seconds = shape
     directory = out / f"fragments-{fragments}"
     server = ServerProcess(MODULE, 1, directory, directory / "server.log", host=host.near)
@@ -76,7 +76,7 @@ def run(host: Host, out: Path, fragments: int, delay: int, rounds: int, shape: t
         )
         path = directory.resolve() / "job.json"
         path.write_text(jsonlib.dumps(asdict(job)))
-        path.chmod(0o600)  # it has the token
+        path.chmod(0o600)  # the file holds the token
         command = [*host.prefix, sys.executable, "-m", WORKER, str(path)]
         with received(device_of(host.near)) as pushed:
             subprocess.run(command, env=environment(), check=True, timeout=LONGEST)

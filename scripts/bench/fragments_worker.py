@@ -1,4 +1,4 @@
-"""One worker behind a cable, which computes nothing for the time of a step: what it waits for, and what it receives.
+"""A worker behind a cable that sleeps in place of computing, and measures its waiting and the bytes it receives.
 
     python -m scripts.bench.fragments_worker JOB.json
 
@@ -32,14 +32,14 @@ Reading = tuple[float, int]
 
 @dataclass(frozen=True)
 class Job:
-    """What the worker is to do.
+    """The worker's job.
 
     Attributes:
-        host: this worker's own address, which names the device of the cable.
-        out: where to write what was measured.
-        tensors: of the model, of ``elements`` each.
-        steps: local steps, after which it leaves.
-        step_seconds: which each takes.
+        host: this worker's own address, which identifies the device of the cable.
+        out: file for the measurements.
+        tensors: number of the model's tensors, of ``elements`` each.
+        steps: number of local steps after which the worker leaves.
+        step_seconds: seconds of a local step.
     """
 
     address: str
@@ -57,13 +57,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Measured:
-    """From the worker's first step on.
+    """The measurements, from the worker's first step on.
 
     Attributes:
         began, ended: seconds of the monotonic clock.
         waited: seconds for which the worker waited in exchanges.
-        exchanges: that were answered.
-        received: bytes at this end of the cable.
+        exchanges: number of exchanges that were answered.
+        received: readings of the bytes received at this end of the cable.
     """
 
     began: float
@@ -74,7 +74,7 @@ class Measured:
 
 
 def peak(readings: Sequence[Reading], window: float) -> float:
-    """The most bytes a second that were received in any window of so many seconds."""
+    """Returns the highest rate in bytes per second over any window of ``window`` seconds."""
     most, first = 0, 0
     for at, total in readings:
         while readings[first][0] < at - window:
@@ -84,14 +84,14 @@ def peak(readings: Sequence[Reading], window: float) -> float:
 
 
 def device_of(address: str) -> str:
-    """The network device that has this address."""
+    """Returns the name of the network device that has this address."""
     rows = subprocess.run(["ip", "-o", "-4", "addr"], check=True, capture_output=True, text=True).stdout.splitlines()
     return next(row.split()[1] for row in rows if f" {address}/" in row)
 
 
 @contextmanager
 def received(device: str) -> Iterator[list[Reading]]:
-    """Reads how many bytes the device has received, from time to time, until the end of the block."""
+    """Collects readings of the bytes that the device has received, until the end of the block."""
     readings: list[Reading] = []
     ended = threading.Event()
 
@@ -111,7 +111,7 @@ def received(device: str) -> Iterator[list[Reading]]:
 
 
 def work(job: Job) -> Measured:
-    """Takes the steps; the first and the last transfer of the whole model, which every run has, are not measured."""
+    """Takes the steps. Does not measure the first and last transfer of the whole model, which every run has."""
     options = DelayedNesterovOptions(
         local_steps=job.local_steps, fragments=job.fragments, fragment_delay=job.delay, outer_lr=0.1
     )

@@ -1,4 +1,4 @@
-"""Times of an exchange between a GPU and shared memory, by this package's copies and tensor by tensor."""
+"""Times the exchange between a GPU and shared memory, by this package's copies and tensor by tensor."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ TENSORS, SIZE = 200, 125_000  # 25 million parameters
 
 
 def milliseconds(action: Callable[[], object]) -> float:
-    """The fastest of ten."""
+    """Returns the milliseconds of the fastest of ten calls."""
     taken = []
     for _ in range(10):
         torch.cuda.synchronize()

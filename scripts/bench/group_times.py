@@ -1,9 +1,9 @@
-"""What the synchronous methods add to a training step of the Multi30k model, which fairseq builds.
+"""Measures the time that the synchronous methods add to a training step of the Multi30k model, built by fairseq.
 
-AdaScale: four micro-batches in a step, with and without the statistics, by SGD and by Adam; processor time, which other
-programs disturb least. It is measured in several processes one after the other, because the addresses of the
+AdaScale: four micro-batches in a step, with and without the statistics, by SGD and by Adam. Processor time counts,
+because other programs disturb it least. Several processes measure one after the other, because the addresses of the
 first allocations decide how much memory each step requests from the kernel again. Adasum: two processes under
-DistributedDataParallel, with its own all-reduce and with the hook. Steps of both alternate.
+DistributedDataParallel, with its own all-reduce and with the hook. Steps of the two sides alternate.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ INTERVAL = 5
 
 
 def network(vocabulary: int) -> nn.Module:
-    """fairseq's Transformer of the recipe's small preset."""
+    """Builds fairseq's Transformer of the recipe's small preset."""
     from fairseq.data import Dictionary
     from fairseq.models.transformer import TransformerModel, base_architecture
 
@@ -55,7 +55,7 @@ def network(vocabulary: int) -> nn.Module:
 
 
 def loss_of(model: nn.Module, vocabulary: int, tokens: int) -> Tensor:
-    """Of a batch of as many random target tokens."""
+    """Returns the loss of a batch of ``tokens`` random target tokens."""
     ids = torch.randint(4, vocabulary, (2, tokens // LENGTH, LENGTH))
     lengths = torch.full((tokens // LENGTH,), LENGTH)
     scores, _ = model(ids[0], lengths, ids[1])
@@ -63,7 +63,7 @@ def loss_of(model: nn.Module, vocabulary: int, tokens: int) -> Tensor:
 
 
 def keep_memory() -> None:
-    """Keeps freed memory in the process, against the default: page faults cost a different time in each step."""
+    """Keeps freed memory in the process, unlike the default, since page faults take a different time in each step."""
     library, most = ctypes.CDLL(None), 2**31 - 1
     for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
         library.mallopt(parameter, most)
@@ -78,7 +78,7 @@ def timed(step: Callable[[], None], clock: Callable[[], float]) -> float:
 def statistics(
     adam: bool, interval: int, vocabulary: int, tokens: int, rounds: int, without_page_faults: bool
 ) -> tuple[float, float]:
-    """Mean milliseconds of a step without and with AdaScale, over as many steps of each."""
+    """Returns the mean milliseconds of a step without and with AdaScale, over as many steps of each."""
     torch.set_num_threads(1)
     if without_page_faults:
         keep_memory()
@@ -100,7 +100,7 @@ def statistics(
         adascale.step()
         adascale.zero_grad()
 
-    for _ in range(AdamNorm.STEPS + 1):  # from then on parameters count
+    for _ in range(AdamNorm.STEPS + 1):  # after these steps parameters count
         measured()
     adascale.steps = 0
     both = [
@@ -110,7 +110,7 @@ def statistics(
 
 
 def shares(adam: bool, interval: int, processes: int, *arguments: Any) -> dict[str, Any]:
-    """Of several processes: mean milliseconds, and the share by which the statistics lengthen a step."""
+    """Measures in several processes: mean milliseconds, and the share by which the statistics lengthen a step."""
     with torch.multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         pairs = pool.starmap(statistics, [(adam, interval, *arguments)] * processes, chunksize=1)
     plain, adascale = (fmean(side) for side in zip(*pairs, strict=True))
@@ -121,7 +121,7 @@ def shares(adam: bool, interval: int, processes: int, *arguments: Any) -> dict[s
 
 
 def take_part(rank: int, port: int, vocabulary: int, tokens: int, rounds: int, result: Connection) -> None:
-    """One of two ranks; sends the seconds of each step of both sides."""
+    """Runs one of two ranks; sends the seconds of each step of both sides."""
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=120))
@@ -145,7 +145,7 @@ def take_part(rank: int, port: int, vocabulary: int, tokens: int, rounds: int, r
 
 
 def hook(vocabulary: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a step with DDP's all-reduce and with the hook."""
+    """Returns the milliseconds of a step with DDP's all-reduce and with the hook."""
     context, port = torch.multiprocessing.get_context("spawn"), free_port()
     ends = [context.Pipe(duplex=False) for _ in range(2)]
     arguments = [(rank, port, vocabulary, tokens, rounds, ends[rank][1]) for rank in range(2)]

@@ -1,9 +1,9 @@
-"""Hybrid's steps beside synchronous SGD: the last loss, the virtual time, and the time to the synchronous run's loss.
+"""Compares hybrid's steps with synchronous SGD: last loss, virtual time, and time to the synchronous run's last loss.
 
-The learning rate is the best of a grid for the synchronous run, by the mean of all seeds, and the same for all. Every
-method computes the same number of gradients; the last method goes on for a third more, to see when it has come to the
-synchronous run's last loss. The parameters of a synchronous run do not depend on the machines' speed: it is trained
-once a seed.
+The learning rate is the same for all: the best of a grid for the synchronous run, by the mean of all seeds. Every
+method computes the same number of gradients; the last method continues for a third more, to see when it reaches the
+synchronous run's last loss. The parameters of a synchronous run do not depend on the machines' speed, so it is trained
+once per seed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ BOUNDS: dict[str, tuple[float, float | None, float | None]] = {
     "1, 1, 2, 4, 30% noise": (1.04, 0.5, None),
     "16, two of them 4": (1.02, None, None),
 }
-"""Of a cluster: perplexity over the synchronous run's, share of its time, times sooner at its last loss."""
-_FURTHER = 4 / 3  # of the gradients, for the time to the synchronous run's last loss
+"""Bounds per cluster: perplexity over the synchronous run's, share of its time, times sooner at its last loss."""
+_FURTHER = 4 / 3  # relative length of the last method's run, to reach the synchronous run's last loss
 SYNCHRONOUS = "synchronous"
 Wanted = tuple[Method, str, int, float]
 """A run: method, cluster, seed and learning rate."""
@@ -52,12 +52,12 @@ Wanted = tuple[Method, str, int, float]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run came to.
+    """The result of one run.
 
     Attributes:
-        curve: virtual seconds and loss after each so many gradients, and beyond the last one compared.
-        gradients: mean number in a step.
-        staleness: mean of all gradients.
+        curve: virtual seconds and loss at each evaluation, also beyond the end of the runs that are compared.
+        gradients: mean number of gradients in a step.
+        staleness: mean staleness of all gradients.
     """
 
     loss: float
@@ -67,12 +67,12 @@ class Outcome:
     curve: list[tuple[float, float]]
 
     def time_to(self, loss: float) -> float:
-        """Seconds to the first evaluation with at most this loss; NaN where there is none."""
+        """Returns the seconds to the first evaluation with at most this loss; NaN if there is none."""
         return next((seconds for seconds, reached in self.curve if reached <= loss), math.nan)
 
 
 class Bench:
-    """Runs methods of an experiment; what was run before is read from ``cache``."""
+    """Runs methods of an experiment; keeps results in the file ``cache``, and reads them from there."""
 
     def __init__(self, experiment: Experiment, cache: Path) -> None:
         self.experiment, self.cache = experiment, cache
@@ -83,7 +83,7 @@ class Bench:
             self._done[line["key"]] = Outcome(**line["outcome"])
 
     def run_missing(self, wanted: Sequence[Wanted], processes: int) -> None:
-        """Runs what was not run before, in so many processes."""
+        """Runs those of the wanted runs that have no result yet, in this number of processes."""
         missing = {self._key(each): each for each in wanted if self._key(each) not in self._done}
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             runs = {pool.submit(self.run, *each): key for key, each in missing.items()}
@@ -91,8 +91,10 @@ class Bench:
                 self._keep(runs[run], run.result())
 
     def outcome(self, method: Method, cluster: str, seed: int, lr: float) -> Outcome:
-        """What a run has come to; a synchronous one is trained once for all clusters of as many workers, and timed on
-        its own."""
+        """Returns the result of a run.
+
+        A synchronous run is trained once for all clusters of as many workers, and timed for each cluster.
+        """
         found = self._done[self._key((method, cluster, seed, lr))]
         return replace(found, seconds=self._seconds(method, cluster, seed)) if method.name == SYNCHRONOUS else found
 
@@ -128,7 +130,7 @@ class Bench:
         return replace(at_end, curve=curve)
 
     def _seconds(self, method: Method, cluster: str, seed: int) -> float:
-        """How long it takes, without computing a gradient."""
+        """Returns the virtual seconds of a run, without computing gradients."""
         trial, _ = self._trial(method, cluster, seed, self.experiment.optimizer.lr, 1.0, NoGradients)
         while trial.advance():
             pass
@@ -159,14 +161,14 @@ class Bench:
 
 
 def perplexities(outcomes: Sequence[Outcome]) -> str:
-    """Mean and standard error of the seeds'."""
+    """Returns the mean of the seeds' perplexities and its standard error, as text."""
     found = [math.exp(outcome.loss) for outcome in outcomes]
     error = stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
     return f"{fmean(found):.1f} ± {error:.1f}"
 
 
 def rows(bench: Bench, cluster: str, seeds: Sequence[int], lr: float) -> Iterator[dict[str, object]]:
-    """One for each method; the synchronous one comes first."""
+    """Yields a row for each method; the synchronous method comes first."""
     reference: list[Outcome] = []
     for method in bench.experiment.methods:
         found = [bench.outcome(method, cluster, seed, lr) for seed in seeds]
@@ -185,7 +187,7 @@ def rows(bench: Bench, cluster: str, seeds: Sequence[int], lr: float) -> Iterato
 
 
 def check(report: Report, cluster: str, row: dict[str, Any]) -> None:
-    """The bounds of the last method, where there are any for this cluster."""
+    """Checks the bounds for this cluster, if there are any, in the row of the last method."""
     if cluster not in BOUNDS:
         return
     perplexity, share, sooner = BOUNDS[cluster]

@@ -1,4 +1,4 @@
-"""The training runs that benchmarks compare: what they train on, and how each side is started."""
+"""Starts the training runs that benchmarks compare, and prepares their data."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from recipes.steps import RecipeError, console_script, once, run_step  # noqa: E
 from recipes.training import Method, Training  # noqa: E402
 
 PIECES = 800
-# A timed run neither validates nor saves, on either side; the fields of a log record are those of its own interval.
+# A timed run neither validates nor saves, on either side; a log record covers only the interval since the last one.
 TIMED: dict[str, object] = {"disable-validation": True, "no-save": True, "log-interval": 5}
 
 
 def claim(out: Path) -> None:
-    """Keep `out` for this process: two benchmarks would delete each other's files and disturb each other's times."""
+    """Lock `out` for this process: two benchmarks would delete each other's files and disturb each other's times."""
     out.mkdir(parents=True, exist_ok=True)
     lock = (out / ".lock").open("w")
     try:
@@ -39,7 +39,7 @@ _locks: list[IO[str]] = []
 
 
 def corpus(data: Path | None, out: Path) -> Path:
-    """`data`, a binarised data set; without one, a made-up language pair under `out`."""
+    """Return `data`, a binarised data set, or else make a made-up language pair under `out`."""
     if data is not None:
         if not (data / "preprocess.log").exists() and not list(data.glob("dict.*.txt")):
             raise RecipeError(f"--data {data}: no dict.*.txt there; give a directory that fairseq-preprocess has made")
@@ -56,7 +56,7 @@ def fresh(job: Training) -> None:
 
 
 def run(job: Training, launch_flags: Sequence[str] = ()) -> None:
-    """Train from the first step."""
+    """Train from the first step, without the files of an earlier call."""
     fresh(job)
     if job.method in (Method.SYNC, Method.SINGLE):
         training.train_local(job)
@@ -66,6 +66,6 @@ def run(job: Training, launch_flags: Sequence[str] = ()) -> None:
 
 
 def parameters(job: Training) -> int:
-    """How many parameters a job's server held."""
+    """Return the number of parameters that a job's server held."""
     layout = json.loads((job.save_dir / "run.json").read_text())["layout"]
     return sum(math.prod(shape) for _, shape, _ in layout)

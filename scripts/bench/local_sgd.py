@@ -1,8 +1,8 @@
-"""Outer rules of local SGD in real processes with a slow worker: perplexity, time, waiting, staleness and bytes.
+"""Compares outer rules of local SGD in real processes: perplexity, time, waiting, staleness and bytes.
 
-Workers of which one is slower train `tiny` on C4 from common pretrained parameters, by every method for as many local
-steps, all workers together. All asynchronous methods have the same scheduling. `scripts/bench/outer_rules.py` finds the
-outer learning rate of each, under the simulator's clock.
+One of the workers is slower than the others. They train `tiny` on C4 from common pretrained parameters; the total
+number of local steps is the same for every method. All asynchronous methods have the same scheduling.
+`scripts/bench/outer_rules.py` finds the outer learning rate of each, under the simulator's clock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PRETRAINING = {"outer": "sgd", "outer_lr": 1.0}  # one worker, whose steps are a
 
 
 def configuration(section: dict[str, Any], lr: float, batch: int) -> dict[str, Any]:
-    """DeepSpeed's, the same for all methods."""
+    """Returns DeepSpeed's configuration, the same for all methods except for ``section``."""
     return {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_clipping": 1.0,
@@ -60,7 +60,7 @@ def configuration(section: dict[str, Any], lr: float, batch: int) -> dict[str, A
 
 
 def train(name: str, out: Path, config: dict[str, Any], workers: int, slowdown: str, flags: list[str]) -> float:
-    """One run; returns the validation perplexity per token of the server's last parameters."""
+    """Makes one run; returns the validation perplexity per token of the server's last parameters."""
     out.mkdir(parents=True, exist_ok=True)
     for left in ("model", "checkpoints", "async"):
         shutil.rmtree(out / left, ignore_errors=True)
@@ -77,14 +77,16 @@ def train(name: str, out: Path, config: dict[str, Any], workers: int, slowdown: 
 
 
 def prepared(source: Path, out: Path) -> None:
-    """The tokens of another run, which saves preparing them again."""
+    """Copies the tokens of another run, which saves preparing them again."""
     if not out.exists():
         shutil.copytree(source, out, ignore=shutil.ignore_patterns("model", "checkpoints", "async", "log.txt"))
 
 
 def measure(out: Path, batch: int) -> dict[str, float]:
-    """From the server's events: seconds of training, local steps in all, staleness, share of the time in exchanges, and
-    the bytes that these moved."""
+    """Returns the figures of a run from the server's events.
+
+    They are seconds of training, total local steps, staleness, share of the time in exchanges, and bytes moved.
+    """
     events = [jsonlib.loads(line) for line in (out / "async" / "events.jsonl").open()]
     applied = [event for event in events if event["status"] == "applied"]
     first = min(event["time"] - event["computing_seconds"] for event in applied)

@@ -1,4 +1,4 @@
-"""Delayed Nesterov with equal workers beside DiLoCo and a reference in float64, and the formulas of the paper."""
+"""Checks delayed Nesterov with equal workers against DiLoCo and a float64 reference, and the paper's formulas."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from fairseq_async.server import ParameterServer  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 LR, MOMENTUM, WORKERS, ROUNDS, LOCAL_STEPS, INNER_LR, SIZE = 0.7, 0.9, 4, 10, 5, 0.05, 10_000
-STEP_SECONDS = (0.58, 0.75, 1.51, 3.33)  # of the paper's very heterogeneous workers
+STEP_SECONDS = (0.58, 0.75, 1.51, 3.33)  # step times of the paper's very heterogeneous workers
 
 
 def difference(targets: Tensor, start: Tensor) -> Tensor:
-    """A worker's pseudo-gradient: gradient descent on |θ − target|²/2 and a quartic, in the dtype of ``start``."""
+    """Returns a worker's pseudo-gradient: by descent on |θ − target|²/2 and a quartic, in the dtype of ``start``."""
     local = start.clone()
     for _ in range(LOCAL_STEPS):
         away = local - targets.to(local)
@@ -51,7 +51,7 @@ def run(rule: Rule, targets: Tensor, start: Tensor) -> Tensor:
 
 
 def reference(targets: Tensor, start: Tensor) -> Tensor:
-    """DiLoCo in float64, with torch's own SGD."""
+    """Returns the parameters after DiLoCo in float64, with torch's own SGD."""
     theta = torch.nn.Parameter(start.double())
     outer = torch.optim.SGD([theta], lr=LR, momentum=MOMENTUM, nesterov=True)
     for _ in range(ROUNDS):
@@ -61,12 +61,15 @@ def reference(targets: Tensor, start: Tensor) -> Tensor:
 
 
 def relative(left: Tensor, right: Tensor) -> float:
-    """Of the L2 norms."""
+    """Returns the relative difference |left − right| / |right|, in L2 norms."""
     return float(torch.linalg.vector_norm(left.double() - right.double()) / torch.linalg.vector_norm(right.double()))
 
 
 def overshoot() -> float:
-    """Four equal arrivals at naive Nesterov beside the closed form −ε(4 + 4β + 3β² + 2β³ + β⁴)·δ."""
+    """Returns the relative error of naive Nesterov, after four equal arrivals, against the closed form.
+
+    The closed form is −ε(4 + 4β + 3β² + 2β³ + β⁴)·δ.
+    """
     rule, theta = NesterovMomentum(LR, MOMENTUM, WORKERS), torch.zeros(1)
     for number in range(4):
         rule.apply(theta, Update(number, 0, 0, 1.0, torch.full((1,), float(WORKERS))))
@@ -75,7 +78,7 @@ def overshoot() -> float:
 
 
 def formulas() -> list[dict[str, Any]]:
-    """DyLU and the shard probabilities of workers as fast as the paper's, beside the formulas."""
+    """Returns DyLU's local steps and the shard probabilities beside their formulas, for the paper's speeds."""
     speeds = {worker: 1 / seconds for worker, seconds in enumerate(STEP_SECONDS)}
     steps = local_steps(speeds, 50)
     used = [round(1000 * speed) for speed in speeds.values()]

@@ -1,4 +1,4 @@
-"""What the server of local SGD holds: parameters, momentum and buffer of delayed Nesterov, and a slot a worker."""
+"""Measures the memory of local SGD's server: parameters, momentum, buffer of delayed Nesterov, a slot per worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COPIES_IN_SERVER = 3.0
 
 
 def local_server(parameters: int, out: Path) -> dict[str, Memory]:
-    """A server's memory after some exchanges, and after it has also written its state for a checkpoint."""
+    """Returns a server's memory after some exchanges, and after it has also written its state for a checkpoint."""
     process = ServerProcess("fairseq_async.server.local_sgd_main", WORKERS, out, out / "server.log")
     options = DelayedNesterovOptions(local_steps=1)
     try:

@@ -1,11 +1,11 @@
-"""How much memory server and workers need, in copies of the parameters (fp32).
+"""Measures the memory that server and workers need, in copies of the parameters (fp32).
 
-The server: real, with fairseq's Adam; what it needs more than with a quarter of the parameters, so that what does not
-grow with the model drops out. A server in shards beside one process, both counted by the shares of their processes in
-the pages that they use. The worker: fairseq-train with hybrid_async against plain fairseq-train of the same model
-on the same batches, the peak while it trains, and when it also saves a checkpoint while gradients wait in the server's
-accumulator. What a process shares with the others (parameters to read from, slots) is counted at the server, and shown
-beside a worker's own.
+The server is real, with fairseq's Adam. Its memory counts as the difference to that with a quarter of the parameters,
+so that what does not grow with the model drops out. A server in shards is compared with one process, both by their
+processes' proportional shares of the pages that they use. The worker is fairseq-train with hybrid_async, compared with
+plain fairseq-train of the same model on the same batches: the peak while it trains, and when it also saves a checkpoint
+while gradients wait in the server's accumulator. Memory that a process shares with the others (parameters to read from,
+slots) is counted at the server, and shown beside a worker's own.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from scripts.bench.report import Report  # noqa: E402
 COPIES_IN_SERVER = 5.0  # parameters, a copy to read from, accumulator, Adam's two moments
 COPIES_TO_LOOK_AHEAD = 1.0  # the last step
 COPIES_IN_WORKER = 1.0
-SHARDS, IN_SHARDS = 2, 1.01  # the sum of their memory, of one process's
+SHARDS, IN_SHARDS = 2, 1.01  # bound of the memory of all shards, relative to that of one process
 WORKERS = 2
 UPDATES = 6
-DEFAULT = HybridOptions(grace_period=0.01)  # both workers are of one thread here: none comes while the other waits
+DEFAULT = HybridOptions(grace_period=0.01)  # both workers are in one thread: none pushes while the other waits
 WITHOUT_LOOK_AHEAD = DEFAULT.model_copy(update={"look_ahead": 0.0})
 LR: JsonObject = {"lr": [1e-4]}
 ADAM: JsonObject = {
@@ -74,7 +74,7 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a process that are in memory: its own, those of files in /dev/shm, and the most of both so far."""
+    """Resident bytes of a process: its own, those of files in /dev/shm, and the peak of both together so far."""
 
     own: int = 0
     shared: int = 0
@@ -82,14 +82,16 @@ class Memory:
 
     @classmethod
     def of(cls, process: int) -> Memory:
-        """Now; a process that is gone has none."""
+        """Returns the present memory of a process; zeros if the process is gone."""
         get = sizes(process, "status").get
         return cls(get("RssAnon", 0) + get("RssFile", 0), get("RssShmem", 0), get("VmHWM", 0))
 
     @classmethod
     def of_all(cls, process: int) -> Memory:
-        """Of a process and its children together, now and without the pages of libraries; a page that several of them
-        have counts once, one that they share with this process, too."""
+        """Returns the present memory of a process and its children together, without the pages of libraries.
+
+        A page that several of them have counts once; so does one that they share with this process.
+        """
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
         each = [sizes(number, "smaps_rollup") for number in (str(process), *children)]
         shared = sum(of.get("Pss_Shmem", 0) for of in [*each, sizes(os.getpid(), "smaps_rollup")])
@@ -97,7 +99,7 @@ class Memory:
 
 
 def sizes(process: object, file: str) -> dict[str, int]:
-    """The sizes in a file of the kernel about a process, in bytes; none of a process that is gone."""
+    """Returns the sizes in a file under /proc of a process, in bytes; none if the process is gone."""
     try:
         lines = Path(f"/proc/{process}/{file}").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -107,7 +109,7 @@ def sizes(process: object, file: str) -> dict[str, int]:
 
 
 def watch(process: Popen[Any]) -> Memory:
-    """The most of each kind that a process has until its end."""
+    """Returns the maximum of each kind of memory over the rest of a process's life."""
     own = shared = peak = 0
     while process.poll() is None:
         now = Memory.of(process.pid)
@@ -126,7 +128,7 @@ def hybrid_server(
     shards: int = 1,
     memory: Callable[[int], Memory] = Memory.of,
 ) -> dict[str, Memory]:
-    """A server's memory after some updates, and after it has also written its state for a checkpoint."""
+    """Returns a server's memory after some updates, and after it has also written its state for a checkpoint."""
     spec = hybrid_spec(options, WORKERS, ServerOptions(server_shards=shards), FRAMEWORK, total_steps=0)
     process = ServerProcess("fairseq_async.fairseq_server", WORKERS, out, out / "server.log")
     try:
@@ -147,7 +149,7 @@ def hybrid_server(
 
 
 def server_rows(parameters: int, out: Path, server: Callable[[int, Path], dict[str, Memory]]) -> list[dict[str, Any]]:
-    """What a server needs for the parameters that another has not, in copies of these."""
+    """Returns a server's memory beyond that with a quarter of the parameters, in copies of the further parameters."""
     small, large = (Layout.of(exchange_times.model(count)).size for count in (parameters // 4, parameters))
     less, more = server(small, out / "quarter"), server(large, out / "whole")
     unit = 4 * (large - small)
@@ -165,7 +167,7 @@ def server_rows(parameters: int, out: Path, server: Callable[[int, Path], dict[s
 
 
 def shard_rows(parameters: int, out: Path) -> list[dict[str, Any]]:
-    """After some updates: copies in all processes together, and megabytes that do not grow with the model."""
+    """Compares one process with shards: copies in all processes, and megabytes that do not grow with the model."""
     rows = []
     for shards in (1, SHARDS):
         server = partial(hybrid_server, shards=shards, memory=Memory.of_all)
@@ -191,7 +193,7 @@ class Job(Training):
 
 
 def train(job: Job) -> Memory:
-    """The peak of a worker's process; hybrid_async starts its own server."""
+    """Trains; returns the peak memory of the worker's process. hybrid_async starts its own server."""
     jobs.fresh(job)
     process = training.start(job.command() + ["--distributed-world-size", "1"], job.log)
     try:
@@ -206,7 +208,7 @@ def train(job: Job) -> Memory:
 def worker_row(
     phase: str, binary: Path, out: Path, updates_per_step: int, settings: dict[str, object]
 ) -> dict[str, Any]:
-    """Both sides of one comparison."""
+    """Measures both sides of one comparison."""
     plain_job, hybrid_job = (
         Job(binary, out / f"{method.value}-{updates_per_step}", method, 1, 1024, MODEL | settings, updates_per_step)
         for method in (Method.SINGLE, Method.HYBRID)
@@ -225,7 +227,10 @@ def worker_row(
 
 
 def worker_rows(binary: Path, out: Path) -> list[dict[str, Any]]:
-    """Without a checkpoint; and with one while gradients wait in the server, since 7 batches are no multiple of 4."""
+    """Compares without a checkpoint, and with one while gradients wait in the server.
+
+    Gradients wait because 7 batches are no multiple of 4.
+    """
     saving: dict[str, object] = {"train-subset": "valid", "max-epoch": 1, "no-epoch-checkpoints": True}
     return [
         worker_row("training", binary, out, 1, {"max-update": UPDATES, "no-save": True}),

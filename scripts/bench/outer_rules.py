@@ -1,11 +1,11 @@
-"""Outer rules of local SGD, each at its own best outer learning rate, with the same scheduling for all.
+"""Compares outer rules of local SGD, each at its best outer learning rate, with the same scheduling for all.
 
-Every method computes the same number of local steps from the same pretrained parameters, on the same data. Scheduling
-is one of three for all asynchronous methods: none (what arrives at the same moment is applied together, so that equal
-workers have staleness 0), a grace period, and a grace period with dynamic local steps. The outer learning rate of each
-method, cluster and scheduling is that of a grid with the least loss of the first seed: the search goes from neighbour
-to neighbour until both neighbours of the best are worse. All seeds then run at this rate. What was run is kept, and not
-run again.
+Every method computes the same number of local steps from the same pretrained parameters, on the same data. All
+asynchronous methods have one of three kinds of scheduling: none (updates that arrive at the same moment are applied
+together, so that equal workers have staleness 0), a grace period, and a grace period with dynamic local steps. The
+outer learning rate of each method, cluster and scheduling is the one of a grid with the least loss of the first seed:
+the search goes from neighbour to neighbour until both neighbours of the best are worse. All seeds then run at this
+rate. Results of runs are kept, and these are not run again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fairseq_async.simulation.workers import SharedModel  # noqa: E402
 from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
-PLAIN = "SGD"  # without momentum: the rule that others have to beat
+PLAIN = "SGD"  # the rule without momentum, which others have to beat
 SCHEDULING = ("none", "grace", "grace and dynamic steps")
 
 
@@ -62,7 +62,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to; NaN where it diverged. ``staleness`` is the mean of the updates that were applied."""
+    """The result of a run; the loss is NaN if it diverged. ``staleness`` is the mean over the applied updates."""
 
     loss: float
     seconds: float
@@ -73,7 +73,7 @@ class Bench:
     """Runs an experiment's methods.
 
     Args:
-        out: for the pretrained parameters of each seed, and for what was run.
+        out: directory for the pretrained parameters of each seed and the results of runs.
         grace: the grace period, as a share of the fastest worker's round.
     """
 
@@ -86,16 +86,16 @@ class Bench:
         self.done = {line["key"]: Outcome(**line["outcome"]) for line in map(jsonlib.loads, lines)}
 
     def compare(self, seeds: Sequence[int], rates: Sequence[float], kinds: Sequence[str], processes: int) -> None:
-        """Runs what was not run before, one cluster and scheduling after another, in so many processes."""
+        """Runs what has no result yet, one cluster and scheduling after another, in this number of processes."""
         for seed in seeds:
-            self._start(seed, self._model(seed))  # before several processes want it
+            self._start(seed, self._model(seed))  # made here, before several processes need it
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             for cluster in self.experiment.clusters:
                 for kind in kinds:
                     self._run_all([Search(self, name, cluster, kind, seeds, rates) for name in self.methods], pool)
 
     def _run_all(self, searches: Sequence[Search], pool: Executor) -> None:
-        """All searches at once, each run as soon as it is known that it is wanted."""
+        """Makes all searches at once; starts each run as soon as a search wants it."""
         running = {pool.submit(self.run, run): (search, run) for search in searches for run in search.wanted()}
         while running:
             for finished in wait(running, return_when=FIRST_COMPLETED).done:
@@ -105,7 +105,7 @@ class Bench:
                 running |= {pool.submit(self.run, new): (search, new) for new in search.wanted() if new not in at_it}
 
     def run(self, run: Run) -> Outcome:
-        """The loss at the run's end, its virtual time and its mean staleness."""
+        """Makes a run; returns its last loss, its virtual time and its mean staleness."""
         torch.set_num_threads(1)
         cluster, model, staleness = self.experiment.clusters[run.cluster], self._model(run.seed), list[int]()
         start = self._start(run.seed, model)
@@ -123,7 +123,7 @@ class Bench:
         return Outcome(loss, trial.clock.now, fmean(staleness or [0]))
 
     def scheduled(self, run: Run) -> Method:
-        """The method with the run's scheduling and outer learning rate."""
+        """Returns the run's method with its scheduling and outer learning rate."""
         method = self.methods[run.method]
         options = method.options
         if not isinstance(options, LocalSGDOptions):
@@ -141,7 +141,7 @@ class Bench:
         return SharedModel(problem, given.head.batch_size, ShardOrder([problem.samples], seed), seed)
 
     def _start(self, seed: int, model: SharedModel) -> Tensor:
-        """The parameters with which all runs of a seed begin."""
+        """Returns the parameters with which all runs of a seed begin."""
         path, wanted, options = self.out / f"start-{seed}.pt", self.experiment.pretraining, self.experiment.optimizer
         if path.exists():
             start: Tensor = torch.load(path, weights_only=True)
@@ -161,7 +161,10 @@ class Bench:
 
 @dataclass(frozen=True)
 class Search:
-    """The runs of a method on a cluster: up and down the grid with the first seed, then all seeds at the best rate."""
+    """The search for a method's best outer learning rate on a cluster.
+
+    It goes up and down the grid with the first seed, and then runs all seeds at the best rate.
+    """
 
     bench: Bench
     method: str
@@ -172,23 +175,23 @@ class Search:
 
     @property
     def grid(self) -> list[float]:
-        """Of its rates; a method without an outer optimizer has one."""
+        """The rates in ascending order; only one for a method without an outer optimizer."""
         has_rate = isinstance(self.bench.methods[self.method].options, LocalSGDOptions)
         return sorted(self.rates) if has_rate else [1.0]
 
     def at(self, seed: int, rate: float) -> Run:
-        """Scheduling makes no difference to a synchronous method: it runs once for all of them."""
+        """Returns the run with this seed and rate; a synchronous method has one run for all kinds of scheduling."""
         scheduled = isinstance(self.bench.methods[self.method].options, AsyncLocalSGDOptions)
         return Run(self.method, self.cluster, self.scheduling if scheduled else SCHEDULING[0], seed, rate)
 
     def best(self) -> int | None:
-        """The place in the grid of the rate with the first seed's least perplexity, of those that were run."""
+        """Returns the grid index of the rate with the first seed's least perplexity so far; None if none was run."""
         done, grid, first = self.bench.done, self.grid, self.seeds[0]
         tried = {p: done[key] for p, rate in enumerate(grid) if (key := self.at(first, rate).key) in done}
         return min(tried, key=lambda place: perplexities([tried[place]])[0], default=None)
 
     def wanted(self) -> list[Run]:
-        """What is to be run next; empty when the search is over."""
+        """Returns the next runs of the search; none when the search is over."""
         best, grid = self.best(), self.grid
         if best is None:
             return [self.at(self.seeds[0], grid[len(grid) // 2])]
@@ -197,7 +200,7 @@ class Search:
         return missing or [run for run in self.at_rate(grid[best]) if run.key not in self.bench.done]
 
     def found(self) -> list[Outcome]:
-        """What all seeds have come to at the best rate."""
+        """Returns the results of all seeds at the best rate."""
         place = self.best()
         assert place is not None
         return [self.bench.done[run.key] for run in self.at_rate(self.grid[place])]
@@ -207,7 +210,7 @@ class Search:
 
 
 def fastest_step(cluster: Cluster) -> float:
-    """Mean seconds of the fastest worker's step."""
+    """Returns the mean seconds of the fastest worker's step."""
     return min(_mean_seconds(cluster.seconds_of(worker)) for worker in range(cluster.workers))
 
 
@@ -218,12 +221,12 @@ def _mean_seconds(seconds: float | Distribution | Trace) -> float:
 
 
 def perplexities(outcomes: Sequence[Outcome]) -> list[float]:
-    """Infinite where a run diverged."""
+    """Returns the perplexity of each run; infinite if it diverged."""
     return [math.exp(min(each.loss, 700.0)) if math.isfinite(each.loss) else math.inf for each in outcomes]
 
 
 def rows(searches: Sequence[Search]) -> Iterator[dict[str, Any]]:
-    """One for each method, at its best outer learning rate: beside the first method, and seed by seed beside SGD."""
+    """Yields a row per method at its best rate, compared with the first method, and with SGD seed by seed."""
     found = {search.method: search.found() for search in searches}
     first = found[searches[0].method]
     for search in searches:
@@ -247,7 +250,7 @@ def rows(searches: Sequence[Search]) -> Iterator[dict[str, Any]]:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; NaN for one value."""
+    """Returns the standard error of the mean; NaN for fewer than two values."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 

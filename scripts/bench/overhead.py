@@ -1,8 +1,8 @@
-"""What the exchange with the server costs a worker.
+"""Measures the cost of a worker's exchange with the server.
 
-First as a share of its steps in the Multi30k recipe, beside the optimizer's step of a plain run: a push is over when
-the server's receipt is there, so the inner optimizer's step, which a plain run makes too, is part of every N-th push.
-Then for 25 million parameters and next to no optimizer, beside one Gloo all-reduce of the same bytes.
+The first comparison is its share of a worker's step in the Multi30k recipe, beside the optimizer's step of a plain run:
+a push ends with the server's receipt, so every N-th push includes the inner optimizer's step, which a plain run makes
+too. The second is for 25 million parameters and next to no optimizer, beside one Gloo all-reduce of the same bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHARE_OF_ALL_REDUCE = 1 / 3
 
 
 def plain(job: Training, skip: float) -> dict[str, Any]:
-    """Milliseconds of a step of one fairseq process, and of Adam in it."""
+    """Returns the milliseconds of a step of one fairseq process, and of Adam in it."""
     jobs.run(job)
     updates, seconds, optimizer = 0, 0.0, []
     last = 0
@@ -57,9 +57,9 @@ def plain(job: Training, skip: float) -> dict[str, Any]:
 
 
 def exchanges(events: list[dict[str, Any]]) -> Iterator[tuple[float, float, bool, float]]:
-    """Seconds from one update of a worker to its next, of the push and the pull between them, and whether it stepped.
+    """Yields, for each update of a worker, the seconds to its next one, of its push and pull, and whether it stepped.
 
-    An event carries what the worker measured at the event before.
+    An event carries what the worker measured at its event before.
     """
     version = events[0]["version_after"]
     before: dict[int, tuple[dict[str, Any], bool]] = {}
@@ -73,7 +73,7 @@ def exchanges(events: list[dict[str, Any]]) -> Iterator[tuple[float, float, bool
 
 
 def hybrid(job: Training, skip: float) -> dict[str, Any]:
-    """The same of two workers, with the exchange's share of a step."""
+    """Returns the milliseconds of a step, a push and a pull of two workers, and the exchange's share of a step."""
     jobs.run(job)
     events = [jsonlib.loads(line) for line in job.events.open()]
     counted = [event for event in events if event["time"] > events[0]["time"] + skip]
@@ -94,11 +94,11 @@ def hybrid(job: Training, skip: float) -> dict[str, Any]:
 
 
 def share_of_step(report: Report, binary: Path, out: Path, size: Size, seconds: float, skip: float) -> None:
-    """The first comparison."""
+    """Makes the first comparison: the exchange as a share of a step."""
     preset = PRESETS[size]
     settings = preset.settings() | jobs.TIMED | {"seed": 1, "stop-time-hours": seconds / 3600}
     single = Training(binary, out / "plain", Method.SINGLE, 1, preset.max_tokens, settings | {"user-dir": STEP_TIMER})
-    # By default a push also waits for the other worker, and what that takes is no exchange.
+    # By default a push also waits for the other worker; that time is not part of the exchange.
     pair = Training(binary, out / "hybrid", Method.PAPER, 2, preset.max_tokens, settings)
     rows = [plain(single, skip), hybrid(pair, skip)]
     report.table("means of one step: optimizer, or push and pull, and their share of it", rows)
@@ -112,7 +112,7 @@ def share_of_step(report: Report, binary: Path, out: Path, size: Size, seconds: 
 
 
 def share_of_all_reduce(report: Report, out: Path, parameters: int, rounds: int) -> None:
-    """The second comparison."""
+    """Makes the second comparison: the exchange as a share of an all-reduce."""
     whole = exchange_times.whole(parameters, rounds, out)
     rows = exchange_times.rows(whole)
     times = {row["what"]: row["median ms"] for row in rows}

@@ -1,5 +1,7 @@
-"""BLEU and last validation loss on Multi30k by method and seed, from the recipe's results: hybrid, also with a slow
-worker and with compressed updates, beside synchronous and plain async."""
+"""Compares BLEU and last validation loss on Multi30k by method and seed, from the recipe's results.
+
+The methods are hybrid (also with a slow worker and with compressed updates), synchronous and plain async.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from scripts.bench.report import Report  # noqa: E402
 RECIPE = jobs.ROOT / "recipes" / "multi30k_en_de" / "run.py"
 BELOW_SYNCHRONOUS = 0.3
 COMPRESSED_BELOW = 0.5
-LOSS_WITH_A_SLOW_WORKER = 1.02  # of the synchronous run's
+LOSS_WITH_A_SLOW_WORKER = 1.02  # relative to the synchronous run's
 NEEDED = (Method.HYBRID, Method.SYNC)
 
 Results = dict[tuple[str, int], dict[str, Any]]
@@ -33,8 +35,10 @@ Results = dict[tuple[str, int], dict[str, Any]]
 
 
 def load(path: Path, size: Size) -> Results:
-    """The recorded runs of models of this size; the recipe names them size-method-seedN, with -slowdown-FACTORS and
-    -compress-CODEC behind it."""
+    """Returns the recorded runs of models of this size.
+
+    The recipe names them size-method-seedN, followed by -slowdown-FACTORS and -compress-CODEC.
+    """
     if not path.exists():
         return {}
     try:
@@ -52,13 +56,13 @@ def _named(method: str, slowdown: str | None, compress: str | None) -> str:
 
 
 def missing(results: Results, seeds: Sequence[int]) -> list[tuple[str, int]]:
-    """The methods to run: all methods but the single process, which is no part of the comparison."""
+    """Returns the methods and seeds without a result; the single process is not part of the comparison."""
     methods = [method.value for method in Method if method is not Method.SINGLE]
     return [(method, seed) for seed in seeds for method in methods if (method, seed) not in results]
 
 
 def run(method: str, seed: int, out: Path, size: Size, recipe_flags: Sequence[str]) -> None:
-    """Train and score by the recipe, which adds to its results.json."""
+    """Trains and scores by the recipe, which adds the result to its results.json."""
     command = [sys.executable, str(RECIPE), "--out", str(out), "--size", size.value, "--method", method]
     code = subprocess.run([*command, "--seed", str(seed), *recipe_flags], env=environment()).returncode
     if code:
@@ -66,7 +70,7 @@ def run(method: str, seed: int, out: Path, size: Size, recipe_flags: Sequence[st
 
 
 def by_run(results: Results) -> list[dict[str, Any]]:
-    """A row a run."""
+    """Returns one row per run."""
     return [
         {
             "method": method,
@@ -82,7 +86,7 @@ def by_run(results: Results) -> list[dict[str, Any]]:
 
 
 def by_method(results: Results, seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """A row a method with the BLEU of each seed, and the mean over the seeds that the method has been run with."""
+    """Returns one row per method, with the BLEU of each seed and the mean over the seeds of its runs."""
     rows = []
     for method in sorted({method for method, _ in results}):
         scores = {seed: results[method, seed]["bleu"] if (method, seed) in results else None for seed in seeds}
@@ -105,7 +109,7 @@ def check(results: Results, path: Path) -> list[int]:
 
 
 def scores_beside_plain(results: Results) -> dict[str, float]:
-    """Of hybrid with compressed updates: BLEU less that without, in the mean of seeds."""
+    """Returns the BLEU of hybrid with compressed updates minus that without, as a mean over seeds."""
     differences: dict[str, list[float]] = {}
     for (method, seed), result in results.items():
         if method.startswith("hybrid, ") and "slowed" not in method and ("hybrid", seed) in results:
@@ -114,7 +118,7 @@ def scores_beside_plain(results: Results) -> dict[str, float]:
 
 
 def losses_beside_synchronous(results: Results) -> dict[str, float]:
-    """Of hybrid with slow workers: the last validation loss over the synchronous run's, in the mean of seeds."""
+    """Returns the last validation loss of hybrid with slow workers over synchronous's, as a mean over seeds."""
     ratios: dict[str, list[float]] = {}
     for (method, seed), result in results.items():
         loss, reference = result.get("valid_loss"), results.get(("sync", seed), {}).get("valid_loss")

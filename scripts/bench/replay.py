@@ -1,4 +1,4 @@
-"""Real runs of four fairseq workers, repeated in one process: does every checksum agree?"""
+"""Repeats real runs of four fairseq workers in one process, and checks that every checksum agrees."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def main(
 
 
 def replay(recording: Recording) -> dict[str, Any]:
-    """One replay in figures."""
+    """Replays a run; returns the figures."""
     from fairseq_async.fairseq_plugin.replayed import FairseqRun
 
     began = time.monotonic()

@@ -31,7 +31,7 @@ class Bound:
 
     @property
     def holds(self) -> bool:
-        """False also for NaN, which is below no limit."""
+        """Whether the value keeps the limit; NaN never does."""
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Bound:
 
 
 def machine() -> dict[str, Any]:
-    """What figures depend on besides the program; the load is the number of processes that ran in the last minute."""
+    """Describe the machine, on which figures depend; the load is the number of processes running in the last minute."""
     return {
         "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -51,7 +51,7 @@ def machine() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name as Linux gives it."""
+    """Return the processor's name as Linux gives it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -59,7 +59,10 @@ def processor() -> str:
 
 
 class Report:
-    """Collects tables and bounds while a benchmark runs. Made at its start: the load is that of before."""
+    """Collects tables and bounds while a benchmark runs.
+
+    Make it at the start of the benchmark, because it records the load of the machine before.
+    """
 
     def __init__(self, title: str) -> None:
         self.title, self.machine = title, machine()
@@ -68,7 +71,7 @@ class Report:
         print(f"{title}\n{', '.join(f'{name} {value}' for name, value in self.machine.items())}", flush=True)
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print rows, which have the same keys, as a table."""
+        """Print rows as a table; all rows have the same keys."""
         self.tables[name] = [dict(row) for row in rows]
         table = Table(title=name, title_justify="left")
         for key, value in rows[0].items():
@@ -78,12 +81,12 @@ class Report:
         Console(width=None if sys.stdout.isatty() else 200).print(table)
 
     def bound(self, what: str, value: float, limit: float, at_least: bool = False) -> None:
-        """Print a value beside its limit."""
+        """Print a value beside its limit, and record both."""
         self.bounds.append(Bound(what, value, limit, at_least))
         print(self.bounds[-1], flush=True)
 
     def end(self, path: Path | None) -> None:
-        """Write everything to `path`, where one is given; end with code 1 if a bound is broken."""
+        """Write everything to `path`, if given; end the program with code 1 if a bound is broken."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(self.to_json(), indent=2) + "\n")
@@ -91,7 +94,7 @@ class Report:
             raise SystemExit(1)
 
     def to_json(self) -> dict[str, Any]:
-        """What is printed, unrounded, with the command and the time."""
+        """Return what is printed, unrounded, with the command and the time."""
         program = Path(sys.argv[0]).resolve()
         if program.is_relative_to(_ROOT):
             program = program.relative_to(_ROOT)
@@ -106,7 +109,7 @@ class Report:
 
 
 def cell(value: Any) -> str:
-    """A value as a table shows it: four or more digits of a float, thousands set apart."""
+    """Format a value for a table: a float with four or more digits, thousands separated."""
     if not isinstance(value, float):
         return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

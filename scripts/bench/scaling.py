@@ -1,7 +1,7 @@
-"""How far one server goes, whole and in shards: updates, staleness and waiting of 8 to 1,024 workers, simulated.
+"""Simulates one server, whole and in shards, with 8 to 1,024 workers: updates, staleness and waiting.
 
-Two models, with steps of 0.3 s and 1 s, and the server's times that ``fairseq-async capacity`` assumes. Shards have a
-core each, and share the server's link.
+There are two models, with steps of 0.3 s and 1 s. The server's times are those that ``fairseq-async capacity`` assumes.
+Shards have a core each, and share the server's link.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STYLES = ("solid", "dashed", "dotted")
 
 
 def server_times(parameters: int = 10_000_000, repeats: int = 7) -> list[dict[str, Any]]:
-    """Nanoseconds a parameter of what a server does with an update, on one core: processor time, the best of all."""
+    """Measures a server's work per update on one core: least processor time, in nanoseconds per parameter."""
     flat, delta, published = (torch.randn(parameters) for _ in range(3))
     tensor = torch.nn.Parameter(flat)
     adam, outer = HybridAccumulation(torch.optim.Adam([tensor]), 1), NesterovMomentum(0.7, 0.9, 1)
@@ -64,7 +64,7 @@ def server_times(parameters: int = 10_000_000, repeats: int = 7) -> list[dict[st
 
 
 def cases(size: int, method: str) -> Iterator[tuple[float, int, Costs]]:
-    """Links and numbers of shards, with the costs there."""
+    """Yields each link's rate and number of shards, with the costs there."""
     gradients, local_sgd = assumed_costs(size)
     for link in LINKS:
         for shards in SHARDS:
@@ -73,7 +73,7 @@ def cases(size: int, method: str) -> Iterator[tuple[float, int, Costs]]:
 
 
 def simulate(size: int, method: str) -> list[dict[str, Any]]:
-    """A row for each link, number of shards and number of workers."""
+    """Simulates; returns a row for each link, number of shards and number of workers."""
     step = Distribution(distribution="lognormal", mean=MODELS[size], spread=SPREAD)
     exchanges = Exchanges(1 if method == METHODS[0] else LOCAL_STEPS)
     rows = []
@@ -87,7 +87,7 @@ def simulate(size: int, method: str) -> list[dict[str, Any]]:
 
 
 def draw(axes: Axes, rows: list[dict[str, Any]], step: float) -> None:
-    """Steps a second over workers, beside those of workers that never wait."""
+    """Draws the steps per second against the number of workers, beside those of workers that never wait."""
     axes.plot(WORKERS, [workers / step for workers in WORKERS], color="#BBBBBB", linewidth=4)
     for link, colour in zip(LINKS, COLOURS, strict=True):
         for shards, style in zip(SHARDS, STYLES, strict=True):
@@ -98,7 +98,7 @@ def draw(axes: Axes, rows: list[dict[str, Any]], step: float) -> None:
 
 
 def picture(found: dict[tuple[int, str], list[dict[str, Any]]], path: Path) -> None:
-    """One panel for each model and method."""
+    """Draws one panel for each model and method."""
     figure, panels = pyplot.subplots(len(MODELS), len(METHODS), figsize=(9, 7), sharex=True, layout="constrained")
     for row, (size, step) in zip(panels, MODELS.items(), strict=True):
         for axes, method in zip(row, METHODS, strict=True):

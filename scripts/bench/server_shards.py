@@ -1,6 +1,7 @@
-"""Updates a second of a server that is one process on one core and on two, and of one in two shards.
+"""Measures the updates per second of a server of one process, on one core and on two, and of one in two shards.
 
-What is timed is all that an update costs the server but its way there: admission, accumulation, step. Sides alternate.
+The time is that of all a server's work with an update except its transfer: admission, accumulation, step. Sides
+alternate.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SIDES = {"one process, one core": (1, 1), "one process, two cores": (1, 2), "two
 
 
 def specification(method: str, shards: int) -> MethodSpec:
-    """Two gradients a step of Adam, or an outer rule."""
+    """Returns the method: Adam with two gradients in a step, or an outer rule of local SGD."""
     server = ServerOptions(server_shards=shards)
     if method == "Adam":
         adam = OptimizerSpec("Adam", [ParameterGroup(list(range(TENSORS)), {"lr": 1e-3})])
@@ -46,7 +47,7 @@ def specification(method: str, shards: int) -> MethodSpec:
 
 
 class Side:
-    """A server with two workers, whose updates are always the same."""
+    """One side of the comparison: a server with two workers, whose updates are always the same."""
 
     def __init__(self, method: str, shards: int, threads: int, layout: Layout, directory: Path) -> None:
         self.threads, self.memory = threads, SharedMemory.create(layout.size, 2)
@@ -62,7 +63,7 @@ class Side:
             self.memory.slot(worker).normal_(std=1e-3)
 
     def seconds(self, updates: int) -> float:
-        """Of an update, from both workers in turn."""
+        """Returns the seconds of an update, as a mean over updates from both workers in turn."""
         set_threads(self.threads)
         begun = time.perf_counter()
         for number in range(updates):
@@ -78,7 +79,7 @@ class Side:
 
 @contextmanager
 def sides(method: str, layout: Layout) -> Iterator[dict[str, Side]]:
-    """All of them, at once."""
+    """Makes all sides at once, and closes them at the end of the block."""
     with TemporaryDirectory() as directory, ExitStack() as stack:
         made = {}
         for name, (shards, threads) in SIDES.items():

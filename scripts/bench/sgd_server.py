@@ -15,7 +15,7 @@ from scripts.faults.sgd_server import updates_per_step
 
 @dataclass
 class Constant:
-    """A learning rate that stays."""
+    """A schedule with a constant learning rate."""
 
     learning_rate: float
     steps: float = 0.0
@@ -26,7 +26,7 @@ class Constant:
 
 
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[HybridAccumulation, EpochPlan]:
-    """Hybrid accumulation with plain SGD."""
+    """Builds hybrid accumulation with plain SGD."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(view) for view in layout.views(parameters)], lr=0.01)
     return HybridAccumulation(optimizer, updates_per_step(spec)), EpochPlan(Constant(0.01), spec.max_epoch)
 

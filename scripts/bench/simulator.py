@@ -1,8 +1,8 @@
-"""What a simulated step costs beside a plain one, and how well the clock predicts real workers.
+"""Measures the cost of a simulated step beside a plain one, and checks how well the clock predicts real workers.
 
-The plain loop computes as many gradients of the same batches, and steps as often. The prediction: a real run of one
+The plain loop computes as many gradients of the same batches, and steps as often. For the prediction, a real run of one
 worker gives the seconds of a step and of an exchange; from these the simulator predicts the tokens per second of two
-workers, of which one is four times slower; a real run of two checks the prediction.
+workers, one of them four times slower; a real run of these two checks the prediction.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ SIMULATED = {
 
 
 def experiment(directory: Path, **content: Any) -> Experiment:
-    """From a file, as a user has it."""
+    """Writes an experiment to a file and reads it, as a user would."""
     path = directory / "experiment.yaml"
     path.write_text(yaml.safe_dump(content))
     return read(path)
 
 
 def plain(given: Experiment, model: SharedModel, batches: int, accumulated: int) -> float:
-    """Seconds of processor time a batch of an ordinary loop, whose optimizer steps after so many."""
+    """Returns the processor time per batch of an ordinary loop that steps after every ``accumulated`` batches."""
     optimizer = make_optimizer(given.optimizer, model.parameters)
     began = time.process_time()
     for number in range(batches):
@@ -69,7 +69,7 @@ def plain(given: Experiment, model: SharedModel, batches: int, accumulated: int)
 
 
 def overhead(binary: Path, directory: Path, steps: int, rounds: int) -> list[dict[str, Any]]:
-    """Plain and simulated steps in turn."""
+    """Times plain and simulated steps in turn."""
     rows = []
     for name, method in SIMULATED.items():
         content = {"problem": {"type": "fairseq_translation", "data": str(binary.resolve()), "flags": FLAGS}}
@@ -94,7 +94,7 @@ def overhead(binary: Path, directory: Path, steps: int, rounds: int) -> list[dic
 
 
 def real(binary: Path, out: Path, slowdowns: list[int], seconds: float) -> Path:
-    """A run of plain asynchronous SGD, without waiting; returns its directory."""
+    """Makes a run of the method async, in which no worker waits; returns its directory."""
     settings = SETTINGS | jobs.TIMED | {"stop-time-hours": seconds / 3600, "max-epoch": 0}
     job = Training(binary, out, Method.ASYNC, len(slowdowns), 1024, settings)
     jobs.run(job, ["--slowdown", ",".join(map(str, slowdowns))])
@@ -102,14 +102,14 @@ def real(binary: Path, out: Path, slowdowns: list[int], seconds: float) -> Path:
 
 
 def steady(run_dir: Path, skip: float) -> float:
-    """Target tokens a second, after so many seconds."""
+    """Returns the target tokens per second of a run, without its first ``skip`` seconds."""
     (run,) = load([run_dir])
     late = [event for event in run.applied if event.time > skip]
     return sum(event.target_tokens for event in late[1:]) / (late[-1].time - late[0].time)
 
 
 def predict(directory: Path, alone: Path) -> float:
-    """Tokens a second of two workers, one of them slower, by simulation from a run of one worker."""
+    """Predicts the tokens per second of two workers, one of them slower, by simulation from a run of one worker."""
     costs = measure(alone).costs
     tokens = fmean(event.target_tokens for event in load([alone])[0].applied)
     way = max(0.0, costs.exchange - costs.server) / 2  # the server writes its log after its answer

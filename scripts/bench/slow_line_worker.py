@@ -1,9 +1,9 @@
-"""One worker of a run over a slow line: local SGD in plain PyTorch on C4, and the validation losses of its versions.
+"""A worker of a run over a slow line: local SGD in plain PyTorch on C4, and the validation loss of each version.
 
     python scripts/bench/slow_line_worker.py JOB.json
 
-The environment says which worker this is, and where the server is. Worker 0 keeps the server's parameters of each
-round, scores them when the run is over, and writes :class:`Curve`.
+The environment gives this worker's number and the server's address. Worker 0 keeps the server's parameters of each
+round, scores them after the run, and writes a :class:`Curve`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ LR = 3e-3
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of a run have in common.
+    """The settings that all workers of a run share.
 
     Attributes:
         data: directory of C4 shards.
-        tokens: directory for the text in tokens.
+        tokens: directory for the tokens of the text.
         out: directory of the run.
-        options: of :class:`AsyncLocalSGD`.
+        options: arguments of :class:`AsyncLocalSGD`.
     """
 
     data: str
@@ -54,12 +54,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Curve:
-    """What worker 0 has found.
+    """The validation losses of a run, as worker 0 has computed them.
 
     Attributes:
-        started: seconds since 1970, when all workers were ready.
-        parameters: of the model.
-        losses: of the validation text, in nats a token, with the server's parameters of each version.
+        started: time when all workers were ready, in seconds since 1970.
+        parameters: number of the model's parameters.
+        losses: each version with the validation loss of the server's parameters at it, in nats per token.
     """
 
     started: float
@@ -68,20 +68,20 @@ class Curve:
 
 
 def problem(data: str, tokens: str, seed: int) -> C4:
-    """The model and the text."""
+    """Returns the problem with the model and the text."""
     torch.manual_seed(seed)
     return C4(seed, torch.device("cpu"), Path(data), out=tokens, sequence=SEQUENCE, validation=VALIDATION)
 
 
 def batches(c4: C4, own: range, seed: int) -> Iterator[Tensor]:
-    """Of these sequences, drawn by the seed: the same in all runs."""
+    """Yields batches of the worker's own sequences, drawn by the seed, so that they are the same in all runs."""
     draw = torch.Generator().manual_seed(1000 * seed + own.start)
     while True:
         yield c4.batch([own[int(at)] for at in torch.randint(len(own), (BATCH,), generator=draw)])
 
 
 class Steps:
-    """AdamW with a linear warm-up to a rate that stays, and gradients clipped to norm 1."""
+    """Takes local steps by AdamW, with a linear warm-up to a constant rate, and gradients clipped to norm 1."""
 
     def __init__(self, c4: C4) -> None:
         self.c4 = c4
@@ -97,7 +97,7 @@ class Steps:
 
 
 def meet(out: Path, worker: int) -> float:
-    """Waits until all workers have imported everything and read their text: how long that takes is no part of a run."""
+    """Waits until all workers have read their text, which is not part of the measured run; returns the time."""
     (out / f"ready-{worker}").touch()
     while not all((out / f"ready-{each}").exists() for each in range(WORKERS)):
         time.sleep(0.05)
@@ -105,7 +105,7 @@ def meet(out: Path, worker: int) -> float:
 
 
 def train(job: Job, c4: C4, worker: int) -> tuple[float, list[tuple[int, Tensor]]]:
-    """When it began, and in worker 0 the server's parameters at the beginning and after each round."""
+    """Trains; returns the time of the start, and in worker 0 the server's parameters then and after each round."""
     training, text = Steps(c4), batches(c4, range(worker, c4.samples, WORKERS), job.seed)
     kept = [(0, parameters_to_vector(c4.model.parameters()).detach())] if worker == 0 else []
     started = meet(Path(job.out), worker)

@@ -1,9 +1,9 @@
-"""Seconds to a loss over a slow line, fp32 beside each codec: real training in real processes on two hosts.
+"""Measures the seconds to a loss over a slow line, in fp32 and with each codec: real training on two hosts.
 
 The server and worker 0 are on this host, worker 1 in a network namespace at the other end of a cable. The method is
-synchronous local SGD, that is DiLoCo without a momentum: a round waits for both workers, so it is as long as worker 1's
-steps and exchange, and what a seed learns in a round does not depend on how fast the machine is. Each run with a codec
-follows one in fp32 with the same seed, and is compared with it. What was run is kept, and not run again.
+synchronous local SGD, that is DiLoCo without momentum: a round waits for both workers. So a round takes as long as
+worker 1's steps and exchange, and its result for a seed does not depend on the machine's speed. Each run with a codec
+follows one in fp32 with the same seed, and is compared with it. Results of runs are kept, and these are not run again.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ COMPRESS = {
     "topk_e3m0": "topk,pull=e3m0",
     "topk256_e3m0": "topk:keep=256,pull=e3m0",
 }
-SLOWER = ("topk", "e3m0", "adacomp", "dqsgd")  # beginnings of those that may take more rounds to a loss, and have more
+SLOWER = ("topk", "e3m0", "adacomp", "dqsgd")  # prefixes of codecs that get more rounds, as they may need them
 BOUNDED, LEAST_SOONER, BOUNDED_MBIT = ("topk", "e3m0", "e3m0_both", "topk_e3m0", "topk256_e3m0"), 5.0, 10.0
 
 
 @dataclass(frozen=True)
 class Point:
-    """The server's parameters at one time.
+    """A point of a run's loss curve.
 
     Attributes:
-        seconds: since the beginning.
-        loss: of the validation text.
-        bytes: that worker 1 has sent and received till then.
+        seconds: seconds since the beginning.
+        loss: validation loss of the server's parameters.
+        bytes: bytes that worker 1 has sent and received until then.
     """
 
     seconds: float
@@ -73,12 +73,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run came to.
+    """The result of one run.
 
     Attributes:
-        points: at the beginning and after each round.
-        exchange: seconds of worker 1 between its last step of a round and its first one of the next, the median.
-        load: of the machine, before the run.
+        points: points at the beginning and after each round.
+        exchange: median seconds of worker 1 between its last step of a round and its first one of the next.
+        load: load of the machine before the run.
     """
 
     points: list[Point]
@@ -92,7 +92,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Pair:
-    """A run in fp32, and the one with a codec after it."""
+    """A run in fp32, and the run with a codec that followed it."""
 
     plain: Run
     coded: Run
@@ -102,27 +102,27 @@ class Pair:
         return cls(Run.from_json(given["plain"]), Run.from_json(given["coded"]))
 
     def reached(self) -> tuple[Point | None, Point | None]:
-        """Where each run has the last loss of the one in fp32."""
+        """Returns the first point of each run at the last loss of the fp32 run, or None if it is not reached."""
         target = self.plain.points[-1].loss
         return first_at(self.plain.points, target), first_at(self.coded.points, target)
 
     @property
     def sooner(self) -> float:
-        """How many times; 0 where the codec's run does not come to the loss."""
+        """Speedup of the codec's run to the fp32 run's last loss; 0 if it does not reach the loss."""
         plain, coded = self.reached()
         assert plain is not None
         return plain.seconds / coded.seconds if coded is not None else 0.0
 
 
 def first_at(points: Sequence[Point], loss: float) -> Point | None:
-    """The first point with a loss no higher than this; nothing is interpolated between points."""
+    """Returns the first point with at most this loss, without interpolation between points."""
     return next((point for point in points if point.loss <= loss), None)
 
 
 def points_of(curve: Curve, events: Sequence[Event], far: int = WORKERS - 1) -> list[Point]:
-    """Losses with the time at which the server had the parameters, and what worker ``far`` had moved by then.
+    """Returns the losses with the time at which the server had the parameters, and worker ``far``'s bytes by then.
 
-    Of a round's updates, only the last one says the version that they make together.
+    Of a round's updates, only the last one has the version that they make together.
     """
     points = []
     for version, loss in curve.losses:
@@ -134,12 +134,12 @@ def points_of(curve: Curve, events: Sequence[Event], far: int = WORKERS - 1) -> 
 
 
 def exchange_of(events: Sequence[Event], far: int = WORKERS - 1) -> float:
-    """The median of worker ``far``; its first update comes after none."""
+    """Returns worker ``far``'s median seconds of an exchange, without its first update, which follows no exchange."""
     return median(event.exchange_seconds for event in [event for event in events if event.worker == far][1:])
 
 
 class Bench:
-    """Runs pairs, and keeps what they have come to in ``out``."""
+    """Runs pairs, and keeps their results in ``out``."""
 
     def __init__(self, data: Path, out: Path, rounds: int, local_steps: int, longer: float) -> None:
         self.data, self.out = data, out
@@ -150,7 +150,7 @@ class Bench:
         self._done = {line["key"]: Pair.from_json(line["pair"]) for line in lines}
 
     def pair(self, mbit: float, codec: str, seed: int) -> Pair:
-        """fp32, then the codec."""
+        """Returns the pair of a run in fp32 and one with the codec; makes it if it is not kept."""
         key = f"{mbit:g} Mbit/s; {codec}; seed {seed}; {self._rounds(codec)} rounds of {self.local_steps}"
         if key not in self._done:
             self._done[key] = Pair(self._run(mbit, FP32, seed), self._run(mbit, codec, seed))
@@ -179,12 +179,12 @@ class Bench:
 
 
 def _cable(mbit: float) -> Cable:
-    """50 ms from end to end; a rate of 0 stands for a cable that costs nothing, to look at losses alone."""
+    """Returns a cable of 50 ms from end to end; for a rate of 0, a perfect one, to look at losses alone."""
     return Cable(seconds=0.05, bytes_per_second=mbit * 1e6 / 8) if mbit else Cable()
 
 
 def _train(directory: Path, host: Host) -> None:
-    """One run, to its end."""
+    """Makes one run, to its end."""
     log = directory / "logs" / "server.log"
     server = ServerProcess(SERVER_MODULE, WORKERS, directory, log, host=host.near, ends_with_workers=True)
     try:
@@ -201,7 +201,7 @@ def _train(directory: Path, host: Host) -> None:
 def _started(
     prefixes: Sequence[tuple[str, ...]], directory: Path, place: dict[str, str]
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """A worker behind each prefix; killed at the end, if it has not ended."""
+    """Starts a worker with each prefix; kills those that have not ended by the end of the block."""
     workers = []
     try:
         for number, prefix in enumerate(prefixes):
@@ -218,7 +218,7 @@ def _started(
 
 
 def row(codec: str, pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Of one codec at one rate: a number for each seed where there are commas, else means."""
+    """Returns the row of a codec at a rate: values with commas are one per seed, the others means."""
     reached = [pair.reached() for pair in pairs]
     both = [(plain, coded) for plain, coded in reached if plain is not None and coded is not None]
     return {
@@ -235,7 +235,7 @@ def row(codec: str, pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def _both(pairs: Sequence[Pair], what: Callable[[Run], str]) -> str:
-    """Of fp32 and of the codec."""
+    """Formats a figure of each pair's runs as fp32:codec."""
     return ", ".join(f"{what(pair.plain)}:{what(pair.coded)}" for pair in pairs)
 
 

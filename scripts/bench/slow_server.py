@@ -1,4 +1,4 @@
-"""``python -m slow_server``: a server that sleeps with each gradient, so that it is saturated without a processor."""
+"""``python -m slow_server``: a server that sleeps with each gradient, so that it is saturated but uses no processor."""
 
 import time
 
@@ -15,11 +15,11 @@ from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.program import serve
 from scripts.faults.sgd_server import updates_per_step
 
-SECONDS = "seconds"  # of the sleep, for each parameter, in the method's description: a shard sleeps for its part
+SECONDS = "seconds"  # key in the method's description: seconds of sleep per parameter, so a shard sleeps for its part
 
 
 class SlowAccumulation(HybridAccumulation):
-    """Hybrid accumulation that takes its time."""
+    """Hybrid accumulation that sleeps before each update."""
 
     def __init__(self, optimizer: Optimizer, updates_per_step: int, seconds: float) -> None:
         super().__init__(optimizer, updates_per_step)
@@ -31,7 +31,7 @@ class SlowAccumulation(HybridAccumulation):
 
 
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[ScheduledRule, EpochPlan]:
-    """Plain SGD with a constant learning rate."""
+    """Builds slow accumulation with plain SGD and a constant learning rate."""
     seconds = spec.framework[SECONDS]
     assert isinstance(seconds, float)
     optimizer = SGD([Parameter(view) for view in layout.views(parameters)], lr=0.01)

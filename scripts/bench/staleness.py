@@ -1,9 +1,9 @@
-"""How much of hybrid's distance from the synchronous run is staleness, how much the choice of batches, and how far a
-step turns the gradient.
+"""Separates hybrid's distance from the synchronous run into that by staleness and that by the choice of batches.
 
-Four runs from one state. Hybrid differs from the synchronous run in two things: which batches meet in a step, since a
-fast worker gives more of them, and that some gradients were computed a version ago. Here each differs alone. A gradient
-of a version ago is as good as one of now where a step does not turn the gradient: the angle is measured on the way.
+Makes four runs from one state. Hybrid differs from the synchronous run in two things: the batches that meet in a step,
+since a fast worker gives more of them, and the staleness of some gradients, which were computed a version ago. Here
+each of the two also differs alone. A stale gradient is as good as a current one if a step does not turn the gradient;
+the runs therefore measure the angle as well.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FEWEST = 40  # steps: the first look is at an eighth of them, and goes 4 versio
 
 @dataclass(frozen=True)
 class Gradient:
-    """A worker's ``number``-th, computed at version ``base`` and applied to version ``version``."""
+    """A worker's ``number``-th gradient, computed at version ``base`` and applied to version ``version``."""
 
     worker: int
     number: int
@@ -51,7 +51,7 @@ class Gradient:
 
 
 class NoGradients(SharedModel):
-    """For the order in which gradients arrive: it computes none."""
+    """A model that computes no gradients, to find only the order in which they arrive."""
 
     def gradient(self, worker: LogicalWorker, shard: int, number: int) -> float:
         worker.weight = 1.0
@@ -59,7 +59,7 @@ class NoGradients(SharedModel):
 
 
 def arrivals(experiment: Experiment, method: Method, cluster: Cluster, model: SharedModel) -> list[Gradient]:
-    """In the order in which the server takes them, as the simulator's clock has it."""
+    """Returns the gradients in the order in which the server receives them, by the simulator's clock."""
     found: list[Gradient] = []
 
     def write(time: float, receipt: Receipt, report: protocol.Report, extra: JsonObject) -> None:
@@ -74,7 +74,7 @@ def arrivals(experiment: Experiment, method: Method, cluster: Cluster, model: Sh
 
 
 class Turning:
-    """The cosine of the mean gradient of some batches now, and at the parameters of 1 and 4 versions before.
+    """Measures the cosine between the mean gradient of some batches now and 1 and 4 versions before.
 
     The batches are the first ones of the last quarter of each shard.
     """
@@ -116,7 +116,7 @@ def train(
     gradients: Sequence[Gradient],
     turning: Turning,
 ) -> float:
-    """Applies them; returns the loss at the end."""
+    """Computes and applies the gradients; returns the loss at the end."""
     parameters, workers = start.clone(), 1 + max(each.worker for each in gradients)
     built = build_method(method, experiment, workers, model.order.sizes, parameters, model.layout)
     server = ParameterServer(parameters, built.rule)
@@ -139,14 +139,14 @@ def train(
 
 @dataclass(frozen=True)
 class Four:
-    """What four runs from one state came to."""
+    """The results of four runs from one state."""
 
     losses: dict[str, float]
     turnings: dict[str, list[dict[str, float]]]
 
 
 def four_runs(experiment: Experiment, pretraining: int) -> Four:
-    """From the start, or after so many steps of plain training."""
+    """Makes the four runs, from the initial parameters or after ``pretraining`` steps of plain training."""
     (cluster,), seed, options = experiment.clusters.values(), experiment.seed, experiment.optimizer
     problem = problems.build(experiment.head.problem, experiment.path.resolve().parent, seed, torch.device("cpu"))
     model = SharedModel(problem, experiment.head.batch_size, ShardOrder([problem.samples], seed), seed)

@@ -1,9 +1,7 @@
-"""How many target tokens a second train when one worker is slower than the others: hybrid, as by default and as in the
-paper, against synchronous.
+"""Measures target tokens per second with a slow worker: hybrid (by default and as in the paper) and synchronous.
 
-All sides are slowed down in the same way: a slow worker, when it has a gradient, sleeps as long as makes up its
-factor. The synchronous run (fairseq's legacy_ddp over Gloo) waits for it at every update; the hybrid ones do
-not.
+All sides are slowed down in the same way: a slow worker sleeps after each gradient for as long as its factor requires.
+The synchronous run (fairseq's legacy_ddp over Gloo) waits for it at every update; the hybrid runs do not.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ from scripts.bench.report import Report  # noqa: E402
 
 USER_DIR = Path(__file__).resolve().parent / "slow_rank"
 OF_PAPER, IN_STEP = 0.95, 0.1  # equal workers: speed beside the paper's hybrid, and mean staleness
-SHARE = 0.88  # of the speed that is possible: 2.2 of 2.5 with two workers, one of them four times slower
+SHARE = 0.88  # share of the possible speedup: 2.2 of 2.5 with two workers, one of them four times slower
 
 
 def parse(slowdown: str) -> list[float]:
-    """The factors of ``--slowdown``."""
+    """Returns the factors of ``--slowdown``."""
     try:
         factors = [float(part) for part in slowdown.split(",")]
     except ValueError:
@@ -42,12 +40,12 @@ def parse(slowdown: str) -> list[float]:
 
 
 def limit(factors: Sequence[float]) -> float:
-    """Hybrid over synchronous when nothing else costs time: every worker at its own speed, or all at the slowest's."""
+    """Returns the ideal speedup: every worker at its own speed, over all of them at the slowest one's."""
     return sum(1 / factor for factor in factors) / (len(factors) / max(factors))
 
 
 def synchronous(job: Training, skip: float) -> dict[str, float]:
-    """Target tokens a second of all ranks together, by fairseq's own meter."""
+    """Returns the target tokens per second of all ranks together, by fairseq's own meter."""
     jobs.run(job)
     tokens = seconds = 0.0
     updates = 0
@@ -62,7 +60,7 @@ def synchronous(job: Training, skip: float) -> dict[str, float]:
 
 
 def hybrid(job: Training, slowdown: str, skip: float) -> dict[str, float]:
-    """The same from the server's events; also of each worker."""
+    """Returns the target tokens per second of all workers and of each, from the server's events, and the staleness."""
     jobs.run(job, ["--slowdown", slowdown])
     events = [jsonlib.loads(line) for line in job.events.open()]
     steady = [event for event in events if event["time"] > events[0]["time"] + skip]

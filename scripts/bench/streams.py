@@ -1,7 +1,7 @@
-"""What several connections of one worker gain on a long line that loses packets.
+"""Measures the gain of several connections of one worker on a long line that loses packets.
 
-The server is on this host and the worker on another one, a network namespace behind a cable. The worker sends
-gradients that take a step each, so that an exchange brings a model there and another one back.
+The server is on this host and the worker on another one, a network namespace behind a cable. Each gradient that the
+worker sends makes a step, so an exchange brings a whole model there and another one back.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(
 
 
 def work(address: str, token: str, streams: int, parameters: int, exchanges: int) -> None:
-    """One worker; prints the seconds of each exchange."""
+    """Runs one worker; prints the seconds of each exchange."""
     client = Client(address, token, 0, streams=streams)
     spec, layout = sgd_spec(workers=1, publishes=False), Layout.of([("weight", torch.zeros(parameters))])
     if not client.join(layout, spec).initialised:
@@ -79,7 +79,7 @@ def work(address: str, token: str, streams: int, parameters: int, exchanges: int
 
 @contextmanager
 def congestion_control(name: str) -> Iterator[None]:
-    """TCP with this algorithm, also in network namespaces that are made meanwhile."""
+    """Sets TCP's congestion control until the end of the block, also for network namespaces made in it."""
     before = _CONGESTION.read_text()
     try:
         _CONGESTION.write_text(name)
@@ -92,7 +92,7 @@ def congestion_control(name: str) -> Iterator[None]:
 
 
 def measure(cable: Cable, streams: int, parameters: int, exchanges: int) -> float:
-    """The median of the seconds of an exchange over this cable; the first one does not count."""
+    """Returns the median seconds of an exchange over this cable, without the first exchange."""
     with other_host(cable) as host, tempfile.TemporaryDirectory() as out:
         server = ServerProcess("scripts.faults.sgd_server", 1, Path(out), Path(out) / "server.log", host=host.near)
         try:

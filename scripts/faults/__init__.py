@@ -1,1 +1,1 @@
-"""Faults on purpose: schedules, a proxy between workers and server, bad cables, a fuzzer, a server to attack."""
+"""Fault injection: schedules, a proxy between workers and server, bad cables, a fuzzer, a server to attack."""

@@ -14,12 +14,12 @@ LAYOUT = Layout.of([("weight", torch.zeros(8, 4)), ("bias", torch.zeros(5))])
 
 
 def adder_spec(**changes: Any) -> MethodSpec:
-    """A method without snapshots but the first; ``changes`` are those of :func:`sgd_spec`."""
+    """Returns a method with no snapshots after the first; ``changes`` are as for :func:`sgd_spec`."""
     return sgd_spec(**{"snapshot_seconds": 1e6} | changes)
 
 
 class Adder:
-    """Adds 1 to every parameter with each of its updates, so that the parameters count what was applied."""
+    """A worker each of whose updates adds 1 to every parameter, so that the parameters count the applied updates."""
 
     def __init__(self, client: Client, layout: Layout = LAYOUT, **changes: Any) -> None:
         self.client, self.parameters = client, torch.zeros(layout.size)

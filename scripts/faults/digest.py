@@ -1,4 +1,4 @@
-"""The state of a server, in a file and as a digest that two states share only if all their bits are equal."""
+"""Reads a server's state from a file, and digests it; two states have the same digest only if all bits are equal."""
 
 import hashlib
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def digest(value: Any) -> str:
-    """The digest of tensors, numbers and containers of them; equal for equal bits."""
+    """Returns the digest of tensors, numbers and containers of them; equal for equal bits."""
     found = hashlib.sha256()
     for part in _parts(value):
         found.update(part)

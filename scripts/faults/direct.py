@@ -1,4 +1,4 @@
-"""A server's service without a socket: a hostile worker's messages as fast as they can be handled."""
+"""Feeds a hostile worker's messages to a server's service without a socket, as fast as it can handle them."""
 
 import random
 import time
@@ -23,7 +23,7 @@ TOKEN = "a token of sixteen or more"
 
 
 class FakeChannel:
-    """Keeps what the server says."""
+    """A channel without a connection, which keeps the server's answers in ``said``."""
 
     def __init__(self) -> None:
         self.said: list[bytes] = []
@@ -35,7 +35,7 @@ class FakeChannel:
         self.streams = [self]
 
     def add(self, other: "FakeChannel") -> None:
-        """Another connection of the same worker."""
+        """Adds another connection of the same worker."""
         self.streams.append(other)
 
     def queue(self, body: bytes, tensor: Tensor | None = None) -> None:
@@ -45,13 +45,13 @@ class FakeChannel:
         return True
 
     def notice_death(self, seconds: float) -> None:
-        """There is no kernel."""
+        """Does nothing, since no kernel watches a connection here."""
 
     def end(self) -> None:
         self.closed = True
 
     def receive(self, tensor: bytes) -> None:
-        """Puts what comes behind a message into its room; raises a ProtocolError as a channel does."""
+        """Copies the tensor that follows a message into ``room``; raises a ProtocolError as a channel does."""
         self.with_tensor, self.tensor_bytes = bool(tensor), len(tensor)
         if not tensor or self.room is None:
             return
@@ -63,7 +63,7 @@ class FakeChannel:
 
 @dataclass
 class Member:
-    """A worker of the service that has come in."""
+    """A worker that has joined the service."""
 
     service: Service
     worker: int
@@ -83,7 +83,7 @@ class Member:
         self.send(protocol.encode(protocol.Hello(self.spec, self.layout, self.remote)))
 
     def send(self, body: bytes, tensor: bytes = b"") -> bytes:
-        """What the server says to it."""
+        """Sends a message and returns the server's answer."""
         self.channel.said.clear()
         try:
             self.channel.receive(tensor)
@@ -101,7 +101,7 @@ class DirectAttack:
     """An honest and a hostile worker of one service, in this thread.
 
     Attributes:
-        seconds: that each update of the honest one took, with the clock's turn before it.
+        seconds: duration of each update of the honest worker, with the service's tick before it.
     """
 
     run_dir: Path
@@ -125,7 +125,7 @@ class DirectAttack:
         self._compressor = None if push is None else Compressor(push, self.spec, self.layout, worker=0)
 
     def session(self, messages: int) -> None:
-        """The hostile one comes in, and sends so many messages, or fewer if it is put out before."""
+        """Lets the hostile worker join and send this number of messages, or fewer if the server disconnects it."""
         member = Member(self.service, 1, self.spec, self.layout, remote=True)
         self._hostile.learn(b"".join(member.channel.said))
         for _ in range(messages):
@@ -138,7 +138,7 @@ class DirectAttack:
         self.outcomes = self._hostile.outcomes
 
     def step(self) -> None:
-        """An update of the honest one, which depends on its number alone."""
+        """Sends an update of the honest worker, whose values depend only on the number of the update."""
         sequence = len(self.seconds)
         update = torch.randn(self.layout.size, generator=torch.Generator().manual_seed(sequence))
         report = protocol.Report(epochs=0.25, loss=1.0, position={"batch": sequence})
@@ -158,7 +158,7 @@ class DirectAttack:
         self._version = answer.version
 
     def state(self) -> list[object]:
-        """All that is the honest one's own, and the parameters."""
+        """Returns the server's state of the honest worker, the rule's state and the parameters."""
         coordinator = self.service.described.coordinator
         server = coordinator.server
         own = [server.sequences[0], server.refused.get(0, 0), coordinator.positions[0]]

@@ -40,16 +40,16 @@ _SEEDS: dict[str, dict[str, Any]] = {
         protocol.Alive(),
     )
 }
-_FIXED = ("kind", "base_version", "finished", "path")  # in these a chance value could be right
+_FIXED = ("kind", "base_version", "finished", "path")  # a random value of these could be valid
 
 
 def frame(body: bytes, tensor: bytes = b"") -> bytes:
-    """A message as it crosses the wire."""
+    """Returns a message as it crosses the wire, with its header."""
     return _HEADER.pack(len(body), len(tensor)) + body + tensor
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """A few bytes changed, cut out, doubled or put in; or another length before it."""
+    """Returns the data with a few bytes changed, deleted, doubled or inserted, or with other lengths in the header."""
     corrupted = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8))):
         place = rng.randrange(len(corrupted) + 1)
@@ -69,7 +69,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 
 def misvalued(message: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """JSON of the right form with a wrong value, a key too few or one too many."""
+    """Returns the message with one value wrong, or with one key missing or too many."""
     keys = [key for key in message if key not in _FIXED]
     key = rng.choice([*keys, "kinds"])
     if key in message and rng.random() < 0.3:
@@ -82,8 +82,8 @@ class Fuzzer:
     """Attacks one server, which worker 0 uses at the same time.
 
     Attributes:
-        tried: messages by who sent them and what came of it.
-        found: one message for each kind of answer.
+        tried: number of messages by sender and outcome.
+        found: one message for each sender and outcome.
     """
 
     server: ThreadServer
@@ -93,13 +93,13 @@ class Fuzzer:
     found: dict[str, bytes] = field(default_factory=dict)
 
     def run(self, seconds: float) -> None:
-        """Sends messages for so many seconds; the server must survive."""
+        """Sends messages for this number of seconds; the server must survive."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             (self._stranger if self.rng.random() < 0.5 else self._member)()
 
     def state(self) -> str:
-        """The digest of all that training depends on."""
+        """Returns the digest of the server's state on which training depends."""
         coordinator = self.server.service.described.coordinator
         return digest(coordinator.server.state_dict() | {"plan": coordinator.plan.state_dict()})
 
@@ -143,7 +143,7 @@ class Fuzzer:
         return socket.create_connection((host, int(port)), timeout=10)
 
     def _send(self, connection: socket.socket, who: str, data: bytes) -> bool:
-        """Sends a message; returns whether the connection is still usable. Does not wait long for the answer."""
+        """Sends a message and waits 2 ms for the answer; returns whether to use the connection further."""
         connection.settimeout(0.002)
         try:
             connection.sendall(data)
@@ -164,7 +164,7 @@ class Fuzzer:
 
 
 def _kind(said: bytes) -> str:
-    """The answer without what is peculiar to one message."""
+    """Returns the kind of an answer: its text without what is specific to one message."""
     if not said:
         return "closed"
     error = re.search(rb'"error": ?"([a-z ]{4,30})', said)

@@ -1,4 +1,4 @@
-"""Messages by the protocol's own schema: valid ones, and ones with something wrong in one place."""
+"""Generates messages from the protocol's own schema: valid ones, and ones with one thing wrong."""
 
 import json
 import random
@@ -16,10 +16,10 @@ _DEEP = 700  # levels of lists
 
 
 class Grammar:
-    """Draws messages; the classes of the requests say which there are.
+    """Draws random messages of every kind of request in the protocol.
 
     Args:
-        rng: draws.
+        rng: source of randomness.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -28,13 +28,13 @@ class Grammar:
         self.kinds = sorted(self._schemas)
 
     def valid(self, kind: str, **given: Any) -> dict[str, Any]:
-        """A message of this kind as its schema wants it; ``given`` are values of some keys."""
+        """Returns a message of this kind that fits its schema; ``given`` sets the values of some keys."""
         schema = self._schemas[kind]
         message: dict[str, Any] = self._value(schema, schema)
         return message | {"kind": kind} | given
 
     def wrong(self, message: dict[str, Any]) -> bytes:
-        """The JSON of a message with one thing wrong, mostly: some are valid all the same."""
+        """Returns the JSON of a message with one thing changed; mostly that makes it invalid."""
         changed = json.loads(json.dumps(message))
         holder, key = self._place(changed)
         match self.rng.randrange(10):
@@ -42,18 +42,18 @@ class Grammar:
                 del holder[key]
             case 1 if isinstance(holder, dict):
                 holder[self.rng.choice(_STRINGS)] = self.rng.choice(_NUMBERS)
-            case 2 if self.rng.random() < 0.1:  # mostly no JSON any more, which ends the connection
+            case 2 if self.rng.random() < 0.1:  # rare: mostly no JSON any more, which ends the connection
                 return self._damaged(to_json(changed))
             case 3:
                 return to_json(changed)[:-1] + b", " + to_json(changed)[1:]  # every key twice
             case 4:
                 holder[key] = [holder[key]] * self.rng.choice((1, 100))
-            case _ if key != "finished":  # a worker may end the run: that is known, and obeyed
+            case _ if key != "finished":  # not "finished": a worker may end the run, and the server obeys
                 holder[key] = self._edge()
         return to_json(changed)
 
     def _place(self, message: dict[str, Any]) -> tuple[Any, Any]:
-        """A container in the message, and a key or an index of it."""
+        """Returns a container in the message, and a key or an index of it."""
         holder: Any = message
         while True:
             key = self.rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))

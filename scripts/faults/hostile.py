@@ -1,4 +1,4 @@
-"""A worker that knows the token and means no good: valid sessions, changed in one message after the other."""
+"""A hostile worker that knows the token: its sessions are valid except for messages that are changed at random."""
 
 import multiprocessing
 import random
@@ -20,11 +20,11 @@ from scripts.faults.grammar import Grammar, to_json
 from scripts.faults.tensors import HostileTensors
 
 _HEADER = struct.Struct("!IQ")  # bytes of the body, bytes of the tensor behind it
-_AT_ONCE = 64  # messages, before it reads the answers
-_BATCHES = 2  # of these on their way
-_TELL_EVERY = 2.0  # seconds
-_STREAMS = 0.2  # share of its connections to which it adds another one
-_LIES = 0.02  # share of these batches that end in the middle of a message
+_AT_ONCE = 64  # most messages of a batch, which is sent before answers are read
+_BATCHES = 2  # batches that may be unanswered
+_TELL_EVERY = 2.0  # seconds between two reports of the attack's process
+_STREAMS = 0.2  # share of the connections to which another one is added
+_LIES = 0.02  # share of the batches that end with a false length, in the middle of a message
 _REPLY = re.compile(rb'"status":"(\w+)","version":(\d+)')
 _ERROR = re.compile(rb'"error":"([^"\\]{0,60})')
 _NUMBER = re.compile(r"[-+]?\d[\w.+-]*")
@@ -34,16 +34,17 @@ _KINDS += ["introduce"]
 
 @dataclass
 class HostileWorker:
-    """One worker, that sends thousands of messages a second. Its updates are zeros, or NaN, or payloads that none are:
-    what it does not change by them it must not be able to change at all.
+    """A hostile worker, which sends thousands of messages a second.
+
+    Its updates are zeros, NaN or invalid payloads. None of them changes the parameters, so nothing that it sends may.
 
     Attributes:
-        joins: it was not announced, and takes a free number in place of ``worker``.
-        only_nan: none of its updates is zeros, which in a real run would be gradients like any other.
-        with_tensor: share of its updates that have a tensor; a real model's is large.
+        joins: whether it joins unannounced and takes a free number in place of ``worker``.
+        only_nan: whether it never sends zeros, which in a real run would be gradients like any other.
+        with_tensor: share of its updates that have a tensor; a real model's tensor is large.
         pause: seconds before each batch of messages.
-        sent: messages that the server has read; the questions of a flood are not among them.
-        outcomes: of the answers that came, by what they said.
+        sent: number of messages that the server has read, without those of a flood.
+        outcomes: number of answers by their content.
     """
 
     address: str
@@ -66,7 +67,7 @@ class HostileWorker:
         self._given = {"spec": self.spec.to_json(), "layout": self.layout.to_json(), "remote": True}
 
     def run(self, messages: int, until: float = float("inf")) -> None:
-        """Sends so many messages, or until that time of ``time.monotonic``."""
+        """Sends this number of messages, or stops at ``until``, a time of ``time.monotonic``."""
         end = self.sent + messages
         while self.sent < end and time.monotonic() < until:
             try:
@@ -76,7 +77,7 @@ class HostileWorker:
                 time.sleep(self.pause)
 
     def _session(self, end: int, until: float) -> None:
-        """One connection, to the message at which the server closes it."""
+        """Runs one session over a connection; stops when the server closes it."""
         with self._connect() as connection:
             channel, kind = Channel(connection), self.rng.random()
             if kind < 0.3:
@@ -104,14 +105,14 @@ class HostileWorker:
         return socket.create_connection((host, int(port)), timeout=10)
 
     def _add_stream(self, stream_of: str) -> None:
-        """One more connection, for pieces of tensors; at times with a message behind, and cut at once."""
+        """Opens one more connection, for pieces of tensors, and closes it at once; sometimes sends a message on it."""
         with self._connect() as connection:
             behind = self._frame() if self.rng.random() < 0.5 else b""
             self._introduce(Channel(connection), stream_of, behind)
         self.outcomes["stream"] += 1
 
     def _as_stranger(self, channel: Channel) -> None:
-        """With a wrong introduction, or something else in its place."""
+        """Sends a wrong introduction, or another message in its place."""
         channel.receive()
         given = {"worker": self.worker, "joins": self.joins}
         kind = self.rng.choice(["introduce", "introduce", *_KINDS])
@@ -120,7 +121,7 @@ class HostileWorker:
         self._note(channel.receive())
 
     def _introduce(self, channel: Channel, stream_of: str | None = None, behind: bytes = b"") -> str:
-        """Returns the server's challenge; ``behind`` comes in the same packet."""
+        """Introduces itself and returns the server's challenge; sends ``behind`` in the same packet."""
         theirs, ours = protocol.parse_answer(channel.receive(), protocol.Greeting).challenge, challenge()
         own = proof(self.token, "worker", theirs, ours)
         introduce = protocol.Introduce(own, ours, self.worker, self.joins, instance="hostile", stream_of=stream_of)
@@ -131,25 +132,27 @@ class HostileWorker:
         return theirs
 
     def _dribble(self, connection: socket.socket) -> None:
-        """A message byte by byte, and not to its end."""
+        """Sends the first bytes of a message, one by one."""
         for byte in self._frame()[: self.rng.randrange(1, 40)]:
             connection.sendall(bytes([byte]))
             time.sleep(0.01)
         self.outcomes["dribbled"] += 1
 
     def _flood(self, connection: socket.socket) -> None:
-        """Questions without end, and reads no answer."""
+        """Sends 2,000 requests and reads no answer."""
         pull = protocol.encode(protocol.Pull())
         for _ in range(2000):
             connection.sendall(_HEADER.pack(len(pull), 0) + pull)
         self.outcomes["flooded"] += 1
 
     def _send_some(self, connection: socket.socket, unanswered: deque[bytes], said: bytearray) -> None:
-        """Several messages at once; then reads until the last of those before them is answered, whose answer quotes it.
+        """Sends a batch of messages; then reads answers until at most ``_BATCHES`` batches are unanswered.
+
+        The last message of a batch is a mark, which its answer quotes.
 
         Args:
-            unanswered: the last messages of the batches that are on their way, changed here.
-            said: what has been read and not understood yet, likewise.
+            unanswered: marks of the unanswered batches; changed here.
+            said: bytes that were read and not yet parsed; changed here.
         """
         frames = [self._frame() for _ in range(self.rng.randint(1, _AT_ONCE))]
         self._batch += 1
@@ -179,7 +182,7 @@ class HostileWorker:
         return _HEADER.pack(len(body), len(tensor)) + body + tensor
 
     def message(self) -> tuple[bytes, bytes]:
-        """The next message of a worker that has said hello, and the tensor behind it."""
+        """Returns the next message of a worker that has said hello, and the tensor that follows it."""
         kind = "leave" if self.rng.random() < 0.002 else self.rng.choice(_KINDS)
         message = self._grammar.valid(kind, **self._plausible(kind))
         body = self._grammar.wrong(message) if self.rng.random() < 0.7 else to_json(message)
@@ -188,7 +191,7 @@ class HostileWorker:
         return body, self._tensors.bad() if self.only_nan or self.rng.random() < 0.2 else self._tensors.zeros
 
     def _plausible(self, kind: str) -> dict[str, Any]:
-        """What makes a valid message of this moment."""
+        """Returns the values that make a message of this kind valid now."""
         if kind == "push":
             sequence = self._sequence + (self.rng.random() < 0.1)
             return {"sequence": sequence, "base_version": self._version, "weight": self.rng.choice((0.0, 1.0, 9.0))}
@@ -197,12 +200,12 @@ class HostileWorker:
         return {"finished": False} if kind == "leave" else {}
 
     def _lie(self, body: bytes) -> bytes:
-        """A frame that is not as long as it says."""
+        """Returns a frame that is not as long as its header says."""
         length = self.rng.choice((0, 1, len(body) - 1, len(body) + 1, 1 << 18, 1 << 24, 1 << 31, (1 << 32) - 1))
         return _HEADER.pack(length, self.rng.choice((0, 0, 1, len(self._tensors.zeros), 1 << 40, (1 << 64) - 1))) + body
 
     def learn(self, said: bytes) -> None:
-        """The version, and the number of its next update."""
+        """Reads the version and the number of its next update from the server's answers, and counts these."""
         for found in _REPLY.finditer(said):
             self.outcomes[f"push: {found[1].decode()}"] += 1
             self._version = int(found[2])
@@ -218,10 +221,10 @@ class HostileWorker:
 
 @dataclass
 class Attack:
-    """A hostile worker in a process of its own, until it has sent so many messages.
+    """A hostile worker in a process of its own, which ends after ``messages`` messages.
 
     Attributes:
-        sent, outcomes: as of the hostile worker, a while ago.
+        sent, outcomes: those of the hostile worker at its last report.
     """
 
     hostile: HostileWorker
@@ -237,7 +240,7 @@ class Attack:
         writer.close()
 
     def poll(self) -> bool:
-        """Whether it goes on."""
+        """Reads the reports of the process; returns whether it still runs."""
         try:
             while self._reader.poll():
                 self.sent, self.outcomes = self._reader.recv()

@@ -1,4 +1,4 @@
-"""Another host on this machine: a network namespace at the other end of a cable, good or bad."""
+"""Simulates another host on this machine: a network namespace at the other end of a cable, good or bad."""
 
 import os
 import shutil
@@ -17,9 +17,9 @@ class Cable:
     """The quality of a cable.
 
     Attributes:
-        seconds: from one end to the other.
-        loss: share of packets.
-        bytes_per_second: None for what the kernel can do.
+        seconds: latency from one end to the other.
+        loss: share of packets that are lost.
+        bytes_per_second: bandwidth; None for what the kernel can do.
     """
 
     seconds: float = 0.0
@@ -33,7 +33,13 @@ class Cable:
 
 @dataclass(frozen=True)
 class Host:
-    """A host: the prefix for commands that run there, its address for this host, and this host's address for it."""
+    """Another host.
+
+    Attributes:
+        prefix: words before a command that is to run there.
+        near: this host's address, as the other host sees it.
+        far: the other host's address, as this host sees it.
+    """
 
     prefix: tuple[str, ...]
     near: str
@@ -45,10 +51,10 @@ LOOPBACK = Host((), "127.0.0.2", "127.0.0.3")  # a worker there sends tensors ov
 
 @contextmanager
 def other_host(cable: Cable) -> Iterator[Host]:
-    """A network namespace, removed at the end; if none can be created, this host under another address.
+    """Makes a network namespace, removed at the end; if none can be created, yields this host under another address.
 
     Raises:
-        ConfigurationError: the cable is to be bad, and this machine does not allow to create one.
+        ConfigurationError: the cable is to be bad, but this machine does not allow one to be created.
     """
     name = f"fairseq-async-{os.getpid()}"
     near, far = (f"10.213.{80 + os.getpid() % 150}.{number}" for number in (1, 2))
@@ -70,7 +76,7 @@ def other_host(cable: Cable) -> Iterator[Host]:
 
 
 def _plug_in(name: str, near: str, far: str) -> None:
-    """A virtual cable of the kernel, which is removed with the namespace."""
+    """Connects the namespace by a virtual cable of the kernel, which is removed with the namespace."""
     here, there = f"near{os.getpid()}", f"far{os.getpid()}"
     _ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
     _ip("addr", "add", f"{near}/24", "dev", here)
@@ -80,13 +86,13 @@ def _plug_in(name: str, near: str, far: str) -> None:
 
 
 def set_cable(state: str) -> None:
-    """Pulls a good one out at this end ("down"), or plugs it in again ("up")."""
+    """Pulls out a good cable at this end (``state`` "down"), or plugs it in again ("up")."""
     _ip("link", "set", f"near{os.getpid()}", state)
 
 
 @contextmanager
 def bad_cable(name: str, near: str, far: str, cable: Cable) -> Iterator["subprocess.Popen[str]"]:
-    """A cable between these addresses, here and in a namespace; its process reports the lost packets at the end."""
+    """Runs a cable from this host to a namespace, in a process that reports the lost packets at the end."""
     quality = ["--seconds", cable.seconds, "--loss", cable.loss, "--bytes-per-second", cable.bytes_per_second or 1e9]
     line = [sys.executable, "-m", "scripts.faults.wire", OWN, near, name, far, *map(str, quality)]
     pipe = subprocess.PIPE

@@ -1,4 +1,4 @@
-"""Injects the faults of a schedule."""
+"""Injects the faults of a schedule into processes and messages when they are due."""
 
 import signal
 import time
@@ -16,9 +16,9 @@ class Injector:
     """Injects each fault when it is due; a driver calls :meth:`poll` often.
 
     Args:
-        send: to processes; None where there are none.
-        version: the server's now; None where no fault waits for one.
-        clock: seconds; the schedule starts now.
+        send: sends signals to processes; None if no fault needs it.
+        version: returns the server's current version; None if no fault waits for a version.
+        clock: returns seconds; the schedule starts when the injector is made.
 
     Attributes:
         happened: each fault with the time at which it struck.

@@ -1,4 +1,4 @@
-"""A network that fails on purpose: between workers and server, message by message."""
+"""A proxy between workers and server that injects network faults, message by message."""
 
 import json
 import selectors
@@ -14,12 +14,12 @@ from typing import Any
 from scripts.faults.schedule import Fault
 
 _HEADER = struct.Struct("!IQ")  # bytes of the body, bytes of the tensor behind it
-_HANDSHAKE = ("introduce", "hello")  # a fault that waits for a message does not hit these
+_HANDSHAKE = ("introduce", "hello")  # faults that wait for a message spare these
 _MUTE = "alive"  # the one message that has no reply
 
 
 class Frames:
-    """Cuts a stream of bytes into messages, each with the tensor behind it."""
+    """Cuts a stream of bytes into messages; each includes the tensor that follows it."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -51,20 +51,20 @@ class _Connection:
 
 
 class _Cut(Exception):
-    """Raised to close this connection."""
+    """Raised to close a relayed connection on both sides."""
 
 
 class Proxy:
-    """Listens on ``host`` for workers and connects each to the server.
+    """Listens on ``host`` for workers, connects each to the server, and injects faults into their messages.
 
     Args:
         server: HOST:PORT.
-        host: the address for workers. It decides, as usual, whether they use shared memory.
+        host: the address for workers. As usual, the address decides whether workers use shared memory.
         latency: seconds by which every message is delayed, in each direction.
 
     Attributes:
         address: HOST:PORT for the workers.
-        struck: how many faults of each kind have happened.
+        struck: number of faults of each kind that have happened.
     """
 
     def __init__(self, server: str, host: str = "127.0.0.1", latency: float = 0.0) -> None:
@@ -82,7 +82,7 @@ class Proxy:
         self._threads[0].start()
 
     def plan(self, fault: Fault) -> None:
-        """Schedules the fault for the worker's message of that number."""
+        """Schedules the fault for the worker's request with the number ``fault.message``."""
         assert isinstance(fault.target, int)
         self._planned[fault.target].append(fault)
 
@@ -123,7 +123,7 @@ class Proxy:
                         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     self._relay(client, server)
             except (OSError, _Cut):
-                pass  # to both sides the connection is closed
+                pass  # both sides see a closed connection
 
     def _relay(self, client: socket.socket, server: socket.socket) -> None:
         here = _Connection()
@@ -165,7 +165,7 @@ class Proxy:
         fault = here.replies.popleft() if here.replies else None
         if fault is None:
             client.sendall(frame)
-        elif fault.kind != "duplicate":  # that one was dropped: the worker has sent one request
+        elif fault.kind != "duplicate":  # the worker has sent one request, so the duplicate's reply is dropped
             self._harm(fault, client, frame)
 
     def _harm(self, fault: Fault, to: socket.socket, frame: bytes) -> None:

@@ -23,18 +23,18 @@ _LASTING = ("pause", "partition", "delay")
 
 
 class Fault(BaseModel):
-    """One fault, when exactly one of ``at``, ``version`` and ``message`` is reached.
+    """One fault, which happens when ``at``, ``version`` or ``message`` is reached; exactly one of these is set.
 
     Attributes:
         kind: ``kill`` (SIGKILL) and ``pause`` (SIGSTOP, later SIGCONT) a process; ``partition`` a worker from the
             server, whose connection stays open; ``delay``, ``drop``, ``duplicate`` or ``corrupt`` one of its messages.
             A dropped message also closes its connection, because TCP never loses a single message.
         target: the server, or a worker's number.
-        of: which message: the worker's request, or the server's reply to it.
-        seconds: how long a pause, a partition or a delay is.
+        of: the message that is hit: the worker's request, or the server's reply to it.
+        seconds: duration of a pause, a partition or a delay.
         at: seconds after the start.
-        version: of the server.
-        message: number of the worker's request since it joined, from 1.
+        version: the server's version.
+        message: number of the worker's request, counted from 1 when it joined.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -67,7 +67,7 @@ class Fault(BaseModel):
 
 
 class Schedule(BaseModel):
-    """Faults in any order."""
+    """A schedule: faults in any order."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -79,10 +79,10 @@ class Schedule(BaseModel):
 
 
 def read(path: Path) -> Schedule:
-    """The schedule in a file.
+    """Reads the schedule in a file.
 
     Raises:
-        ConfigurationError: it is not one; the line names the first mistake.
+        ConfigurationError: the file holds no valid schedule; the message names the first mistake.
     """
     try:
         return Schedule.model_validate(yaml.safe_load(path.read_text()))

@@ -25,7 +25,7 @@ class Constant:
 def sgd_spec(
     updates_per_step: int = 1, workers: int = 2, compress: JsonObject | None = None, **changes: Any
 ) -> MethodSpec:
-    """Hybrid asynchronous SGD; ``changes`` are fields of the description, or of its server's settings."""
+    """Returns hybrid asynchronous SGD; ``changes`` are fields of :class:`MethodSpec` or of its server's settings."""
     of_server = {each.name for each in fields(ServerSettings)} & set(changes)
     server = ServerSettings(**{name: changes.pop(name) for name in of_server})
     options: JsonObject = {"updates_per_step": updates_per_step} | ({"compress": compress} if compress else {})

@@ -1,4 +1,4 @@
-"""The bytes behind a hostile worker's updates, as they are and as no codec writes them."""
+"""The tensors of a hostile worker's updates: valid ones, and ones that no codec writes."""
 
 import random
 import struct
@@ -14,10 +14,10 @@ _HEADER, _CHECKSUM = 20, slice(20, 24)  # bytes of a payload: docs/wire.md
 
 
 class HostileTensors:
-    """Zeros, which change nothing, and what a server must refuse: NaN, or payloads that are spoilt in some way.
+    """Makes zeros, which change nothing, and tensors that a server must refuse: NaN, or payloads spoilt in some way.
 
     Args:
-        rng: draws the ways.
+        rng: draws the way in which a payload is spoilt.
     """
 
     def __init__(self, spec: MethodSpec, layout: Layout, rng: random.Random) -> None:
@@ -30,7 +30,7 @@ class HostileTensors:
         self._nan = struct.pack("<f", float("nan")) * layout.size
 
     def bad(self) -> bytes:
-        """One that must be refused."""
+        """Returns a tensor or payload that the server must refuse."""
         if not self._compressed:
             return self._nan
         payload, rng = bytearray(self.zeros), self._rng
@@ -41,10 +41,10 @@ class HostileTensors:
                 payload += rng.randbytes(rng.randint(1, 64))
             case 2:
                 payload[rng.randrange(len(payload))] ^= 1 << rng.randrange(8)
-            case 3:  # a header that lies, with the right checksum
+            case 3:  # a false header with the right checksum
                 payload[rng.randrange(_HEADER)] ^= 1 << rng.randrange(8)
                 _seal(payload)
-            case _:  # a body of ones, likewise: another block length, or NaN
+            case _:  # a body of ones with the right checksum: another block length, or NaN
                 start = _CHECKSUM.stop + 8 * self._tensors
                 payload[start:] = b"\xff" * (len(payload) - start)
                 _seal(payload)
@@ -52,6 +52,6 @@ class HostileTensors:
 
 
 def _seal(payload: bytearray) -> None:
-    """Sets the checksum."""
+    """Sets the checksum of a payload that was changed."""
     found = zlib.crc32(payload[_CHECKSUM.stop :], zlib.crc32(payload[:_HEADER]))
     payload[_CHECKSUM] = found.to_bytes(4, "little")

@@ -1,4 +1,4 @@
-"""A server in a thread of this process: everything but the process itself, in milliseconds."""
+"""A server in a thread of this process: all of a server except its own process, started in milliseconds."""
 
 import os
 import socket
@@ -14,10 +14,10 @@ from scripts.faults.sgd_server import build
 
 
 class ThreadServer:
-    """Serves until :meth:`stop`, or until its run is finished.
+    """A server that serves until :meth:`stop`, or until its run is finished.
 
     Args:
-        tls: directory of its certificates; None for connections that are not encrypted.
+        tls: directory of the server's certificates; None for connections without encryption.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ThreadServer:
         self.thread.start()
 
     def make_service(self, workers: int, run_dir: Path, build: Build) -> Service:
-        """The service of a server that is nobody's worker."""
+        """Returns the service of an ordinary server."""
         return Service(self.token, workers, run_dir, build)
 
     def stop(self) -> None:
@@ -59,7 +59,7 @@ class ThreadServer:
 
 
 def close_files(service: Service) -> None:
-    """What a server's process has open until it ends; this one has many servers."""
+    """Closes what a server's process keeps open until it ends, since this process has many servers."""
     if service.begun is not None:
         os.close(service.begun._events._file)
     if service.run is not None:

@@ -24,11 +24,11 @@ OWN = "-"
 _TUNSETIFF, _TUN, _NO_INFORMATION = 0x400454CA, 0x0001, 0x1000
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _LARGEST = 2048  # bytes of a packet
-_QUEUE = 0.5  # seconds of packets that wait for the rate; more are dropped, as a router does
+_QUEUE = 0.5  # seconds of packets that wait for the rate; further ones are dropped, as by a router
 
 
 def open_end(namespace: str, address: str) -> int:
-    """A TUN device in the namespace, up; its file descriptor."""
+    """Opens a TUN device in the namespace, sets it up, and returns its file descriptor."""
     home, name = os.open("/proc/self/ns/net", os.O_RDONLY), f"wire{os.getpid()}"
     try:
         if namespace != OWN:
@@ -80,7 +80,7 @@ class Direction:
 
 
 def carry(directions: list[Direction], until: int) -> None:
-    """Carries packets until this file can be read."""
+    """Carries packets until the file ``until`` can be read."""
     by_source = {direction.source: direction for direction in directions}
     while True:
         due = min((d.waiting[0][0] for d in directions if d.waiting), default=time.monotonic() + 1)

@@ -1,9 +1,9 @@
 """A fairseq user directory whose task makes ranks of a synchronous run slower.
 
-``--user-dir scripts/bench/slow_rank --task slow_translation --slowdown 1,4`` trains as ``--task translation`` does, but
-rank 1, when it has a batch's gradient and before fairseq reduces it, sleeps three times as long as forward and backward
-lasted. It is what ``fairseq-async launch --slowdown 1,4`` does to an asynchronous worker; there the time that is
-multiplied also holds the gradient's norm, so that the synchronous run is slowed down a little less.
+``--user-dir scripts/bench/slow_rank --task slow_translation --slowdown 1,4`` trains as ``--task translation`` does. But
+rank 1 sleeps after each batch's gradient, before fairseq reduces it, three times as long as forward and backward took.
+``fairseq-async launch --slowdown 1,4`` does the same to an asynchronous worker; there the time that is multiplied also
+includes the gradient's norm, so the synchronous run is slowed down a little less.
 """
 
 import time
@@ -22,7 +22,7 @@ class SlowTranslationConfig(TranslationConfig):
 
 @register_task("slow_translation", dataclass=SlowTranslationConfig)
 class SlowTranslationTask(TranslationTask):
-    """Translation at the speed that ``--slowdown`` allows."""
+    """Translation in which each rank is slowed down by its factor of ``--slowdown``."""
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
