@@ -20,7 +20,7 @@ class C4:
     """The problem of predicting the next token of C4, or of any text in the same format.
 
     Args:
-        data: directory of shards; or with `tokens` in it, the `--out` of a run of the recipe.
+        data: directory of shards.
         out: directory for the tokens, which a later run reuses.
         validation: number of validation sequences that are scored; 0 for all.
         init: checkpoint directory with the initial parameters.

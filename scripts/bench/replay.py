@@ -36,10 +36,10 @@ class Recorded(Training):
 def main(
     out: Annotated[Path, typer.Option(help="For corpus, runs and logs.")] = Path("runs/bench"),
     workers: Annotated[int, typer.Option(min=1)] = 4,
-    updates: Annotated[int, typer.Option(min=1, help="Of hybrid; mean local steps of the other.")] = 200,
+    updates: Annotated[int, typer.Option(min=1, help="Of hybrid; mean local steps of local SGD.")] = 200,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
 ) -> None:
-    """Record and replay both methods; exit code 1 if an update differs."""
+    """Record and replay each method; exit code 1 if an update differs."""
     warnings.simplefilter("ignore")
     report = Report(f"Replay: {workers} workers, {UNEQUAL[1]} times slower, the demo's model, {updates} updates")
     jobs.claim(out)

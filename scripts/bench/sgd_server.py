@@ -1,4 +1,4 @@
-"""``python -m sgd_server``: a server whose optimizer costs next to nothing, so that the exchange can be timed."""
+"""A server whose optimizer costs next to nothing, so that the exchange can be timed: ``python -m`` this module."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""``python -m slow_server``: a server that sleeps with each gradient, so that it is saturated but uses no processor."""
+"""A server that sleeps with each gradient: saturated without a processor's time. It is run as ``python -m`` this."""
 
 import time
 
