@@ -292,12 +292,12 @@ class Replay:
 
     def _repeat_control_events(self, event: Event) -> None:
         """Repeats the events that the rule and the schedule received since the previous round."""
-        for told in event.control_events:
-            match told.event:
+        for control in event.control_events:
+            match control.event:
                 case "limit_round":
-                    self.server.rule.limit_round(told.updates or 0)
+                    self.server.rule.limit_round(control.updates or 0)
                 case "begin_epoch" | "end_epoch":
-                    self.coordinator.plan.follow(ScheduleEvent("", told.event, told.epoch or 0, told.loss))
+                    self.coordinator.plan.follow(ScheduleEvent("", control.event, control.epoch or 0, control.loss))
 
     def _compare(self, event: Event, receipt: Receipt) -> None:
         if event.norm is not None and event.norm != receipt.norm:

@@ -164,11 +164,13 @@ def _devices() -> list[str]:
     return [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")))]
 
 
-def _host(told: str) -> str:
-    """Returns the name at which other machines can look this one up: ``told`` if it resolves, since a scheduler's names
-    need not be the network's, or else the host name."""
+def _host(given: str) -> str:
+    """Returns the name at which other machines can look this one up: ``given`` if it resolves, or else the host name.
+
+    A scheduler's names need not be the network's.
+    """
     try:
-        socket.getaddrinfo(told, None)
+        socket.getaddrinfo(given, None)
     except OSError:
         return socket.gethostname()
-    return told or socket.gethostname()
+    return given or socket.gethostname()

@@ -167,7 +167,7 @@ class Membership:
         """Whether a worker's connection has closed without a goodbye, and the worker has not come back."""
         return worker in self._left_at and not self.has_left(worker)
 
-    def hear(self, worker: int, now: float) -> None:
+    def note_message(self, worker: int, now: float) -> None:
         """Notes that a message of the worker has come."""
         if worker in self.members:
             self.members[worker].heard = now

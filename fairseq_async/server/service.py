@@ -113,7 +113,7 @@ class Service(Connections):
         Raises:
             HalfAppliedError: the server's state is lost; another process has to go on from its last snapshot.
         """
-        self.hear(peer)
+        self.note_message(peer)
         if self.has(peer) and not isinstance(request, protocol.Alive):
             # before the recount: the time that this update took decides how long a round waits for others
             self.membership.ask(peer.id, self.clock(), peer.admitted and isinstance(request, protocol.Push))
@@ -234,9 +234,9 @@ class Service(Connections):
                 raise
             except Exception as error:  # such as no memory for its parameters: the other workers must get their answers
                 self._answer_failure(peer, error)
-        told = {instruction.worker for instruction in outcome.instructions}
+        answered = {instruction.worker for instruction in outcome.instructions}
         for worker, failure in outcome.failures:
-            unanswered = None if worker in told else self.peers.get(worker)
+            unanswered = None if worker in answered else self.peers.get(worker)
             if unanswered is None:
                 self.refusals.count_mistake(f"worker {worker}", failure)
             else:

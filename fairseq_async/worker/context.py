@@ -196,8 +196,8 @@ class WorkerContext:
             if given and token:  # machines without a file system in common
                 wait_until_it_listens(given, options.server_timeout)
                 return given, token, None
-            address, told = meeting.wait(options.server_timeout)
-            return address, token or told, None
+            address, of_run = meeting.wait(options.server_timeout)
+            return address, token or of_run, None
         before = meeting.place()
         token, resumes = token or (before.token if before else new_token()), resumes or before is not None
         host, port = split_address(given) if given else (os.environ[HOST], 0)

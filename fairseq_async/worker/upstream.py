@@ -89,7 +89,7 @@ class UpstreamLink:
             return news
         return None
 
-    def _say(self, news: News) -> None:
+    def _post(self, news: News) -> None:
         self._news.put(news)
         self._ring()
 
@@ -98,15 +98,15 @@ class UpstreamLink:
     def _run(self, parameters: Tensor, patient: bool) -> None:
         try:
             client, welcome = self._joined(parameters, patient)
-            self._say(self._pulled(client, welcome.sequence, welcome.finished))
+            self._post(self._pulled(client, welcome.sequence, welcome.finished))
             while (drift := self._work.get()) is not None:
-                self._say(self._exchanged(client, drift))
+                self._post(self._exchanged(client, drift))
             client.leave(finished=False)
         except AsyncError as error:
-            self._say(Lost(str(error)))
+            self._post(Lost(str(error)))
             while self._work.get() is not None:
                 pass  # drop work that was queued before the region read that the server is lost
-        self._say(Left())
+        self._post(Left())
 
     def _joined(self, parameters: Tensor, patient: bool) -> tuple[Client, Welcome]:
         """Returns a client that has joined; if ``patient``, tries again until the global server takes this region."""
@@ -180,7 +180,7 @@ class UpstreamLink:
 
     def _on_loss(self, reason: str) -> None:
         """Called in the client's own thread when the server does not take this region any more."""
-        self._say(Lost(f"{option('upstream')} {self.given.address}: {reason}"))
+        self._post(Lost(f"{option('upstream')} {self.given.address}: {reason}"))
 
 
 def _is_here(host: str) -> bool:

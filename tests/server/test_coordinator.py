@@ -120,12 +120,12 @@ def test_an_idle_worker_gets_the_work_of_one_that_hangs() -> None:
     run = local(total_steps=10)
     run.steps(0, 10, now=10.0)
     run.coordinator.wait(0, now=10.0)
-    run.coordinator.membership.hear(1, 30.0)
+    run.coordinator.membership.note_message(1, 30.0)
     assert run.tick(89.0) == Outcome()
     (woken,) = run.tick(91.0).instructions
     assert (woken.worker, woken.assignment.local_steps, woken.finished) == (0, 10, False)
     assert run.tick(92.0) == Outcome()
-    run.coordinator.membership.hear(1, 93.0)
+    run.coordinator.membership.note_message(1, 93.0)
     late = run.steps(1, 10, now=93.0)
     assert late.settled[0].receipt.status is Status.APPLIED, "what it has done all the same is not lost"
 
@@ -147,7 +147,7 @@ def asked(run: Driven, worker: int, now: float) -> None:
 
 
 def alive(run: Driven, now: float) -> Outcome:
-    run.coordinator.membership.hear(1, now)
+    run.coordinator.membership.note_message(1, now)
     return run.tick(now)
 
 
@@ -170,7 +170,7 @@ def test_who_has_work_of_its_own_takes_none_of_a_worker_that_shows_life() -> Non
     asked(run, 1, 10.0)
     run.steps(1, 10, now=10.0)
     for now in range(10, 600, 10):
-        run.coordinator.membership.hear(0, float(now))
+        run.coordinator.membership.note_message(0, float(now))
         assert alive(run, float(now)) == Outcome()
     assert 1 in run.coordinator.plan.assigned  # type: ignore[attr-defined]
 
@@ -192,7 +192,7 @@ def test_worker_0_keeps_its_work_while_it_shows_life() -> None:
     run.steps(1, 10, now=10.0)
     run.coordinator.wait(1, now=10.0)
     for now in range(20, 4000, 50):
-        run.coordinator.membership.hear(0, float(now))
+        run.coordinator.membership.note_message(0, float(now))
         assert run.tick(float(now)) == Outcome()
 
 

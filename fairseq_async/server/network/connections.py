@@ -37,10 +37,10 @@ class Connections:
         """Answers a new connection with a challenge."""
         self.answer(peer, self.handshake.greet(peer))
 
-    def hear(self, peer: Peer) -> None:
+    def note_message(self, peer: Peer) -> None:
         """Notes that the peer has sent something, or has taken something from the server."""
         if self.has(peer):
-            self.membership.hear(peer.id, self.clock())
+            self.membership.note_message(peer.id, self.clock())
 
     def has(self, peer: Peer) -> bool:
         """Whether this is its worker's present connection; there may be a newer one."""

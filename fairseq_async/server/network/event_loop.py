@@ -95,7 +95,7 @@ class EventLoop:
         for peer, events in [*left, *ready]:
             turns[peer] = turns.get(peer, 0) | events
         for peer in turns:  # at once, also for later turns: a peer that sends or takes a tensor slowly is alive
-            self.service.hear(peer)
+            self.service.note_message(peer)
         for peer in self._turns.in_order(turns):
             if peer not in self.peers:
                 continue  # it was closed together with another connection of its worker

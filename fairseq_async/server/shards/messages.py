@@ -158,9 +158,9 @@ Message: TypeAlias = (
 )
 
 
-def encode(said: Message) -> bytes:
+def encode(message: Message) -> bytes:
     """Returns the bytes of a message; NaN and Inf as Python's ``json`` writes them."""
-    return _adapter().dump_json(said)
+    return _adapter().dump_json(message)
 
 
 def parse(body: bytes) -> Message:

@@ -59,9 +59,9 @@ class ShardPart:
     weighed: Tensor
     starts: Tensor
 
-    def delta(self, told: Apply | Compare) -> Tensor:
+    def delta(self, command: Apply | Compare) -> Tensor:
         """Returns this shard's part of the update that the command refers to."""
-        return self.weighed if told.weighed else self.slots(told.worker)
+        return self.weighed if command.weighed else self.slots(command.worker)
 
 
 class ShardProcess:
@@ -90,17 +90,17 @@ class ShardProcess:
     def select(self, fragment: int) -> None:
         """Tells the process which fragment the next commands refer to."""
         if fragment != self._fragment:
-            self.say(Select(fragment))
+            self.send(Select(fragment))
             self._fragment = fragment
 
-    def say(self, command: Message, file: IO[bytes] | None = None) -> None:
+    def send(self, command: Message, file: IO[bytes] | None = None) -> None:
         """Sends a command, with the file that it refers to, if any."""
         try:
             socket.send_fds(self._socket, [encode(command)], [] if file is None else [file.fileno()])
         except OSError as error:
             raise self._ended() from error
 
-    def hear(self) -> Message:
+    def receive(self) -> Message:
         """Returns the next answer of the process; raises a HalfAppliedError if the process has failed or ended."""
         try:
             body = self._socket.recv(LARGEST)
@@ -233,10 +233,10 @@ class _Shard:
                 raise AssertionError(f"{command} is no command")
         return Done()
 
-    def _apply(self, told: Apply) -> None:
-        set_threads(told.threads)
-        delta, rule = self._part.delta(told), self._part.rule
-        update = Update(told.worker, told.sequence, told.base_version, told.weight, delta, told.tokens)
+    def _apply(self, command: Apply) -> None:
+        set_threads(command.threads)
+        delta, rule = self._part.delta(command), self._part.rule
+        update = Update(command.worker, command.sequence, command.base_version, command.weight, delta, command.tokens)
         steps = rule.moves_parameters()
         rule.apply(self._part.parameters, update)
         if steps and not self._stepped:

@@ -190,7 +190,7 @@ class ShardedRule(ComparingRule):
         """Applies one update to every shard; returns the share of a step that was taken."""
         weighed, threads = self._share(update), thread_count()
         each = max(1, threads // (1 + len(self.others)))
-        self._say(
+        self._send(
             Apply(update.worker, weighed, update.sequence, update.base_version, update.weight, update.tokens, each)
         )
         part = torch.from_numpy(self.shard.of(parameters).numpy())
@@ -199,7 +199,7 @@ class ShardedRule(ComparingRule):
             share = self.own.apply(part, replace(update, delta=self.shard.of(update.delta)))
         finally:
             set_threads(threads)
-        self._hear_done()
+        self._receive_done()
         return share
 
     def moves_parameters(self, ahead: int = 0) -> bool:
@@ -209,9 +209,9 @@ class ShardedRule(ComparingRule):
         """Returns the parameters, or the shared memory into which every shard has written its part."""
         if self.starts is None:
             return parameters
-        self._say(Dispatch())
+        self._send(Dispatch())
         self.shard.of(self.starts).copy_(self.own.dispatch(self.shard.of(parameters)))
-        self._hear_done()
+        self._receive_done()
         return self.starts
 
     def cosine(self, update: Update, norm: float) -> float:
@@ -219,18 +219,18 @@ class ShardedRule(ComparingRule):
         momentum = self.own.momentum_buffer
         if momentum is None:
             return float("nan")
-        self._say(Compare(update.worker, self._share(update)))
+        self._send(Compare(update.worker, self._share(update)))
         parts = [compare(self.shard.of(update.delta), momentum)]
-        for answer in self._hear():
+        for answer in self._receive():
             assert isinstance(answer, Compared)
             parts.append(answer)
         product = norm * sum(part.squared for part in parts) ** 0.5
         return sum(part.product for part in parts) / product if product > 0 else float("nan")
 
     def limit_round(self, updates: int) -> None:
-        self._say(LimitRound(updates))
+        self._send(LimitRound(updates))
         self.own.limit_round(updates)
-        self._hear_done()
+        self._receive_done()
 
     @property
     def steps(self) -> float:
@@ -242,15 +242,15 @@ class ShardedRule(ComparingRule):
 
     def begin_epoch(self, epoch: int) -> None:
         """Tells the schedule of every shard that worker 0 begins an epoch."""
-        self._say(BeginEpoch(epoch))
+        self._send(BeginEpoch(epoch))
         self._scheduled.begin_epoch(epoch)
-        self._hear_done()
+        self._receive_done()
 
     def end_epoch(self, epoch: int, loss: float | None) -> None:
         """Tells the schedule of every shard that worker 0 has ended an epoch, with this validation loss."""
-        self._say(EndEpoch(epoch, loss))
+        self._send(EndEpoch(epoch, loss))
         self._scheduled.end_epoch(epoch, loss)
-        self._hear_done()
+        self._receive_done()
 
     def state_dict(self) -> State:
         """Returns the first shard's state, and in it those of the others, whose tensors lie in files without a name.
@@ -261,8 +261,8 @@ class ShardedRule(ComparingRule):
         with ExitStack() as stack:
             files = [stack.enter_context(nameless_file(self.directory)) for _ in self.others]
             for shard, file in zip(self.others, files, strict=True):
-                self._say_to(shard, Save(), file)
-            for answer in self._hear():
+                self._send_to(shard, Save(), file)
+            for answer in self._receive():
                 if isinstance(answer, NotSaved):
                     raise OSError(answer.error)
             states = [state_from_file(file) for file in files]
@@ -273,9 +273,9 @@ class ShardedRule(ComparingRule):
         for shard, its in zip(self.others, state[_SHARDS], strict=True):
             with nameless_file(self.directory) as file:
                 state_to_file(_as_the_first(its, state), file)
-                self._say_to(shard, Load(), file)
+                self._send_to(shard, Load(), file)
         self.own.load_state_dict(state)
-        self._hear_done()
+        self._receive_done()
 
     @property
     def _scheduled(self) -> ScheduledRule:
@@ -292,26 +292,26 @@ class ShardedRule(ComparingRule):
     def _norm_of_all(self, norm: Tensor) -> Tensor:
         """Returns the norm of the whole gradient, the same in all shards; called in the middle of an update."""
         squared = float(norm) ** 2
-        for answer in self._hear():
+        for answer in self._receive():
             assert isinstance(answer, Norm)
             squared += answer.squared
-        self._say(NormOfAll(squared))
+        self._send(NormOfAll(squared))
         return torch.tensor(squared, dtype=torch.float64).sqrt().to(norm.dtype)
 
-    def _say(self, command: Message) -> None:
+    def _send(self, command: Message) -> None:
         for shard in self.others:
-            self._say_to(shard, command)
+            self._send_to(shard, command)
 
-    def _say_to(self, shard: ShardProcess, command: Message, file: IO[bytes] | None = None) -> None:
+    def _send_to(self, shard: ShardProcess, command: Message, file: IO[bytes] | None = None) -> None:
         shard.select(self.fragment)
-        shard.say(command, file)
+        shard.send(command, file)
 
-    def _hear(self) -> list[Message]:
+    def _receive(self) -> list[Message]:
         """Returns the answers of the other shards, in their order."""
-        return [shard.hear() for shard in self.others]
+        return [shard.receive() for shard in self.others]
 
-    def _hear_done(self) -> None:
-        for answer in self._hear():
+    def _receive_done(self) -> None:
+        for answer in self._receive():
             if not isinstance(answer, Done):
                 raise HalfAppliedError(f"a shard of the server answers {answer}")
 
