@@ -13,6 +13,7 @@ from fairseq_async.simulation.server_queue import Exchanges, Load, ServerQueue
 
 _LOCAL_STEPS = tuple(2**power for power in range(11))
 _FRAGMENTS = (2, 4, 8, 16)
+_SATURATED = 0.95  # share of the time in which a server or its link is busy
 _AHEAD = 1  # steps for which a worker goes on while a fragment is exchanged
 SHARDS = "Shards (server_shards) are taken to be equal, each with a core of the server's machine; they share its link."
 
@@ -145,9 +146,9 @@ def _gradients(sizing: Sizing, rows: Sequence[Row]) -> str:
 
 def _bottleneck(sizing: Sizing, row: Row) -> str:
     """Names what keeps the workers waiting where no number of shards is enough."""
-    costs, step = replace(sizing.gradients, shards=row.shards), sizing.step
+    costs, step, load = replace(sizing.gradients, shards=row.shards), sizing.step, row.gradients
     if costs.exchanging / (step + costs.exchanging) <= sizing.at_most_waiting:
-        return f"the server's {row.gradients.bottleneck}"
+        return f"the server's {load.bottleneck}"
     parts = {
         "a worker's own link": costs.pushing + costs.pulling,
         "the latency": 2 * costs.latency,
@@ -155,7 +156,9 @@ def _bottleneck(sizing: Sizing, row: Row) -> str:
         "copies": costs.exchange - costs.server,
     }
     name = max(parts, key=parts.__getitem__)
-    return f"{name}: {parts[name]:.3g} s of every update, after {step:.3g} s of computing"
+    alone = f"{name}: {parts[name]:.3g} s of every update, after {step:.3g} s of computing"
+    saturated = max(load.server, load.incoming, load.outgoing) > _SATURATED
+    return f"{alone}, and for the server's {load.bottleneck}" if saturated else alone
 
 
 def _local_sgd(rows: Sequence[Row]) -> str:

@@ -61,7 +61,11 @@ def test_fragments_need_fewer_local_steps() -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"parameters": "1e9", "link": "10"}, "for a worker's own link: 6.4 s of every update, after 1 s of computing"),
+        (
+            {"parameters": "1e9", "link": "10", "workers": 1},
+            "for a worker's own link: 6.4 s of every update, after 1 s of computing",
+        ),
+        ({"parameters": "1e9", "link": "10"}, "after 1 s of computing, and for the server's link, in"),
         ({"parameters": "1e3", "link": "1000:200"}, "for the latency: 0.4 s of every update"),
         ({"parameters": "1e8", "shards": "1"}, "even with one server, for the server's time: 1 s of every update"),
         ({"parameters": "4e6", "shards": "1", "workers": 1000}, "even with one server, for the server's processor"),
