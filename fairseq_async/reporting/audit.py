@@ -12,6 +12,7 @@ from rich.table import Table
 
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.server.receipt import SETTLED, Status
+from fairseq_async.server.run_files.description import RunDescription
 from fairseq_async.server.run_files.event_log import BAD, EVENTS, ROLLBACKS, ROLLED_BACK
 from fairseq_async.server.run_files.events import Event, LineReader
 
@@ -94,6 +95,8 @@ def audit(run_dir: Path) -> Audit:
     """
     if not (run_dir / EVENTS).is_file():
         raise ConfigurationError(f"{run_dir}: there is no {EVENTS}; give the --run-dir or --save-dir of a run")
+    if _has_regions(run_dir):
+        raise ConfigurationError(f"{run_dir}: a simulation of several regions, each of which counts its own versions")
     found = Audit()
     found.set_aside = _lines(run_dir / BAD)
     covering = _covering(run_dir, found)
@@ -114,6 +117,13 @@ def audit(run_dir: Path) -> Audit:
         raise ConfigurationError(found.bad[0])
     _note_cut(events, found)
     return found
+
+
+def _has_regions(run_dir: Path) -> bool:
+    try:
+        return RunDescription.read(run_dir).has_regions
+    except ConfigurationError:  # the logs say all that is checked
+        return False
 
 
 def _check_version(event: Event, found: Audit, where: str) -> None:

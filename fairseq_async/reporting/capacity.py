@@ -1,7 +1,7 @@
 """``fairseq-async capacity``: how many workers one server can serve, from the times that a run has measured."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -68,21 +68,22 @@ def measure(run_dir: Path, compress: str = "") -> Measured:
     events = read_events(run_dir / EVENTS)
     if description.simulated is not None or any(event.server_seconds is None for event in events):
         raise ConfigurationError(f"{run_dir}: no measured times of the server in events.jsonl")
+    stepping = _stepping(events, description.closes_early)
     own = [list(of) for _, of in groupby(sorted(events, key=lambda e: e.worker), lambda e: e.worker)]
-    cycles = [cycle for each in own for cycle in _cycles(each)]
+    cycles = [cycle for each in own for cycle in _cycles(each, stepping)]
     if len(cycles) < _FEWEST:
         raise ConfigurationError(f"{run_dir}: {len(events)} updates are too few to measure costs by")
     exchange, gap = median(each.exchange for each in cycles), median(each.gap - each.held for each in cycles)
-    # the mean, since all of the server's time counts, but without the slowest tenth: other programs interrupt it
-    served = sorted(cycle.server for cycle in cycles)[: math.ceil(0.9 * len(cycles))]
-    server = max(fmean(served), _LEAST)
+    served = _uninterrupted(cycles)
+    server = max(fmean(served), _LEAST)  # the mean, since all of the server's time counts
     layout = description.layout
     sent = of_codecs(compress, layout) if compress else of_run(description.method, events, layout)
     push, pull = sent.push.size / layout.size, sent.pull.size / layout.size
     shards = description.shards  # each had its part of the server's time
     step, unsharded = max(gap - exchange, _LEAST), exchange + (shards - 1) * server
     costs = Costs(step, unsharded, shards * server, layout.size, push=push, pull=pull, shards=shards)
-    rate = sum(1 / max(_LEAST, median(cycle.gap for cycle in _cycles(each))) for each in own if _cycles(each))
+    gaps = [[cycle.gap for cycle in _cycles(each, stepping)] for each in own]
+    rate = sum(1 / max(_LEAST, median(each)) for each in gaps if each)
     return Measured(costs, tuple(each[0].worker for each in own), rate, sent, pstdev(served) / server)
 
 
@@ -94,16 +95,35 @@ class _Cycle:
         gap: seconds between the two updates.
         held: of these, those for which the second update was held for other workers.
         exchange: seconds of the exchange, without the hold of the first update.
-        server: seconds of the server.
+        server: seconds for which the server worked on the first update.
+        steps: whether it took a step then.
     """
 
     gap: float
     held: float
     exchange: float
     server: float
+    steps: bool
 
 
-def _cycles(events: Sequence[Event]) -> list[_Cycle]:
+def _stepping(events: Sequence[Event], closes_early: bool) -> set[tuple[int, int]]:
+    """Returns worker and sequence number of the updates with which the server stepped while their senders waited."""
+    if closes_early:  # the last update of a round is the one that was not held
+        return {(event.worker, event.sequence) for event in events if not event.held_seconds}
+    versions = [0, *(event.version_after for event in events)]
+    return {(e.worker, e.sequence) for e, before in zip(events, versions, strict=False) if e.version_after > before}
+
+
+def _uninterrupted(cycles: Sequence[_Cycle]) -> list[float]:
+    """Returns the server's seconds without the slowest tenth, since other programs interrupt the server.
+
+    Updates that only wait for their step are quick. They are cut apart from the others: the slowest of all are steps.
+    """
+    kinds = [sorted(cycle.server for cycle in cycles if cycle.steps is steps) for steps in (False, True)]
+    return [seconds for kind in kinds for seconds in kind[: math.ceil(0.9 * len(kind))]]
+
+
+def _cycles(events: Sequence[Event], stepping: Collection[tuple[int, int]]) -> list[_Cycle]:
     """Returns the cycles of one worker's events.
 
     An event has the times of the exchange before it; its own time is that of the end of its own hold.
@@ -114,6 +134,7 @@ def _cycles(events: Sequence[Event]) -> list[_Cycle]:
             after.held_seconds or 0.0,
             max(0.0, after.exchange_seconds - (before.held_seconds or 0.0)),
             after.server_seconds or 0.0,
+            (before.worker, before.sequence) in stepping,
         )
         for before, after in pairwise(events[_WARM_UP:])
     ]

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.simulation.cluster import WIDEST
 from fairseq_async.simulation.costs import Link
 
 _FOR_TABLES = (1, 2, 4, 8)
 _TO_CHOOSE_FROM = (1, 2, 4, 8, 16, 32, 64)
-_WIDEST = 3.0  # deviation over mean of the seconds per step
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def read_question(
     """
     _find(run_dir)
     links = [Link(*pair) for pair in _pairs("--link", link, "as 10, or 0.1:50 with 50 ms one way")]
-    seconds = _pairs("--step-seconds", step_seconds, "as 0.3, or 0.3:0.2 with deviation over mean", most=_WIDEST)
+    seconds = _pairs("--step-seconds", step_seconds, "as 0.3, or 0.3:0.2 with deviation over mean", most=WIDEST)
     if compress and not links:
         raise ConfigurationError(f"--compress {compress}: of use on a link alone: give --link too")
     sizes = _counts("--parameters", parameters)

@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -64,9 +65,19 @@ def _overview(runs: Sequence[Run]) -> list[dict[str, str | int]]:
 
 def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, tuple[str, Figure]]]:
     """Yields file name, caption and figure, for each figure of each group of runs."""
-    for group in dict.fromkeys(run.group for run in runs):
+    files = _file_names(list(dict.fromkeys(run.group for run in runs)))
+    for group, file in files.items():
         for name, (caption, figure) in figures([run for run in runs if run.group == group]).items():
-            yield (f"{group}-{name}", (f"{caption}: {group}", figure)) if group else (name, (caption, figure))
+            yield (f"{file}-{name}", (f"{caption}: {group}", figure)) if group else (name, (caption, figure))
+
+
+def _file_names(groups: Sequence[str]) -> dict[str, str]:
+    """Returns the beginnings of the groups' file names: their own names where these may be file names."""
+    plain = [re.sub(r"[^\w.+-]", "_", group) for group in groups]
+    return {
+        group: f"{name}-{number}" if plain.count(name) > 1 else name
+        for number, (group, name) in enumerate(zip(groups, plain, strict=True), 1)
+    }
 
 
 def _table(rows: Sequence[dict[str, str | int]]) -> str:
@@ -103,7 +114,7 @@ def row(run: Run) -> dict[str, str | int]:
         "workers": run.workers,
         f"last {run.measured}": f"{losses[-1]:.4f}" if losses else "-",
         **_validated(run),
-        "steps of the server": f"{max(event.version_after for event in run.events):,}",
+        "steps of the server": f"{run.steps:,}",
         "target tokens": f"{tokens:,.0f}",
         "time (s)": f"{seconds:,.1f}",
         "target tokens/s": f"{tokens / seconds:,.0f}" if seconds else "-",

@@ -66,6 +66,7 @@ class Run:
         curve: the evaluations of a simulation; else empty.
         validations: those of worker 0 of a real run, where its front end writes them; ``time`` as above.
         sizes: numbers of values of its updates in turn, one per fragment; None where ``run.json`` does not say them.
+        regions: whether the events are of several servers, each of which counts its own versions.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Run:
     curve: list[Evaluation]
     validations: list[Validation] = field(default_factory=list)
     sizes: Sequence[int] | None = None
+    regions: bool = False
 
     @cached_property
     def applied(self) -> list[Event]:
@@ -85,8 +87,10 @@ class Run:
 
     @cached_property
     def step_sizes(self) -> list[int]:
-        """The number of updates in each step of the server."""
-        sizes, size = [], 0
+        """The number of updates in each step of the server; empty where there are several servers."""
+        sizes, size = list[int](), 0
+        if self.regions:
+            return sizes
         version = self.applied[0].base_version if self.applied else 0
         for event in self.applied:
             size += 1
@@ -94,6 +98,13 @@ class Run:
                 sizes.append(size)
                 version, size = event.version_after, 0
         return sizes
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of the server, or of the global server above those of regions."""
+        if self.regions:
+            return self.curve[-1].updates if self.curve else 0
+        return max(event.version_after for event in self.events)
 
     @property
     def workers(self) -> int:
@@ -148,8 +159,8 @@ class Run:
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
-    """Returns for each value the mean of it and of values before it, over a fiftieth of all values."""
-    width = max(1, len(values) // 50)
+    """Returns for each value the mean of it and of values before it, over a fiftieth of all values, at most 1,000."""
+    width = min(max(1, len(values) // 50), 1000)
     return [fmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
 
 
@@ -219,6 +230,7 @@ def _read(directory: Path, given: Path) -> Run | None:
             curve=curve,
             validations=[replace(each, time=each.time - first) for each in validations],
             sizes=read_sizes(directory),
+            regions=description.has_regions,
         )
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{directory}: the run there cannot be read: {error!r}") from error

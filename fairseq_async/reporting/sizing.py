@@ -7,7 +7,7 @@ from statistics import fmean
 from rich import box
 from rich.table import Table
 
-from fairseq_async.simulation.cluster import Cluster, Distribution, Speed
+from fairseq_async.simulation.cluster import WIDEST, Cluster, Distribution, Speed
 from fairseq_async.simulation.costs import Costs
 from fairseq_async.simulation.server_queue import Exchanges, Load, ServerQueue
 
@@ -74,8 +74,9 @@ class Sizing:
         return Row(shards, load, self._fewest(local_sgd, (1,), 0), self._fewest(local_sgd, _FRAGMENTS, _AHEAD))
 
     def _simulate(self, costs: Costs, exchanges: Exchanges) -> Load:
-        served = Distribution(distribution="lognormal", mean=costs.server, spread=self.server_spread)
-        return ServerQueue(self.cluster, costs, exchanges, served if self.server_spread else None, self.slower).run()
+        spread = min(WIDEST, self.server_spread)
+        served = Distribution(distribution="lognormal", mean=costs.server, spread=spread)
+        return ServerQueue(self.cluster, costs, exchanges, served if spread else None, self.slower).run()
 
     def _fewest(self, costs: Costs, fragments: Sequence[int], delay: int) -> Fit | None:
         """Returns the fit with the fewest local steps, and then the fewest fragments; None if nothing fits."""

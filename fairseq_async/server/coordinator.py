@@ -257,10 +257,11 @@ class Coordinator:
                 self.look_ahead.note(receipt.worker, receipt.base_version, receipt.staleness)
             held_seconds = now - self.held_since.pop(receipt.worker, now)
             merged: tuple[int, ...] = ()
+            control_events: tuple[ControlEvent, ...] = ()
             if receipt.status in SETTLED:  # a replay reads no lines of updates that were not settled
                 merged, self._merged = tuple(self._merged), []
-            settled.append(Settled(receipt, report, tuple(self._control_events), held_seconds, merged))
-            self._control_events = []
+                control_events, self._control_events = tuple(self._control_events), []
+            settled.append(Settled(receipt, report, control_events, held_seconds, merged))
             waiting += [receipt] * waits
         self.finished = self.finished or self.server.finished or self.plan.finished
         instructions = []

@@ -160,7 +160,10 @@ class Service(Connections):
             return 1.0
         coordinator = run.coordinator
         use_idle_cores(self.peers, self.membership, run.spec.server.server_threads)
-        self._deliver(run, coordinator.tick(self.clock()))
+        began, outcome = time.perf_counter(), coordinator.tick(self.clock())
+        self._deliver(run, outcome)
+        if outcome.settled and (peer := self.peers.get(outcome.settled[-1].receipt.worker)):
+            peer.server_seconds += time.perf_counter() - began  # a round that closes at its deadline has no pusher
         if not coordinator.finished:
             self._keep_snapshots(run)
         return 1.0 if coordinator.deadline is None else max(0.0, min(1.0, coordinator.deadline - self.clock()))

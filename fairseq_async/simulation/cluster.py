@@ -15,6 +15,8 @@ from fairseq_async.errors import ConfigurationError
 if TYPE_CHECKING:
     from fairseq_async.server.run_files.events import Event
 
+WIDEST = 3.0  # standard deviation of seconds over their mean
+
 
 class _Strict(BaseModel):
     """A section of the experiment file, in which unknown keys are errors."""
@@ -31,7 +33,7 @@ class Distribution(_Strict):
 
     distribution: Literal["lognormal", "uniform", "exponential"]
     mean: float = Field(gt=0)
-    spread: float = Field(0.2, ge=0, le=3)
+    spread: float = Field(0.2, ge=0, le=WIDEST)
 
     @model_validator(mode="after")
     def _possible(self) -> "Distribution":

@@ -14,7 +14,7 @@ from fairseq_async.simulation.experiment import OptimizerOptions
 from fairseq_async.simulation.problem import Problem
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer, set_lr
 from fairseq_async.worker.compressor import Compressor
-from fairseq_async.worker.shards import ShardOrder
+from fairseq_async.worker.shards import SEEDS, ShardOrder
 
 _OWN_STATE = ("optimizer", "id", "report", "compressor", "streamed")
 
@@ -194,7 +194,8 @@ class SharedModel:
         return fmean(losses[-max(1, steps // 10) :])
 
     def _loss(self, worker: LogicalWorker, shard: int, number: int, step: int) -> tuple[Tensor, float]:
-        torch.manual_seed(((self.seed * 1009 + worker.id) * 1_000_003 + worker.sequence) * 1009 + step)
+        own = ((self.seed * 1009 + worker.id) * 1_000_003 + worker.sequence) * 1009 + step
+        torch.manual_seed(own % SEEDS)
         return self.problem.loss(self.problem.batch(self._samples(shard, number)))
 
     def _samples(self, shard: int, number: int) -> Sequence[int]:

@@ -4,6 +4,8 @@ from typing import Protocol
 
 import torch
 
+SEEDS = 1 << 64  # that torch's generators have
+
 
 class DataPosition(Protocol):
     """A worker's position in the data: step ``offset + done`` of a shard.
@@ -80,6 +82,6 @@ class ShardOrder:
     def _order(self, shard: int, passes: int) -> torch.Tensor:
         if (shard, passes) not in self._orders:
             self._orders.pop((shard, passes - 2), None)  # a batch may reach from one pass into the next, not farther
-            generator = torch.Generator().manual_seed((self.seed * 1009 + shard) * 10007 + passes)
+            generator = torch.Generator().manual_seed(((self.seed * 1009 + shard) * 10007 + passes) % SEEDS)
             self._orders[shard, passes] = torch.randperm(self.sizes[shard], generator=generator)
         return self._orders[shard, passes]

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
 from fairseq_async.simulation import problem as problems  # noqa: E402
+from fairseq_async.worker.shards import SEEDS  # noqa: E402
 from recipes.multi30k_en_de.presets import PRESETS, Size  # noqa: E402
 from recipes.steps import RecipeError  # noqa: E402
 
@@ -83,7 +84,7 @@ class Batches:
         return self.problem.loss(self.problem.batch(indices))[0]
 
     def _indices(self, number: int) -> list[int]:
-        generator = torch.Generator().manual_seed(self.seed * 10_000_019 + number)
+        generator = torch.Generator().manual_seed((self.seed * 10_000_019 + number) % SEEDS)
         found: list[int] = torch.randint(self.problem.samples, (self.samples,), generator=generator).tolist()
         return found
 

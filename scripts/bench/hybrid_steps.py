@@ -33,7 +33,7 @@ from fairseq_async.simulation.experiment import Experiment, Method  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402
 from fairseq_async.simulation.workers import SharedModel  # noqa: E402
 from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
-from scripts.bench.report import Report  # noqa: E402
+from scripts.bench.report import Report, perplexity  # noqa: E402
 from scripts.bench.staleness import NoGradients  # noqa: E402
 
 BOUNDS: dict[str, tuple[float, float | None, float | None]] = {
@@ -107,7 +107,7 @@ class Bench:
         self._done[key] = outcome
         with self.cache.open("a") as file:
             file.write(jsonlib.dumps({"key": key, "outcome": asdict(outcome)}) + "\n")
-        print(f"{key}: {math.exp(outcome.loss):.5g} in {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"{key}: {perplexity(outcome.loss):.5g} in {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
 
     def run(self, method: Method, cluster: str, seed: int, lr: float) -> Outcome:
         torch.set_num_threads(1)
@@ -162,7 +162,7 @@ class Bench:
 
 def perplexities(outcomes: Sequence[Outcome]) -> str:
     """Returns the mean of the seeds' perplexities and its standard error, as text."""
-    found = [math.exp(outcome.loss) for outcome in outcomes]
+    found = [perplexity(outcome.loss) for outcome in outcomes]
     error = stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
     return f"{fmean(found):.1f} ± {error:.1f}"
 
@@ -199,7 +199,7 @@ def check(report: Report, cluster: str, row: dict[str, Any]) -> None:
 
 
 def mean_perplexity(outcomes: Sequence[Outcome]) -> float:
-    return fmean(math.exp(outcome.loss) for outcome in outcomes)
+    return fmean(perplexity(outcome.loss) for outcome in outcomes)
 
 
 def main(

@@ -39,10 +39,11 @@ from fairseq_async.simulation.schedule import LearningRate  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402
 from fairseq_async.simulation.workers import SharedModel  # noqa: E402
 from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
-from scripts.bench.report import Report  # noqa: E402
+from scripts.bench.report import Report, perplexity  # noqa: E402
 
 PLAIN = "SGD"  # the rule without momentum, which others have to beat
 SCHEDULING = ("none", "grace", "grace and dynamic steps")
+GRACE = 0.1
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class Bench:
         self.experiment, self.out, self.grace = experiment, out, grace
         self.methods = {method.name: method for method in experiment.methods}
         out.mkdir(parents=True, exist_ok=True)
-        self._file = out / f"{experiment.path.stem}.jsonl"
+        of_grace = "" if grace == GRACE else f"_grace_{grace:g}"  # results of one are none of another
+        self._file = out / f"{experiment.path.stem}{of_grace}.jsonl"
         lines = self._file.read_text().splitlines() if self._file.exists() else []
         self.done = {line["key"]: Outcome(**line["outcome"]) for line in map(jsonlib.loads, lines)}
 
@@ -156,7 +158,7 @@ class Bench:
         self.done[run.key] = outcome
         with self._file.open("a") as file:
             file.write(jsonlib.dumps({"key": run.key, "outcome": asdict(outcome)}) + "\n")
-        print(f"{run.key}: {math.exp(outcome.loss):.5g} in {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"{run.key}: {perplexity(outcome.loss):.5g} in {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ def _mean_seconds(seconds: float | Distribution | Trace) -> float:
 
 def perplexities(outcomes: Sequence[Outcome]) -> list[float]:
     """Returns the perplexity of each run; infinite if it diverged."""
-    return [math.exp(min(each.loss, 700.0)) if math.isfinite(each.loss) else math.inf for each in outcomes]
+    return [perplexity(each.loss) for each in outcomes]
 
 
 def rows(searches: Sequence[Search]) -> Iterator[dict[str, Any]]:
@@ -258,7 +260,9 @@ def main(
     path: Annotated[Path, typer.Argument(help="An experiment.")],
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     rates: Annotated[str, typer.Option(help="The grid: factors of outer_lr.")] = "0.043,0.1,0.21,0.43,1,1.7,2.9,5,8.6",
-    grace: Annotated[float, typer.Option(min=0, help="Grace period, as a share of the fastest worker's round.")] = 0.1,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Grace period, as a share of the fastest worker's round.")
+    ] = GRACE,
     scheduling: Annotated[str, typer.Option(help="Which of: none, grace, grace and dynamic steps.")] = "all",
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     out: Annotated[Path, typer.Option(help="What was run, to go on from.")] = Path("runs/outer_rules"),

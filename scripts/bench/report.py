@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shlex
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 _ROOT = Path(__file__).resolve().parents[2]
+_LARGEST_LOSS = 700.0  # above it, e to the loss is no number of Python's
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ class Report:
             "tables": self.tables,
             "bounds": [vars(bound) | {"holds": bound.holds} for bound in self.bounds],
         }
+
+
+def perplexity(loss: float) -> float:
+    """Returns e to the loss; infinite for a run that diverged, whether its loss is NaN or large."""
+    return math.exp(loss) if loss <= _LARGEST_LOSS else math.inf
 
 
 def cell(value: Any) -> str:

@@ -11,6 +11,8 @@ from rich.console import Console
 from fairseq_async.cli.look import capacity
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.capacity import measure, tables
+from fairseq_async.reporting.capacity_answer import answer
+from fairseq_async.reporting.capacity_question import read_question
 from fairseq_async.reporting.watch import WatchedRun
 from fairseq_async.simulation.costs import Costs, Link
 from tests.helpers.run_files import TIMED_LAYOUT, write_timed_run
@@ -201,3 +203,19 @@ def test_a_run_is_watched_by_its_own_clock(tmp_path: Path) -> None:
 def test_an_empty_directory_is_not_watched(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no run that can be read there"):
         WatchedRun(tmp_path)
+
+
+@pytest.mark.parametrize("gradients", [4, 16])
+def test_the_servers_steps_count_however_rare_they_are(tmp_path: Path, gradients: int) -> None:
+    """A step of 20 ms after so many gradients of 1 ms each; the slowest tenth of what is alike is no part of it."""
+    run = write_timed_run(tmp_path, workers=1, step=0.1, exchange=0.02, server=0.001, updates=400)
+    events = [json.loads(line) for line in (run / "events.jsonl").open()]
+    for number, event in enumerate(events):
+        event["version_after"] = (number + 1) // gradients
+        event["server_seconds"] = 0.001 if number % gradients else 0.02  # of the update before
+    events[7]["server_seconds"] = events[200]["server_seconds"] = 9.0  # another program ran
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert measure(run).costs.server == pytest.approx((0.02 + (gradients - 1) * 0.001) / gradients, rel=0.05)
+    with (tmp_path / "answer").open("w") as file:
+        for part in answer(read_question(run, "", "", "1", "", 4, "", None)):  # however uneven its times are
+            Console(file=file).print(part)

@@ -253,3 +253,17 @@ def test_limits_of_rounds_between_two_updates_leave_the_last_one() -> None:
         run.coordinator.limit_round(2)
         run.coordinator.limit_round(3)
     assert [event.updates for event in run.coordinator._control_events] == [3]
+
+
+def test_control_events_go_with_an_update_that_counts_and_not_with_one_that_comes_twice() -> None:
+    """A replay reads only the lines of updates that were settled."""
+    run = synchronous()
+    for worker in range(3):
+        run.push(worker, 1.0, now=1.0)
+    run.leave(2, for_good=True, now=2.0)
+    run.sequences[0] -= 1  # the answer was lost
+    (again,) = run.push(0, 1.0, now=3.0).settled
+    assert again.receipt.status is Status.DUPLICATE and again.control_events == ()
+    run.push(0, 1.0, now=4.0)
+    first, _ = run.push(1, 1.0, now=4.0).settled
+    assert first.control_events == (ControlEvent("limit_round", updates=2),)

@@ -7,6 +7,7 @@ import yaml
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting import page
+from fairseq_async.reporting.audit import audit
 from fairseq_async.reporting.runs import COMPUTING, WAITING, load
 from fairseq_async.simulation.experiment import Experiment, read
 from fairseq_async.simulation.simulate import Interrupted, Simulator
@@ -127,3 +128,29 @@ def test_the_files_of_a_trial_stay_in_the_directory_of_the_simulation(tmp_path: 
     given = experiment(tmp_path, methods={"..": METHODS["synchronous"]})
     Simulator(given, tmp_path / "out", resume=False).run()
     assert (tmp_path / "out" / "_.." / "run.json").exists() and not (tmp_path / "run.json").exists()
+
+
+def test_a_date_may_be_a_seed_and_a_cluster_may_have_any_name(tmp_path: Path) -> None:
+    given = experiment(
+        tmp_path, seed=20240101, cluster=None, clusters={name: {"workers": 2} for name in ("2/4", "slow")}
+    )
+    assert len(Simulator(given, tmp_path / "out", resume=False).run()) == 2
+    page.write(load([tmp_path / "out"]), "both", tmp_path / "report")
+    names = sorted(path.name for path in (tmp_path / "report").glob("*-loss*"))
+    assert len(names) >= 2 and {name.rsplit("-loss", 1)[0] for name in names} == {"2_4", "slow"}
+
+
+def test_a_simulation_of_regions_has_the_steps_of_the_global_server(tmp_path: Path) -> None:
+    """Each region counts its own versions: their lines together say nothing of steps, and cannot be audited."""
+    regions = {"workers": 4, "regions": 2, "between_regions": {"seconds": 1.0}}
+    halos = {"method": "local_sgd", "outer": "delayed_nesterov", "local_steps": 2, "delay": 2}
+    halos |= {"global": {"updates": 8, "delay": 2}}
+    given = experiment(tmp_path, steps=64, cluster=regions, methods={"HALoS": halos})
+    (summary,) = Simulator(given, tmp_path / "out", resume=False).run()
+    (run,) = load([tmp_path / "out"])
+    row = page.row(run)
+    assert row["updates in a step"] == "-" and row["steps of the server"] == f"{run.curve[-1].updates:,}"
+    assert run.curve[-1].updates < max(event.version_after for event in run.events), summary
+    (events,) = (tmp_path / "out").rglob("events.jsonl")
+    with pytest.raises(ConfigurationError, match="a simulation of several regions, each of which counts its own"):
+        audit(events.parent)

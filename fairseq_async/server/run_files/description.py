@@ -68,7 +68,12 @@ class RunDescription(BaseModel):
     @property
     def has_barrier(self) -> bool:
         """Whether rounds have a fixed size, so that workers wait for each other."""
-        return bool(self.method.get("barrier")) and not self.method.get("closes_early", False)
+        return bool(self.method.get("barrier")) and not self.closes_early
+
+    @property
+    def closes_early(self) -> bool:
+        """Whether a round closes when no other worker is near."""
+        return bool(self.method.get("closes_early", False))
 
     @property
     def exchanges_while_computing(self) -> bool:
@@ -80,6 +85,12 @@ class RunDescription(BaseModel):
         """Number of fragments in which the model is exchanged."""
         given = self._options.get("fragments", 1)
         return given if isinstance(given, int) else 1
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether it is a simulation of several regions, whose servers' events are in one file."""
+        framework = self.method.get("framework")
+        return self.simulated is not None and isinstance(framework, dict) and "regions" in framework
 
     @property
     def shards(self) -> int:

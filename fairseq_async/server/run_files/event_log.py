@@ -18,7 +18,7 @@ from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.outcome import ControlEvent, Settled
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.protocol import Report
-from fairseq_async.server.receipt import Receipt
+from fairseq_async.server.receipt import SETTLED, Receipt
 from fairseq_async.server.run_files.finite import finite, measured
 from fairseq_async.server.run_files.state_files import private
 
@@ -175,6 +175,8 @@ class Recorder:
         """Returns the fields for this update's event. Of updates that were applied together, the checksum is of the
         parameters after the last."""
         added: JsonObject = {}
+        if settled.receipt.status not in SETTLED:  # a replay does not read these lines
+            return added
         if settled.control_events:
             added["control_events"] = [_described(event) for event in settled.control_events]
         if settled.receipt.version == self._server.version != self._version:
