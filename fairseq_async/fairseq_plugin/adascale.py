@@ -17,6 +17,7 @@ from fairseq_async.collective.adascale import AdaScale, Masters
 from fairseq_async.config import AdaScaleOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import flags, refused
+from fairseq_async.fairseq_plugin.compat.checkpoints import of_another_optimizer
 from fairseq_async.fairseq_plugin.compat.precision import fp32_masters, scales
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
@@ -58,6 +59,8 @@ class AdaScaleOptimizer(WrappedOptimizer):
 
     def load_state_dict(self, state_dict: StateDict, optimizer_overrides: StateDict | None = None) -> None:
         """Restores the inner optimizer's state, and the statistics of the gain."""
+        if "adascale" not in state_dict:
+            raise of_another_optimizer("adascale")
         super().load_state_dict(state_dict, optimizer_overrides)
         self.adascale.load_statistics(state_dict["adascale"])
 

@@ -14,6 +14,7 @@ from fairseq_async.collective.adasum import DistributedAdasum, NodeAdasum, RankS
 from fairseq_async.collective.agreement import check_equal
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import flags, refused
+from fairseq_async.fairseq_plugin.compat.checkpoints import of_another_optimizer
 from fairseq_async.fairseq_plugin.compat.precision import has_flat_master
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.session import attach
@@ -119,6 +120,8 @@ class AdasumOptimizer(WrappedOptimizer):
 
         From a checkpoint of another number of ranks every rank has the mean of all states.
         """
+        if "adasum" not in state_dict:
+            raise of_another_optimizer("adasum")
         own = state_dict["adasum"]
         self.steps = own["steps"]
         state = self.states.of_this_rank(state_dict["state"], own["ranks"], self.group)

@@ -124,6 +124,7 @@ def describe_hybrid(args: Namespace, cfg: DictConfig, workers: int) -> MethodSpe
 def describe_local_sgd(args: Namespace, cfg: DictConfig, workers: int) -> MethodSpec:
     """Describes a ``local_sgd`` run, in which each worker has an inner optimizer of its own."""
     refused.check_asynchronous(args, cfg)
+    refused.check_local_schedule(args, workers)
     framework: JsonObject = {
         "inner_optimizer": args.inner_optimizer,
         "update_freq": list(cfg.optimization.update_freq),

@@ -289,6 +289,7 @@ class HybridTrainer(AsynchronousTrainer):
     def _applied_updates(self) -> AppliedUpdates:
         updates, previous = self._updates, int(self._num_updates)
         if self.worker.finished:
+            updates = max(1, updates)  # a run may end before its first whole step, and 0 is no limit to fairseq
             self.cfg.optimization.max_update = updates  # fairseq's loop ends at this number
             return AppliedUpdates(updates, previous)
         # fairseq puts this number into a checkpoint's name: take the multiple of the interval that was passed.

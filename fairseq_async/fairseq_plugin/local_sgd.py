@@ -20,9 +20,9 @@ from torch.nn import Parameter
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
 from fairseq_async.fairseq_plugin.compat.batches import real_batches
-from fairseq_async.fairseq_plugin.compat.checkpoints import plain_values
+from fairseq_async.fairseq_plugin.compat.checkpoints import of_another_optimizer, plain_values
 from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings
-from fairseq_async.fairseq_plugin.compat.precision import finite_norm, fp32_masters
+from fairseq_async.fairseq_plugin.compat.precision import finite_norm, forget_factor, fp32_masters
 from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.session import attach
@@ -118,6 +118,8 @@ class LocalSGDTrainer(AsynchronousTrainer):
 
     def _initialise(self, extra_state: StateDict | None, reset_optimizer: bool) -> Welcome:
         state = None if reset_optimizer else (extra_state or {}).get("async_server")
+        if extra_state is not None and state is None and not reset_optimizer:
+            raise of_another_optimizer("local_sgd")
         if state is not None and self.cfg.checkpoint.reset_dataloader:
             state["positions"] = {}
             state["plan"]["epochs"] = 0.0
@@ -183,6 +185,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         self._left_out.count(self._left_out.total + (not finite))
         if not finite:
             self.zero_grad()
+            forget_factor(self.optimizer)
         return finite_norm(norm)
 
     def set_num_updates(self, num_updates: int) -> None:

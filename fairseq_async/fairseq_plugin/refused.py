@@ -92,6 +92,19 @@ def check_asynchronous(args: Namespace, cfg: DictConfig) -> None:
             raise ConfigurationError(f"{flag}: not possible with --optimizer {name}")
 
 
+def check_local_schedule(args: Namespace, workers: int) -> None:
+    """Checks for a schedule that needs validations: worker 0 alone validates, and each worker has a schedule.
+
+    Raises:
+        ConfigurationError: there is such a schedule.
+    """
+    if workers > 1 and getattr(args, "lr_scheduler", None) == "reduce_lr_on_plateau":
+        raise ConfigurationError(
+            f"--lr-scheduler reduce_lr_on_plateau: not possible with --optimizer {args.optimizer} and several workers, "
+            "of which only worker 0 validates; give another schedule, or use --optimizer hybrid_async"
+        )
+
+
 def check_shards(shards: int, cfg: DictConfig) -> None:
     """Checks for flags of fairseq that do not go with shards: the server knows only how many steps of each were drawn.
 

@@ -160,7 +160,7 @@ class WorkerSession:
         """
         self.client.leave(finished=self.context.worker == 0)
         if self._server is not None:
-            self._server.wait(seconds=60)
+            self._server.outlast_workers()
 
     def close(self) -> None:
         """Ends the server if this worker has started it; the server of an interrupted run writes a last snapshot."""

@@ -1,5 +1,6 @@
 """The worker's command line: reads from it what the launcher needs, and adds the launcher's own flags."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError
@@ -15,14 +16,22 @@ SERVERS = {
     "local_sgd": SERVER,
 }
 # flags that choose where a run begins
-_BEGINS_ANEW = ("--restore-file", "--finetune-from-model") + tuple(
-    f"--reset-{what}" for what in ("optimizer", "dataloader", "lr-scheduler")
-)
+_BEGINS_FROM = ("--restore-file", "--finetune-from-model")  # a file
+_BEGINS_ANEW = _BEGINS_FROM + tuple(f"--reset-{what}" for what in ("optimizer", "dataloader", "lr-scheduler"))
 
 
 def user_dir() -> str:
     """Returns the directory to give to ``fairseq-train --user-dir``: this package."""
     return str(Path(__file__).parents[1])
+
+
+def without_beginning(words: Sequence[str]) -> list[str]:
+    """Returns a command without the flags that choose where a run begins: it goes on where the run was interrupted."""
+    kept = []
+    for before, word in zip(["", *words], words, strict=False):
+        if word.partition("=")[0] not in _BEGINS_ANEW and before not in _BEGINS_FROM:
+            kept.append(word)
+    return kept
 
 
 class WorkerCommand:

@@ -35,8 +35,12 @@ def check_inputs(method: str, arguments: Sequence[str]) -> None:
     if arguments and not arguments[0].startswith("-"):
         paths = [Path(path) for path in arguments[0].split(os.pathsep)]
         for path in paths:
-            _check_data(path, given)
-        _check_validation(paths[0], given)  # fairseq looks for validation sets in the first directory only
+            _check_directory(path)
+        # of several directories, fairseq reads dictionaries and validation sets in the first only
+        _check_dictionaries(paths[0], given)
+        for path in paths:
+            _check_training_set(path, given)
+        _check_validation(paths[0], given)
 
 
 def _parser() -> OneLineParser:
@@ -61,18 +65,22 @@ def _registered_optimizers() -> set[str]:
     return {name for text in texts for name in re.findall(r'@register_optimizer\(\s*"(\w+)"', text)}
 
 
-def _check_data(path: Path, given: Namespace) -> None:
+def _check_directory(path: Path) -> None:
     if not path.is_dir():
         raise ConfigurationError(f"{path}: no such directory of data; {_PREPROCESS}")
-    subset = given.train_subset
+
+
+def _check_dictionaries(path: Path, given: Namespace) -> None:
     if given.task == "translation":
         for language in _languages(path, given):
             _find(path, f"dict.{language}.txt", "dictionary")
     elif given.task == "language_modeling":
         _find(path, "dict.txt", "dictionary")
-    else:
-        return
-    if not any(path.glob(f"{subset}.*")):
+
+
+def _check_training_set(path: Path, given: Namespace) -> None:
+    subset = given.train_subset
+    if given.task in _TEXT_TASKS and not any(path.glob(f"{subset}.*")):
         raise ConfigurationError(f"{path}: no training set there ({subset}.*); {_PREPROCESS}")
 
 

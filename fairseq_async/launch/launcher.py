@@ -13,7 +13,7 @@ from fairseq_async.environment import RENDEZVOUS, SLOWDOWN, TLS, TOKEN, WORKER, 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.authentication import new_token, read_token
 from fairseq_async.exchange.tls import worker_context
-from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.launch.command import WorkerCommand, without_beginning
 from fairseq_async.launch.display import Display
 from fairseq_async.launch.last_words import last_words, same_mistake, traceback
 from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt
@@ -115,6 +115,8 @@ class Launcher:
         line = ["fairseq-async", *sys.argv[1:]]
         if self.command.rendezvous is not None and not self.command.resumes:
             line.insert(2, "--resume")
+        elif self.command.rendezvous is None:
+            line = without_beginning(line)
         return f"all is kept up to update {self.display.progress.version:,}; go on with: {shlex.join(line)}"
 
     def _start_server(self, wanted: ServerRequest) -> None:

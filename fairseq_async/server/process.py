@@ -157,11 +157,6 @@ class ServerProcess:
             say("worker 0 has ended; its server stays for the other workers (Ctrl-C ends it)")
             self.join()
 
-    def wait(self, seconds: float) -> None:
-        """Waits as :meth:`join` does, then kills the server."""
-        self.join(seconds)
-        self.stop()
-
     def end(self, seconds: float = _ENDING_SECONDS) -> None:
         """Lets the server write a last snapshot, if its run has begun and is not finished, then kills it."""
         with self._starting:

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from fairseq.optim import FP16Optimizer
 
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin.compat.batches import batches_of_first_epoch, real_batches
 from fairseq_async.fairseq_plugin.compat.checkpoints import checkpoint_errors, rescale_position, write_ranks
 from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings
-from fairseq_async.fairseq_plugin.compat.precision import finite_norm, loss_scale_errors
+from fairseq_async.fairseq_plugin.compat.precision import finite_norm, forget_factor, loss_scale_errors
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 
 
@@ -50,6 +51,22 @@ def test_only_a_cached_iterator_is_made_again(cached: bool) -> None:
     cfg = Namespace(dataset=Namespace(train_subset="train"))
     assert batches_of_first_epoch(task, cfg, lambda: "of epoch 1") == ("of epoch 1" if cached else None)
     assert not iterators
+
+
+def test_an_iterator_that_makes_its_batches_anew_in_each_epoch_stays() -> None:
+    iterators = {"data": Namespace(batch_sampler=lambda dataset, epoch: [[0]])}
+    task = Namespace(dataset_to_epoch_iter=iterators, dataset=lambda subset: "data")
+    assert batches_of_first_epoch(task, Namespace(dataset=Namespace(train_subset="train")), lambda: "anew") is None
+    assert iterators
+
+
+def test_after_a_norm_of_nan_the_next_step_multiplies_by_one() -> None:
+    """Gradients of bf16 have no loss scale, by which fairseq would set the factor again."""
+    optimizer: Any = object.__new__(FP16Optimizer)
+    for scaler, factor in ((None, 1.0), ("a loss scale", 0.5)):
+        optimizer.scaler, optimizer._multiply_factor = scaler, float("nan") if scaler is None else 0.5
+        forget_factor(optimizer)
+        assert optimizer._multiply_factor == factor
 
 
 def test_betas_are_strings_as_on_a_command_line() -> None:

@@ -8,11 +8,14 @@ import torch
 from fairseq.trainer import Trainer
 
 import fairseq_async.fairseq_plugin  # noqa: F401
-from fairseq_async.errors import AsyncError
+from fairseq_async.errors import AsyncError, ConfigurationError
+from fairseq_async.fairseq_plugin.adascale import AdaScaleOptimizer
+from fairseq_async.fairseq_plugin.adasum import AdasumOptimizer
 from fairseq_async.fairseq_plugin.asynchronous_trainer import AsynchronousTrainer
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.hybrid import HybridTrainer
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDTrainer
+from fairseq_async.fairseq_plugin.session import WorkerSession
 from fairseq_async.fairseq_plugin.synchronous_trainer import SynchronousTrainer
 
 
@@ -72,3 +75,34 @@ def test_ten_gradients_in_a_row_with_nan_end_a_synchronous_run_and_nine_do_not(m
     assert seen == [(0.0, True)] * 9 + [(1.5, False)] + [(0.0, True)] * 9
     with pytest.raises(AsyncError, match="the gradients of the last 10 steps had NaN or Inf"):
         trainer.clip_grad_norm(1.0)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_where_fairseq_does_not_notice() -> None:
+    """It compares names, and that of the inner optimizer, or of half precision, is the same."""
+    trainer: Any = object.__new__(LocalSGDTrainer)
+    with pytest.raises(ConfigurationError, match="of another optimizer than --optimizer local_sgd"):
+        trainer._initialise({"epoch": 1}, reset_optimizer=False)
+    for name, optimizer in (("adasum", AdasumOptimizer), ("adascale", AdaScaleOptimizer)):
+        loaded: Any = object.__new__(optimizer)
+        with pytest.raises(ConfigurationError, match=f"of another optimizer than --optimizer {name}"):
+            loaded.load_state_dict({"state": {}, "param_groups": []})
+
+
+def test_a_run_that_is_finished_before_its_first_whole_step_ends() -> None:
+    """0 is no limit to fairseq."""
+    trainer: Any = object.__new__(HybridTrainer)
+    trainer._num_updates, trainer._optimizer = 0, SimpleNamespace(worker=SimpleNamespace(finished=True, progress=0.5))
+    limits = SimpleNamespace(max_update=0)
+    trainer.cfg = SimpleNamespace(optimization=limits, checkpoint=SimpleNamespace(save_interval_updates=0))
+    assert trainer._applied_updates() >= limits.max_update == 1
+
+
+def test_the_server_of_worker_0_outlasts_it() -> None:
+    """Others may still be in a round of local steps, which takes as long as it takes."""
+    done: list[str] = []
+    session: Any = object.__new__(WorkerSession)
+    session.context = SimpleNamespace(worker=0)
+    session.client = SimpleNamespace(leave=lambda finished: done.append(f"left {finished}"))
+    session._server = SimpleNamespace(outlast_workers=lambda: done.append("waited"))
+    session.end()
+    assert done == ["left True", "waited"]

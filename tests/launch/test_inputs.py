@@ -77,6 +77,14 @@ def test_each_of_several_directories_is_checked(made: Made, tmp_path: Path) -> N
         check_inputs("local_sgd", [f"{made(*PAIR)}:{tmp_path / 'nowhere'}"])
 
 
+def test_dictionaries_may_be_in_the_first_of_several_directories_alone(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    with pytest.raises(ConfigurationError, match="more: no training set there"):
+        check_inputs("local_sgd", [f"{made(*PAIR)}:{tmp_path / 'more'}"])
+    (tmp_path / "more" / "train.de-en.de.bin").touch()
+    check_inputs("local_sgd", [f"{made(*PAIR)}:{tmp_path / 'more'}"])
+
+
 def test_an_unknown_inner_optimizer_is_refused_unless_the_user_may_have_registered_it(
     made: Made, tmp_path: Path
 ) -> None:

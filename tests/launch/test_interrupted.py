@@ -1,7 +1,9 @@
 """Ctrl-C keeps what was done: the same command goes on from there, as if nothing had been."""
 
 import os
+import shlex
 import signal
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.launcher import Launcher
 from fairseq_async.reporting.audit import audit
 from fairseq_async.server.process import ServerProcess
@@ -167,8 +170,24 @@ def test_an_interrupt_after_the_runs_end_promises_no_snapshot(tmp_path: Path) ->
     progress = SimpleNamespace(poll=lambda: None, updates=Counter({0: 3}), version=3)
     launcher = cast(Any, Launcher.__new__(Launcher))
     launcher.display, launcher.run_dir = SimpleNamespace(progress=progress), tmp_path
-    launcher.command = SimpleNamespace(rendezvous=None, resumes=False)
+    launcher.command = SimpleNamespace(rendezvous=None, resumes=True)
     assert launcher._interrupted().startswith("no snapshot is left: the run was finished")
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots" / "version-000000000003.pt").touch()
     assert launcher._interrupted().startswith("all is kept up to update 3; go on with")
+
+
+def test_the_command_to_go_on_with_does_not_begin_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the flags by which this run began, a server would remove the snapshot that is promised."""
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "version-000000000003.pt").touch()
+    job = ["fairseq-train", "data", "--optimizer", "hybrid_async", "--save-dir", str(tmp_path)]
+    begins = ["--restore-file", "x.pt", "--reset-optimizer", "--finetune-from-model=y.pt", "--reset-dataloader"]
+    monkeypatch.setattr(sys, "argv", ["fairseq-async", "launch", "--workers", "2", "--", *job, *begins, "--lr", "1"])
+    launcher = cast(Any, Launcher.__new__(Launcher))
+    launcher.display = SimpleNamespace(progress=SimpleNamespace(poll=lambda: None, updates=Counter({0: 3}), version=3))
+    launcher.run_dir, launcher.command = tmp_path, WorkerCommand([*job, *begins, "--lr", "1"])
+    assert not launcher.command.resumes
+    again = shlex.split(launcher._interrupted().split("go on with: ")[1])
+    assert again == ["fairseq-async", "launch", "--workers", "2", "--", *job, "--lr", "1"]
+    assert WorkerCommand(again[5:]).resumes

@@ -20,12 +20,14 @@ def batches_of_first_epoch(
     """Returns a resumed run's training iterator, made as the run's first epoch made it; None if none is cached.
 
     fairseq makes a cached iterator's batches once, shuffled by the number of the epoch in which it makes them. A run
-    that is resumed in a later epoch would have other batches than the run before.
+    that is resumed in a later epoch would have other batches than the run before. The exception is an iterator that
+    makes its batches anew in each epoch (``--rebuild-batches`` of audio tasks): that one is right as it is, thus None.
 
     Args:
         remake: makes the iterator of epoch 1 again.
     """
-    cached = task.dataset_to_epoch_iter
-    if cached.pop(task.dataset(cfg.dataset.train_subset), None) is None:
+    cached, dataset = task.dataset_to_epoch_iter, task.dataset(cfg.dataset.train_subset)
+    if dataset not in cached or callable(getattr(cached[dataset], "batch_sampler", None)):
         return None
+    del cached[dataset]
     return remake()

@@ -69,6 +69,18 @@ def checkpoint_errors(filename: str) -> Iterator[None]:
         ) from error
 
 
+def of_another_optimizer(name: str) -> ConfigurationError:
+    """Returns the error for a checkpoint without the state of this method, which fairseq may not notice.
+
+    fairseq compares the names of optimizers. Under ``local_sgd`` that is the inner optimizer's, and of half-precision
+    models it is the same for all.
+    """
+    return ConfigurationError(
+        f"the checkpoint is of another optimizer than --optimizer {name}: to begin with its parameters, give "
+        "--reset-optimizer --reset-dataloader --reset-meters, or --finetune-from-model FILE"
+    )
+
+
 def _is_raised_by_loading(error: Exception) -> bool:
     frames = (frame for frame, _ in walk_tb(error.__traceback__))
     return any(frame.f_globals.get("__name__") == torch.serialization.__name__ for frame in frames)

@@ -47,6 +47,15 @@ def scales(optimizer: FairseqOptimizer) -> tuple[float, float]:
     return float(optimizer._multiply_factor), 1.0 if optimizer.scaler is None else float(optimizer.scaler.loss_scale)
 
 
+def forget_factor(optimizer: FairseqOptimizer) -> None:
+    """Sets the factor of :func:`scales` to 1 for the next step, whose gradients were cleared.
+
+    Clipping a norm of NaN makes the factor NaN. Without a loss scale fairseq does not set it again, and 0 · NaN is NaN.
+    """
+    if isinstance(optimizer, FP16Optimizer) and optimizer.scaler is None:
+        optimizer._multiply_factor = 1.0
+
+
 def fp32_masters(optimizer: FairseqOptimizer) -> list[tuple[Parameter, Tensor, int]] | None:
     """Finds fairseq's fp32 masters of a half-precision model; None for an optimizer without masters.
 
