@@ -51,6 +51,18 @@ class Channel:
         self._body: bytes | None = None  # body of a message whose tensor is on its way
         self._largest_sent = 0  # bytes of the largest tensor that was queued so far
 
+    def is_closed(self, seconds: float = 0.0) -> bool:
+        """Whether the peer ends the connection within this time, or has ended it; bytes may be left to be read."""
+        return self.happens(select.POLLRDHUP, seconds)
+
+    def happens(self, event: int, seconds: float) -> bool:
+        """Whether the first stream has this event of ``select.poll`` within the time, or is closed."""
+        if self.connection.fileno() < 0:
+            return True
+        poll = select.poll()
+        poll.register(self.connection, event)
+        return bool(poll.poll(1000 * seconds))
+
     def add(self, other: "Channel") -> None:
         """Takes over the connection of another channel as a further stream; both ends do so between two messages.
 

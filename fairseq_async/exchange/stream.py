@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from fairseq_async.errors import ExchangeError
 
 _CLOSED = "the peer closed the connection"
+_LONGEST, _LONGEST_MS = 32_767, 2**31 - 1  # seconds and milliseconds that Linux takes
 
 
 class Stream:
@@ -25,12 +26,12 @@ class Stream:
 
     def notice_death(self, seconds: float) -> None:
         """Lets the kernel close the connection when the peer's machine has been silent for this long."""
-        third = max(1, round(seconds / 3))
+        third = min(max(1, round(seconds / 3)), _LONGEST)
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, third)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, third)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(round(1000 * seconds), _LONGEST_MS))
 
     def queue(self, part: memoryview) -> None:
         """Queues a part of a message for :meth:`flush` or :meth:`send`."""

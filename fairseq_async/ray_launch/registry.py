@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from fairseq_async.addresses import LOOPBACK
+from fairseq_async.server.membership import JOINERS
 from fairseq_async.worker.rendezvous import ServerRequest
 
 
@@ -75,7 +76,7 @@ class Registry:
 
     def __init__(self, token: str, workers: int) -> None:
         self._token, self._state, self._next, self._over = token, State(list(range(workers))), workers, False
-        self._server_began = False
+        self._server_began, self._most = False, workers + JOINERS
 
     def token(self) -> str:
         """Returns the run's secret."""
@@ -109,6 +110,8 @@ class Registry:
         workers = self._state.workers
         if -change >= len(workers):
             return f"the run has {len(workers)} workers, and worker 0 stays"
+        if len(workers) + change > self._most:
+            return f"at most {JOINERS} workers can be added to a run: it may have {self._most}"
         if change > 0:
             workers += range(self._next, self._next + change)
             self._next += change

@@ -284,17 +284,9 @@ class ParameterServer:
 
     def _apply(self, update: Update, receipt: Receipt) -> Receipt:
         rule, parameters = self._part(update.sequence)
-        if isinstance(rule, ComparingRule):
-            cosine = rule.cosine(update, receipt.norm)
-        else:
-            cosine = _cosine(update.delta, receipt.norm, rule.momentum_buffer)
-        staleness = self.version - update.base_version if self.counts_in_rounds else receipt.staleness
-        worth = self.staleness.adjusted(update, staleness, parameters, self._start_of(update))
         changes = rule.moves_parameters()
-        if changes and self.before_last_step is not None:
-            copy_in_threads(self.before_last_step, self.parameters)
         try:
-            rule.apply(parameters, worth)
+            cosine = self._change(rule, parameters, update, receipt, changes)
         except Exception as error:  # of any kind: out of memory, or a mistake of the rule's
             raise HalfAppliedError(f"the update of worker {update.worker} was not applied to its end") from error
         self._use_up(update)
@@ -302,6 +294,22 @@ class ParameterServer:
         if changes and self._changed_at:
             self._changed_at[update.sequence % len(self._changed_at)] = self.version
         return replace(receipt, version=self.version, cosine=cosine)
+
+    def _change(self, rule: Rule, parameters: Tensor, update: Update, receipt: Receipt, changes: bool) -> float:
+        """Applies the update by the rule; returns its cosine with the momentum before.
+
+        An error in the middle of a round would leave the updates before it applied, and their workers without answers.
+        """
+        if isinstance(rule, ComparingRule):
+            cosine = rule.cosine(update, receipt.norm)
+        else:
+            cosine = _cosine(update.delta, receipt.norm, rule.momentum_buffer)
+        staleness = self.version - update.base_version if self.counts_in_rounds else receipt.staleness
+        worth = self.staleness.adjusted(update, staleness, parameters, self._start_of(update))
+        if changes and self.before_last_step is not None:
+            copy_in_threads(self.before_last_step, self.parameters)
+        rule.apply(parameters, worth)
+        return cosine
 
     def _part(self, sequence: int) -> tuple[Rule, Tensor]:
         """Returns rule and parameters for the update of this number: those of its fragment, where there are several."""

@@ -79,7 +79,9 @@ def _finish(service: Service) -> None:
     kept = run is not None and run.spec.of_regions
     if run is None or version == 0 or (service.membership.has_left(0) and not kept):
         meeting_path(service.run_dir).unlink(missing_ok=True)
-        return service.snapshots.clear()
+        if run is not None:  # else the snapshots are those of a run that was to go on
+            service.snapshots.clear()
+        return
     service.snapshots.take_last(run.snapshot(), version)
     where = f"{service.snapshots.directory}; fairseq-async export {service.run_dir} OUT writes them for use"
     why = "" if kept else "worker 0 was not there at the end: "
@@ -96,9 +98,6 @@ def _keep(service: Service) -> None:
         service.snapshots.clear()  # the next run would begin with these parameters, whatever its seed
         tell_log("whoever has started the server is gone before the first update: nothing is kept")
         return
-    ending.touch()
-    try:
-        service.snapshots.take_last(service.begun.snapshot(), server.version)
-    finally:
-        ending.unlink(missing_ok=True)
+    ending.touch()  # it stays: this process holds the directory until it is gone, and the next run removes the file
+    service.snapshots.take_last(service.begun.snapshot(), server.version)
     tell_log(f"whoever has started the server is gone: it ends at update {server.version:,}")

@@ -82,7 +82,7 @@ class RegionalService(Service):
             return super()._begin(run, parameters, state, source)
         if state is not None:
             answer = super()._begin(run, parameters, state, source)
-            self._join(run, parameters, patient=True)
+            self._join(run, run.coordinator.server.parameters, patient=True)
             return answer
         if self._beginning is None:
             self._beginning = Beginning(parameters, source)
@@ -99,7 +99,11 @@ class RegionalService(Service):
     def _begin_with(self, run: Run, beginning: Beginning, above: Above) -> None:
         """Begins the run with the global server's parameters, and welcomes the workers that wait."""
         self._beginning = None
-        super()._begin(run, above.values, None, beginning.source)
+        try:
+            super()._begin(run, above.values, None, beginning.source)
+        except Exception as error:  # such as a full disk: the workers that wait must be told
+            self._fail(str(error))
+            raise
         self._upstream(run).join(above, self.clock(), fresh=True)
         for worker in self.membership.waiting("hello"):
             self.answer(self.peers[worker], self._welcome(run, worker))

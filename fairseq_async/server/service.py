@@ -206,6 +206,8 @@ class Service(Connections):
 
     def _respond_to_member(self, peer: Peer, request: Request, accepted: bool) -> Answer | None:
         run = self.described
+        if peer.push is not None and isinstance(request, protocol.Push | protocol.Pull):
+            raise RefusedError("the worker waits for the answer to its update: it must not ask for anything else")
         match request:
             case protocol.Initialise():
                 return self._initialise(peer, request)
@@ -244,11 +246,13 @@ class Service(Connections):
                 self.refusals.count_mistake(f"worker {worker}", failure)
             else:
                 unanswered.push = None
+                run.payloads.release(unanswered, run.memory.slot(unanswered.id))
                 self._answer_failure(unanswered, failure)
 
     def _instruct(self, run: Run, peer: Peer, reply: protocol.PushReply | protocol.WorkReply) -> None:
         """Answers a worker. A worker on another machine that would pull next gets the parameters behind the answer."""
         push, peer.push = peer.push, None
+        run.payloads.release(peer, run.memory.slot(peer.id))
         if peer.remote and push is not None and isinstance(reply, protocol.PushReply):
             if (pull := run.next_pull(push, reply)) is not None:
                 brought, parameters = run.hand_out(peer.id, pull)
@@ -352,7 +356,9 @@ class Service(Connections):
             with self.applying():
                 receipt = coordinator.apply(update, receipt)
                 run.publish()
-        if receipt.status is not Status.HELD:
+        if receipt.status is Status.HELD:
+            run.payloads.hold(peer)
+        else:
             run.memory.mark_taken(peer.id, update.sequence)
         self._deliver(run, coordinator.settle(receipt, now))
         peer.server_seconds = time.perf_counter() - began

@@ -113,20 +113,9 @@ class Connection(Channel):
             logger.warning("no answer from the server since %.0f s; still waiting", time.monotonic() - asked_at)
         return parse_answer(self.receive(), expected)
 
-    def is_closed(self, seconds: float = 0.0) -> bool:
-        """Whether the connection ends within this time."""
-        return self._happens(select.POLLRDHUP, seconds)
-
     def is_readable(self, seconds: float) -> bool:
         """Whether data is there or arrives within this time, or the connection ends."""
-        return self.has_message or self._happens(select.POLLIN, seconds)
-
-    def _happens(self, event: int, seconds: float) -> bool:
-        poll = select.poll()
-        if self.connection.fileno() < 0:
-            return True
-        poll.register(self.connection, event)
-        return bool(poll.poll(1000 * seconds))
+        return self.has_message or self.happens(select.POLLIN, seconds)
 
 
 def _open(address: str, encryption: ssl.SSLContext | None) -> socket.socket:

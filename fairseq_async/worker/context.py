@@ -28,6 +28,7 @@ from fairseq_async.worker.meeting import Meeting, Place, wait_until_it_listens
 from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 
 _RESTARTS = 3  # how often a server without a launcher is started again
+_STARTED_AGAIN = "TORCHELASTIC_RESTART_COUNT"  # torchrun's
 _RENDEZVOUS = timedelta(seconds=120)  # worker 0 has to import its framework and to start the server
 
 
@@ -148,6 +149,7 @@ class WorkerContext:
         Where a launcher starts the server, the launcher tells its address. Elsewhere worker 0 starts the server, and
         the others read its address in a file or in the store of torchrun or deepspeed.
         """
+        resumes = resumes or int(os.environ.get(_STARTED_AGAIN) or 0) > 0  # torchrun has started all workers again
         given, token_file = options.server, options.token_file
         token = read_token(Path(token_file)) if token_file else os.environ.get(TOKEN)
         if MEETING in os.environ and not self.joins:

@@ -47,6 +47,9 @@ class FakeChannel:
     def notice_death(self, seconds: float) -> None:
         """Does nothing, since no kernel watches a connection here."""
 
+    def is_closed(self) -> bool:
+        return self.closed
+
     def end(self) -> None:
         self.closed = True
 

@@ -49,6 +49,14 @@ def test_the_registry_takes_those_that_came_last_and_never_worker_0() -> None:
     assert registry.scale(-2) == "the run has 2 workers, and worker 0 stays"
 
 
+def test_no_more_workers_are_added_than_a_server_takes() -> None:
+    """One more would be refused by it, and end the run."""
+    registry = Registry("secret", 2)
+    assert registry.scale(17) == "at most 16 workers can be added to a run: it may have 18"
+    assert registry.scale(16) == "" and registry.scale(1).startswith("at most 16 workers")
+    assert registry.scale(-1) == "" and registry.scale(1) == ""
+
+
 def test_a_worker_learns_from_the_registry_where_the_server_is() -> None:
     registry, request = Registry("secret", 2), ServerRequest("a.server", "/run")
     assert registry.check_in(1, "b", "second", None).address == ""

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fairseq_async.config import ServerOptions
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.worker import context
 from tests.helpers.commands import HELPERS, ROOT, Processes, command
 from tests.helpers.documents import script_of_the_readme
 from tests.helpers.run_files import events, snapshot_versions
@@ -69,3 +72,22 @@ def test_a_script_that_is_interrupted_is_gone_on_with_by_the_launcher(processes:
     assert sum(event["local_steps"] for event in applied) == 200
     assert [event["version_after"] for event in applied] == list(range(1, len(applied) + 1))
     assert not list(tmp_path.glob(".fairseq-async-*"))
+
+
+def test_a_server_that_torchrun_starts_again_goes_on_from_a_snapshot(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its worker 0 is started again with all others, by the same command; a first start begins anew."""
+    started = []
+
+    def start(*_: object, resumes: bool, **__: object) -> None:
+        started.append(resumes)
+        raise ConfigurationError("that is all")
+
+    monkeypatch.setattr(context, "ServerProcess", start)
+    for restarts in ("0", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        found = context.WorkerContext(worker=0, workers=1, local_rank=0)
+        with pytest.raises(ConfigurationError, match="that is all"):
+            found.connect("a.module", ServerOptions(), tmp_path, print)
+    assert started == [False, True]

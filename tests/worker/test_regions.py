@@ -20,6 +20,7 @@ from fairseq_async.server.run_files import event_log
 from fairseq_async.server.run_files.event_log import merge_path
 from fairseq_async.server.shards.rule import close_shards
 from fairseq_async.worker.client import Client
+from tests.helpers.mortal import InlineSnapshots
 from tests.helpers.references import HALoS64
 from tests.helpers.regions import (
     LAYOUT,
@@ -283,3 +284,19 @@ def test_a_region_and_the_global_run_are_replayed_to_the_bit(tmp_path: Path) -> 
     first.unlink()
     with pytest.raises(ConfigurationError, match="which a replay needs, cannot be read"):
         list(Replay(Recording.read(tmp_path / "region1"), ComputingRun(specs[1])).steps())
+
+
+def test_a_region_that_goes_on_brings_a_new_global_server_its_own_parameters(tmp_path: Path) -> None:
+    """And not those of worker 0, which a script has just initialised."""
+    upstream = "{},updates=4,merge=0.5,outer=delayed_nesterov,outer_lr=0.3,outer_momentum=0.5,delay=2"
+    with global_server(tmp_path / "global", regions=1) as above, region_server(tmp_path / "region") as server:
+        worker = RegionWorker(server, 0, region_spec(upstream.format(above.address)))
+        worker.push(torch.ones(5))
+        state, version = server.service.described.snapshot(), parameter_server(server).version
+        InlineSnapshots(tmp_path / "region").take(state, version)
+        trained = worker.pull().clone()
+    with global_server(tmp_path / "anew", regions=1) as above, region_server(tmp_path / "region") as server:
+        server.service.resumes = True
+        RegionWorker(server, 0, region_spec(upstream.format(above.address)), start=torch.full((5,), 99.0))
+        wait_until(lambda: above.service.begun is not None)
+        assert torch.equal(parameter_server(above).parameters, trained)

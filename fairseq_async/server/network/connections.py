@@ -60,6 +60,7 @@ class Connections:
         introduce = self.handshake.checked(peer, request)
         if introduce.stream_of is not None:
             return self._add_stream(peer, introduce, introduce.stream_of)
+        self._notice_death(introduce.worker)
         now, instance = self.clock(), introduce.instance[:64]
         worker = self.membership.number(introduce.worker, introduce.joins, instance, now)
         if (before := self.peers.get(worker)) is not None:  # its connection broke, or it was silent
@@ -68,6 +69,14 @@ class Connections:
         self.peers[worker] = peer
         self.membership.enter(worker, instance, now, ready=False)
         return self.handshake.complete(peer, introduce, worker, self.membership)
+
+    def _notice_death(self, worker: int | None) -> None:
+        """Lets a worker leave whose connection has ended without being read to its end, since the server was busy: it
+        may have been started again, and must not find itself here already."""
+        before = None if worker is None else self.peers.get(worker)
+        if before is not None and before.channel.is_closed():
+            self.disconnected(before)
+            before.channel.end()
 
     def _add_stream(self, peer: Peer, introduce: Introduce, challenge: str) -> Answer:
         """Makes a connection one more stream of a worker, for pieces of its tensors."""

@@ -241,7 +241,7 @@ class EventLoop:
         if self.service.busy:
             return False
         if not self.service.finished:
-            return self.ends_with_workers and not self.service.membership.expected(now)
+            return self.ends_with_workers and self.service.membership.all_have_gone(now)
         self._finished_at = self._finished_at or now
         membership = self.service.membership
         if self._waits_for_late(membership, now - self._finished_at):

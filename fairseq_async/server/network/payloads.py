@@ -41,6 +41,16 @@ class Payloads:
         else:
             channel.room = slot if peer.remote else None
 
+    def hold(self, peer: Peer) -> None:
+        """Takes no tensor from a worker whose update waits in its slot: it would overwrite what was checked."""
+        if self.codec is None:
+            peer.channel.room = None
+
+    def release(self, peer: Peer, slot: Tensor) -> None:
+        """Takes tensors again: the update that was in the slot is applied."""
+        if self.codec is None and peer.remote:
+            peer.channel.room = slot
+
     def unpack(self, peer: Peer, push: Push, slot: Tensor) -> str | None:
         """Writes a compressed update, or a fragment, to its place in the slot; returns a payload's checksum, else None.
 

@@ -1,0 +1,96 @@
+"""When a server that ends with its workers ends, and what it leaves for the run that was to go on."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from fairseq_async.server import program
+from fairseq_async.server.network.event_loop import EventLoop
+from fairseq_async.server.protocol import Hello, Initialise, Leave, Push, Report, Welcome
+from fairseq_async.server.run_files.state_files import ending_path
+from tests.helpers import halving
+from tests.helpers.halving import LAYOUT, halving_spec
+from tests.helpers.in_process import Connection, new_service, slot, take_snapshot
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Server:
+    """A service and its event loop, whose clock a test moves."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.clock = Clock()
+        self.service = new_service(2, run_dir, halving.build, self.clock)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.lifeline = socket.socketpair()
+        self.loop = EventLoop(self.listener, self.service, self.lifeline[0], ends_with_workers=True)
+
+    def close(self) -> None:
+        for each in (self.listener, *self.lifeline):
+            each.close()
+
+    def over_at(self, seconds: float) -> bool:
+        self.clock.now = 1000.0 + seconds
+        return self.loop._over()
+
+    def enter(self, worker: int) -> Connection:
+        connection = Connection(self.service)
+        connection.introduce(worker)
+        spec = halving_spec(1, waits_for_dead=False, worker_timeout=60.0)
+        if not connection.ask(Hello(spec, LAYOUT, remote=False), Welcome).initialised:
+            slot(self.service, 0).zero_()
+            connection.ask(Initialise(False), Welcome)
+        return connection
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with closing(Server(tmp_path)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("loading", [False, True], ids=["nobody has come", "workers load their data"])
+def test_a_server_waits_for_its_first_workers_however_late_they_are(
+    server: Server, tmp_path: Path, loading: bool
+) -> None:
+    """They may wait in a scheduler's queue; the snapshots of the run that is to go on stay in any case."""
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "version-000000000500.pt").touch()
+    if loading:
+        for worker in (0, 1):
+            Connection(server.service).introduce(worker, instance=str(worker))
+    assert not server.over_at(601.0) and not server.over_at(100_000.0)
+    program._finish(server.service)
+    assert (tmp_path / "snapshots" / "version-000000000500.pt").exists()
+
+
+def test_a_connection_that_breaks_does_not_end_the_run_of_the_last_worker(server: Server) -> None:
+    first, last = server.enter(0), server.enter(1)
+    slot(server.service, 1).fill_(1.0)
+    last.send(Push(0, 0, 1.0, Report()))
+    take_snapshot(server.service)
+    first.send(Leave(False))
+    first.close()
+    assert not server.over_at(1.0)
+    last.close()  # without a word
+    assert not server.over_at(30.0) and server.over_at(62.0)
+    back = server.enter(1)
+    assert not server.over_at(63.0)
+    back.send(Leave(False))
+    assert server.over_at(64.0)
+
+
+def test_the_next_run_waits_until_the_one_before_is_gone(server: Server, tmp_path: Path) -> None:
+    """Its last snapshot is written before its process has ended, which holds the directory until then."""
+    server.enter(0)
+    server.enter(1).send(Push(0, 0, 1.0, Report()))
+    program._keep(server.service)
+    assert ending_path(tmp_path).exists() and list(tmp_path.glob("snapshots/version-*.pt"))
