@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 CONNECT_SECONDS = 10.0  # for a connection, and for each message of the handshake but the first
-_GREETING_SECONDS = 60.0  # for the first message: the server's process may still be importing its modules
+_GREETING_SECONDS = 300.0  # for the first message: the server may still import its modules, or write a large state
 _SILENCE = 60.0  # seconds after which a worker says that it still waits for an answer
 
 
@@ -84,6 +84,10 @@ class Connection(Channel):
 
     def _greeting(self, address: str) -> Greeting:
         """Receives the first message. A server that refuses this side's certificate says so after the handshake."""
+        deadline = time.monotonic() + _GREETING_SECONDS
+        while not self.is_readable(_SILENCE) and time.monotonic() < deadline:
+            logger.warning("the server at %s says nothing yet; still waiting", address)
+        self.connection.settimeout(max(CONNECT_SECONDS, deadline - time.monotonic()))
         try:
             return parse_answer(self.receive(), Greeting)
         except ExchangeError as error:
