@@ -1,7 +1,6 @@
 """A callback that makes the ``Trainer`` of transformers a worker of an asynchronous run, without DeepSpeed."""
 
 import atexit
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from fairseq_async.torch.training import AsyncTraining
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.process import errors_in_one_line
 
-logger = logging.getLogger(__name__)
-
 STATE = "async_server.pt"  # in the directory of a checkpoint
 
 
@@ -30,7 +27,7 @@ class AsyncCallback(TrainerCallback):
     Start the script with ``fairseq-async launch``. Each worker takes the Trainer's own number of steps, on its own part
     of the data: ``dataset.shard(callback.workers, callback.worker)``. Worker 0 evaluates and saves, both with the
     server's parameters; the other workers do neither. A checkpoint has the server's whole state, with which a resumed
-    run goes on.
+    run goes on. A Trainer that goes on from a checkpoint without it is an error: the server would begin anew.
 
     Example::
 
@@ -40,12 +37,20 @@ class AsyncCallback(TrainerCallback):
 
     Args:
         method: ``local_sgd`` or ``hybrid_async``.
+        resume_from_checkpoint: what ``train`` is given under this name, which the Trainer does not tell its callbacks.
+            Needed where the checkpoint is not in ``output_dir``.
         options: of :class:`~fairseq_async.torch.AsyncLocalSGD` or :class:`~fairseq_async.torch.HybridAsync`. With
             ``hybrid_async``, ``total_steps`` is by default that of the Trainer, and the Trainer's scheduler is used.
     """
 
     @errors_in_one_line()
-    def __init__(self, method: str = "local_sgd", **options: Any) -> None:
+    def __init__(
+        self,
+        method: str = "local_sgd",
+        *,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        **options: Any,
+    ) -> None:
         if method not in ("local_sgd", "hybrid_async"):
             raise ConfigurationError(f"AsyncCallback: method is {method!r}: give local_sgd or hybrid_async")
         if "RANK" in os.environ:
@@ -53,6 +58,7 @@ class AsyncCallback(TrainerCallback):
                 "AsyncCallback: under torchrun the Trainer is synchronous; start the script with fairseq-async launch"
             )
         self.method, self.options = method, options
+        self._resumed_from = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
         self._context = WorkerContext.find()
         self._training: AsyncTraining | None = None
 
@@ -74,6 +80,7 @@ class AsyncCallback(TrainerCallback):
 
     # Events, in the Trainer's order
 
+    @errors_in_one_line()
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -82,7 +89,7 @@ class AsyncCallback(TrainerCallback):
         scheduler: LRScheduler = getattr(kwargs["lr_scheduler"], "scheduler", kwargs["lr_scheduler"])
         self._training = self._make(kwargs["model"], optimizer, scheduler, state.max_steps)
         if state.global_step:
-            self._restore(self._training, _checkpoint(args, state) / STATE)
+            self._restore(self._training, Path(self._resumed_from or _checkpoint(args, state)) / STATE)
         atexit.register(self._training.abandon)  # for a Trainer that fails
         self._training.__enter__()
 
@@ -121,10 +128,18 @@ class AsyncCallback(TrainerCallback):
         return HybridAsync(model, optimizer, scheduler=scheduler, **{"total_steps": steps} | self.options)
 
     def _restore(self, training: AsyncTraining, path: Path) -> None:
+        """Restores the server's state.
+
+        Raises:
+            ConfigurationError: it is not there, and this is worker 0, which is to bring it to the server.
+        """
         if path.exists():
             training.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
         elif self.worker == 0:
-            logger.warning("%s: there is no server state: a new run begins from the checkpoint's parameters", path)
+            raise ConfigurationError(
+                f"AsyncCallback: {path}, the server's state, is not there: give resume_from_checkpoint= the directory "
+                "that train() goes on from, or begin anew with from_pretrained() and without resuming"
+            )
 
     def _prepare(self, state: TrainerState, control: TrainerControl) -> None:
         """Stops at the end, and gives worker 0 the server's parameters where it evaluates or saves.

@@ -1,6 +1,6 @@
 """A user's script for the Trainer of transformers: a tiny GPT-2 learns to count. Leaves what it came to in OUT.
 
-Usage: hf_callback_job.py OUT OPTIONS [resume]
+Usage: hf_callback_job.py OUT OPTIONS [CHECKPOINT]
 """
 
 import json
@@ -31,7 +31,7 @@ class Counting(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def train(out: Path, options: dict[str, Any], resume: bool) -> Trainer:
+def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer:
     """Twelve steps, with an evaluation and a checkpoint after six and twelve."""
     callback = AsyncCallback(**options)
     torch.manual_seed(callback.worker)
@@ -53,7 +53,7 @@ def train(out: Path, options: dict[str, Any], resume: bool) -> Trainer:
     )
     data = Counting(range(callback.worker, 256, callback.workers))
     trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=Counting(range(16)), callbacks=[callback])
-    trainer.train(resume_from_checkpoint=str(out / "checkpoint-6") if resume else None)
+    trainer.train(resume_from_checkpoint=checkpoint)
     evaluations = [line for line in trainer.state.log_history if "eval_loss" in line]
     torch.save(model.state_dict(), out / f"worker-{callback.worker}.pt")
     (out / f"worker-{callback.worker}.json").write_text(json.dumps(evaluations))
@@ -61,4 +61,4 @@ def train(out: Path, options: dict[str, Any], resume: bool) -> Trainer:
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), json.loads(sys.argv[2]), resume="resume" in sys.argv[3:])
+    train(Path(sys.argv[1]), json.loads(sys.argv[2]), *sys.argv[3:] or [None])

@@ -14,6 +14,7 @@ from fairseq_async.export import Format, export
 from fairseq_async.server.process import ServerProcess
 from tests.helpers.commands import HELPERS, ROOT, Processes, command
 
+PATH = f"{HELPERS / 'without_fairseq'}:{ROOT}"
 DILOCO: dict[str, Any] = {"method": "local_sgd", "outer": "diloco", "local_steps": 3}
 
 
@@ -26,8 +27,7 @@ def train(folder: Path, workers: int, options: dict[str, Any], *flags: str) -> l
     try:
         own = json.dumps(options | {"run_dir": str(folder / "run")})
         line = [command("python"), HELPERS / "hf_callback_job.py", folder / "out", own, *flags]
-        known = {SERVER: server.address, TOKEN: server.token, WORKERS: str(workers)}
-        known["PYTHONPATH"] = f"{HELPERS / 'without_fairseq'}:{ROOT}"
+        known = {SERVER: server.address, TOKEN: server.token, WORKERS: str(workers), "PYTHONPATH": PATH}
         started = [processes.start(line, **known, **{WORKER: str(worker)}) for worker in range(workers)]
         outputs += [process.communicate(timeout=200)[0] for process in started]
         assert [process.returncode for process in started] == [0] * workers, outputs
@@ -88,10 +88,29 @@ def test_a_checkpoint_is_exported_as_a_directory_for_from_pretrained(
 def test_a_run_goes_on_from_the_trainers_checkpoint(two: tuple[Path, list[dict[str, Any]]]) -> None:
     """At the server's version of that time, with its momentum."""
     folder, before = two
-    events = train(folder, 2, DILOCO, "resume")
+    events = train(folder, 2, DILOCO, str(folder / "out" / "checkpoint-6"))
     again = events[-4:]
     assert [event["base_version"] for event in again] == [2, 2, 3, 3]
     assert max(event["version_after"] for event in events) == max(event["version_after"] for event in before) == 4
+
+
+def test_a_run_goes_on_from_a_checkpoint_outside_of_its_output_directory(
+    two: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    checkpoint = str(two[0] / "out" / "checkpoint-6")
+    events = train(tmp_path, 2, DILOCO | {"resume_from_checkpoint": checkpoint}, checkpoint)
+    assert [event["base_version"] for event in events] == [2, 2, 3, 3]
+
+
+def test_a_server_that_would_begin_anew_is_one_line_of_error(
+    two: tuple[Path, list[dict[str, Any]]], tmp_path: Path, processes: Processes
+) -> None:
+    own = json.dumps(DILOCO | {"run_dir": str(tmp_path / "run")})
+    job = [command("python"), HELPERS / "hf_callback_job.py", tmp_path, own, two[0] / "out" / "checkpoint-6"]
+    code, output = processes.run(job, PYTHONPATH=PATH)
+    assert code == 2 and "Traceback" not in output
+    missing = tmp_path / "checkpoint-6" / "async_server.pt"
+    assert f"AsyncCallback: {missing}, the server's state, is not there: give resume_from_checkpoint= the" in output
 
 
 def test_in_hybrid_the_trainers_optimizer_and_schedule_are_the_servers(tmp_path: Path) -> None:
