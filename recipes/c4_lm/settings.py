@@ -18,6 +18,7 @@ def configuration(args: Namespace) -> dict[str, Any]:
     config = read(args.deepspeed_config)
     section = config.setdefault(SECTION, {})
     section.setdefault("run_dir", str(args.out / "async"))
+    check_stage(config, args.deepspeed_config)
     set_batch_size(config, args)
     if args.seed is not None:
         section["seed"] = args.seed
@@ -41,6 +42,13 @@ def read(path: str | None) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get(SECTION, {}), dict):
         raise RecipeError(f'--deepspeed_config {path}: not a JSON object with a section "{SECTION}"')
     return config
+
+
+def check_stage(config: dict[str, Any], path: str) -> None:
+    """Raise if each rank would have a part of the parameters alone: a rank saves the model by itself."""
+    zero = config.get("zero_optimization")
+    if isinstance(zero, dict) and zero.get("stage") == 3:
+        raise RecipeError(f'{path}: "zero_optimization": "stage" 3: the recipe saves whole parameters; give 0, 1 or 2')
 
 
 def set_batch_size(config: dict[str, Any], args: Namespace) -> None:

@@ -41,6 +41,11 @@ def test_a_configuration_that_cannot_be_is_one_clear_line(tmp_path: Path) -> Non
         ({"train_batch_size": 8}, {"batch_size": 4, "steps": 1}, f'--batch-size 4: {path} says "train_batch_size": 8'),
         ([], {}, "not a JSON object"),
         ({"async_training": {"seed": "one"}}, {"steps": 1}, "\"seed\": 'one' is not a whole number"),
+        (
+            {"zero_optimization": {"stage": 3}},
+            {"steps": 1},
+            f'{path}: "zero_optimization": "stage" 3: the recipe saves',
+        ),
         ({}, {"deepspeed_config": None}, "give a DeepSpeed configuration"),
         ({}, {"deepspeed_config": str(tmp_path / "none.json")}, "none.json cannot be read"),
     ):
