@@ -22,7 +22,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from fairseq_async.config import HybridOptions, LocalSGDOptions
 from fairseq_async.deepspeed_plugin import config as configuration
-from fairseq_async.deepspeed_plugin.engine import AsyncEngine
+from fairseq_async.deepspeed_plugin.engine import AsyncEngine, HybridEngine
 from fairseq_async.deepspeed_plugin.follow_run import FollowRun, ServerSchedule
 from fairseq_async.deepspeed_plugin.initialize import initialize
 from fairseq_async.deepspeed_plugin.world import enter_world, entered_world
@@ -32,6 +32,10 @@ from fairseq_async.worker.context import WorkerContext
 Config: TypeAlias = dict[str, Any]
 
 _SECTION = configuration.SECTION
+_OPTIMIZER = (
+    '{"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", '
+    '"torch_adam": true}}'
+)
 _FASTEST = 64  # passes that a fast worker may take, for each one that the Trainer counts
 _deepspeed_initialize = deepspeed.initialize
 
@@ -117,9 +121,13 @@ def _read(given: str | Config | None) -> Config:
 
 
 def _complete_configuration(
-    original: Callable[..., None], config: HfTrainerDeepSpeedConfig, args: object, model: object, steps: int
+    original: Callable[..., None], config: HfTrainerDeepSpeedConfig, args: TrainingArguments, model: object, steps: int
 ) -> None:
     """Sets ``total_steps`` of our section to the Trainer's number of steps, if it is "auto" or not there."""
+    if entered_world() is not None and not {"optimizer", "scheduler"} & config.config.keys():
+        # the Trainer would keep its schedule for itself, and step it by this worker's own steps
+        name = args.deepspeed if isinstance(args.deepspeed, str) else "config"
+        fail(f'{name}: the Trainer keeps its learning-rate schedule from the run: add "optimizer": {_OPTIMIZER}')
     section = config.config.get(_SECTION)
     if isinstance(section, dict) and section.get("total_steps", "auto") == "auto":
         section["total_steps"] = steps
@@ -140,7 +148,8 @@ def _initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     if not isinstance(engine, AsyncEngine):
         return engine, optimizer, loader, schedule
     FollowRun.engine, FollowRun.has_end = engine, config[_SECTION].get("total_steps", 0) > 0
-    return engine, optimizer, loader, schedule or ServerSchedule(optimizer)
+    in_server = schedule is None or isinstance(engine, HybridEngine)  # the engine's own copy is never stepped there
+    return engine, optimizer, loader, ServerSchedule(optimizer) if in_server else schedule
 
 
 def _make_train_loader(original: Callable[[Trainer], DataLoader[Any]], trainer: Trainer) -> DataLoader[Any]:

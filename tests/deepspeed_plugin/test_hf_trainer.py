@@ -15,17 +15,24 @@ BASE = json.loads((ROOT / "recipes/hf_trainer/ds_config.json").read_text())
 EPOCHS, SAMPLES, BATCH = 4, 96, 4
 
 
-def train(out: Path, workers: int, section: dict[str, Any], *flags: str) -> list[dict[str, Any]]:
-    """What each worker has left."""
+def run(out: Path, workers: int, section: dict[str, Any], *flags: str, base: dict[str, Any] = BASE) -> tuple[int, str]:
+    """Exit code and output."""
     config = out / "config.json"
-    config.write_text(json.dumps(BASE | {"async_training": section | {"run_dir": str(out / "run")}}))
+    config.write_text(json.dumps(base | {"async_training": section | {"run_dir": str(out / "run")}}))
     launcher = [command("deepspeed"), "--num_accelerators", workers, "--master_port", free_port()]
     processes = Processes()
     try:
         job = [*launcher, HELPERS / "hf_trainer_job.py", config, out, *flags]
-        code, output = processes.run(job, 250, **DEEPSPEED, LOCAL_WORLD_SIZE="1")
+        return processes.run(job, 250, **DEEPSPEED, LOCAL_WORLD_SIZE="1")
     finally:
         processes.end()
+
+
+def train(
+    out: Path, workers: int, section: dict[str, Any], *flags: str, base: dict[str, Any] = BASE
+) -> list[dict[str, Any]]:
+    """What each worker has left."""
+    code, output = run(out, workers, section, *flags, base=base)
     assert code == 0 and "began with the same batch" not in output, output
     return [json.loads((out / f"worker-{worker}.json").read_text()) for worker in range(workers)]
 
@@ -93,3 +100,22 @@ def test_three_workers_of_hybrid_async_share_the_steps_of_the_server(tmp_path: P
     rates = [entry["learning_rate"] for entry in first["log"] if "learning_rate" in entry]
     assert 0.01 >= rates[0] > rates[-1] > 0  # of the server's schedule
     assert first["best"] == pytest.approx(first["evaluated"], rel=1e-4)
+
+
+def test_with_an_optimizer_alone_the_trainers_schedule_is_the_servers(tmp_path: Path) -> None:
+    """And the log shows the server's rates."""
+    without = {key: value for key, value in BASE.items() if key != "scheduler"}
+    (worker,) = train(tmp_path, 1, {"method": "hybrid_async"}, base=without)
+    steps = EPOCHS * SAMPLES // BATCH
+    rates = [entry["learning_rate"] for entry in worker["log"] if "learning_rate" in entry]
+    described = json.loads((tmp_path / "run" / "run.json").read_text())["method"]["framework"]
+    assert [row[0] for row in described["learning_rates"][::steps]] == [pytest.approx(0.01), 0.0]
+    assert rates[0] > rates[-1] and rates[len(rates) // 2 - 1] == pytest.approx(0.005, rel=0.1)
+
+
+def test_a_schedule_that_stays_in_the_trainer_is_one_line_of_error(tmp_path: Path) -> None:
+    without = {key: value for key, value in BASE.items() if key not in ("optimizer", "scheduler")}
+    code, output = run(tmp_path, 1, {"method": "hybrid_async"}, base=without)
+    assert code != 0 and "Traceback" not in output
+    says = 'config.json: the Trainer keeps its learning-rate schedule from the run: add "optimizer": {"type": "AdamW"'
+    assert says in output
