@@ -1,6 +1,8 @@
 """DeepSpeed's engine as a worker of an asynchronous run."""
 
+import atexit
 import logging
+import shutil
 import time
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,8 +15,8 @@ from fairseq_async.deepspeed_plugin import tensors
 from fairseq_async.deepspeed_plugin.batches import digest_of
 from fairseq_async.deepspeed_plugin.compat import check_overflow_always, count_step
 from fairseq_async.deepspeed_plugin.schedules import NamedSchedule, check_schedule, set_schedule
-from fairseq_async.deepspeed_plugin.served import SCHEDULER
-from fairseq_async.errors import fail
+from fairseq_async.deepspeed_plugin.served import SCHEDULER, check_rates, present_rates
+from fairseq_async.errors import AsyncError, RefusedError, fail
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.optimizers.learning_rates import RateTable, StepSchedule
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _SERVER_STATE = "async_server.pt"  # in the directory of a checkpoint
 _COMPRESSOR_STATE = "async_compressor.pt"  # likewise
+_STATE_AT_END = ".state-at-end.pt"  # in run_dir
 ClientState: TypeAlias = dict[str, Any]  # what a script saves in a checkpoint besides the engine
 
 
@@ -51,16 +54,20 @@ class AsyncEngine(DeepSpeedEngine):
     workers: int
     context: WorkerContext
 
-    def set_up(self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext) -> None:
+    def set_up(
+        self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext, run_dir: Path
+    ) -> None:
         """Sets the attributes of this class.
 
         Args:
             async_worker: the worker side of the method, which has not joined the run yet.
             spec: the method's description, with which the worker will join.
             context: which worker this is, with the number that the server has given to it.
+            run_dir: where worker 0 keeps the server's state after :meth:`end`.
         """
         self.async_worker, self.spec, self.context, self.worker = async_worker, spec, context, context.worker
         self.workers = context.workers
+        self._state_at_end, self._has_left = run_dir.resolve() / _STATE_AT_END, False
         self._loss: Tensor | None = None
         self._step_ended = 0.0
         self._warned_of_end = False
@@ -98,7 +105,8 @@ class AsyncEngine(DeepSpeedEngine):
     def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: object, **kwargs: object) -> object:
         """Saves this worker's engine, and from worker 0 also the server's whole state.
 
-        Worker 0's checkpoint is in ``save_dir``, that of worker n in its subdirectory ``worker-n``.
+        Worker 0's checkpoint is in ``save_dir``, that of worker n in its subdirectory ``worker-n``. After :meth:`end`,
+        the server's state is the one that it had then.
         """
         tag = f"global_step{self.global_steps}" if tag is None else tag
         self.async_worker.settle()
@@ -108,28 +116,67 @@ class AsyncEngine(DeepSpeedEngine):
         if compressor is not None:
             torch.save(compressor, Path(own) / str(tag) / _COMPRESSOR_STATE)
         if self.worker == 0 and self.async_worker.joined:
-            path = Path(save_dir).resolve() / str(tag) / _SERVER_STATE
-            self.async_worker.client.save_state(str(path))
+            self._save_server_state(Path(save_dir).resolve() / str(tag) / _SERVER_STATE)
         return saved
 
+    def _save_server_state(self, path: Path) -> None:
+        """Saves the server's state, or a copy of the one that :meth:`end` has kept.
+
+        Raises:
+            RefusedError: the file cannot be written.
+        """
+        if not self._has_left:
+            self.async_worker.client.save_state(str(path))
+        elif self.context.rank == 0:
+            try:
+                shutil.copy(self._state_at_end, path)
+            except OSError as error:
+                raise RefusedError(f"the server's state cannot be written to {path}: {error}") from error
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", *args: object, **kwargs: object
+    ) -> object:
+        """Saves the model as DeepSpeed does: from worker 0 with the server's parameters, from worker n its own, in the
+        subdirectory ``worker-n``. ``save_fp16_model`` calls this, too."""
+        if self.worker == 0 and self.async_worker.joined:
+            self.pull()
+        else:
+            self.async_worker.settle()
+        return super().save_16bit_model(checkpoint_directory(save_dir, self.worker), save_filename, *args, **kwargs)
+
     def load_checkpoint(
-        self, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: object = None,
     ) -> tuple[str | None, ClientState]:
         """Loads this worker's checkpoint and joins the run; worker 0 also brings the server its state back.
 
         A worker without a checkpoint of its own starts with worker 0's inner optimizer. Where the checkpoint has no
-        server state, a new run starts from worker 0's parameters. After :meth:`end`, it only loads as DeepSpeed does,
-        for instance the best checkpoint at the end of a run.
+        server state, or with ``load_module_only``, a new run starts from worker 0's parameters. After :meth:`end`, it
+        only loads as DeepSpeed does, for instance the best checkpoint at the end of a run.
         """
         if self.async_worker.joined and not self.finished:
             fail("load_checkpoint must come before the first batch of an asynchronous run, or after engine.end()")
-        own = Path(checkpoint_directory(load_dir, self.worker))
-        if self.worker > 0 and not own.is_dir():
-            logger.warning("worker %d: no checkpoint in %s, it takes worker 0's", self.worker, own)
-            own = Path(load_dir)
+        own = self._own_checkpoint(load_dir, tag)
+        loaded: tuple[str | None, ClientState] = super().load_checkpoint(
+            own,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
         if self.finished:
-            return super().load_checkpoint(str(own), tag, *args, **kwargs)
-        loaded: tuple[str | None, ClientState] = super().load_checkpoint(str(own), tag, *args, **kwargs)
+            return loaded
+        if load_module_only:
+            self._join(None)
+            return loaded
         state = Path(loaded[0]).resolve().parent / _SERVER_STATE if loaded[0] is not None else None
         if state is None or not state.exists():
             state = None
@@ -138,6 +185,14 @@ class AsyncEngine(DeepSpeedEngine):
         self._join(state)
         self._restore_compressor(loaded[0])
         return loaded
+
+    def _own_checkpoint(self, load_dir: str, tag: str | None) -> str:
+        """Returns the directory with this worker's checkpoint of that tag, or worker 0's if it has saved none."""
+        own = checkpoint_directory(load_dir, self.worker)
+        if self.worker == 0 or (Path(own) / ("latest" if tag is None else str(tag))).exists():
+            return own
+        logger.warning("worker %d: no checkpoint in %s, it takes worker 0's", self.worker, own)
+        return load_dir
 
     def _restore_compressor(self, loaded_from: str | None) -> None:
         """Restores what compressed updates left unsent, unless the checkpoint is of another time than the server."""
@@ -148,8 +203,9 @@ class AsyncEngine(DeepSpeedEngine):
     def end(self, for_all: bool = False) -> None:
         """Ends this worker's part in the run, with the server's parameters in the model.
 
-        Local steps that are done are sent first. A loop that ends by its own count calls this, or :meth:`pull`,
-        afterwards: otherwise the steps since the last exchange are lost. Steps after this call are no part of the run.
+        Local steps that are done are sent first, and worker 0 keeps the server's state for a last checkpoint. A loop
+        that ends by its own count calls this, or :meth:`pull`, afterwards: otherwise the steps since the last exchange
+        are lost. Steps after this call are no part of the run.
 
         Args:
             for_all: whether to end the run for all workers, which stop after their present step or round.
@@ -157,8 +213,22 @@ class AsyncEngine(DeepSpeedEngine):
         if not self.async_worker.joined or self.finished:
             return
         self.pull()
+        if self.worker == 0:
+            self._keep_server_state()
         self.async_worker.client.leave(finished=for_all)
-        self.async_worker.finished = True
+        self.async_worker.finished = self._has_left = True
+
+    def _keep_server_state(self) -> None:
+        """Keeps the server's state in a file until this process ends; where that fails, warns and goes on."""
+        path = self._state_at_end
+        if self.context.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)  # the server's run_dir may be another one
+            path.unlink(missing_ok=True)  # of a process that was killed
+            atexit.register(path.unlink, missing_ok=True)
+        try:
+            self.async_worker.client.save_state(str(path))
+        except AsyncError as error:
+            logger.warning("the server's state is not kept, and save_checkpoint() will fail after this: %s", error)
 
     @errors_in_one_line()
     def pull(self) -> None:
@@ -221,13 +291,15 @@ class LocalEngine(AsyncEngine):
 
     async_worker: LocalSGDWorker
 
-    def set_up(self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext) -> None:
+    def set_up(
+        self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext, run_dir: Path
+    ) -> None:
         """Sets the attributes of this class; see :meth:`AsyncEngine.set_up`.
 
         Raises:
             ConfigurationError: the learning-rate schedule cannot follow the run.
         """
-        super().set_up(async_worker, spec, context)
+        super().set_up(async_worker, spec, context, run_dir)
         self._left_out = left_out_steps(self.worker, async_worker.refusals.limit)
         check_overflow_always(self.optimizer)
         check_schedule(self.lr_scheduler)
@@ -272,14 +344,25 @@ class HybridEngine(AsyncEngine):
 
     async_worker: HybridWorker
 
-    def set_up(self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext) -> None:
+    def set_up(
+        self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext, run_dir: Path
+    ) -> None:
         """Sets the attributes of this class; see :meth:`AsyncEngine.set_up`."""
-        super().set_up(async_worker, spec, context)
+        super().set_up(async_worker, spec, context, run_dir)
         self._schedule: StepSchedule
         if SCHEDULER in spec.framework:
             self._schedule = NamedSchedule(self.optimizer, self.lr_scheduler)
         else:
             self._schedule = RateTable(self.optimizer, OptimizerSpec.from_json(spec.framework).learning_rates)
+        self._has_schedule = self.lr_scheduler is not None
+        self._rates = present_rates(self.optimizer)
+        self._check_rates()
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, ClientState]:
+        """Loads as :meth:`AsyncEngine.load_checkpoint`; the learning rates are then those of the checkpoint."""
+        loaded = super().load_checkpoint(*args, **kwargs)
+        self._rates = present_rates(self.optimizer)
+        return loaded
 
     def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: object, **kwargs: object) -> object:
         """Saves as :meth:`AsyncEngine.save_checkpoint`, with the server's parameters: the model's may be ahead."""
@@ -292,6 +375,7 @@ class HybridEngine(AsyncEngine):
         """Exchanges with the server where DeepSpeed would step its optimizer, after the last micro-batch."""
         if self._is_past_the_end():
             return self._skip_step()
+        self._check_rates()
         self._sleep_if_slowed_down()
         self.async_worker.write_ahead()
         loss = None if self._loss is None else float(self._loss)
@@ -304,6 +388,15 @@ class HybridEngine(AsyncEngine):
         count_step(self, applied)
         self._step_ended = time.perf_counter()
         self._log()
+
+    def _check_rates(self) -> None:
+        """Checks, where the server has no schedule, that the script does not set the learning rates.
+
+        Raises:
+            ConfigurationError: it does.
+        """
+        if not self._has_schedule:
+            check_rates(self.optimizer, self._rates)
 
     def _set_learning_rates(self) -> None:
         """Sets the learning rates as the server sets those of its optimizer."""

@@ -273,7 +273,8 @@ def _make_worker_engine(
         made, inner = arguments.make_engine(own), {}
         engine = _change_class(made[0], LocalEngine)
     async_worker = _make_worker(client, engine, options, context)
-    engine.set_up(async_worker, _describe(options, section, context, sizes, inner), context)
+    description = _describe(options, section, context, sizes, inner)
+    engine.set_up(async_worker, description, context, Path(section.run_dir))
     atexit.register(leave_at_exit, client, async_worker, server)
     ranks = context.rank, context.island_size
     loader = arguments.make_loader(engine, sizes, options, ranks, engine.join_run, own)

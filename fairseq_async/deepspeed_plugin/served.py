@@ -58,3 +58,27 @@ def equal_of_torch(optimizer: torch.optim.Optimizer) -> str:
         name = type(optimizer).__name__
         raise ConfigurationError(f"{name} with bias_correction False has no equal in the server; leave that out")
     return "AdamW" if vars(optimizer)["adam_w_mode"] else "Adam"
+
+
+def present_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Returns the learning rate of each parameter group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def check_rates(optimizer: torch.optim.Optimizer, before: list[float]) -> None:
+    """Checks that no scheduler and no script sets learning rates that the server would not take.
+
+    Args:
+        before: the rates that the server has.
+
+    Raises:
+        ConfigurationError: something sets them.
+    """
+    remedy = 'but it steps in the server: give a schedule as "scheduler" in the configuration, or as lr_scheduler='
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # every scheduler of torch leaves this mark
+        raise ConfigurationError(f"the optimizer has a scheduler, {remedy}")
+    for number, (rate, given) in enumerate(zip(present_rates(optimizer), before, strict=True)):
+        if rate != given:
+            raise ConfigurationError(
+                f'param_groups[{number}]["lr"] of the optimizer was {given:g} and is {rate:g} now, {remedy}'
+            )

@@ -1,6 +1,7 @@
 """What the engines count and exchange, of DeepSpeed's engine only what that needs."""
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,10 +11,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
 
 from fairseq_async.deepspeed_plugin.engine import AsyncEngine, HybridEngine, LocalEngine
+from fairseq_async.deepspeed_plugin.served import check_rates, present_rates
 from fairseq_async.deepspeed_plugin.tensors import replica_of
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, ExchangeError
 
 
 class Worker:
@@ -118,3 +121,135 @@ def test_a_checkpoint_of_a_worker_that_is_ahead_is_of_the_servers_own_parameters
     monkeypatch.setattr(AsyncEngine, "save_checkpoint", lambda *arguments: done.append(f"saves {arguments[1:]}"))
     engine.save_checkpoint("directory", "tag")
     assert done == ["pulls"] * bool(look_ahead) + ["saves ('directory', 'tag')"]
+
+
+class Saving:
+    """Of a worker: what its engine asks of it to save and to load."""
+
+    def __init__(self, joined: bool) -> None:
+        self.joined, self.finished, self.did, self.connected = joined, False, list[str](), True
+        self.client = SimpleNamespace(save_state=self.save_state, leave=self.leave)
+
+    def save_state(self, path: str) -> None:
+        if not self.connected:
+            raise ExchangeError("the peer closed the connection")
+        Path(path).write_text("the server's state")
+
+    def leave(self, finished: bool) -> None:
+        self.connected = False
+
+    def settle(self) -> None: ...
+
+    def catch_up(self) -> None:
+        self.did.append("pulls")
+
+    def compressor_state(self) -> None: ...
+
+    def restore_compressor(self, state: object) -> None:
+        self.did.append("restores the compressor")
+
+
+class SavingEngine(LocalEngine):
+    """Of DeepSpeed's part of it, the directories that it is given."""
+
+    def __init__(self, run_dir: Path, worker: int = 0, joined: bool = True) -> None:
+        nn.Module.__init__(self)
+        self.optimizer = self.lr_scheduler = None
+        self.async_worker, self.context = cast(Any, Saving(joined)), cast(Any, SimpleNamespace(rank=0))
+        self.worker, self._state_at_end, self._has_left = worker, run_dir / "state", False
+        self.given: list[str] = []
+
+    @property
+    def did(self) -> list[str]:
+        return cast(Saving, self.async_worker).did
+
+    def _join(self, server_state: Path | None) -> None:
+        self.did.append("joins" if server_state is None else "joins with the server's state")
+
+
+@pytest.fixture
+def of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed saves and loads directories alone."""
+
+    def save(engine: SavingEngine, directory: str, tag: str, *arguments: object) -> None:
+        (Path(directory) / tag).mkdir(parents=True)
+        (Path(directory) / "latest").write_text(tag)
+
+    def load(engine: SavingEngine, directory: str, tag: str | None, *arguments: object) -> tuple[str, dict[str, Any]]:
+        engine.given.append(directory)
+        return str(Path(directory) / (tag or (Path(directory) / "latest").read_text()) / "model.pt"), {}
+
+    def save_model(engine: SavingEngine, directory: str, name: str) -> None:
+        engine.given.append(f"{directory}/{name}")
+
+    monkeypatch.setattr(DeepSpeedEngine, "save_checkpoint", save)
+    monkeypatch.setattr(DeepSpeedEngine, "load_checkpoint", load)
+    monkeypatch.setattr(DeepSpeedEngine, "save_16bit_model", save_model)
+
+
+@pytest.mark.usefixtures("of_deepspeed")
+def test_a_checkpoint_after_the_end_has_the_servers_state_of_the_end(tmp_path: Path) -> None:
+    engine = SavingEngine(tmp_path / "run")
+    engine.end()
+    for tag in ("a", "b"):
+        engine.save_checkpoint(str(tmp_path), tag)
+        assert (tmp_path / tag / "async_server.pt").read_text() == "the server's state"
+
+
+@pytest.mark.usefixtures("of_deepspeed")
+@pytest.mark.parametrize("only", [False, True])
+def test_with_the_module_alone_a_new_run_begins_from_its_parameters(tmp_path: Path, only: bool) -> None:
+    SavingEngine(tmp_path).save_checkpoint(str(tmp_path), "a")
+    torch.save({}, tmp_path / "a" / "async_compressor.pt")
+    engine = SavingEngine(tmp_path, joined=False)
+    engine.load_checkpoint(str(tmp_path), load_module_only=only)
+    assert engine.did == (["joins"] if only else ["joins with the server's state", "restores the compressor"])
+
+
+@pytest.mark.usefixtures("of_deepspeed")
+def test_a_worker_without_a_checkpoint_of_that_tag_takes_worker_0s(tmp_path: Path) -> None:
+    own = str(tmp_path / "worker-1")
+    for tag in ("a", "b"):
+        SavingEngine(tmp_path).save_checkpoint(str(tmp_path), tag)
+    SavingEngine(tmp_path, worker=1).save_checkpoint(str(tmp_path), "a")
+    for tag, expected in (("a", own), ("b", str(tmp_path)), (None, own)):
+        engine = SavingEngine(tmp_path, worker=1, joined=False)
+        engine.load_checkpoint(str(tmp_path), tag)
+        assert engine.given == [expected]
+
+
+@pytest.mark.usefixtures("of_deepspeed")
+@pytest.mark.parametrize(("worker", "pulls", "file"), [(0, ["pulls"], "m.bin"), (1, [], "worker-1/m.bin")])
+def test_a_model_is_saved_with_the_servers_parameters_and_by_each_worker_in_its_own_place(
+    tmp_path: Path, worker: int, pulls: list[str], file: str
+) -> None:
+    engine = SavingEngine(tmp_path, worker)
+    engine.save_fp16_model(str(tmp_path), "m.bin")
+    assert (engine.did, engine.given) == (pulls, [f"{tmp_path}/{file}"])
+
+
+def hybrid_engine(optimizer: SGD, has_schedule: bool) -> HybridEngine:
+    """An engine of a run that is not over, which steps no further than to the check of the rates."""
+    engine = HybridEngine.__new__(HybridEngine)
+    nn.Module.__init__(engine)
+    engine.async_worker, engine.optimizer = cast(Any, SimpleNamespace(finished=False)), optimizer
+    engine._has_schedule, engine._rates = has_schedule, present_rates(optimizer)
+    return engine
+
+
+def test_a_learning_rate_that_the_server_would_not_take_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    optimizer = SGD([Parameter(torch.zeros(1))], lr=0.1)
+    engine = hybrid_engine(optimizer, has_schedule=False)
+    engine._check_rates()
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(SystemExit):
+        engine._take_model_step(None)
+    assert 'param_groups[0]["lr"] of the optimizer was 0.1 and is 0 now' in capsys.readouterr().err
+    hybrid_engine(optimizer, has_schedule=True)._check_rates()
+
+
+def test_a_scheduler_of_the_scripts_own_is_one_line() -> None:
+    optimizer = SGD([Parameter(torch.zeros(1))], lr=0.1)
+    LambdaLR(optimizer, lambda step: 1.0)
+    with pytest.raises(ConfigurationError, match="the optimizer has a scheduler, but it steps in the server"):
+        check_rates(optimizer, [0.1])
