@@ -102,6 +102,20 @@ def check_scheduler(config: dict[str, Any], name: str, given: bool) -> None:
         raise ConfigurationError(f'{name}: "scheduler": "params": {fault}')
 
 
+def check_accumulation(config: dict[str, Any], name: str) -> None:
+    """Checks that steps have a known number of micro-batches, by which the package's loader numbers its batches.
+
+    Raises:
+        ConfigurationError: the script is to say itself where a step ends.
+    """
+    managed = config.get("managed_gradient_accumulation", True)
+    if not managed:
+        raise ConfigurationError(
+            f'{name}: "managed_gradient_accumulation" is {managed!r}: with training_data= a step has '
+            '"gradient_accumulation_steps" micro-batches; leave the key out, or give a data loader of your own'
+        )
+
+
 def worker_batch(config: dict[str, Any], workers: int, island_size: int, name: str) -> dict[str, Any]:
     """Returns the configuration of one worker, which has its share of "train_batch_size".
 

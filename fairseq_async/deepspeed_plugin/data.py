@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from math import ceil, floor
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.data import Dataset, default_collate
 
 from fairseq_async.deepspeed_plugin.loading import BatchKey, BatchReader, Loading
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.worker.shards import BatchCounter, DataPosition, ShardOrder, shard_sizes
 
 Collate: TypeAlias = Callable[..., object]  # from a list of samples to a batch
@@ -96,6 +98,20 @@ class _ShardBatches(Dataset[tuple[BatchKey, object]]):
         first = (number * self.share.ranks + self.share.rank) * self.share.batch_size
         indices = self.order.indices(shard, first, self.share.batch_size)
         return key, self.collate([self.dataset[index] for index in indices])
+
+
+def fix_batch_size(engine: DeepSpeedEngine) -> None:
+    """Makes an engine refuse another batch size: its loader numbers the batches of its shards by the present one, and
+    would draw samples twice."""
+    for name in ("set_train_batch_size", "set_train_micro_batch_size"):
+        setattr(engine, name, partial(_refuse_batch_size, name))
+
+
+def _refuse_batch_size(name: str, size: int) -> NoReturn:
+    fail(
+        f"{name}({size}): with training_data= the batch size stays that of the configuration; set it there, or give a "
+        "data loader of your own"
+    )
 
 
 def length_of(dataset: object) -> int:

@@ -30,6 +30,7 @@ from fairseq_async.deepspeed_plugin.data import (
     Collate,
     DataShare,
     ShardedLoader,
+    fix_batch_size,
     length_of,
     sizes_of_shards,
 )
@@ -145,6 +146,7 @@ class _Arguments:
         checks.check_scheduler(config, self.name, self.others["lr_scheduler"] is not None)
         if self.training_data is not None:
             loading_of(config, self.name)
+            checks.check_accumulation(config, self.name)
 
     def make_engine(self, config: Config, **more: object) -> _Made:
         """Makes DeepSpeed's own engine, optimizer and schedule, without the data, for which it would make a loader."""
@@ -181,6 +183,7 @@ class _Arguments:
             DataShare(sizes, engine.workers, batch_size, micro_batches, *ranks),
             loading_of(config, self.name),
         )
+        fix_batch_size(engine)
         return ShardedLoader(
             self.training_data, share, options.seed, self.collate_fn, join, options.total_steps > 0, loading
         )

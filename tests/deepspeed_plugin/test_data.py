@@ -1,6 +1,8 @@
 """The loader of a worker's batches, and the digest of its first one."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from fairseq_async.deepspeed_plugin.batches import digest_of
 from fairseq_async.deepspeed_plugin.data import DataShare, ShardedLoader, length_of
+from fairseq_async.deepspeed_plugin.initialize import _Arguments
 from fairseq_async.deepspeed_plugin.loading import Loading, loading_of
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.worker.shards import ShardOrder
@@ -127,3 +130,28 @@ def test_what_the_loader_cannot_do_is_refused(sampling: dict[str, object], named
 def test_a_loader_in_the_place_of_a_data_set_is_one_line() -> None:
     with pytest.raises(ConfigurationError, match="training_data is a DataLoader, without samples by number"):
         length_of(DataLoader([1, 2]))  # type: ignore[arg-type]
+
+
+def arguments_with_data() -> _Arguments:
+    others = {"optimizer": "the script's", "lr_scheduler": None}
+    return _Arguments(None, None, Numbers(12), None, others, "file.json")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["set_train_batch_size", "set_train_micro_batch_size"])
+def test_a_batch_size_by_which_the_loader_does_not_number_is_one_line(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine: Any = SimpleNamespace(
+        workers=1, train_micro_batch_size_per_gpu=lambda: 2, gradient_accumulation_steps=lambda: 1
+    )
+    options: Any = SimpleNamespace(seed=1, total_steps=0)
+    arguments_with_data().make_loader(engine, [12], options, (0, 1), Position, {})
+    with pytest.raises(SystemExit):
+        getattr(engine, name)(8)
+    assert f"error: {name}(8): with training_data= the batch size stays" in capsys.readouterr().err
+
+
+def test_the_loader_needs_steps_of_a_known_number_of_micro_batches() -> None:
+    arguments_with_data().check({"managed_gradient_accumulation": True}, in_the_server=False)
+    with pytest.raises(ConfigurationError, match='file.json: "managed_gradient_accumulation" is False: with training_'):
+        arguments_with_data().check({"managed_gradient_accumulation": False}, in_the_server=False)
