@@ -14,13 +14,9 @@ from torch import Tensor
 from fairseq_async.deepspeed_plugin import tensors
 from fairseq_async.deepspeed_plugin.batches import digest_of
 from fairseq_async.deepspeed_plugin.compat import check_overflow_always, count_step
-from fairseq_async.deepspeed_plugin.schedules import NamedSchedule, check_schedule, set_schedule
-from fairseq_async.deepspeed_plugin.served import SCHEDULER, check_rates, present_rates
+from fairseq_async.deepspeed_plugin.schedules import check_schedule, set_schedule
 from fairseq_async.errors import AsyncError, RefusedError, fail
 from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.optimizers.learning_rates import RateTable, StepSchedule
-from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec
-from fairseq_async.server.plan import whole_steps
 from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.hybrid import HybridWorker
@@ -334,73 +330,6 @@ class LocalEngine(AsyncEngine):
         if not skipped and self.async_worker.step(time.perf_counter() - self._step_ended, self._loss):
             self._log()
         self._set_learning_rates()
-
-
-class HybridEngine(AsyncEngine):
-    """The engine of hybrid asynchronous SGD: pushes gradients to the server, whose optimizer steps.
-
-    The engine's own optimizer never steps; its parameter groups show the learning rates of the server's optimizer.
-    """
-
-    async_worker: HybridWorker
-
-    def set_up(
-        self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext, run_dir: Path
-    ) -> None:
-        """Sets the attributes of this class; see :meth:`AsyncEngine.set_up`."""
-        super().set_up(async_worker, spec, context, run_dir)
-        self._schedule: StepSchedule
-        if SCHEDULER in spec.framework:
-            self._schedule = NamedSchedule(self.optimizer, self.lr_scheduler)
-        else:
-            self._schedule = RateTable(self.optimizer, OptimizerSpec.from_json(spec.framework).learning_rates)
-        self._has_schedule = self.lr_scheduler is not None
-        self._rates = present_rates(self.optimizer)
-        self._check_rates()
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, ClientState]:
-        """Loads as :meth:`AsyncEngine.load_checkpoint`; the learning rates are then those of the checkpoint."""
-        loaded = super().load_checkpoint(*args, **kwargs)
-        self._rates = present_rates(self.optimizer)
-        return loaded
-
-    def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: object, **kwargs: object) -> object:
-        """Saves as :meth:`AsyncEngine.save_checkpoint`, with the server's parameters: the model's may be ahead."""
-        if self.async_worker.look_ahead:
-            self.pull()
-        return super().save_checkpoint(save_dir, tag, *args, **kwargs)
-
-    @errors_in_one_line()
-    def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
-        """Exchanges with the server where DeepSpeed would step its optimizer, after the last micro-batch."""
-        if self._is_past_the_end():
-            return self._skip_step()
-        self._check_rates()
-        self._sleep_if_slowed_down()
-        self.async_worker.write_ahead()
-        loss = None if self._loss is None else float(self._loss)
-        refused = self.async_worker.refusals.total
-        self.async_worker.step(self.train_batch_size(), loss)
-        self._set_learning_rates()
-        applied = self.async_worker.refusals.total == refused
-        self.zero_grad()
-        self.skipped_steps += not applied
-        count_step(self, applied)
-        self._step_ended = time.perf_counter()
-        self._log()
-
-    def _check_rates(self) -> None:
-        """Checks, where the server has no schedule, that the script does not set the learning rates.
-
-        Raises:
-            ConfigurationError: it does.
-        """
-        if not self._has_schedule:
-            check_rates(self.optimizer, self._rates)
-
-    def _set_learning_rates(self) -> None:
-        """Sets the learning rates as the server sets those of its optimizer."""
-        self._schedule.follow(whole_steps(self.async_worker.progress))
 
 
 def checkpoint_directory(directory: str, worker: int) -> str:

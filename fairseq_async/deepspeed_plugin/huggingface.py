@@ -22,8 +22,9 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from fairseq_async.config import HybridOptions, LocalSGDOptions
 from fairseq_async.deepspeed_plugin import config as configuration
-from fairseq_async.deepspeed_plugin.engine import AsyncEngine, HybridEngine
+from fairseq_async.deepspeed_plugin.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.follow_run import FollowRun, ServerSchedule
+from fairseq_async.deepspeed_plugin.hybrid_engine import HybridEngine
 from fairseq_async.deepspeed_plugin.initialize import initialize
 from fairseq_async.deepspeed_plugin.world import enter_world, entered_world
 from fairseq_async.errors import AsyncError, as_key, fail, spell_options

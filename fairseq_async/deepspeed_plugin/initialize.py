@@ -35,7 +35,8 @@ from fairseq_async.deepspeed_plugin.data import (
     sizes_of_shards,
 )
 from fairseq_async.deepspeed_plugin.ending import leave_at_exit
-from fairseq_async.deepspeed_plugin.engine import AsyncEngine, HybridEngine, LocalEngine
+from fairseq_async.deepspeed_plugin.engine import AsyncEngine, LocalEngine
+from fairseq_async.deepspeed_plugin.hybrid_engine import HybridEngine
 from fairseq_async.deepspeed_plugin.island import IslandClient
 from fairseq_async.deepspeed_plugin.loading import loading_of
 from fairseq_async.deepspeed_plugin.schedules import Schedule

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import AsyncError, HalfAppliedError, RefusedError
+from fairseq_async.errors import HalfAppliedError, RefusedError
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import protocol
 from fairseq_async.server.idle_cores import use_idle_cores
@@ -123,22 +123,12 @@ class Service(Connections):
         except HalfAppliedError:
             raise
         except Exception as error:
-            self._answer_failure(peer, error)
+            self.answer_failure(peer, error)
         else:
             if answer is not None:
                 self.answer(peer, answer)
         if peer.worker is None:
             peer.channel.end()  # a stranger has one attempt
-
-    def _answer_failure(self, peer: Peer, error: Exception) -> None:
-        """Answers a failed request with an error message."""
-        if isinstance(error, AsyncError):
-            self.refuse(peer, type(error).__name__, error)
-        elif isinstance(error, OSError):
-            self.refuse(peer, "files", error, f"the server cannot use its directory: {error}")
-        else:  # a mistake of this program's own: whatever it is, it must not end the others' run
-            self.refusals.count_mistake(peer.name, error)
-            self.answer(peer, protocol.ErrorReply(f"internal error of the server: {error!r}; see server.log"))
 
     def disconnected(self, peer: Peer) -> None:
         """Lets the worker of a closed connection leave."""
@@ -238,7 +228,7 @@ class Service(Connections):
             except HalfAppliedError:
                 raise
             except Exception as error:  # such as no memory for its parameters: the other workers must get their answers
-                self._answer_failure(peer, error)
+                self.answer_failure(peer, error)
         answered = {instruction.worker for instruction in outcome.instructions}
         for worker, failure in outcome.failures:
             unanswered = None if worker in answered else self.peers.get(worker)
@@ -247,7 +237,7 @@ class Service(Connections):
             else:
                 unanswered.push = None
                 run.payloads.release(unanswered, run.memory.slot(unanswered.id))
-                self._answer_failure(unanswered, failure)
+                self.answer_failure(unanswered, failure)
 
     def _instruct(self, run: Run, peer: Peer, reply: protocol.PushReply | protocol.WorkReply) -> None:
         """Answers a worker. A worker on another machine that would pull next gets the parameters behind the answer."""

@@ -13,7 +13,8 @@ from torch.nn import Parameter
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from fairseq_async.deepspeed_plugin.engine import AsyncEngine, HybridEngine, LocalEngine
+from fairseq_async.deepspeed_plugin.engine import AsyncEngine, LocalEngine
+from fairseq_async.deepspeed_plugin.hybrid_engine import HybridEngine
 from fairseq_async.deepspeed_plugin.served import check_rates, present_rates
 from fairseq_async.deepspeed_plugin.tensors import replica_of
 from fairseq_async.errors import ConfigurationError, ExchangeError

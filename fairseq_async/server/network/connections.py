@@ -111,3 +111,13 @@ class Connections:
         self.answer(peer, protocol.ErrorReply(said or str(error)))
         if peer.worker is None:
             peer.channel.end()
+
+    def answer_failure(self, peer: Peer, error: Exception) -> None:
+        """Answers a failed request with an error message."""
+        if isinstance(error, AsyncError):
+            self.refuse(peer, type(error).__name__, error)
+        elif isinstance(error, OSError):
+            self.refuse(peer, "files", error, f"the server cannot use its directory: {error}")
+        else:  # a mistake of this program's own: whatever it is, it must not end the others' run
+            self.refusals.count_mistake(peer.name, error)
+            self.answer(peer, protocol.ErrorReply(f"internal error of the server: {error!r}; see server.log"))
