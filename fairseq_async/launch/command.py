@@ -1,6 +1,7 @@
 """The worker's command line: reads from it what the launcher needs, and adds the launcher's own flags."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError
@@ -27,11 +28,12 @@ def user_dir() -> str:
 
 def without_beginning(words: Sequence[str]) -> list[str]:
     """Returns a command without the flags that choose where a run begins: it goes on where the run was interrupted."""
-    kept = []
-    for before, word in zip(["", *words], words, strict=False):
-        if word.partition("=")[0] not in _BEGINS_ANEW and before not in _BEGINS_FROM:
-            kept.append(word)
-    return kept
+    with_the_word_before = pairwise(["", *words])
+    return [
+        word
+        for before, word in with_the_word_before
+        if word.partition("=")[0] not in _BEGINS_ANEW and before not in _BEGINS_FROM
+    ]
 
 
 class WorkerCommand:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from statistics import fmean, median, pstdev
 
@@ -70,7 +70,8 @@ def measure(run_dir: Path, compress: str = "") -> Measured:
         raise ConfigurationError(f"{run_dir}: no measured times of the server in events.jsonl")
     stepping = _stepping(events, description.closes_early)
     own = [list(of) for _, of in groupby(sorted(events, key=lambda e: e.worker), lambda e: e.worker)]
-    cycles = [cycle for each in own for cycle in _cycles(each, stepping)]
+    of_workers = [_cycles(each, stepping) for each in own]
+    cycles = list(chain.from_iterable(of_workers))
     if len(cycles) < _FEWEST:
         raise ConfigurationError(f"{run_dir}: {len(events)} updates are too few to measure costs by")
     exchange, gap = median(each.exchange for each in cycles), median(each.gap - each.held for each in cycles)
@@ -82,8 +83,7 @@ def measure(run_dir: Path, compress: str = "") -> Measured:
     shards = description.shards  # each had its part of the server's time
     step, unsharded = max(gap - exchange, _LEAST), exchange + (shards - 1) * server
     costs = Costs(step, unsharded, shards * server, layout.size, push=push, pull=pull, shards=shards)
-    gaps = [[cycle.gap for cycle in _cycles(each, stepping)] for each in own]
-    rate = sum(1 / max(_LEAST, median(each)) for each in gaps if each)
+    rate = sum(1 / max(_LEAST, median(cycle.gap for cycle in each)) for each in of_workers if each)
     return Measured(costs, tuple(each[0].worker for each in own), rate, sent, pstdev(served) / server)
 
 

@@ -272,9 +272,11 @@ class Membership:
         return {worker for worker in {*range(self.announced), *self.members} if self._is_expected(worker, now)}
 
     def all_have_gone(self, now: float) -> bool:
-        """Whether workers were here, no other is to come, and none whose connection broke can be about to come back."""
+        """Whether workers were here, or with the server before this one, no other is to come, and none whose connection
+        broke can be about to come back."""
+        came = self.joined or self._expected_back or self.left_for_good
         back_soon = any(self.is_away(worker) and now - at <= self.timeout for worker, at in self._left_at.items())
-        return bool(self.joined) and not back_soon and not self.expected(now)
+        return bool(came) and not back_soon and not self.expected(now)
 
     def _owes_first_update(self, worker: int, now: float) -> bool:
         """Whether a worker has sent no update for so long that no round waits for its first one.

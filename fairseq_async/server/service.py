@@ -27,6 +27,9 @@ from fairseq_async.server.run_files.resume import check_snapshot, newest_state
 from fairseq_async.server.run_files.snapshots import Snapshots
 from fairseq_async.server.run_files.state_files import read_state, restored_path
 
+# what a worker may send while its update waits in its slot; everything else could open the slot, or write into it
+_WHILE_HELD = (protocol.Alive, protocol.Leave, protocol.ScheduleEvent, protocol.SaveState)
+
 
 class Service(Connections):
     """Answers the workers of one run, in the order in which they ask.
@@ -183,6 +186,8 @@ class Service(Connections):
             if peer.stream_of is None:
                 self.journal("connected", f"worker {peer.id} is connected, and loads its data and model")
             return answer
+        if peer.push is not None and not isinstance(request, _WHILE_HELD):
+            raise RefusedError("the worker waits for the answer to its update: it must not ask for anything else")
         match request:
             case protocol.Alive():
                 return None
@@ -196,8 +201,6 @@ class Service(Connections):
 
     def _respond_to_member(self, peer: Peer, request: Request, accepted: bool) -> Answer | None:
         run = self.described
-        if peer.push is not None and isinstance(request, protocol.Push | protocol.Pull):
-            raise RefusedError("the worker waits for the answer to its update: it must not ask for anything else")
         match request:
             case protocol.Initialise():
                 return self._initialise(peer, request)

@@ -9,7 +9,7 @@ import torch
 
 from fairseq_async.algorithms import StalenessPolicy
 from fairseq_async.errors import HalfAppliedError, RefusedError
-from fairseq_async.server.protocol import Hello, Initialise, Pull, Push, Report, Welcome, encode
+from fairseq_async.server.protocol import Hello, Initialise, Pull, Push, Report, WaitForWork, Welcome, encode
 from fairseq_async.server.service import Service
 from fairseq_async.worker.client import Client
 from scripts.faults.thread_server import ThreadServer
@@ -85,7 +85,8 @@ def test_a_worker_that_waits_for_its_answer_asks_for_nothing(tmp_path: Path) -> 
     first, second = (enter(service, worker) for worker in (0, 1))
     slot(service, 0).fill_(1.0)
     assert not first.send(Push(0, 0, 1.0, Report()))
-    for request in (Pull(), Push(1, 0, 1.0, Report())):
+    hello = Hello(halving_spec(barrier=2), LAYOUT, remote=False)
+    for request in (Pull(), Push(1, 0, 1.0, Report()), WaitForWork(), hello, Initialise(False)):
         first.send(request)
         assert first.last["kind"] == "error" and "waits for the answer to its update" in first.last["error"]
     slot(service, 1).fill_(3.0)

@@ -94,3 +94,16 @@ def test_the_next_run_waits_until_the_one_before_is_gone(server: Server, tmp_pat
     server.enter(1).send(Push(0, 0, 1.0, Report()))
     program._keep(server.service)
     assert ending_path(tmp_path).exists() and list(tmp_path.glob("snapshots/version-*.pt"))
+
+
+def test_a_server_that_was_started_again_ends_when_nobody_comes_back(tmp_path: Path) -> None:
+    """Its last worker has died with the server before, and worker 0 waits for this one's end."""
+    with closing(Server(tmp_path)) as before:
+        before.enter(0).send(Leave(False))
+        worker = before.enter(1)
+        slot(before.service, 1).fill_(1.0)
+        worker.send(Push(0, 0, 1.0, Report()))
+        take_snapshot(before.service)
+    with closing(Server(tmp_path)) as server:
+        server.service.recover()
+        assert not server.over_at(30.0) and server.over_at(62.0)

@@ -64,8 +64,7 @@ class Connections:
         now, instance = self.clock(), introduce.instance[:64]
         worker = self.membership.number(introduce.worker, introduce.joins, instance, now)
         if (before := self.peers.get(worker)) is not None:  # its connection broke, or it was silent
-            self.disconnected(before)
-            before.channel.end()
+            self._replace(before)
         self.peers[worker] = peer
         self.membership.enter(worker, instance, now, ready=False)
         return self.handshake.complete(peer, introduce, worker, self.membership)
@@ -75,8 +74,12 @@ class Connections:
         may have been started again, and must not find itself here already."""
         before = None if worker is None else self.peers.get(worker)
         if before is not None and before.channel.is_closed():
-            self.disconnected(before)
-            before.channel.end()
+            self._replace(before)
+
+    def _replace(self, before: Peer) -> None:
+        """Ends the connection that a worker had before this one."""
+        self.disconnected(before)
+        before.channel.end()
 
     def _add_stream(self, peer: Peer, introduce: Introduce, challenge: str) -> Answer:
         """Makes a connection one more stream of a worker, for pieces of its tensors."""
