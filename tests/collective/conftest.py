@@ -2,12 +2,13 @@
 
 import pytest
 
-from tests.helpers.rank_cases import Cases, run_cases
+from tests.helpers.rank_cases import run_cases
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each case of the selected modules came to on each rank: nothing, or a traceback."""
-    modules = {item.module for item in request.session.items if isinstance(item, pytest.Function)}
-    named = sorted(module.__name__ for module in modules if isinstance(getattr(module, "CASES", None), Cases))
-    return run_cases(named, tmp_path_factory.mktemp("ranks"))
+    """What each case of the module came to on each rank: nothing, or a traceback.
+
+    Not of all modules at once: pytest's processes have different modules, and each of them would run all cases.
+    """
+    return run_cases(request.module.__name__, tmp_path_factory.mktemp("ranks"))

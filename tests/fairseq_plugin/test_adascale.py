@@ -1,9 +1,37 @@
 """``--optimizer adascale`` in runs of one and two ranks."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.helpers.checkpoints import load, relative_differences
-from tests.helpers.fairseq_jobs import Job, checkpoint_differences
+from tests.helpers.fairseq_jobs import ADAM, ADASCALE, SGD, Job, checkpoint_differences, run_jobs
+
+JOBS = {
+    "by_ranks": Job(2, [*ADASCALE, *SGD, "--max-update", 20]),
+    "by_accumulation": Job(1, [*ADASCALE, *SGD, "--max-update", 20, "--update-freq", 2]),
+    "scale_one": Job(1, [*ADASCALE, *SGD, "--max-update", 12, "--update-freq", 2, "--adascale-scale", 1]),
+    "plain": Job(1, ["--optimizer", "sgd", *SGD[2:], "--max-update", 12, "--update-freq", 2]),
+    "momentum_straight": Job(1, [*ADASCALE, *SGD, "--momentum", "0.9", "--max-update", 40, "--update-freq", 4]),
+    "momentum_first_part": Job(1, [*ADASCALE, *SGD, "--momentum", "0.9", "--max-update", 20, "--update-freq", 4]),
+    "momentum_second_part": Job(
+        1, [*ADASCALE, *SGD, "--momentum", "0.9", "--max-update", 40, "--update-freq", 4], goes_on="momentum_first_part"
+    ),
+    "other_scale": Job(
+        2, [*ADASCALE, *SGD, "--momentum", "0.9", "--max-update", 60, "--update-freq", 1], goes_on="momentum_first_part"
+    ),
+    "adam_bf16": Job(1, [*ADASCALE, *ADAM, "--bf16", "--max-update", 40, "--update-freq", 4]),
+    "differences": Job(
+        1, [*ADASCALE, *SGD, "--max-update", 20, "--adascale-scale", 4, "--adascale-estimator", "differences"]
+    ),
+    "every_other": Job(1, [*ADASCALE, *SGD, "--max-update", 6, "--update-freq", 2, "--adascale-interval", 2]),
+    "summed": Job(1, [*ADASCALE, *SGD, "--max-update", 6, "--update-freq", 2], spoil="summed"),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    return run_jobs(JOBS, data, tmp_path_factory.mktemp("jobs"))
 
 
 def test_the_gain_is_the_same_from_ranks_and_from_accumulation(jobs: dict[str, Job]) -> None:

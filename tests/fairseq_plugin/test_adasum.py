@@ -1,9 +1,31 @@
 """``--optimizer adasum`` in runs of two ranks."""
 
+from pathlib import Path
+
+import pytest
 import torch
 
 from tests.helpers.checkpoints import load, relative_differences
-from tests.helpers.fairseq_jobs import Job, checkpoint_differences
+from tests.helpers.fairseq_jobs import ADAM, ADASUM, SGD, Job, checkpoint_differences, run_jobs
+
+JOBS = {
+    "adam_straight": Job(2, [*ADASUM, *ADAM, "--max-update", 26]),
+    "adam_first_part": Job(2, [*ADASUM, *ADAM, "--max-update", 17]),
+    "adam_second_part": Job(2, [*ADASUM, *ADAM, "--max-update", 26], goes_on="adam_first_part"),
+    "adam_synchronised": Job(2, [*ADASUM, *ADAM, "--max-update", 8, "--adasum-sync-state", 4]),
+    "sgd_gradient": Job(2, [*ADASUM, *SGD, "--clip-norm", 0, "--max-update", 14]),
+    "sgd_delta": Job(2, [*ADASUM, *SGD, "--clip-norm", 0, "--max-update", 14, "--adasum-form", "delta"]),
+    "lamb": Job(2, [*ADASUM, "--inner-optimizer", "lamb", "--max-update", 60, "--update-freq", 2, "--lr", "2e-2"]),
+    "nan": Job(2, [*ADASUM, *SGD, "--bf16", "--max-update", 12], spoil="nan"),
+    "nan_delta": Job(2, [*ADASUM, *ADAM, "--max-update", 6], spoil="nan"),
+    "different": Job(2, [*ADASUM, *SGD, "--max-update", 4], spoil="parameters"),
+    "one_node": Job(2, [*ADASUM, *SGD, "--max-update", 4, "--adasum-hierarchy", "node"]),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    return run_jobs(JOBS, data, tmp_path_factory.mktemp("jobs"))
 
 
 def test_stopping_and_going_on_in_the_delta_form_changes_no_bit(jobs: dict[str, Job]) -> None:

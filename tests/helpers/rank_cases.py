@@ -1,6 +1,6 @@
 """Cases that eight real processes over Gloo work through, in groups of two to eight.
 
-Starting the processes takes longest, so they start once for all the cases of a session; each case is a function that
+Starting the processes takes longest, so they start once for all the cases of a module; each case is a function that
 every process calls, and a test that looks at what became of it.
 """
 
@@ -92,13 +92,13 @@ def loss_of(model: nn.Module, rank: int, step: int = 0, spare: bool = False) -> 
     return loss
 
 
-def cases_of(modules: Sequence[str]) -> dict[str, Case]:
-    """Of test modules, which call them ``CASES``; those whose names begin with "z_" come last."""
-    cases = {name: function for module in modules for name, function in import_module(module).CASES.items()}
+def cases_of(module: str) -> dict[str, Case]:
+    """Of a test module, which calls them ``CASES``; those whose names begin with "z_" come last."""
+    cases: dict[str, Case] = import_module(module).CASES
     return dict(sorted(cases.items(), key=lambda item: item[0].startswith("z_")))
 
 
-def work(rank: int, folder: Path, modules: Sequence[str]) -> None:
+def work(rank: int, folder: Path, module: str) -> None:
     """One of the processes: works through the cases, and writes down what came of each."""
     torch.set_num_threads(1)
     results: dict[str, str] = {}
@@ -110,7 +110,7 @@ def work(rank: int, folder: Path, modules: Sequence[str]) -> None:
         if size > 1 and members(size):
             COMBINE[size] = [DistributedAdasum(group, shared_memory=shared) for shared in (True, False)]
     try:
-        for name, function in cases_of(modules).items():
+        for name, function in cases_of(module).items():
             dist.barrier()
             results[name] = "not finished"
             if name.startswith("z_") and rank == RANKS - 1:
@@ -126,11 +126,11 @@ def work(rank: int, folder: Path, modules: Sequence[str]) -> None:
     os._exit(0)
 
 
-def run_cases(modules: Sequence[str], folder: Path) -> dict[str, list[str]]:
+def run_cases(module: str, folder: Path) -> dict[str, list[str]]:
     """What each case came to on each rank: nothing, or a traceback."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # which imports torch once
-    processes = [context.Process(target=work, args=(rank, folder, modules), daemon=True) for rank in range(RANKS)]
+    processes = [context.Process(target=work, args=(rank, folder, module), daemon=True) for rank in range(RANKS)]
     try:
         for process in processes:
             process.start()
@@ -141,7 +141,7 @@ def run_cases(modules: Sequence[str], folder: Path) -> dict[str, list[str]]:
             process.kill()
             process.join()
     found = [json.loads(path.read_text()) if path.exists() else {} for path in (folder / f"{r}.json" for r in range(8))]
-    return {name: [of_rank.get(name, "not reached") for of_rank in found] for name in cases_of(modules)}
+    return {name: [of_rank.get(name, "not reached") for of_rank in found] for name in cases_of(module)}
 
 
 def check_case(name: str, results: dict[str, list[str]]) -> None:
