@@ -57,7 +57,7 @@ def shared_memory() -> set[str]:
 def test_a_killed_worker_is_started_again_and_the_run_goes_on(
     processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
 ) -> None:
-    launcher = processes.start(launch_command(data, 2, tmp_path, "--max-update", 500, "--disable-validation"))
+    launcher = processes.start(launch_command(data, 2, tmp_path, "--max-update", 250, "--disable-validation"))
     wait_until(lambda: count(tmp_path, 1) > 5, 90)
     os.kill(worker_of(tmp_path, 1), signal.SIGKILL)
     before = count(tmp_path, 0)
@@ -68,7 +68,7 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(
     updates = events(tmp_path)
     sequences = [event["sequence"] for event in updates if event["worker"] == 1]
     assert sequences == list(range(len(sequences))), "it goes on where its predecessor was"
-    assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 500
+    assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 250
     nothing_is_left(tmp_path, shared_memory)
 
 
@@ -126,14 +126,14 @@ def test_a_killed_launcher_leaves_nothing_behind(
 def test_a_killed_server_is_started_again_from_its_snapshot_and_the_run_goes_on(
     processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
 ) -> None:
-    limits = ["--max-update", 600, "--disable-validation", "--snapshot-updates", 50]
+    limits = ["--max-update", 300, "--disable-validation", "--snapshot-updates", 50]
     launcher = processes.start(launch_command(data, 2, tmp_path, *limits))
     wait_until(lambda: count(tmp_path, 0) + count(tmp_path, 1) > 150, 90)
     os.kill(server_of(tmp_path), signal.SIGKILL)
     output, _ = launcher.communicate(timeout=180)
     assert launcher.returncode == 0, output
     assert "the server was killed by SIGKILL, and was started again from version-" in output
-    assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 600
+    assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 300
     assert "worker 0 was" not in output and "worker 1 was" not in output, "they waited"
     assert not list(tmp_path.glob("snapshots/*")), "a finished run needs none"
     nothing_is_left(tmp_path, shared_memory)
@@ -240,7 +240,7 @@ def test_what_only_asynchronous_workers_have_is_refused_with_a_synchronous_metho
 
 
 def test_a_slowed_down_worker_sends_fewer_gradients_and_older_ones(launch: Launch, tmp_path: Path) -> None:
-    code, output = launch(2, tmp_path, "--max-update", 250, launcher=["--slowdown", "1,20"])
+    code, output = launch(2, tmp_path, "--max-update", 120, launcher=["--slowdown", "1,20"])
     assert code == 0, output
     updates = events(tmp_path)
     began = [event["worker"] for event in updates].index(1)
