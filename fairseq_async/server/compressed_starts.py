@@ -156,4 +156,4 @@ def compressed_starts(spec: MethodSpec, layout: Layout) -> CompressedFragments |
 
 def checksum(payload: Tensor | None) -> str | None:
     """Returns the checksum by which a log names a payload; None for no payload."""
-    return None if payload is None else f"{checksum_of(payload.numpy().data):08x}"
+    return None if payload is None else checksum_of(payload.numpy().data)

@@ -108,7 +108,7 @@ class Compressor:
             payload = self._part.encode(update, push.weight, zlib.crc32(f"{self._prefix}{push.sequence}".encode()))
         except CodecError:
             return replace(push, report=replace(report, bytes_sent=0), norm=float("nan")), None
-        report = replace(report, bytes_sent=len(payload), payload=f"{checksum_of(payload):08x}")
+        report = replace(report, bytes_sent=len(payload), payload=checksum_of(payload))
         return replace(push, report=report, norm=None), torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
     def decode(self, payload: Tensor, size: int) -> Tensor:

@@ -69,7 +69,7 @@ class ParameterReceiver:
             part.copy_(self._reference[place].add_(self._codec.decode(data, part.numel())))
         else:
             part.copy_(self._reference[place].copy_(Int8().decode(data, part.numel())))
-        self.payload = f"{checksum_of(data):08x}"
+        self.payload = checksum_of(data)
 
     def _unpack(self, size: int, part: Tensor) -> None:
         if size != 4 * part.numel():

@@ -63,12 +63,16 @@ def unseal(
         raise CodecError(f"a payload of {sum(found)} values: {size} were expected")
     if sizes is not None and found != sizes:
         raise CodecError("a payload of tensors of other sizes than those of this model")
-    if zlib.crc32(view[_START:], zlib.crc32(view[: _HEADER.size])) != checksum_of(view):
+    if zlib.crc32(view[_START:], zlib.crc32(view[: _HEADER.size])) != _checksum(view):
         raise CodecError("a payload with a wrong checksum: it was changed on its way")
     return view[header_bytes(tensors) :], found
 
 
-def checksum_of(data: Bytes) -> int:
-    """Returns the checksum in a payload's header, by which a log identifies the payload."""
+def checksum_of(data: Bytes) -> str:
+    """Returns the checksum in a payload's header, in hexadecimal, by which logs identify the payload."""
+    return f"{_checksum(data):08x}"
+
+
+def _checksum(data: Bytes) -> int:
     (checksum,) = _CHECKSUM.unpack_from(data, _HEADER.size)
     return int(checksum)

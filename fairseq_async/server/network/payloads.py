@@ -70,7 +70,7 @@ class Payloads:
         fragment = in_turn(self._fragments, push.sequence)
         sizes = self._sizes[push.sequence % len(self._sizes)]
         fragment.of(slot).copy_(self.codec.decode(data, fragment.size, sizes))
-        return f"{checksum_of(data):08x}"
+        return checksum_of(data)
 
     def _place(self, peer: Peer, fragment: Fragment, slot: Tensor) -> None:
         """Moves a fragment, which arrives at the beginning of the slot, to its place."""
