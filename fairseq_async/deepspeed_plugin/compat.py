@@ -5,8 +5,10 @@ has them; the engines of this plugin override ``_take_model_step``.
 """
 
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, TypeAlias
 
 import deepspeed
@@ -46,6 +48,7 @@ OPTIMIZERS = {
     "FP16_Optimizer": ("fp16_groups", "fp32_groups_flat"),
     "FP16_UnfusedOptimizer": ("fp16_groups", "fp32_groups"),
 }
+_LIBRARIES = {"deepspeed", "torch", "pydantic", *sys.stdlib_module_names}
 
 
 def check_attributes(engine: DeepSpeedEngine) -> None:
@@ -160,6 +163,13 @@ def count_step(engine: DeepSpeedEngine, applied: bool) -> None:
     every = engine.steps_per_print()
     if every is not None and engine.global_rank == 0 and engine.global_steps % every == 0:
         engine._report_progress(engine.global_steps)
+
+
+def is_raised_by_script(error: BaseException) -> bool:
+    """Whether an error was raised in, or below, a function of the script's that DeepSpeed has called, and not by
+    DeepSpeed or the libraries that it uses. Call it where the error is caught."""
+    _, *inner = (str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__))
+    return any(name.partition(".")[0] not in _LIBRARIES for name in inner)
 
 
 def unlink_reduction_buffer() -> None:

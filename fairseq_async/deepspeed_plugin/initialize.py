@@ -24,7 +24,12 @@ from fairseq_async.deepspeed_plugin import checks, served
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.adascale import AdaScaleEngine
 from fairseq_async.deepspeed_plugin.adasum import AdasumEngine, SingleRankGroups
-from fairseq_async.deepspeed_plugin.compat import DeepSpeedOptimizer, check_attributes, unlink_reduction_buffer
+from fairseq_async.deepspeed_plugin.compat import (
+    DeepSpeedOptimizer,
+    check_attributes,
+    is_raised_by_script,
+    unlink_reduction_buffer,
+)
 from fairseq_async.deepspeed_plugin.compilation import waiting_for_compilers
 from fairseq_async.deepspeed_plugin.data import (
     Collate,
@@ -61,6 +66,7 @@ from fairseq_async.worker.process import end_process
 from fairseq_async.worker.shards import DataPosition
 
 _LONGEST = 300  # characters of a reason: some show a whole tensor
+# DeepSpeed checks little of a configuration: a wrong value raises what it leads to, somewhere in DeepSpeed
 _MISTAKES = (ValueError, TypeError, KeyError, AttributeError, AssertionError, NotImplementedError, DeepSpeedConfigError)
 _initialize_deepspeed = deepspeed.initialize  # DeepSpeed's own, also after attach() has replaced it
 _HYBRID_SERVER = "fairseq_async.deepspeed_plugin.server"  # with torch's optimizers and DeepSpeed's schedules
@@ -150,14 +156,21 @@ class _Arguments:
             checks.check_accumulation(config, self.name)
 
     def make_engine(self, config: Config, **more: object) -> _Made:
-        """Makes DeepSpeed's own engine, optimizer and schedule, without the data, for which it would make a loader."""
+        """Makes DeepSpeed's own engine, optimizer and schedule, without the data, for which it would make a loader.
+
+        Raises:
+            ConfigurationError: DeepSpeed does not take the configuration. An error of the script's own code, which
+                DeepSpeed calls, such as a function that makes the optimizer, stays as it is.
+        """
         args = configuration.without_file(self.args)
         try:
             with waiting_for_compilers():
                 engine, optimizer, _, schedule = _initialize_deepspeed(
                     args=args, model=self.model, collate_fn=self.collate_fn, config=config, **self.others | more
                 )
-        except _MISTAKES as error:  # DeepSpeed checks little: a mistake raises what it leads to
+        except _MISTAKES as error:
+            if is_raised_by_script(error):
+                raise
             said = " ".join(str(error).split())[:_LONGEST] or "no reason given"
             raise ConfigurationError(f"{self.name}: DeepSpeed refuses this: {said} ({type(error).__name__})") from error
         return engine, optimizer, schedule

@@ -1,5 +1,6 @@
 """What a DeepSpeed user may write wrongly: each mistake is one line that names the key; and what the keys mean."""
 
+import importlib
 import json
 import math
 import re
@@ -169,6 +170,22 @@ def test_train_batch_size_is_of_all_workers_together(
     found = checks.worker_batch(config, workers, island, "file.json")
     assert found.get("train_batch_size") == share
     assert {key: found.get(key) for key in keys[1:]} == {key: config.get(key) for key in keys[1:]}
+
+
+def test_an_error_of_deepspeeds_is_one_line_and_one_of_the_scripts_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    initialize = importlib.import_module("fairseq_async.deepspeed_plugin.initialize")
+    arguments = initialize._Arguments(None, None, None, None, {}, "file.json")
+    with pytest.raises(ConfigurationError, match="^file.json: DeepSpeed refuses this: .*requires a model"):
+        arguments.make_engine({})
+
+    def make_optimizer(parameters: object) -> object:
+        raise KeyError("a mistake of the script's")
+
+    monkeypatch.setattr(initialize, "_initialize_deepspeed", lambda **given: make_optimizer(given["model"]))
+    with pytest.raises(KeyError, match="a mistake of the script's"):
+        arguments.make_engine({})
 
 
 def test_an_optimizer_or_schedule_of_the_script_stands_for_the_section() -> None:
