@@ -1,5 +1,8 @@
 """fairseq's optimizer and schedule over the flat parameters of a ``hybrid_async`` run's server."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from fairseq.optim import OPTIMIZER_REGISTRY, FairseqOptimizer, build_optimizer
 from fairseq.optim.lr_scheduler import FairseqLRScheduler, build_lr_scheduler
 from torch import Tensor
@@ -58,21 +61,28 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
     views = [Parameter(view) for view in layout.views(parameters)]
     inner, scheduler = _component(spec, "inner_optimizer"), _component(spec, "lr_scheduler")
     check_inner_optimizer(spec.method, str(inner["_name"]), OPTIMIZER_REGISTRY)
-    try:
+    with _fairseqs_errors(inner, scheduler):
         optimizer = build_optimizer(component_config(inner, "optimizer"), views)
         if optimizer.supports_flat_params:
             optimizer = build_optimizer(component_config(inner, "optimizer"), pieces(parameters))
         schedule = build_lr_scheduler(component_config(scheduler, "lr_scheduler"), optimizer)
-        clip_norm = float(str(spec.framework["clip_norm"]))
-        elementwise = bool(optimizer.supports_flat_params)
-        context = methods.GradientRuleContext(optimizer.optimizer, clip_norm, views, spec.workers, elementwise)
-        rule = methods.gradient_rule(options.gradient_rule).build(options, context)
+    clip_norm, elementwise = float(str(spec.framework["clip_norm"])), bool(optimizer.supports_flat_params)
+    context = methods.GradientRuleContext(optimizer.optimizer, clip_norm, views, spec.workers, elementwise)
+    rule = methods.gradient_rule(options.gradient_rule).build(options, context)
+    with _fairseqs_errors(inner, scheduler):
         scheduled = ScheduledRule(rule, FairseqSchedule(optimizer, schedule))
-    except Exception as error:  # fairseq checks little: a mistake raises whatever it leads to
+    return scheduled, EpochPlan(scheduled, spec.max_epoch, spec.whole_steps)
+
+
+@contextmanager
+def _fairseqs_errors(inner: JsonObject, scheduler: JsonObject) -> Iterator[None]:
+    """Turns an error of fairseq's, which checks little, into one of one line: a mistake raises whatever it leads to."""
+    try:
+        yield
+    except Exception as error:
         raise ConfigurationError(
             f"--inner-optimizer {inner['_name']} with --lr-scheduler {scheduler['_name']}: {error}"
         ) from error
-    return scheduled, EpochPlan(scheduled, spec.max_epoch, spec.whole_steps)
 
 
 def _component(spec: MethodSpec, name: str) -> JsonObject:
