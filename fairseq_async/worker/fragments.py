@@ -95,9 +95,9 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
     def _exchange_in_thread(self, push: Push) -> Exchanged:
         fragment = in_turn(self._fragments, push.sequence)
         answer = self.client.push(lambda slot: fragment.of(slot).sub_(self._room(fragment)), push)
-        finished, assignment = self._wait_while_idle(answer.finished, answer.assignment)
-        self._pulled = None if finished or answer.status is Status.REFUSED else push.sequence
-        return Exchanged(answer, finished, assignment, self._pull_into_slot(self._pulled, starts=not finished))
+        work = self._wait_while_idle(answer)
+        self._pulled = None if work.finished or answer.status is Status.REFUSED else push.sequence
+        return Exchanged(answer, work, self._pull_into_slot(self._pulled, starts=not work.finished))
 
     def _pull_into_slot(self, fragment_of: int | None, starts: bool = True) -> int:
         return self.client.pull(lambda flat: None, starts=starts, fragment_of=fragment_of)

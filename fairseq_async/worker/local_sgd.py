@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fairseq_async.method_spec import JsonObject
-from fairseq_async.server.protocol import Assignment, Push, PushReply, Report, Welcome
+from fairseq_async.server.protocol import Assignment, Push, PushReply, Report, Welcome, WorkReply
 from fairseq_async.server.receipt import Status
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.client import Client
@@ -78,9 +78,9 @@ class LocalSGDWorker(AsyncWorker):
 
     def begin(self, welcome: Welcome) -> None:
         """Starts from the server's parameters, with the first assignment."""
-        finished, assignment = self._wait_while_idle(welcome.finished, welcome.assignment)
-        super().begin(replace(welcome, finished=finished))
-        self._take_assignment(finished, assignment)
+        work = self._wait_while_idle(welcome)
+        super().begin(replace(welcome, finished=work.finished))
+        self._take_work(work)
 
     def start(self) -> None:
         """Takes the parameters that the next local steps start from, which may be ahead of the server's own; at the
@@ -117,9 +117,9 @@ class LocalSGDWorker(AsyncWorker):
         started = self.clock()
         self.pin_exchanged()
         answer = self.client.push(self.replica.subtract, self.message(position))
-        finished, assignment = self._wait_while_idle(answer.finished, answer.assignment)
+        work = self._wait_while_idle(answer)
         self.sequence += 1
-        self._take_assignment(finished, assignment)
+        self._take_work(work)
         self.start()
         self._waited = self.clock() - started
         self._note(answer)
@@ -133,12 +133,12 @@ class LocalSGDWorker(AsyncWorker):
         """The message that goes with the pseudo-gradient."""
         return Push(self.sequence, self.version, float(self.done), self._report(position), pulls=True)
 
-    def _wait_while_idle(self, finished: bool, assignment: Assignment) -> tuple[bool, Assignment]:
-        """Returns whether the run is over, and the assignment; waits as long as the assignment is to do nothing."""
-        while assignment.idle and not finished:
-            reply = self.client.wait_for_work()
-            finished, assignment = reply.finished, reply.assignment
-        return finished, assignment
+    def _wait_while_idle(self, answer: Welcome | PushReply) -> WorkReply:
+        """Returns the work that an answer brings; waits for other work as long as the assignment is to do nothing."""
+        work = WorkReply(answer.finished, answer.assignment)
+        while work.assignment.idle and not work.finished:
+            work = self.client.wait_for_work()
+        return work
 
     def _report(self, position: JsonObject | None) -> Report:
         return Report(
@@ -157,9 +157,9 @@ class LocalSGDWorker(AsyncWorker):
             first_batch=self.take_first_batch(),
         )
 
-    def _take_assignment(self, finished: bool, assignment: Assignment) -> None:
-        self.finished, self.assignment = finished, assignment
-        self.offset, self._progress = assignment.offset, assignment.progress
+    def _take_work(self, work: WorkReply) -> None:
+        self.finished, self.assignment = work.finished, work.assignment
+        self.offset, self._progress = work.assignment.offset, work.assignment.progress
         self.restart_counts()
 
     def restart_counts(self) -> None:

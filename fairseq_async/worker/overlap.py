@@ -7,19 +7,17 @@ import torch
 from torch import Tensor
 
 from fairseq_async.method_spec import JsonObject
-from fairseq_async.server.protocol import Assignment, Push, PushReply
+from fairseq_async.server.protocol import Push, PushReply, WorkReply
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.replica import Replica
 
 
 class Exchanged(NamedTuple):
-    """The result of an exchange: the answer, whether the run is over, the next assignment, and the version of the
-    parameters in the slot."""
+    """The result of an exchange: the answer, the next work, and the version of the parameters in the slot."""
 
     answer: PushReply
-    finished: bool
-    assignment: Assignment
+    work: WorkReply
     version: int
 
 
@@ -69,11 +67,10 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
         if self._exchange is None:
             return
         started = self.clock()
-        (answer, finished, assignment, version), self._exchange = self._exchange.result(), None
+        (answer, work, self.version), self._exchange = self._exchange.result(), None
         self._waited = self.clock() - started
         counted = self.done, self._losses, self._step_seconds, self.epochs, self.tokens
-        self._take_assignment(finished, assignment)
-        self.version = version
+        self._take_work(work)
         if self.finished:
             self.replica.write(self.client.slot)
         else:
@@ -103,9 +100,9 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
     def _exchange_in_thread(self, push: Push) -> Exchanged:
         """Pushes and pulls in the other thread, which has connection and slot to itself until the future is done."""
         answer = self.client.push(self._subtract_sent, push)
-        finished, assignment = self._wait_while_idle(answer.finished, answer.assignment)
-        version = self.client.pull(lambda flat: None, starts=not finished)
-        return Exchanged(answer, finished, assignment, version)
+        work = self._wait_while_idle(answer)
+        version = self.client.pull(lambda flat: None, starts=not work.finished)
+        return Exchanged(answer, work, version)
 
     def _subtract_sent(self, slot: Tensor) -> None:
         slot.sub_(self._sent)
