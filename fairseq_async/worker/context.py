@@ -1,18 +1,16 @@
 """Finds out which worker this process is, and connects it to its server, which it may have to start."""
 
-import json
 import os
 import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.distributed import TCPStore
+from pydantic import JsonValue
 
 from fairseq_async.addresses import ANY, LOOPBACK, is_loopback
 from fairseq_async.config import ServerOptions
@@ -26,10 +24,17 @@ from fairseq_async.worker.client import Client
 from fairseq_async.worker.invitation import invitation, own_command
 from fairseq_async.worker.meeting import Meeting, Place, wait_until_it_listens
 from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
+from fairseq_async.worker.store import PATIENCE, STARTED_AGAIN, ask, open_store, tell
 
 _RESTARTS = 3  # how often a server without a launcher is started again
-_STARTED_AGAIN = "TORCHELASTIC_RESTART_COUNT"  # torchrun's
-_RENDEZVOUS = timedelta(seconds=120)  # worker 0 has to import its framework and to start the server
+
+
+class FoundServer(NamedTuple):
+    """The server of a worker's run: its address, the run's token, and its process if this worker has started it."""
+
+    address: str
+    token: str
+    process: ServerProcess | None = None
 
 
 @dataclass(frozen=True)
@@ -66,33 +71,9 @@ class WorkerContext:
         if get(WORKER) == JOINS:
             return cls(joins=True)
         if WORKER in os.environ:
-            if island_size > 1:
-                raise ConfigurationError(
-                    f"{option('island_size')} is {island_size}: the launcher starts single processes; start the ranks "
-                    "of islands with torchrun or deepspeed"
-                )
-            end_with_parent(signal.SIGTERM, os.getppid())  # without its launcher nobody restarts the server
-            worker, workers = int(os.environ[WORKER]), int(os.environ[WORKERS])
-            slowdown = _slowdown(worker, workers) if MEETING in os.environ else float(get(SLOWDOWN, "1"))
-            return cls(worker, workers, worker, slowdown)
-        if _under_torchrun():
-            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            if world % island_size:
-                raise ConfigurationError(
-                    f"{option('island_size')} is {island_size}: it does not divide the {world} ranks"
-                )
-            # LOCAL_SIZE is deepspeed's own; a library may have set LOCAL_WORLD_SIZE, torchrun's, for another purpose
-            local = int(get("LOCAL_SIZE") or get("LOCAL_WORLD_SIZE") or world)
-            return cls(
-                worker=rank // island_size,
-                workers=world // island_size,
-                local_rank=int(get("LOCAL_RANK", "0")),
-                slowdown=_slowdown(rank // island_size, world // island_size),
-                rank=rank % island_size,
-                island_size=island_size,
-                several_machines=local != world,
-                has_store=True,
-            )
+            return cls._of_our_launcher(island_size)
+        if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+            return cls._of_torchrun(island_size)
         if get("SLURM_PROCID", "0") != "0":
             raise ConfigurationError(
                 "srun started several tasks, and none knows of the others: srun fairseq-async worker -- COMMAND"
@@ -103,6 +84,38 @@ class WorkerContext:
                 "islands with torchrun or deepspeed"
             )
         return cls()
+
+    @classmethod
+    def _of_our_launcher(cls, island_size: int) -> "WorkerContext":
+        if island_size > 1:
+            raise ConfigurationError(
+                f"{option('island_size')} is {island_size}: the launcher starts single processes; start the ranks of "
+                "islands with torchrun or deepspeed"
+            )
+        end_with_parent(signal.SIGTERM, os.getppid())  # without its launcher nobody restarts the server
+        worker, workers = int(os.environ[WORKER]), int(os.environ[WORKERS])
+        slowdown = _slowdown(worker, workers) if MEETING in os.environ else float(os.environ.get(SLOWDOWN, "1"))
+        return cls(worker, workers, worker, slowdown)
+
+    @classmethod
+    def _of_torchrun(cls, island_size: int) -> "WorkerContext":
+        """Reads the variables of torchrun, which deepspeed sets as well."""
+        get = os.environ.get
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if world % island_size:
+            raise ConfigurationError(f"{option('island_size')} is {island_size}: it does not divide the {world} ranks")
+        # LOCAL_SIZE is deepspeed's own; a library may have set LOCAL_WORLD_SIZE, torchrun's, for another purpose
+        local = int(get("LOCAL_SIZE") or get("LOCAL_WORLD_SIZE") or world)
+        return cls(
+            worker=rank // island_size,
+            workers=world // island_size,
+            local_rank=int(get("LOCAL_RANK", "0")),
+            slowdown=_slowdown(rank // island_size, world // island_size),
+            rank=rank % island_size,
+            island_size=island_size,
+            several_machines=local != world,
+            has_store=True,
+        )
 
     def connect(
         self,
@@ -141,24 +154,22 @@ class WorkerContext:
             raise ExchangeError(f"the server did not start; see {process.log}") from error
         return replace(self, worker=client.worker, workers=client.workers), client, process
 
-    def _find_server(
-        self, module: str, options: ServerOptions, run_dir: Path, resumes: bool
-    ) -> tuple[str, str, ServerProcess | None]:
-        """Returns the server's address, the token, and the server's process if this worker has started it.
+    def _find_server(self, module: str, options: ServerOptions, run_dir: Path, resumes: bool) -> FoundServer:
+        """Finds the server, or starts it if that is this worker's task.
 
         Where a launcher starts the server, the launcher tells its address. Elsewhere worker 0 starts the server, and
         the others read its address in a file or in the store of torchrun or deepspeed.
         """
-        resumes = resumes or int(os.environ.get(_STARTED_AGAIN) or 0) > 0  # torchrun has started all workers again
+        resumes = resumes or int(os.environ.get(STARTED_AGAIN) or 0) > 0  # torchrun has started all workers again
         given, token_file = options.server, options.token_file
         token = read_token(Path(token_file)) if token_file else os.environ.get(TOKEN)
         if MEETING in os.environ and not self.joins:
             return self._meet(module, options, token, run_dir, resumes)
         if RENDEZVOUS in os.environ and token:
-            return self._ask_launcher(module, options, run_dir), token, None
+            return FoundServer(self._ask_launcher(module, options, run_dir), token)
         address = os.environ.get(SERVER) or given
         if address and token and not (token_file and self.has_store):
-            return address, token, None
+            return FoundServer(address, token)
         if given and not self.has_store:
             raise ConfigurationError(
                 f"{option('server')} {given}: the run's token is missing; give it with {option('token_file')}"
@@ -173,9 +184,9 @@ class WorkerContext:
             process = self._start_server(module, options, (host, port), token, run_dir, resumes)
             if self.has_store:
                 self.tell("server", [process.address, str(process.token_file.resolve())])
-            return process.address, process.token, process
-        address, path = self.ask("server", f"worker 0 did not start a server within {_RENDEZVOUS.seconds} s")
-        return address, token or read_token(Path(path)), None
+            return FoundServer(process.address, process.token, process)
+        address, path = self.ask("server", f"worker 0 did not start a server within {PATIENCE.seconds} s")
+        return FoundServer(address, token or read_token(Path(path)))
 
     def _ask_launcher(self, module: str, options: ServerOptions, run_dir: Path) -> str:
         """Waits for the address of the server, which the launcher starts once worker 0 has told it the module."""
@@ -190,16 +201,16 @@ class WorkerContext:
 
     def _meet(
         self, module: str, options: ServerOptions, token: str | None, run_dir: Path, resumes: bool
-    ) -> tuple[str, str, ServerProcess | None]:
+    ) -> FoundServer:
         """Starts the server if this is worker 0, or resumes it where the job was started again; other workers wait
-        until it listens. Returns the same as :meth:`_find_server`."""
+        until it listens."""
         meeting, given = Meeting(run_dir, os.environ[MEETING]), options.server
         if self.worker > 0:
             if given and token:  # machines without a file system in common
                 wait_until_it_listens(given, options.server_timeout)
-                return given, token, None
+                return FoundServer(given, token)
             address, of_run = meeting.wait(options.server_timeout)
-            return address, token or of_run, None
+            return FoundServer(address, token or of_run)
         before = meeting.place()
         token, resumes = token or (before.token if before else new_token()), resumes or before is not None
         host, port = split_address(given) if given else (os.environ[HOST], 0)
@@ -214,7 +225,7 @@ class WorkerContext:
         port = split_address(process.address)[1]
         near = f"{LOOPBACK if listens == ANY else host}:{port}"
         meeting.tell(Place(meeting.job, socket.gethostname(), f"{host}:{port}", near, token))
-        return near, token, process
+        return FoundServer(near, token, process)
 
     def _start_server(
         self,
@@ -231,9 +242,18 @@ class WorkerContext:
                 f"{option('server')} {host}:{port}: other machines can reach this address; give every worker the same "
                 f"secret with {option('token_file')} FILE, made with: (umask 077; openssl rand -hex 16 > FILE)"
             )
-        log, own = run_dir / "logs" / "server.log", (port, host, token)
         process = ServerProcess(
-            module, self.workers, run_dir, log, *own, _RESTARTS, ends_with_workers=True, resumes=resumes, tls=tls
+            module,
+            self.workers,
+            run_dir,
+            run_dir / "logs" / "server.log",
+            port=port,
+            host=host,
+            token=token,
+            restarts=_RESTARTS,
+            ends_with_workers=True,
+            resumes=resumes,
+            tls=tls,
         )
         say(invitation(process.address, process.token_file.resolve(), own_command(), tls))
         return process
@@ -246,11 +266,11 @@ class WorkerContext:
     def open_store(self) -> None:
         """Connects to the launcher's store, which must happen before its address in the environment is changed."""
         if self.has_store:
-            _store(self)
+            open_store(self.global_rank)
 
-    def tell(self, name: str, value: Any) -> None:
-        """Stores a value of JSON's types for the other ranks."""
-        _store(self).set(_key(name), json.dumps(value))
+    def tell(self, name: str, value: JsonValue) -> None:
+        """Stores a value for the other ranks."""
+        tell(self.global_rank, name, value)
 
     def ask(self, name: str, otherwise: str) -> Any:
         """Waits for the value that another rank stores under this name.
@@ -258,10 +278,7 @@ class WorkerContext:
         Raises:
             ExchangeError: it did not come; ``otherwise`` is the message.
         """
-        try:
-            return json.loads(_store(self).get(_key(name)))
-        except RuntimeError as error:
-            raise ExchangeError(otherwise) from error
+        return ask(self.global_rank, name, otherwise)
 
 
 def _certificates(options: ServerOptions) -> Path | None:
@@ -283,49 +300,3 @@ def _slowdown(worker: int, workers: int) -> float:
     if len(factors) != workers or not all(1 <= factor < inf for factor in factors):
         raise ConfigurationError(f"{SLOWDOWN}={given}: give each of the {workers} workers a factor of at least 1")
     return factors[worker]
-
-
-def _under_torchrun() -> bool:
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
-def _store(place: WorkerContext) -> TCPStore:
-    """Connects to torchrun's store, or, where the launcher hosts none, to one that the first rank hosts.
-
-    Raises:
-        ConfigurationError: another job uses its port.
-        ExchangeError: no process hosts the store.
-    """
-    if not _kept:
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        first = place.global_rank == 0 and not agent
-        if first:
-            _check_free(port)
-        try:
-            store = TCPStore(host, port, is_master=first, wait_for_workers=False, timeout=_RENDEZVOUS)
-        except RuntimeError as error:
-            raise ExchangeError(f"rank 0 does not answer at {host}:{port} (MASTER_ADDR, MASTER_PORT)") from error
-        if store.add(_key(f"rank-{place.global_rank}"), 1) > 1:  # without this, a rank would join another job's run
-            raise _taken(port)
-        _kept.append(store)
-    return _kept[0]
-
-
-def _check_free(port: int) -> None:
-    """Raises an error for a port that is taken before torch does, whose message has thirty lines."""
-    try:
-        socket.create_server(("", port)).close()
-    except OSError as error:
-        raise _taken(port) from error
-
-
-def _taken(port: int) -> ConfigurationError:
-    return ConfigurationError(f"port {port} (MASTER_PORT) is another job's: give this job a master_port of its own")
-
-
-_kept: list[TCPStore] = []  # the store that the first rank hosts must live until the others have read it
-
-
-def _key(name: str) -> str:
-    return f"fairseq_async/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"

@@ -8,19 +8,19 @@ import pytest
 from torch.distributed import TCPStore
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.worker import context
+from fairseq_async.worker import store
 from fairseq_async.worker.context import WorkerContext
 
 
 @pytest.fixture
 def other_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
     """The store of another job at this job's MASTER_PORT."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    monkeypatch.setattr(context, "_kept", [])
+    hosted = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    monkeypatch.setattr(store, "_kept", [])
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}.items():
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": hosted.port}.items():
         monkeypatch.setenv(name, str(value))
-    yield store
+    yield hosted
 
 
 def test_the_first_rank_finds_its_port_taken(other_job: TCPStore) -> None:
@@ -34,7 +34,7 @@ def test_another_rank_finds_its_place_taken(other_job: TCPStore, monkeypatch: py
     """Else it would join the other job's run."""
     place = WorkerContext(worker=1, workers=2, has_store=True)
     place.open_store()
-    monkeypatch.setattr(context, "_kept", [])  # as in the other job's process
+    monkeypatch.setattr(store, "_kept", [])  # as in the other job's process
     with pytest.raises(ConfigurationError, match="is another job's"):
         place.open_store()
 
