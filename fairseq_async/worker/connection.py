@@ -5,6 +5,7 @@ import select
 import socket
 import ssl
 import time
+from dataclasses import dataclass
 from typing import TypeVar
 
 from fairseq_async.errors import ExchangeError, ProtocolError, RefusedError, option
@@ -20,14 +21,30 @@ _GREETING_SECONDS = 300.0  # for the first message: the server may still import 
 _SILENCE = 60.0  # seconds after which a worker says that it still waits for an answer
 
 
+@dataclass(frozen=True)
+class Endpoint:
+    """A run's server, and how a process of a worker introduces itself there.
+
+    Attributes:
+        address: HOST:PORT of the server.
+        token: the run's secret.
+        joins: whether the worker was not announced.
+        instance: identifies the worker's process, which may connect again.
+        encryption: TLS context of the connections; None for no encryption.
+    """
+
+    address: str
+    token: str
+    joins: bool
+    instance: str
+    encryption: ssl.SSLContext | None = None
+
+
 class Connection(Channel):
     """A channel on which both sides have proved that they know the token, which does not cross the wire.
 
     Args:
         worker: id of this worker, or None for a worker that was not announced and takes a free id.
-        joins: whether the worker was not announced.
-        instance: identifies this process, which may connect again.
-        encryption: TLS context of the connection; None for no encryption.
         streams: number of connections to make, each of which carries a piece of every large tensor.
         stream_of: the server's challenge on the worker's first connection, if this one carries pieces of its tensors.
 
@@ -42,45 +59,36 @@ class Connection(Channel):
         RefusedError: the server refuses this worker or does not know the token, or one side's certificate is refused.
     """
 
-    def __init__(
-        self,
-        address: str,
-        token: str,
-        worker: int | None,
-        joins: bool,
-        instance: str,
-        encryption: ssl.SSLContext | None = None,
-        streams: int = 1,
-        stream_of: str | None = None,
-    ) -> None:
-        super().__init__(_open(address, encryption))
+    def __init__(self, endpoint: Endpoint, worker: int | None, streams: int = 1, stream_of: str | None = None) -> None:
+        address, token = endpoint.address, endpoint.token
+        super().__init__(_open(address, endpoint.encryption))
         theirs = self._greeting(address).challenge
         self.connection.settimeout(CONNECT_SECONDS)
         ours = challenge()
         own = proof(token, "worker", theirs, ours)
-        self.send(encode(Introduce(own, ours, worker, joins, instance, stream_of)))
+        self.send(encode(Introduce(own, ours, worker, endpoint.joins, endpoint.instance, stream_of)))
         introduced = parse_answer(self.receive(), Introduced)
         if not proves(introduced.proof, token, "server", theirs, ours):
             raise RefusedError(f"the server at {address} does not know this run's token: it is another's")
         self.connection.settimeout(None)
         self.worker, self.workers, self.server = introduced.worker, introduced.workers, introduced.server
         for _ in range(streams - 1):
-            self._add_stream(address, token, joins, instance, encryption, theirs)
+            self._add_stream(endpoint, theirs)
         self.give_up_after(introduced.timeout)  # also a machine that fails before it answers the next request
 
-    def _add_stream(
-        self, address: str, token: str, joins: bool, instance: str, encryption: ssl.SSLContext | None, theirs: str
-    ) -> None:
-        """Adds a further connection, for pieces of tensors.
+    def _add_stream(self, endpoint: Endpoint, theirs: str) -> None:
+        """Adds a further connection, for pieces of tensors; ``theirs`` is the server's challenge on this one.
 
         Raises:
             ExchangeError: the connection cannot be made, or the server has lost the first one meanwhile.
         """
         try:
-            self.add(Connection(address, token, self.worker, joins, instance, encryption, stream_of=theirs))
+            self.add(Connection(endpoint, self.worker, stream_of=theirs))
         except (ExchangeError, RefusedError) as error:
             self.close()
-            raise ExchangeError(f"not all connections to the server at {address} could be made: {error}") from error
+            raise ExchangeError(
+                f"not all connections to the server at {endpoint.address} could be made: {error}"
+            ) from error
 
     def _greeting(self, address: str) -> Greeting:
         """Receives the first message. A server that refuses this side's certificate says so after the handshake."""

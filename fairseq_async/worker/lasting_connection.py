@@ -22,7 +22,7 @@ from fairseq_async.exchange.tls import worker_context
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, protocol
 from fairseq_async.server.protocol import Push, PushReply, Request, Welcome
-from fairseq_async.worker.connection import CONNECT_SECONDS, Connection
+from fairseq_async.worker.connection import CONNECT_SECONDS, Connection, Endpoint
 from fairseq_async.worker.receiver import ParameterReceiver
 from fairseq_async.worker.signs_of_life import SignsOfLife
 
@@ -66,11 +66,12 @@ class LastingConnection:
         streams: int = 1,
     ) -> None:
         self.address, self.patience = address, patience
-        self._encryption = None if tls is None else worker_context(tls)
         self.remote = address.rpartition(":")[0] != LOOPBACK
         self._streams = streams if self.remote else 1
         self.memory: SharedMemory | None = None
-        self._token, self._instance, self._joins = token, uuid.uuid4().hex, worker is None
+        encryption = None if tls is None else worker_context(tls)
+        self._instance = uuid.uuid4().hex
+        self._endpoint = Endpoint(address, token, joins=worker is None, instance=self._instance, encryption=encryption)
         self._slot: Tensor | None = None
         self._joined_with: tuple[Layout, MethodSpec] | None = None
         self.left = threading.Event()
@@ -184,8 +185,7 @@ class LastingConnection:
     # The connection
 
     def _connect(self, worker: int | None) -> Connection:
-        own = self._joins, self._instance, self._encryption, self._streams
-        return Connection(self.address, self._token, worker, *own)
+        return Connection(self._endpoint, worker, self._streams)
 
     def _hello(self) -> Welcome:
         assert self._joined_with is not None
