@@ -1,7 +1,5 @@
 """Chooses the state from which a new server goes on: worker 0's, or a snapshot of an interrupted run."""
 
-from typing import Any
-
 from fairseq_async.algorithms.rule import State
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.layout import Layout
@@ -38,14 +36,14 @@ def newest_state(
     return ("the beginning", None) if restored is None else ("a checkpoint", restored)
 
 
-def check_snapshot(state: dict[str, Any]) -> None:
+def check_snapshot(state: State) -> None:
     """Checks that a state is a server's snapshot; raises any exception, from reading it, if it is not."""
     MethodSpec.from_json(state["spec"])
     Layout.from_json(state["layout"])
     int(state["server"]["version"])
 
 
-def _misfit(run: Run, state: dict[str, Any]) -> str:
+def _misfit(run: Run, state: State) -> str:
     """Returns in words how a snapshot differs from this run; empty if it fits."""
     spec = MethodSpec.from_json(state["spec"])
     if difference := Layout.from_json(state["layout"]).difference(run.layout):

@@ -5,10 +5,10 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError
 from fairseq_async.exchange.linux import end_with_parent
 from fairseq_async.server.notices import Journal, Tell, tell_log
@@ -41,7 +41,7 @@ class Snapshots:
         self._failed = False
         self.journal = Journal()
 
-    def keep_up(self, state: Callable[[], dict[str, Any]], version: int, seconds: float, updates: int | None) -> None:
+    def keep_up(self, state: Callable[[], State], version: int, seconds: float, updates: int | None) -> None:
         """Takes a snapshot at the beginning, and then whenever so many seconds or versions have passed."""
         due = self._taken_at is None or self.clock() - self._taken_at >= seconds
         due = due or bool(updates and version - self._version >= updates)
@@ -52,7 +52,7 @@ class Snapshots:
             except OSError as error:  # no more processes, no memory for one, or the directory is gone
                 self._fail(f": {error}")
 
-    def take(self, state: dict[str, Any], version: int) -> None:
+    def take(self, state: State, version: int) -> None:
         """Begins to write a snapshot; does nothing while the one before is being written.
 
         Raises:
@@ -107,7 +107,7 @@ class Snapshots:
             self.tell(f"a snapshot could not be written{why}; the run goes on without it")
         self._failed = True
 
-    def latest(self, check: Callable[[dict[str, Any]], object]) -> tuple[Path, dict[str, Any]] | None:
+    def latest(self, check: Callable[[State], object]) -> tuple[Path, State] | None:
         """Returns the newest snapshot of this run that can be read and that ``check`` accepts; None without one.
 
         Newer ones are skipped with a warning, and renamed: they would be taken for newer than those to come.
@@ -118,34 +118,38 @@ class Snapshots:
         for part in self.directory.glob("*.part"):
             part.unlink(missing_ok=True)  # its writer has ended with its server
         for path in reversed(self._files()):
-            try:
-                state = torch.load(path, map_location="cpu", weights_only=True)
-                check(state)
-                if state.pop("run", self.run) == self.run:
-                    return path, state
+            state = self._read(path, check)
+            if state is None:
+                path.replace(path.with_suffix(".torn"))
+            elif state.pop("run", self.run) != self.run:
                 self.tell(f"{path} is skipped: it is of another run")
                 path.replace(path.with_suffix(".other"))
-            except Exception as error:  # torch raises whatever the broken bytes lead it to
-                self.tell(f"{path} is skipped: {type(error).__name__}: {error}")
-                path.replace(path.with_suffix(".torn"))
+            else:
+                return path, state
         if any(self.directory.glob("*.torn")):
             raise RefusedError(f"no snapshot in {self.directory} can be read")
         return None
 
-    def of_run_before(self, check: Callable[[dict[str, Any]], object]) -> tuple[Path, dict[str, Any]] | None:
+    def of_run_before(self, check: Callable[[State], object]) -> tuple[Path, State] | None:
         """Returns the newest snapshot, of any run, that can be read and that ``check`` accepts; None without one."""
         for path in reversed(self._files()):
-            try:
-                state = torch.load(path, map_location="cpu", weights_only=True)
-                check(state)
-            except Exception as error:  # torch raises whatever the broken bytes lead it to
-                self.tell(f"{path} is skipped: {type(error).__name__}: {error}")
-                continue
-            state.pop("run", None)
-            return path, state
+            state = self._read(path, check)
+            if state is not None:
+                state.pop("run", None)
+                return path, state
         return None
 
-    def take_last(self, state: dict[str, Any], version: int) -> None:
+    def _read(self, path: Path, check: Callable[[State], object]) -> State | None:
+        """Returns the state in a snapshot; None, with a warning, where it cannot be read or ``check`` raises."""
+        try:
+            state: State = torch.load(path, map_location="cpu", weights_only=True)
+            check(state)
+        except Exception as error:  # torch raises whatever the broken bytes lead it to
+            self.tell(f"{path} is skipped: {type(error).__name__}: {error}")
+            return None
+        return state
+
+    def take_last(self, state: State, version: int) -> None:
         """Writes a snapshot in this process, which no longer serves workers."""
         self.wait()
         try:
@@ -159,7 +163,7 @@ class Snapshots:
         for path in [*self._files(), *self.directory.glob("*.part"), *self.directory.glob("*.torn")]:
             path.unlink(missing_ok=True)
 
-    def _write(self, state: dict[str, Any], version: int) -> None:
+    def _write(self, state: State, version: int) -> None:
         path = self.directory / f"version-{version:012d}.pt"
         part = path.with_suffix(".part")
         try:
