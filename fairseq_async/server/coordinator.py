@@ -121,24 +121,31 @@ class Coordinator:
 
     def accept(self, update: Update, version: int, now: float) -> Instruction:
         """Returns the early answer to an update that is only added to others at this version: its sender goes on."""
-        server = self.server
-        staleness = version - update.base_version
         early = Receipt(
-            update.worker,
-            update.sequence,
-            update.base_version,
-            update.weight,
-            Status.ACCEPTED,
-            staleness,
-            0.0,
-            server.version,
+            worker=update.worker,
+            sequence=update.sequence,
+            base_version=update.base_version,
+            weight=update.weight,
+            status=Status.ACCEPTED,
+            staleness=version - update.base_version,
+            norm=0.0,
+            version=self.server.version,
         )
         return self.instruct(update.worker, early, now)
 
     def rejected(self, worker: int, now: float) -> Instruction:
         """Returns the answer to an update that comes after the run's last step."""
-        version = self.server.version
-        return self.instruct(worker, Receipt(worker, -1, version, 0.0, Status.FINISHED, 0, 0.0, version), now)
+        late = Receipt(
+            worker=worker,
+            sequence=-1,
+            base_version=self.server.version,
+            weight=0.0,
+            status=Status.FINISHED,
+            staleness=0,
+            norm=0.0,
+            version=self.server.version,
+        )
+        return self.instruct(worker, late, now)
 
     # Workers come, wait and go
 
@@ -244,35 +251,42 @@ class Coordinator:
         if not self.server.held:
             self.waiting.close()
         self.look_ahead.follow(self.server.version, self.server.parameters)
-        settled, waiting = [], []
-        failures: list[tuple[int, Exception]] = []
+        outcome, waiting = Outcome(), []
         for receipt in receipts:
             report, waits = self._pending.pop(receipt.worker, (Report(), False))
             if receipt.status in SETTLED:
-                self.positions[receipt.worker] = report.position
                 try:
-                    self.plan.record(receipt.worker, report)
+                    self._count(receipt, report)
                 except Exception as error:  # whatever it is, the other workers of the round must get their answers
-                    failures.append((receipt.worker, error))
-                self.look_ahead.note(receipt.worker, receipt.base_version, receipt.staleness)
-            held_seconds = now - self.held_since.pop(receipt.worker, now)
-            merged: tuple[int, ...] = ()
-            control_events: tuple[ControlEvent, ...] = ()
-            if receipt.status in SETTLED:  # a replay reads no lines of updates that were not settled
-                merged, self._merged = tuple(self._merged), []
-                control_events, self._control_events = tuple(self._control_events), []
-            settled.append(Settled(receipt, report, control_events, held_seconds, merged))
-            waiting += [receipt] * waits
+                    outcome.failures.append((receipt.worker, error))
+            outcome.settled.append(self._settled(receipt, report, now))
+            if waits:
+                waiting.append(receipt)
         self.finished = self.finished or self.server.finished or self.plan.finished
-        instructions = []
         for receipt in waiting:
             try:
-                instructions.append(self.instruct(receipt.worker, receipt, now))
+                outcome.instructions.append(self.instruct(receipt.worker, receipt, now))
             except Exception as error:  # as above
-                failures.append((receipt.worker, error))
+                outcome.failures.append((receipt.worker, error))
         if self.finished:
-            instructions += self._reject_waiting(now)
-        return Outcome(settled, instructions, failures) + self._wake(now)
+            outcome.instructions += self._reject_waiting(now)
+        return outcome + self._wake(now)
+
+    def _count(self, receipt: Receipt, report: Report) -> None:
+        """Counts the work of an update that was settled; last in the plan, which may fail."""
+        self.positions[receipt.worker] = report.position
+        self.look_ahead.note(receipt.worker, receipt.base_version, receipt.staleness)
+        self.plan.record(receipt.worker, report)
+
+    def _settled(self, receipt: Receipt, report: Report, now: float) -> Settled:
+        """Returns an update for the log. It has the merges and control events since the update before, unless its line
+        is one that a replay does not read: then the next one has them."""
+        held_seconds = now - self.held_since.pop(receipt.worker, now)
+        if receipt.status not in SETTLED:
+            return Settled(receipt, report, held_seconds=held_seconds)
+        merged, self._merged = tuple(self._merged), []
+        control_events, self._control_events = tuple(self._control_events), []
+        return Settled(receipt, report, control_events, held_seconds, merged)
 
     def _continues(self, arrived: int | None, now: float) -> bool:
         """Whether the held updates wait for others; the update of worker ``arrived``, if any, has just joined them."""
@@ -285,8 +299,9 @@ class Coordinator:
 
     def _waited_for(self, now: float) -> set[int]:
         """Returns the workers that a round waits for; :class:`NearArrivals` decides by itself about first updates."""
-        is_brief = isinstance(self.waiting, NearArrivals)
-        return self.membership.expected(now) if is_brief else self.membership.awaited(now)
+        if isinstance(self.waiting, NearArrivals):
+            return self.membership.expected(now)
+        return self.membership.awaited(now)
 
     def _complete_round(self) -> None:
         if self.waiting.steps_together:

@@ -1,6 +1,7 @@
 """The outcome of a call of the coordinator: the updates that were settled, and the answers to workers."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server.protocol import Assignment, Report
@@ -11,7 +12,7 @@ from fairseq_async.server.receipt import Receipt
 class ControlEvent:
     """A change of a rule's round size, or an epoch's begin or end, between two updates. A replay repeats it."""
 
-    event: str  # limit_round, begin_epoch, end_epoch
+    event: Literal["limit_round", "begin_epoch", "end_epoch"]
     updates: int | None = None
     epoch: int | None = None
     loss: float | None = None
@@ -35,8 +36,12 @@ class Settled:
     @property
     def recorded(self) -> JsonObject:
         """The fields for its line in the log besides those of receipt and report."""
-        own: JsonObject = {"held_seconds": self.held_seconds} if self.held_seconds else {}
-        return own | {"merged": list(self.merged)} if self.merged else own
+        own: JsonObject = {}
+        if self.held_seconds:
+            own["held_seconds"] = self.held_seconds
+        if self.merged:
+            own["merged"] = list(self.merged)
+        return own
 
 
 @dataclass(frozen=True)
