@@ -1,9 +1,14 @@
 """The plan of a run: the next work of each worker, and the end of the run."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
-from fairseq_async.algorithms.rule import State
+from torch import Tensor
+
+from fairseq_async.algorithms.rule import Rule, State
 from fairseq_async.errors import RefusedError
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.layout import Layout
 from fairseq_async.server.protocol import Assignment, Report, ScheduleEvent
 
 _PASSES = 100  # passes over the data in one step, at most: micro-batches may be accumulated over a small set
@@ -48,6 +53,10 @@ class Plan(Protocol):
     def state_dict(self) -> State: ...
 
     def load_state_dict(self, state: State) -> None: ...
+
+
+Build: TypeAlias = Callable[[MethodSpec, Layout, Tensor], tuple[Rule, Plan]]
+"""Builds rule and plan from a method, the layout and the flat parameters, which the rule changes in place."""
 
 
 class EpochSchedule(Protocol):

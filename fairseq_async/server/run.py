@@ -1,13 +1,12 @@
 """A run in the server process: its model and method and, once it has parameters, its coordinator and its log."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
-from fairseq_async.algorithms import Fragment, Rule, Update, in_turn
+from fairseq_async.algorithms import Fragment, Update, in_turn
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
 from fairseq_async.exchange import SharedMemory, copy, linux
@@ -20,16 +19,13 @@ from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.payloads import Payloads
 from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.outcome import Instruction, Settled
-from fairseq_async.server.plan import Plan
+from fairseq_async.server.plan import Build as Build
 from fairseq_async.server.protocol import Pull, PullReply, Push, PushReply, StateSaved, Welcome, WorkReply
 from fairseq_async.server.receipt import SETTLED, Status
 from fairseq_async.server.run_files.event_log import EventLog, Recorder, merge_path, update_path
 from fairseq_async.server.run_files.state_files import restored_path, saved_path, write_state
 from fairseq_async.server.shards.rule import build_sharded, shared_copy
 from fairseq_async.server.upstream import Upstream
-
-Build = Callable[[MethodSpec, Layout, Tensor], tuple[Rule, Plan]]
-"""Builds rule and plan from a method, the layout and the flat parameters, which the rule changes in place."""
 
 _REMEDIES = {
     "learning_rates": ": give all the same schedule and number of steps (to the Trainer of transformers max_steps)"
@@ -89,8 +85,8 @@ class Run:
         """
         if difference := layout.difference(self.layout):
             raise RefusedError(f"{name} has another model than the others: {difference}")
-        if option := self.spec.difference(spec):
-            raise RefusedError(f"{name} was started with another {option} than the others{_REMEDIES.get(option, '')}")
+        if other := self.spec.difference(spec):
+            raise RefusedError(f"{name} was started with another {other} than the others{_REMEDIES.get(other, '')}")
 
     def begin(
         self, build: Build, parameters: Tensor, state: State | None, source: str, membership: Membership, time: float

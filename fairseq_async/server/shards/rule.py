@@ -19,7 +19,7 @@ from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.optimizers.torch_optimizer import of_tensors
-from fairseq_async.server.plan import EpochPlan, Plan
+from fairseq_async.server.plan import Build, EpochPlan, Plan
 from fairseq_async.server.shards.messages import (
     Apply,
     BeginEpoch,
@@ -46,7 +46,6 @@ from fairseq_async.server.shards.process import (
     state_to_file,
 )
 
-Build = Callable[[MethodSpec, Layout, Tensor], tuple[Rule, Plan]]
 _SHARDS = "shards"
 
 
