@@ -5,9 +5,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from tempfile import gettempdir
 from typing import Protocol
 
@@ -29,7 +27,7 @@ from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Push, Report, ScheduleEvent
 from fairseq_async.server.receipt import SETTLED
 from fairseq_async.server.run_files.description import RunDescription
-from fairseq_async.server.run_files.event_log import EVENTS, START, checksum, merge_path, read_vector
+from fairseq_async.server.run_files.event_log import EVENTS, START, checksum, load_recorded, merge_path, read_vector
 from fairseq_async.server.run_files.events import Event, LineReader
 from fairseq_async.server.shards.rule import build_sharded, close_shards, shared_copy, shared_zeros
 
@@ -97,11 +95,7 @@ class Recording:
         events = list(reader)
         if not any(event.checksum for event in events):
             raise ConfigurationError(f"{run_dir}: no checksums in events.jsonl; a run is recorded with --record")
-        try:
-            start = torch.load(run_dir / START, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
-            why = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:100]}"
-            raise ConfigurationError(f"{run_dir / START}, the run's first state, cannot be read: {why}") from error
+        start = load_recorded(run_dir / START, "the run's first state")
         if not (isinstance(start, dict) and {"resumed", "server", "threads"} <= start.keys()):
             raise ConfigurationError(f"{run_dir / START}: not the first state of a run")
         if start["resumed"]:
@@ -163,7 +157,6 @@ class Replay:
         # the log says when a round is complete: here no round is complete or ends by itself
         held = replace(spec, barrier=OPEN if spec.barrier else 0, grace_seconds=None, closes_early=False, quorum=0)
         membership = Membership(spec.workers, now=0.0)
-        self._close = partial(close_shards, rule)
         self.coordinator = build_coordinator(held, rule, plan, self.parameters, membership)
         self.server = self.coordinator.server
         self.server.load_state_dict(recording.start["server"])
@@ -198,7 +191,7 @@ class Replay:
 
     def close(self) -> None:
         """Ends the processes of a server in shards."""
-        self._close()
+        close_shards(self.server.rule)
 
     def _begin(self) -> None:
         """Lets each worker that computed from the present version take it: now, or, as a copy that is kept, when its
@@ -313,10 +306,13 @@ def _built(recording: Recording, run: Run) -> tuple[Tensor, Rule, Plan]:
     """Builds the first parameters, the rule and the plan; in shards where the run's server was in shards."""
     spec, layout, parameters = recording.spec, recording.layout, recording.start["server"]["parameters"]
     if spec.server.server_shards == 1:
-        return (own := parameters.clone(), *run.build(spec, layout, own))
-    slots = {worker: shared_zeros(layout.size) for worker in run.workers}
-    own = shared_copy(parameters)
-    return (own, *build_sharded(run.build, spec, layout, own, slots.__getitem__, Path(gettempdir())))
+        own = parameters.clone()
+        rule, plan = run.build(spec, layout, own)
+    else:
+        own = shared_copy(parameters)
+        slots = {worker: shared_zeros(layout.size) for worker in run.workers}
+        rule, plan = build_sharded(run.build, spec, layout, own, slots.__getitem__, Path(gettempdir()))
+    return own, rule, plan
 
 
 def _recorded_report(event: Event) -> Report:

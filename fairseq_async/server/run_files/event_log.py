@@ -215,17 +215,29 @@ def record_vector(path: Path, vector: Tensor) -> None:
         raise
 
 
+def load_recorded(path: Path, what: str) -> object:
+    """Loads a file of a recording with torch; what is in it is for the caller to check.
+
+    Args:
+        what: says in an error what the file is.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
+        why = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:100]}"
+        raise ConfigurationError(f"{path}, {what}, cannot be read: {why}") from error
+
+
 def read_vector(path: Path, size: int) -> Tensor:
     """Reads a vector that :func:`record_vector` has written.
 
     Raises:
         ConfigurationError: the file cannot be read, or is not a vector of this size.
     """
-    try:
-        vector = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
-        why = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:100]}"
-        raise ConfigurationError(f"{path}, which a replay needs, cannot be read: {why}") from error
+    vector = load_recorded(path, "which a replay needs")
     if not isinstance(vector, Tensor) or vector.shape != (size,) or vector.dtype != torch.float32:
         raise ConfigurationError(f"{path}: not {size} values in fp32")
     return vector
