@@ -13,12 +13,15 @@ since it sent the fragment, Θ + (θ − θ_sent), so that each local step is in
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.rule import Rule, State
 from fairseq_async.algorithms.update import Update
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,13 @@ def _split(ends: list[int], count: int, places: list[int]) -> list[int]:
     return sorted(ends + list(spare.values())[: count - len(ends)])
 
 
-def in_turn(fragments: Sequence[Fragment], sequence: int) -> Fragment:
-    """Returns the fragment to which a worker's update with this sequence number belongs."""
-    return fragments[sequence % len(fragments)]
+def in_turn(of_fragments: Sequence[_Item], sequence: int) -> _Item:
+    """Returns the fragment to which a worker's update with this sequence number belongs, or what belongs to it.
+
+    Args:
+        of_fragments: the fragments, or something that each of them has, such as its rule, in their order.
+    """
+    return of_fragments[sequence % len(of_fragments)]
 
 
 class FragmentedRule(Rule):
@@ -108,7 +115,7 @@ class FragmentedRule(Rule):
 
     def of(self, sequence: int, parameters: Tensor) -> tuple[Rule, Tensor]:
         """Returns the rule of the fragment whose turn it is, and that fragment of the flat ``parameters``."""
-        return self.rules[sequence % len(self.rules)], in_turn(self.fragments, sequence).of(parameters)
+        return in_turn(self.rules, sequence), in_turn(self.fragments, sequence).of(parameters)
 
     def apply(self, parameters: Tensor, update: Update) -> float:
         """Applies the update to its fragment of the flat ``parameters``."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async import compression
+from fairseq_async.algorithms import in_turn
 from fairseq_async.algorithms.codecs.payload import checksum_of
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import CodecError
@@ -123,7 +124,7 @@ class CompressedFragments:
         """Returns the starts of the fragment of an update of this number; for None those of the whole model, or None if
         it has several fragments. They are the same for every worker."""
         if sequence is not None:
-            return self._fragments[sequence % len(self._fragments)]
+            return in_turn(self._fragments, sequence)
         return self._fragments[0] if len(self._fragments) == 1 else None
 
     def took(self, worker: int, values: Tensor, sequence: int | None) -> None:

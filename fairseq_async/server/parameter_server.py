@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import FragmentedRule, NormGate, Rule, StalenessPolicy, Update
+from fairseq_async.algorithms import FragmentedRule, NormGate, Rule, StalenessPolicy, Update, in_turn
 from fairseq_async.algorithms.rule import ComparingRule, State
 from fairseq_async.algorithms.threads import copy_in_threads
 from fairseq_async.errors import HalfAppliedError, RefusedError
@@ -134,7 +134,7 @@ class ParameterServer:
 
     def changed_at(self, sequence: int) -> int:
         """Returns the version at which the fragment of the update with this sequence number changed last."""
-        return self._changed_at[sequence % len(self._changed_at)] if self._changed_at else self.version
+        return in_turn(self._changed_at, sequence) if self._changed_at else self.version
 
     def note_pull(self, worker: int, start: Tensor) -> None:
         """Keeps a copy of the worker's start, which delay compensation compares with later parameters."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async import compression
-from fairseq_async.algorithms import Codec, ErrorFeedback
+from fairseq_async.algorithms import Codec, ErrorFeedback, in_turn
 from fairseq_async.algorithms.codecs.payload import checksum_of
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import CodecError
@@ -93,7 +93,7 @@ class Compressor:
     @property
     def _part(self) -> _Part:
         """The part of the update that is being sent, or, between two updates, of the next one."""
-        return self._parts[self._sequence % len(self._parts)]
+        return in_turn(self._parts, self._sequence)
 
     def encode(self, push: Push, update: Tensor) -> tuple[Push, Tensor | None]:
         """Returns the message and its payload; no payload for an update with NaN or Inf, which will be refused.

@@ -68,8 +68,8 @@ class Payloads:
             return None
         data = self._arrived(peer)
         fragment = in_turn(self._fragments, push.sequence)
-        sizes = self._sizes[push.sequence % len(self._sizes)]
-        fragment.of(slot).copy_(self.codec.decode(data, fragment.size, sizes))
+        values = self.codec.decode(data, fragment.size, in_turn(self._sizes, push.sequence))
+        fragment.of(slot).copy_(values)
         return checksum_of(data)
 
     def _place(self, peer: Peer, fragment: Fragment, slot: Tensor) -> None:
