@@ -7,9 +7,9 @@ from typing import Any
 from fairseq_async.deepspeed_plugin.compat import count_step
 from fairseq_async.deepspeed_plugin.engine import AsyncEngine, ClientState
 from fairseq_async.deepspeed_plugin.schedules import NamedSchedule
-from fairseq_async.deepspeed_plugin.served import SCHEDULER, check_rates, present_rates
+from fairseq_async.deepspeed_plugin.served import SCHEDULER, check_rates
 from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.optimizers.learning_rates import RateTable, StepSchedule
+from fairseq_async.server.optimizers.learning_rates import RateTable, StepSchedule, present_rates
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec
 from fairseq_async.server.plan import whole_steps
 from fairseq_async.worker.context import WorkerContext

@@ -10,6 +10,8 @@ from fairseq_async.deepspeed_plugin import schedules
 from fairseq_async.deepspeed_plugin.tensors import trainable
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
+from fairseq_async.server.optimizers import learning_rates
+from fairseq_async.server.optimizers.learning_rates import present_rates as present_rates
 from fairseq_async.server.optimizers.learning_rates import tabulate
 from fairseq_async.server.optimizers.torch_optimizer import describe
 
@@ -60,25 +62,8 @@ def equal_of_torch(optimizer: torch.optim.Optimizer) -> str:
     return "AdamW" if vars(optimizer)["adam_w_mode"] else "Adam"
 
 
-def present_rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Returns the learning rate of each parameter group."""
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
 def check_rates(optimizer: torch.optim.Optimizer, before: list[float]) -> None:
-    """Checks that no scheduler and no script sets learning rates that the server would not take.
-
-    Args:
-        before: the rates that the server has.
-
-    Raises:
-        ConfigurationError: something sets them.
-    """
-    remedy = 'but it steps in the server: give a schedule as "scheduler" in the configuration, or as lr_scheduler='
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # every scheduler of torch leaves this mark
-        raise ConfigurationError(f"the optimizer has a scheduler, {remedy}")
-    for number, (rate, given) in enumerate(zip(present_rates(optimizer), before, strict=True)):
-        if rate != given:
-            raise ConfigurationError(
-                f'param_groups[{number}]["lr"] of the optimizer was {given:g} and is {rate:g} now, {remedy}'
-            )
+    """See :func:`fairseq_async.server.optimizers.learning_rates.check_rates`; with the remedy of DeepSpeed's users."""
+    learning_rates.check_rates(
+        optimizer, before, 'give a schedule as "scheduler" in the configuration, or as lr_scheduler='
+    )

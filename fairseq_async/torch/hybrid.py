@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from fairseq_async.config import HybridOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import MethodSpec, hybrid_spec
-from fairseq_async.server.optimizers.learning_rates import tabulate
+from fairseq_async.server.optimizers.learning_rates import check_rates, present_rates, tabulate
 from fairseq_async.server.optimizers.torch_optimizer import describe
 from fairseq_async.torch.options import parse_options
 from fairseq_async.torch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
@@ -66,7 +66,7 @@ class HybridAsync(AsyncTraining):
         self._scheduler = scheduler
         rates = [] if scheduler is None else tabulate(scheduler, optimizer, self.options.total_steps)
         self._inner = describe(optimizer, self._named, rates=rates, clip_norm=float(clip_norm))
-        self._rates = self._present_rates()
+        self._rates = present_rates(optimizer)
         self._check_rates()
         self._hybrid: HybridWorker | None = None
 
@@ -118,9 +118,6 @@ class HybridAsync(AsyncTraining):
         loss = self._take_loss()
         self.async_worker.step(1.0, None if loss is None else float(loss), wait=not norm < inf, norm=norm)
 
-    def _present_rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
     def _check_rates(self) -> None:
         """Checks that nothing but a scheduler that the server knows sets the learning rates.
 
@@ -130,12 +127,5 @@ class HybridAsync(AsyncTraining):
         if self._scheduler is not None:
             # a fast worker steps the scheduler more often than the run has steps: OneCycleLR, for one, would fail
             self._scheduler.last_epoch = min(self._scheduler.last_epoch, self.options.total_steps - 1)
-            return
-        if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):  # every scheduler of torch leaves this mark
-            raise ConfigurationError("the optimizer has a scheduler, but it steps in the server: give it as scheduler=")
-        for number, (rate, before) in enumerate(zip(self._present_rates(), self._rates, strict=True)):
-            if rate != before:
-                raise ConfigurationError(
-                    f'param_groups[{number}]["lr"] was {before:g} and is {rate:g} now, but the optimizer steps in the '
-                    "server: give a scheduler of torch as scheduler="
-                )
+        else:
+            check_rates(self.optimizer, self._rates, "give a scheduler of torch as scheduler=")

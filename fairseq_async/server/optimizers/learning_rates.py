@@ -106,6 +106,32 @@ def tabulate(scheduler: Any, optimizer: Optimizer, steps: int) -> Rates:
     return rates
 
 
+def present_rates(optimizer: Optimizer) -> list[float]:
+    """Returns the learning rate of each parameter group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def check_rates(optimizer: Optimizer, before: list[float], remedy: str) -> None:
+    """Checks, on a worker, that no scheduler and no script sets learning rates that the server would not take.
+
+    Args:
+        optimizer: the worker's own, which does not step.
+        before: the rates that the server has.
+        remedy: says how the user gives the server a schedule.
+
+    Raises:
+        ConfigurationError: something sets them.
+    """
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # every scheduler of torch leaves this mark
+        raise ConfigurationError(f"the optimizer has a scheduler, but it steps in the server: {remedy}")
+    for number, (rate, given) in enumerate(zip(present_rates(optimizer), before, strict=True)):
+        if rate != given:
+            raise ConfigurationError(
+                f'param_groups[{number}]["lr"] of the optimizer was {given:g} and is {rate:g} now, but it steps in the '
+                f"server: {remedy}"
+            )
+
+
 def _check(scheduler: Any, name: str, optimizer: Optimizer, steps: int) -> None:
     if not steps:
         raise ConfigurationError(
