@@ -96,7 +96,10 @@ class Client(LastingConnection):
         if compressor.keeps_residual and self._may_reject:
             push = replace(push, wait=True)  # an early answer would not say whether the update is taken
         answer = self._ask(push, PushReply, lambda: payload)
-        compressor.settle_meanwhile(answer.taken)  # while the next batch is computed
+        if answer.status is Status.FINISHED:
+            compressor.withdraw()
+        else:
+            compressor.settle_meanwhile(answer.taken)  # while the next batch is computed
         return answer
 
     def prepare(self, write: Callable[[Tensor], object]) -> float:

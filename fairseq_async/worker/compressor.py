@@ -122,6 +122,13 @@ class Compressor:
         if feedback is not None:
             (feedback.acknowledge if taken else feedback.refuse)()
 
+    def withdraw(self) -> None:
+        """Forgets the update that was sent after the run's last step: the server has not counted it, and a run that
+        goes on from a checkpoint computes it again."""
+        feedback = self._part.feedback
+        if feedback is not None:
+            feedback.withdraw()
+
     def settle_meanwhile(self, taken: bool) -> None:
         """Runs :meth:`settle` in a second thread; the next call of another method waits for it."""
         self._wait()

@@ -263,6 +263,18 @@ def test_a_residual_comes_back_only_to_its_worker_at_its_time(tmp_path: Path) ->
         assert back.state_dict()["parts"][0]["feedback"]["residual"].tolist() == residual(one)
 
 
+def test_a_run_that_goes_on_has_the_residual_without_an_update_that_came_after_its_last_step(tmp_path: Path) -> None:
+    """The server has not counted that update: the worker computes it again."""
+    with local_sgd(tmp_path, workers=2, compress=TOP_1, total_steps=1) as [one, other]:
+        assert send(one, 0, [4.0, 3.0, 0.0]).taken and send(other, 0, [1.0, 0.0, 0.0]).finished
+        assert send(one, 1, [0.0, 0.0, 5.0]).status is Status.FINISHED
+        assert one.client.compressor is not None and residual(one) == [0.0, -3.0, 0.0]
+        options = compression.parse(TOP_1).push
+        assert options is not None
+        back = Compressor(options, one.spec, LAYOUT, worker=0)
+        assert back.load_state_dict(one.client.compressor.state_dict(), 1)
+
+
 @pytest.mark.parametrize("other", ["dqsgd", "int8", "topk:chunk=3,keep=2", "bf16"])
 def test_a_residual_is_sent_by_whatever_codec_the_run_goes_on_with(tmp_path: Path, other: str) -> None:
     """One that keeps none, as dqsgd, leaves it; what a codec has noted is its own."""

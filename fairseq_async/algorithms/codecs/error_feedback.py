@@ -23,7 +23,7 @@ class ErrorFeedback:
         sizes: number of values of each tensor in an update; None for one tensor.
 
     Attributes:
-        pending: whether an update was sent that is neither acknowledged nor refused.
+        pending: whether an update was sent that is neither acknowledged nor refused nor withdrawn.
     """
 
     def __init__(self, codec: Codec, sizes: Sequence[int] | None = None) -> None:
@@ -71,6 +71,10 @@ class ErrorFeedback:
         if self._update is not None:
             self._residual.add_(self._update)
             self._forget()
+
+    def withdraw(self) -> None:
+        """Forgets the pending update, as if it was never sent: the residual is that of the updates before it."""
+        self._forget()
 
     def state_dict(self) -> State:
         """Returns the residual, the codec's state, and the pending update, if there is one."""
