@@ -133,17 +133,23 @@ class Coordinator:
         )
         return self.instruct(update.worker, early, now)
 
-    def rejected(self, worker: int, now: float) -> Instruction:
-        """Returns the answer to an update that comes after the run's last step."""
+    def rejected(self, worker: int, now: float, sequence: int | None = None) -> Instruction:
+        """Returns the answer to an update that comes after the run's last step.
+
+        Args:
+            sequence: its number, which was settled before if the answer was lost; None for the worker's next one.
+        """
+        version, last = self.server.version, self.server.sequences.get(worker, -1)
+        number = last + 1 if sequence is None else sequence
         late = Receipt(
             worker=worker,
-            sequence=-1,
-            base_version=self.server.version,
+            sequence=number,
+            base_version=version,
             weight=0.0,
-            status=Status.FINISHED,
+            status=Status.DUPLICATE if number <= last else Status.FINISHED,
             staleness=0,
             norm=0.0,
-            version=self.server.version,
+            version=version,
         )
         return self.instruct(worker, late, now)
 

@@ -330,7 +330,7 @@ class Service(Connections):
             if accepted:
                 run.memory.mark_taken(peer.id, push.sequence)
                 return None
-            return run.reply(coordinator.rejected(peer.id, now))
+            return run.reply(coordinator.rejected(peer.id, now, push.sequence))
         payload = None if accepted else run.payloads.unpack(peer, push, run.memory.slot(peer.id))
         update = run.checked_update(peer.id, push)
         began = time.perf_counter()

@@ -275,6 +275,17 @@ def test_a_run_that_goes_on_has_the_residual_without_an_update_that_came_after_i
         assert back.load_state_dict(one.client.compressor.state_dict(), 1)
 
 
+def test_the_last_update_of_a_run_counts_once_where_its_answer_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with local_sgd(tmp_path, workers=1, compress=TOP_1, total_steps=1) as [worker]:
+        worker.client.patience = 10.0
+        lose_next_answer(worker, monkeypatch)
+        answer = send(worker, 0, [4.0, 3.0, 0.0])
+        assert answer.finished and answer.status is Status.DUPLICATE and answer.taken
+        assert residual(worker) == [0.0, -3.0, 0.0] and parameters(worker) == [4.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("other", ["dqsgd", "int8", "topk:chunk=3,keep=2", "bf16"])
 def test_a_residual_is_sent_by_whatever_codec_the_run_goes_on_with(tmp_path: Path, other: str) -> None:
     """One that keeps none, as dqsgd, leaves it; what a codec has noted is its own."""
