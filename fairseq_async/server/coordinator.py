@@ -102,11 +102,11 @@ class Coordinator:
                 self._complete_round()
         return self._settle(self.server.released(), now)
 
-    def hold(self, update: Update, report: Report, since: float) -> None:
-        """Holds again an update that was held when a simulation was stopped."""
+    def hold(self, update: Update, report: Report, since: float, version: int) -> None:
+        """Holds again an update that was held when a simulation was stopped; it had arrived at this version."""
         self._pending[update.worker] = report, True
         self.held_since[update.worker] = since
-        self.server.push(update)
+        self.server.hold(update, version)
 
     def close_round(self, now: float) -> Outcome:
         """Applies the held updates without waiting for others."""

@@ -155,6 +155,20 @@ class ParameterServer:
         """The workers whose updates wait for their round."""
         return set(self._held)
 
+    @property
+    def held_from(self) -> dict[int, int]:
+        """The version at which the held update of each worker arrived."""
+        return {worker: receipt.version for worker, (_, receipt) in self._held.items()}
+
+    def hold(self, update: Update, version: int) -> None:
+        """Holds again an update that arrived at this version, when a simulation goes on.
+
+        A merge since then may have made another version. It must not make the update more stale, or drop it.
+        """
+        receipt = self._receipt(update, Status.APPLIED, float(torch.linalg.vector_norm(update.delta)))
+        receipt = replace(receipt, version=version, staleness=version - update.base_version)
+        self._held[update.worker] = update, receipt
+
     def push(self, update: Update, norm: float | None = None) -> Receipt:
         """Settles the update, or holds it behind the barrier (then :meth:`released` gives its receipt later).
 

@@ -321,12 +321,13 @@ class Trial:
     def state_dict(self) -> State:
         """Returns the whole state, between two calls of :meth:`advance`, in types that torch loads without trust."""
         state = {name: getattr(self, name) for name in self._PLAIN}
+        since = self.coordinator.held_since
         return state | {
             "coordinator": self.coordinator.state_dict(),
             "membership": self.membership.state_dict(),
             "waiting": self.coordinator.waiting.state_dict(),
             "barrier": self.server.barrier,
-            "held": dict(sorted(self.coordinator.held_since.items())),
+            "held": {worker: (since[worker], version) for worker, version in sorted(self.server.held_from.items())},
             "clock": self.clock.state_dict(),
             "workers": [worker.state_dict() for worker in self.workers],
             "starts": None if self.starts is None else self.starts.state_dict(),
@@ -350,8 +351,8 @@ class Trial:
             if self.spec.grace_seconds is None:
                 self.coordinator.limit_round(state["barrier"])
             self.server.limit_barrier(state["barrier"])
-        for held, since in state["held"].items():  # not in the server's state: held anew
-            self.coordinator.hold(_update(self.workers[held]), self.workers[held].report, since)
+        for held, (since, version) in state["held"].items():  # not in the server's state: held anew
+            self.coordinator.hold(_update(self.workers[held]), self.workers[held].report, since, version)
         self.coordinator.waiting.load_state_dict(state["waiting"])  # last: a period ends where no update is held
 
 
