@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fairseq_async import methods
 from fairseq_async.algorithms import AdaScaleGain, CountSketch, HybridAccumulation, Rule, Update, adasum
-from fairseq_async.algorithms.rule import State
+from fairseq_async.algorithms.rule import State, fills
 from fairseq_async.config import HybridOptions, LocalSGDOptions
 from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.server import Layout, local_sgd_main
@@ -157,16 +157,17 @@ def _square_norm(tensor: Tensor) -> float:
 class AdasumOfRanks(Rule):
     """Subtracts the Adasum of a round's deltas: θ ← θ − Adasum(δ₁ … δ_k), tensor by tensor, for k ranks.
 
-    Keeps references to the deltas until the round is complete; the workers must not overwrite them before.
+    At the end of a run, when the steps that are left are not for all ranks, a round has the deltas of those that they
+    are for. Keeps references to the deltas until the round is complete; the workers must not overwrite them before.
     """
 
     def __init__(self, layout: Layout, ranks: int) -> None:
-        self.layout, self.ranks = layout, ranks
+        self.layout, self.round_size = layout, ranks
         self._deltas: list[Tensor] = []
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
         self._deltas.append(update.delta)
-        if len(self._deltas) < self.ranks:
+        if len(self._deltas) < self.round_size:
             return False
         views = [list(self.layout.views(delta)) for delta in self._deltas]
         for parameter, tensors in zip(self.layout.views(parameters), zip(*views, strict=True), strict=True):
@@ -175,7 +176,10 @@ class AdasumOfRanks(Rule):
         return True
 
     def moves_parameters(self, ahead: int = 0) -> bool:
-        return (len(self._deltas) + ahead + 1) % self.ranks == 0
+        return fills(len(self._deltas), self.round_size, ahead)
+
+    def limit_round(self, updates: int) -> None:
+        self.round_size = updates
 
     def state_dict(self) -> State:
         """Returns nothing: between two rounds there is nothing to keep."""

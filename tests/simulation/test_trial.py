@@ -119,6 +119,21 @@ def test_adasum_combines_the_ranks_steps_tensor_by_tensor(tmp_path: Path) -> Non
     assert torch.allclose(before - simulated.parameters, expected, rtol=0, atol=1e-6)
 
 
+def test_adasums_last_round_counts_also_where_it_has_no_steps_for_all_ranks(tmp_path: Path) -> None:
+    """Two rounds of 5 steps leave 6 of the 36 steps: 5 for one rank, 1 for another, none for the third."""
+    plain = {"type": "sgd", "lr": 0.1}
+    simulated = trial(experiment(tmp_path, methods={"it": METHODS["adasum"] | {"local_steps": 5}}, optimizer=plain))
+    while simulated.version < 2:
+        assert simulated.advance()
+    before = simulated.parameters.clone()
+    left = [worker.delta.clone() for worker in simulated.workers[:2]]
+    finish(simulated)
+    tensors = zip(*(simulated.model.layout.views(delta) for delta in left), strict=True)
+    expected = torch.cat([adasum(pair).flatten() for pair in tensors])
+    assert torch.allclose(before - simulated.parameters, expected, rtol=0, atol=1e-6) and expected.any()
+    assert simulated.version == 3 and simulated.steps == 36
+
+
 def test_adascale_steps_by_the_gain_of_its_ranks_and_ends_at_its_scale_invariant_steps(tmp_path: Path) -> None:
     simulated, log = run(tmp_path, METHODS["adascale"] | {"smoothing": 0.0}, steps=20)
     events = zip(log.events, log.extra, strict=True)
