@@ -25,6 +25,8 @@ from fairseq_async.simulation.experiment import Experiment, Method, ScheduleOpti
 from fairseq_async.simulation.hierarchy import simulated_run
 from fairseq_async.simulation.records import Records, first_time, read_lines, write_whole
 from fairseq_async.simulation.schedule import LearningRate
+from fairseq_async.simulation.simulated_run import SimulatedRun
+from fairseq_async.simulation.trial import Write
 from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
 
@@ -82,6 +84,7 @@ class Simulator:
             raise ConfigurationError(f'"batch_size" is {size}: the problem has {problem.samples} samples')
         order = ShardOrder([problem.samples], experiment.seed)
         self.model = SharedModel(problem, experiment.head.batch_size, order, experiment.seed)
+        self._check_pairs()
         self._stop = False
         self._claim_out()
 
@@ -129,6 +132,20 @@ class Simulator:
                 )
             taken[directory] = pair.name
 
+    def _check_pairs(self) -> None:
+        """Builds each trial once, so that what cannot work is said now, and not after hours of other trials."""
+        for pair in self.pairs:
+            try:
+                self._build(pair, self.model.flat, write=lambda *_: None)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{self.experiment.path}, method {pair.name}: {error}") from error
+        self.model.live_in(self.model.flat)
+
+    def _build(self, pair: Pair, start: Tensor, write: Write) -> SimulatedRun:
+        shards = shard_sizes(self.model.problem.samples, pair.cluster.workers)
+        self.model.order = ShardOrder(shards, self.experiment.seed)
+        return simulated_run(self.experiment, pair.method, pair.cluster, self.model, start, write)
+
     def _claim_out(self) -> None:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -162,13 +179,11 @@ class Simulator:
         records = Records(pair.directory(self.out))
         if (summary := records.summary) is not None:
             return summary
-        workers = pair.cluster.workers
-        self.model.order = ShardOrder(shard_sizes(self.model.problem.samples, workers), self.experiment.seed)
-        trial = simulated_run(self.experiment, pair.method, pair.cluster, self.model, start, records.write)
+        trial = self._build(pair, start, records.write)
         records.open(trial, name=pair.method.name, cluster=pair.cluster_name, number=self.pairs.index(pair))
         if not records.curve:
             records.evaluate(trial)
-        every, began = self.experiment.evaluate_every * workers, time.monotonic()
+        every, began = self.experiment.evaluate_every * pair.cluster.workers, time.monotonic()
         saved = began
         while trial.advance():
             if trial.steps // every > records.curve[-1]["steps"] // every:

@@ -60,6 +60,24 @@ def test_a_mistake_in_the_file_is_one_line_that_names_it(tmp_path: Path, change:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (DN | {"delay": 4, "c": 0.3}, "--c is 0.3: with --delay 4 it must be in [0, 1/4]"),
+        (DN | {"outer": "direction_averaging", "quorum": 4}, "--quorum is 4: there are only 3 workers"),
+        (DN | {"local_steps": 8, "fragments": 8}, "--fragments is 8: the model has 4 tensors"),
+        ({"method": "hybrid_async", "barrier": True, "updates_per_step": 4}, "--updates-per-step is 4"),
+    ],
+)
+def test_a_method_that_does_not_fit_its_cluster_is_said_before_others_have_run(
+    tmp_path: Path, wrong: dict[str, Any], message: str
+) -> None:
+    given = experiment(tmp_path, methods={"right": DN, "wrong": wrong})
+    with pytest.raises(ConfigurationError) as caught:
+        Simulator(given, tmp_path / "out", resume=False)
+    assert f"{given.path}, method wrong: {message}" in str(caught.value) and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("text", ["- 1\n", "a: [", "1: 2\n", ""])
 def test_a_file_that_is_no_experiment_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.yaml").write_text(text)
