@@ -215,6 +215,21 @@ class Experiment:
         return self.head.evaluate_every or max(1.0, self.steps / 20)
 
 
+_MERGE = "tag:yaml.org,2002:merge"  # of <<, which may be repeated
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """Refuses a key that is given twice: YAML takes the last, and a copied method would replace its original."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        names = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
+        for number, key in enumerate(names):
+            if any(key.value == other.value for other in names[:number]):
+                raise yaml.composer.ComposerError(None, None, f'"{key.value}" is given twice', key.start_mark)
+        return node
+
+
 def read(path: Path) -> Experiment:
     """Reads an experiment from its file.
 
@@ -222,7 +237,7 @@ def read(path: Path) -> Experiment:
         ConfigurationError: the file cannot be read, or a key or value in it is wrong: one line that names it.
     """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.simulation.experiment import read
 from fairseq_async.simulation.simulate import Simulator
-from tests.helpers.simulations import DN, experiment
+from tests.helpers.simulations import BASE, DN, experiment
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,19 @@ def test_a_method_that_does_not_fit_its_cluster_is_said_before_others_have_run(
     with pytest.raises(ConfigurationError) as caught:
         Simulator(given, tmp_path / "out", resume=False)
     assert f"{given.path}, method wrong: {message}" in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_a_key_that_is_given_twice_is_refused_and_one_in_place_of_a_merged_one_is_not(tmp_path: Path) -> None:
+    """YAML would keep the last of two methods of one name."""
+    path = experiment(tmp_path).path
+    once = yaml.safe_dump({key: value for key, value in BASE.items() if key != "cluster"})
+    once += "clusters: {a: &a {workers: 2}, b: {<<: *a, workers: 3}}\n"
+    path.write_text(once + "methods: {DN: {method: local_sgd}}\n")
+    assert read(path).clusters["b"].workers == 3
+    path.write_text(once + "methods: {DN: {method: local_sgd}, DN: {method: hybrid_async}}\n")
+    with pytest.raises(ConfigurationError, match='cannot be read: "DN" is given twice in .*, line') as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["- 1\n", "a: [", "1: 2\n", ""])
