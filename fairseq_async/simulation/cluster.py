@@ -6,11 +6,12 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.validation import first_mistake
 
 if TYPE_CHECKING:
     from fairseq_async.server.run_files.events import Event
@@ -19,9 +20,9 @@ WIDEST = 3.0  # standard deviation of seconds over their mean
 
 
 class _Strict(BaseModel):
-    """A section of the experiment file, in which unknown keys are errors."""
+    """A section of the experiment file, in which unknown keys and numbers that are not finite are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
 
 
 class Distribution(_Strict):
@@ -73,7 +74,21 @@ class Trace(_Strict):
     worker: int = Field(0, ge=0)
 
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)] | Distribution | Trace
+Seconds = Annotated[float, Field(gt=0)] | Distribution | Trace
+
+
+def _described(given: Any) -> Any:
+    """Returns the distribution or trace of a mapping, and anything else as it is. In a union, a mistake in a
+    distribution would be shown as one in a trace."""
+    if not isinstance(given, dict):
+        return given
+    if ("distribution" in given) == ("trace" in given):
+        raise ValueError("give a number, or a mapping with either distribution or trace")
+    kind: type[Distribution | Trace] = Distribution if "distribution" in given else Trace
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise ValueError(first_mistake(error)) from error
 
 
 class Absence(_Strict):
@@ -135,6 +150,11 @@ class Cluster(_Strict):
     absences: list[Absence] = []
     regions: int = Field(1, ge=1)
     between_regions: Exchange | None = None
+
+    @field_validator("seconds_per_step", mode="before")
+    @classmethod
+    def _of_one_kind(cls, given: Any) -> Any:
+        return [_described(each) for each in given] if isinstance(given, list) else _described(given)
 
     @model_validator(mode="after")
     def _of_one_size(self) -> "Cluster":
@@ -242,7 +262,7 @@ def read_trace(given: Trace) -> tuple[float, ...]:
             seconds = [float(line) for line in given.trace.read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"trace {given.trace} cannot be read: {error}") from error
-    if not seconds or min(seconds) <= 0:
+    if not seconds or not all(0 < each < math.inf for each in seconds):
         raise ConfigurationError(f"trace {given.trace}: no seconds above 0 of worker {given.worker} in it")
     return tuple(seconds)
 

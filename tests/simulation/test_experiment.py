@@ -1,5 +1,6 @@
 """The experiment file: its mistakes are one line each."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.simulation.experiment import read
 from fairseq_async.simulation.simulate import Simulator
 from tests.helpers.simulations import BASE, DN, experiment
+
+
+def _speed(seconds: Any) -> dict[str, Any]:
+    return {"cluster": {"workers": 2, "seconds_per_step": [1.0, seconds]}}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +37,15 @@ from tests.helpers.simulations import BASE, DN, experiment
         ({"cluster": {"workers": 1, "absences": [{"worker": 1, "from": 2}]}}, "absences name worker 1; there are 1"),
         ({"cluster": {"workers": 1, "absences": [{"worker": 0, "from": 2, "to": 1}]}}, "it must be after from"),
         ({"cluster": {"workers": 1, "seconds_per_step": {"trace": "nowhere"}}}, "trace nowhere cannot be read"),
+        ({"cluster": {"workers": 1, "absences": [{"worker": 0, "from": 2, "to": math.nan}]}}, '"absences.0.to": Input'),
+        (
+            {"cluster": {"workers": 1, "exchange": {"seconds": math.inf}}},
+            '"exchange.seconds": Input should be a finite',
+        ),
+        (_speed({"distribution": "normal", "mean": 1}), '"seconds_per_step": distribution: Input should be'),
+        (_speed({"distribution": "uniform", "mean": 1, "spread": 0.9}), "of a uniform distribution is at most 0.57"),
+        (_speed({"distribution": "lognormal", "mean": math.inf}), '"seconds_per_step": mean: Input should be a finite'),
+        (_speed({"mean": 1}), "give a number, or a mapping with either distribution or trace"),
         ({"cluster": None}, 'give "cluster", or several with names as "clusters"'),
         ({"schedule": {"type": "cosinus"}}, 'schedule: "type"'),
         ({"optimizer": {"lr": 0}}, 'optimizer: "lr"'),
@@ -90,6 +104,14 @@ def test_a_key_that_is_given_twice_is_refused_and_one_in_place_of_a_merged_one_i
     with pytest.raises(ConfigurationError, match='cannot be read: "DN" is given twice in .*, line') as caught:
         read(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seconds", ["0", "nan", "inf"])
+def test_a_trace_has_times_above_0(tmp_path: Path, seconds: str) -> None:
+    (tmp_path / "trace.txt").write_text(f"1.0\n{seconds}\n")
+    given = experiment(tmp_path, **_speed({"trace": str(tmp_path / "trace.txt")}))
+    with pytest.raises(ConfigurationError, match="no seconds above 0 of worker 0 in it"):
+        Simulator(given, tmp_path / "out", resume=False)
 
 
 @pytest.mark.parametrize("text", ["- 1\n", "a: [", "1: 2\n", ""])
