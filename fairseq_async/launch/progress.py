@@ -79,6 +79,7 @@ class Progress:
     def _reset(self) -> None:
         self._replaced = self._events.replaced
         self._recent: deque[Event] = deque()
+        self._version_before = 0  # the first of _recent
         self.updates = {worker: 0 for worker in range(self.workers)}
         self.refused = self.version = 0
         self._work = Work()
@@ -96,7 +97,7 @@ class Progress:
 
     def _drop_old(self) -> None:
         while self._recent and self._recent[0].time < self.clock() - _WINDOW:
-            self._recent.popleft()
+            self._version_before = self._recent.popleft().version_after
 
     def _add(self, event: Event) -> None:
         if event.status is Status.APPLIED:
@@ -107,6 +108,7 @@ class Progress:
         if self._first is None:
             self._length, self._sizes = self._read_length(), read_sizes(self.run_dir)
             self._first = event.time, self._length.fraction(self._work)
+            self._version_before = event.base_version + event.staleness
         self._recent.append(event)
         self.updates[event.worker] = self.updates.get(event.worker, 0) + 1
         self.refused += event.status is Status.REFUSED
@@ -148,15 +150,18 @@ class Progress:
     @property
     def updates_in_a_step(self) -> float:
         """Mean number of updates in a step of the server; 0 where it has not stepped."""
-        applied = [event for event in self._recent if event.status is Status.APPLIED]
-        steps = applied[-1].version_after - applied[0].version_after if applied else 0
-        return (len(applied) - 1) / steps if steps else 0.0
+        applied = sum(event.status is Status.APPLIED for event in self._recent)
+        return applied / self._steps if self._steps else 0.0
 
     @property
     def updates_per_second(self) -> float:
         """Steps of the server per second."""
-        versions = [event.version_after for event in self._recent]
-        return (versions[-1] - versions[0]) / self.seconds if versions else 0.0
+        return self._steps / self.seconds
+
+    @property
+    def _steps(self) -> int:
+        """Number of steps of the server in the last seconds."""
+        return self._recent[-1].version_after - self._version_before if self._recent else 0
 
     @property
     def seconds(self) -> float:

@@ -41,14 +41,30 @@ def test_progress_follows_the_log_and_leaves_half_a_line_for_later(tmp_path: Pat
 def test_progress_says_who_was_held_and_how_far_was_looked_ahead(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     progress = Progress(tmp_path, 2, clock=lambda: 1000.0)
-    lines = [event(0, 4, 1000.0), event(0, 4, 1000.0, held_seconds=0.25), event(0, 5, 1000.0)]
+    lines = [event(0, 4, 1000.0, base_version=3), event(0, 4, 1000.0, held_seconds=0.25), event(0, 5, 1000.0)]
     lines += [event(0, 5, 1000.0, held_seconds=0.75), event(1, 6, 1000.0, look_ahead=1.5)]
     path.write_text("".join(lines))
     progress.poll()
     first, second, every = progress.rows()
     assert (first.held_seconds, first.look_ahead) == (0.25, 0.0)
     assert (second.held_seconds, second.look_ahead) == (0.0, 1.5) and every.held_seconds == 0.2
-    assert progress.updates_in_a_step == 2.0 and "2.0 in a step" in progress.summary()
+    assert progress.updates_in_a_step == 2.5 and "2.5 in a step" in progress.summary()
+
+
+@pytest.mark.parametrize("now", [1006.0, 1012.0, 1026.0], ids=["one step", "two steps", "older ones are dropped"])
+def test_steps_that_take_seconds_are_counted_with_all_their_updates(tmp_path: Path, now: float) -> None:
+    """Three workers that step together every 6 seconds."""
+    progress = Progress(tmp_path, 3, clock=lambda: now, began=1000.0)
+    steps = range(1, int(now - 1000.0) // 6 + 1)
+    lines = [
+        event(worker, step - (worker < 2), 1000.0 + 6 * step, base_version=step - 1, staleness=0)
+        for step in steps
+        for worker in range(3)
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    progress.poll()
+    assert progress.updates_in_a_step == 3.0
+    assert progress.updates_per_second == pytest.approx(min(3, len(steps)) / min(15, now - 1000.0))
 
 
 def test_the_view_of_a_compressed_run_has_bytes_per_second_ratio_and_residual_of_each_worker(tmp_path: Path) -> None:
