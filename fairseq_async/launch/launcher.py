@@ -86,7 +86,7 @@ class Launcher:
                 for worker in self.processes.workers:
                     self._start(worker)
                 self._watch()
-            self.display.say(f"finished: {self.display.progress.summary()}")
+            self.display.say(f"finished: {self.display.progress.result()}")
         except KeyboardInterrupt:
             self.display.say("interrupted: the server writes what was done")
             self._end()
@@ -117,7 +117,7 @@ class Launcher:
             line.insert(2, "--resume")
         elif self.command.rendezvous is None:
             line = without_beginning(line)
-        return f"all is kept up to update {self.display.progress.version:,}; go on with: {shlex.join(line)}"
+        return f"all is kept up to {self.display.progress.position}; go on with: {shlex.join(line)}"
 
     def _start_server(self, wanted: ServerRequest) -> None:
         self.run_dir = Path(wanted.run_dir)

@@ -170,15 +170,19 @@ class Progress:
 
     @property
     def position(self) -> str:
-        """How far the run is, and the time left at the speed so far: ``update 120 of 5,000, 0:12:30 left``."""
+        """How far the run is: ``update 120 of 5,000, epoch 3 of 10``."""
+        return (self._length or self._read_length()).describe(self._work)
+
+    @property
+    def time_left(self) -> str:
+        """The time to the run's end at the speed so far: ``, 0:12:30 left``; empty where it is not known."""
         if self._length is None or self._first is None:
-            return f"update {self.version:,}"
+            return ""
         began, before = self._first
         done, seconds = self._length.fraction(self._work), self.clock() - began
-        text = self._length.describe(self._work)
-        if before < done < 1 and seconds > 1:
-            text += f", {timedelta(seconds=round(seconds * (1 - done) / (done - before)))} left"
-        return text
+        if not before < done < 1 or seconds <= 1:
+            return ""
+        return f", {timedelta(seconds=round(seconds * (1 - done) / (done - before)))} left"
 
     @property
     def status(self) -> str:
@@ -188,15 +192,21 @@ class Progress:
     def summary(self) -> str:
         """Returns the progress in one line."""
         every = self.rows()[-1]
-        text = f"{self.position}, {self.updates_per_second:.1f} updates/s, {every.tokens:,.0f} tokens/s, "
-        text += f"{self.updates_in_a_step:.1f} in a step, staleness {every.staleness:.2f}"
-        text += "" if every.loss is None else f", loss {every.loss:.3f}"
-        return (
-            text
-            + self._validated()
-            + _sent(every.compressed, self.seconds)
-            + (f", {self.refused} refused" if self.refused else "")
+        text = (
+            f"{self.position}{self.time_left}, {self.updates_per_second:.1f} updates/s, {every.tokens:,.0f} tokens/s, "
         )
+        text += f"{self.updates_in_a_step:.1f} in a step, staleness {every.staleness:.2f}"
+        return text + self._losses(every) + _sent(every.compressed, self.seconds) + self._refused()
+
+    def result(self) -> str:
+        """Returns how far the run has come, in one line: without the rates, which are those of the last seconds."""
+        return self.position + self._losses(self.rows()[-1]) + self._refused()
+
+    def _losses(self, every: Row) -> str:
+        return ("" if every.loss is None else f", loss {every.loss:.3f}") + self._validated()
+
+    def _refused(self) -> str:
+        return f", {self.refused} refused" if self.refused else ""
 
     def _validated(self) -> str:
         """Returns the last validation's loss and score as text; empty without a validation."""

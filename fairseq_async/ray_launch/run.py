@@ -131,7 +131,7 @@ class RayRun:
         try:
             with self._display:
                 self._watch()
-            self._display.say(f"finished: {self._display.progress.summary()}")
+            self._display.say(f"finished: {self._display.progress.result()}")
         except KeyboardInterrupt:
             self._display.say("interrupted: the server writes what was done")
             self._actors.end(_LEAVING)

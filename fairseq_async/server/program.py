@@ -75,7 +75,7 @@ def _finish(service: Service) -> None:
     run = service.begun  # None where all workers have left before
     version = 0 if run is None else run.coordinator.server.version
     if run is not None:
-        tell_log(f"the run is finished at update {version:,}")
+        tell_log(f"the run is finished at version {version:,}")
     kept = run is not None and run.spec.of_regions
     if run is None or version == 0 or (service.membership.has_left(0) and not kept):
         meeting_path(service.run_dir).unlink(missing_ok=True)
@@ -100,4 +100,4 @@ def _keep(service: Service) -> None:
         return
     ending.touch()  # it stays: this process holds the directory until it is gone, and the next run removes the file
     service.snapshots.take_last(service.begun.snapshot(), server.version)
-    tell_log(f"whoever has started the server is gone: it ends at update {server.version:,}")
+    tell_log(f"whoever has started the server is gone: it ends at version {server.version:,}")

@@ -309,7 +309,7 @@ class Service(Connections):
     def _begin(self, run: Run, parameters: Tensor, state: State | None, source: str) -> Answer | None:
         """Begins the run, and welcomes the workers that wait for it; returns the answer to worker 0."""
         run.begin(self.build, parameters, state, source, self.membership, self.wall_clock())
-        self.journal("begin", f"the run begins at update {run.coordinator.server.version:,}, from {source}")
+        self.journal("begin", f"the run begins at version {run.coordinator.server.version:,}, from {source}")
         self._recount(changed=True)
         self._keep_snapshots(run)
         self.snapshots.wait()  # no worker gets parameters before: a server that dies until then begins anew

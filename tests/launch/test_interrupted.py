@@ -42,7 +42,7 @@ def test_a_run_that_is_interrupted_goes_on_by_the_same_command_and_no_bit_differ
     output, _ = first.communicate(timeout=60)
     assert first.returncode == 130 and "Traceback" not in output, output
     (kept,) = snapshot_versions(tmp_path / "parts")[-1:]
-    assert f"all is kept up to update {kept}; go on with: fairseq-async launch --workers 2" in output
+    assert f"all is kept up to update {kept} of 40, epoch" in output and "; go on with: fairseq-async launch" in output
     assert events(tmp_path / "parts")[-1]["version_after"] == kept < 40
     code, output = processes.run(launch_command(data, 2, tmp_path / "parts", *TO_40))
     assert code == 0 and f"the run goes on from version-{kept:012d}.pt" in output, output
@@ -84,7 +84,7 @@ def test_the_next_run_goes_on_from_whatever_is_newer(tmp_path: Path, updates: in
     try:
         assert pull(client)[0] == version
         source = "snapshot" if version > 3 else "a checkpoint"
-        assert f"the run begins at update {version}, from {source}" in (tmp_path / "run" / "server.log").read_text()
+        assert f"the run begins at version {version}, from {source}" in (tmp_path / "run" / "server.log").read_text()
     finally:
         process.stop()
 
@@ -167,14 +167,14 @@ def test_a_run_that_is_interrupted_before_its_first_update_keeps_nothing(tmp_pat
 
 
 def test_an_interrupt_after_the_runs_end_promises_no_snapshot(tmp_path: Path) -> None:
-    progress = SimpleNamespace(poll=lambda: None, updates=Counter({0: 3}), version=3)
+    progress = SimpleNamespace(poll=lambda: None, updates=Counter({0: 3}), version=3, position="update 2 of 9")
     launcher = cast(Any, Launcher.__new__(Launcher))
     launcher.display, launcher.run_dir = SimpleNamespace(progress=progress), tmp_path
     launcher.command = SimpleNamespace(rendezvous=None, resumes=True)
     assert launcher._interrupted().startswith("no snapshot is left: the run was finished")
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots" / "version-000000000003.pt").touch()
-    assert launcher._interrupted().startswith("all is kept up to update 3; go on with")
+    assert launcher._interrupted().startswith("all is kept up to update 2 of 9; go on with")
 
 
 def test_the_command_to_go_on_with_does_not_begin_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,9 @@ def test_the_command_to_go_on_with_does_not_begin_anew(tmp_path: Path, monkeypat
     begins = ["--restore-file", "x.pt", "--reset-optimizer", "--finetune-from-model=y.pt", "--reset-dataloader"]
     monkeypatch.setattr(sys, "argv", ["fairseq-async", "launch", "--workers", "2", "--", *job, *begins, "--lr", "1"])
     launcher = cast(Any, Launcher.__new__(Launcher))
-    launcher.display = SimpleNamespace(progress=SimpleNamespace(poll=lambda: None, updates=Counter({0: 3}), version=3))
+    launcher.display = SimpleNamespace(
+        progress=SimpleNamespace(poll=lambda: None, updates=Counter({0: 3}), version=3, position="update 3")
+    )
     launcher.run_dir, launcher.command = tmp_path, WorkerCommand([*job, *begins, "--lr", "1"])
     assert not launcher.command.resumes
     again = shlex.split(launcher._interrupted().split("go on with: ")[1])

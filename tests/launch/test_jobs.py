@@ -149,6 +149,6 @@ def test_slurm_itself_on_two_nodes_with_a_job_of_two_kinds_and_one_that_is_reque
         state = ["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", said.strip()]
         wait_until(lambda: processes.run(state, **variables)[1].strip() in ("COMPLETED", "FAILED"), 150)
     assert "the run goes on from version-" in log.read_text()
-    assert "is gone: it ends at update" in (tmp_path / "run" / "logs" / "server.log").read_text()
+    assert "is gone: it ends at version" in (tmp_path / "run" / "logs" / "server.log").read_text()
     audit(tmp_path / "run")
     check_run(tmp_path, workers=3, steps=600)

@@ -130,7 +130,7 @@ def test_progress_begins_again_where_a_restart_has_put_another_file_and_lives_th
 def test_before_the_first_update_it_says_what_the_server_has_said_last(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "server.log"
-    log.write_text("2026-01-01 10:00:00 | the run is finished at update 9\n")  # an earlier run's
+    log.write_text("2026-01-01 10:00:00 | the run is finished at version 9\n")  # an earlier run's
     progress = Progress(tmp_path, 2, clock=lambda: 1000.0)
     assert progress.status == "starting: the processes start"
     with log.open("a") as file:
@@ -156,7 +156,10 @@ def test_the_position_has_update_epoch_and_time_left_at_the_speed_so_far(
     with path.open("a") as file:
         file.write(event(1, 20, 1002.0, epochs=0.25))
     progress.poll()
-    assert progress.position == "update 20 of 100, epoch 1 of 4, 0:00:16 left"
+    assert progress.position + progress.time_left == "update 20 of 100, epoch 1 of 4, 0:00:16 left"
+    now = 2000.0
+    progress.poll()
+    assert progress.result() == "update 20 of 100, epoch 1 of 4"  # no rates: nothing has come in the last seconds
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_a_script_that_is_interrupted_is_gone_on_with_by_the_launcher(processes:
     kept = snapshot_versions(tmp_path / "async_training")[-1]
     launcher = [command("fairseq-async"), "launch", "--workers", 1, "--resume", "--", "python"]
     code, output = run(processes, tmp_path, script, *launcher)
-    assert code == 0 and f"the run goes on from version-{kept:012d}.pt, at update {kept}" in output, output
+    assert code == 0 and f"the run goes on from version-{kept:012d}.pt, at version {kept}" in output, output
     applied = [event for event in events(tmp_path / "async_training") if event["status"] == "applied"]
     assert sum(event["local_steps"] for event in applied) == 200
     assert [event["version_after"] for event in applied] == list(range(1, len(applied) + 1))

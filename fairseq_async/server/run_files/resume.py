@@ -30,7 +30,7 @@ def newest_state(
             path.replace(path.with_suffix(".other"))
             tell(f"{path} is set aside as .other: it is of {misfit}")
         elif restored is None or version > restored["server"]["version"]:
-            tell(f"the run goes on from {path.name}, at update {version:,}: a run was interrupted there")
+            tell(f"the run goes on from {path.name}, at version {version:,}: a run was interrupted there")
             return f"snapshot {path.name}", state
     snapshots.clear()
     return ("the beginning", None) if restored is None else ("a checkpoint", restored)

@@ -74,7 +74,7 @@ class Snapshots:
                 code = 0
             except BaseException as error:
                 if not self._failed:
-                    tell_log(f"writing the snapshot of update {version:,}: {type(error).__name__}: {error}")
+                    tell_log(f"writing the snapshot of version {version:,}: {type(error).__name__}: {error}")
             finally:
                 os._exit(code)
 
@@ -98,7 +98,7 @@ class Snapshots:
                 self._fail("")
             else:
                 self._failed = False
-                self.journal("snapshot", f"the snapshot of update {self._writing:,} is written")
+                self.journal("snapshot", f"the snapshot of version {self._writing:,} is written")
         return True
 
     def _fail(self, why: str) -> None:
