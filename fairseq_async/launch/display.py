@@ -1,5 +1,7 @@
 """Shows a run's progress on the terminal."""
 
+import errno
+
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -8,7 +10,16 @@ from fairseq_async.launch.progress import Progress
 
 _COLUMNS = ("", "gradients", "tokens/s", "staleness", "held (s)", "ahead", "loss")
 _OF_COMPRESSED = ("sent (kB/s)", "fp32 / sent", "residual")
-_LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
+LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
+
+
+def say(console: Console, text: str) -> None:
+    """Prints a line as it is. On a full disk the line is lost, and the run goes on; a closed pipe ends it."""
+    try:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise
 
 
 class Display:
@@ -18,7 +29,7 @@ class Display:
         self.progress = progress
         self.console = Console(stderr=True)
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
-        self._next_line = progress.clock() + _LINE_EVERY
+        self._next_line = progress.clock() + LINE_EVERY
 
     def __enter__(self) -> "Display":
         if self._live:
@@ -31,7 +42,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Prints a line above the table."""
-        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        say(self.console, text)
 
     def refresh(self) -> None:
         """Reads the new events and updates what is shown."""
@@ -39,7 +50,7 @@ class Display:
         if self._live:
             self._live.update(self._table(), refresh=True)
         elif self.progress.clock() >= self._next_line:
-            self._next_line += _LINE_EVERY
+            self._next_line += LINE_EVERY
             self.say(self.progress.status)
 
     def _table(self) -> Table:

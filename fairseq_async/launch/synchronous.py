@@ -12,10 +12,10 @@ from fairseq_async.addresses import LOOPBACK
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.launch.display import LINE_EVERY, say
 from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt
 from fairseq_async.server.run_files.leftovers import Leftovers
 
-_LINE_EVERY = 10.0  # seconds between two lines of progress
 _DYING = 10.0  # seconds for the other ranks to end by themselves after one has died
 _STARTING = "starting"
 
@@ -62,7 +62,7 @@ class GroupLauncher:
         }
 
     def _watch(self) -> None:
-        line_at = time.monotonic() + _LINE_EVERY
+        line_at = time.monotonic() + LINE_EVERY
         while self.processes.running:
             time.sleep(0.2)
             failed = self.processes.failed
@@ -72,7 +72,7 @@ class GroupLauncher:
                 worker = (killed or failed)[0]
                 raise self._failure(worker)
             if time.monotonic() >= line_at:
-                line_at += _LINE_EVERY
+                line_at += LINE_EVERY
                 _say(self._progress())
 
     def _failure(self, worker: Worker) -> RunFailedError:
@@ -99,7 +99,7 @@ def _checked(port: int) -> int:
 
 
 def _say(text: str) -> None:
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
+    say(Console(stderr=True), text)
 
 
 def _progress(log: Path) -> str:

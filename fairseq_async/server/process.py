@@ -275,8 +275,10 @@ def _pass_on(notices: int) -> None:
 
 
 def say(what: str) -> None:
-    """Prints a line on this process's stderr, the user's terminal."""
-    print(f"fairseq-async: {what}", file=sys.stderr, flush=True)
+    """Prints a line on this process's stderr, the user's terminal. Where that is a file on a full disk, or a pipe that
+    is closed, the line is lost: a thread that supervises the server must not end of it."""
+    with suppress(OSError):
+        print(f"fairseq-async: {what}", file=sys.stderr, flush=True)
 
 
 def _said(error: OSError | ValueError) -> str:

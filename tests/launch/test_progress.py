@@ -1,5 +1,6 @@
 """What the launcher says of a run while it goes on, from files alone."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from fairseq_async.launch.display import Display
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.run_length import RunLength, Work
 from fairseq_async.server.run_files.validations import Validation
+from tests.helpers.no_room import NoRoom
 
 
 def event(worker: int, version: int, now: float, **more: Any) -> str:
@@ -208,3 +210,12 @@ def test_where_no_worker_reports_a_loss_none_is_shown(tmp_path: Path) -> None:
         console.print(display._table())
     shown = [line.split("│")[-2].strip() for line in captured.get().splitlines() if "worker" in line]
     assert shown == ["", "1.500"]
+
+
+def test_a_line_that_finds_no_room_is_lost_and_one_that_nobody_reads_ends_the_run(tmp_path: Path) -> None:
+    display = Display(Progress(tmp_path, 1))
+    display.console = Console(file=NoRoom())
+    display.say("update 1")
+    display.console = Console(file=NoRoom(errno.EPIPE))
+    with pytest.raises((BrokenPipeError, SystemExit)):
+        display.say("update 1")

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -30,6 +31,7 @@ from fairseq_async.server.protocol import (
 from fairseq_async.worker.client import Client
 from scripts.faults.sgd_server import sgd_spec
 from scripts.faults.thread_server import ThreadServer
+from tests.helpers.no_room import NoRoom
 from tests.helpers.run_files import events, snapshot_versions
 from tests.helpers.server_client import (
     LAYOUT,
@@ -133,6 +135,19 @@ def test_a_server_that_stays_away_is_waited_for_as_long_as_patience_lasts(start_
     with pytest.raises(ExchangeError, match="is gone"):
         push(client, 0, 0.5)
     assert time.monotonic() - began >= 1.0
+    wait_until(lambda: server.poll() == -signal.SIGKILL)
+
+
+def test_a_server_is_started_again_and_its_end_is_seen_where_there_is_no_room_for_a_line_about_it(
+    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", NoRoom())
+    server = start_server(restarts=1)
+    first = join_patiently(server, 0)
+    wait_until(lambda: snapshot_versions(tmp_path) == [0])
+    kill(server)
+    assert pull_after_loss(first) == (0, 1.0)
+    kill(server)
     wait_until(lambda: server.poll() == -signal.SIGKILL)
 
 
