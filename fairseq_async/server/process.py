@@ -28,6 +28,17 @@ _LEAVING_SECONDS = 20.0  # that a server may take to end on a busy machine
 _PORT_SECONDS = 10.0  # that a dead server's port may still be held, by the writer of a snapshot that was just begun
 
 
+def _make_directories(run_dir: Path, logs: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        logs.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # ValueError: a character that no file name can have
+        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigurationError(f"{run_dir} ({option('run_dir')}) cannot be made: {said}") from error
+    if not os.access(run_dir, os.W_OK):
+        raise ConfigurationError(f"{run_dir} ({option('run_dir')}) cannot be written to")
+
+
 def _claim(run_dir: Path) -> int:
     """Locks the directory against other runs, as long as the returned descriptor is open in any process."""
     descriptor, deadline = os.open(run_dir, os.O_RDONLY), time.monotonic() + _ENDING_SECONDS
@@ -107,13 +118,7 @@ class ServerProcess:
         if tls is not None:
             server_context(tls)
         self._leftovers = Leftovers(run_dir)
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            log.parent.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:  # ValueError: a character that no file name can have
-            raise ConfigurationError(f"{run_dir} ({option('run_dir')}) cannot be made: {_said(error)}") from error
-        if not os.access(run_dir, os.W_OK):
-            raise ConfigurationError(f"{run_dir} ({option('run_dir')}) cannot be written to")
+        _make_directories(run_dir, log.parent)
         self.token, self.log, self.restarts = token or new_token(), log, restarts
         self.token_file = run_dir / ".token"
         self._command = [sys.executable, "-m", module, "--workers", str(workers), "--run-dir", str(run_dir)]
@@ -126,13 +131,7 @@ class ServerProcess:
         self._starting = threading.Lock()
         try:
             self._claimed = _claim(run_dir)  # first: a server that ends here may still have the port
-            try:
-                with _listen(host, port) as listener:
-                    self.address = f"{host}:{listener.getsockname()[1]}"
-                    (self._recover if recovers else self._start)(listener)
-            except BaseException:
-                os.close(self._claimed)
-                raise
+            self._start_first(host, port, recovers)
         except ConfigurationError:
             self._leftovers.remove_directories()
             raise
@@ -194,6 +193,18 @@ class ServerProcess:
         """Kills a server whose run has not begun, and removes the files that its start has made."""
         self.stop()
         self._leftovers.remove(logs=True)
+
+    def _start_first(self, host: str, port: int, recovers: bool) -> None:
+        try:
+            with _listen(host, port) as listener:
+                self.address = f"{host}:{listener.getsockname()[1]}"
+                if recovers:
+                    self._recover(listener)
+                else:
+                    self._start(listener)
+        except BaseException:
+            os.close(self._claimed)
+            raise
 
     def _start(self, listener: socket.socket, *arguments: str, report: Sequence[int] = ()) -> None:
         reader, writer = os.pipe()
@@ -279,10 +290,6 @@ def say(what: str) -> None:
     is closed, the line is lost: a thread that supervises the server must not end of it."""
     with suppress(OSError):
         print(f"fairseq-async: {what}", file=sys.stderr, flush=True)
-
-
-def _said(error: OSError | ValueError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _threads(workers: int) -> dict[str, str]:

@@ -31,6 +31,27 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
     Args:
         make: makes its service, from the options of the command line.
     """
+    options = _parse(arguments)
+    # A scheduler or DeepSpeed's launcher stops a job by a signal to every process. This server still writes its last
+    # snapshot: it ends when the process that started it is gone.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tell = tell_log if options.notices is None else Notices(options.notices)
+    service = make(options, build, tell)
+    service.resumes = options.resume
+    if options.recover is not None:
+        _recover(service, options.recover)
+    elif not options.resume:
+        service.snapshots.clear()  # of a run before
+    listener = socket.socket(fileno=options.listener)
+    encryption = None if options.tls is None else server_context(options.tls)
+    tell_log("the server listens at {}:{} for {} workers".format(*listener.getsockname()[:2], options.workers))
+    if EventLoop(listener, service, sys.stdin, options.ends_with_workers, encryption).run():
+        _finish(service)
+    else:
+        _keep(service)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--listener", type=int, required=True, help="descriptor of a socket that listens")
     parser.add_argument("--workers", type=int, required=True)
@@ -40,32 +61,19 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
     parser.add_argument("--resume", action="store_true", help="go on from a snapshot of a run that was interrupted")
     parser.add_argument("--notices", type=int, help="descriptor of a pipe for lines that the user is to see")
     parser.add_argument("--tls", type=Path, help="directory of certificates")
-    options = parser.parse_args(arguments)
-    # A scheduler or DeepSpeed's launcher stops a job by a signal to every process. This server still writes its last
-    # snapshot: it ends when the process that started it is gone.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    tell = tell_log if options.notices is None else Notices(options.notices)
-    service = make(options, build, tell)
-    service.resumes = options.resume
-    if options.recover is None:
-        if not options.resume:
-            service.snapshots.clear()  # of a run before
-    else:
-        with open(options.recover, "w") as report:  # not stdout, where an imported library may write too
-            try:
-                snapshot = service.recover()
-                report.write(snapshot)
-                tell_log(f"the server goes on from {snapshot}, after the death of the one before")
-            except RefusedError as error:
-                report.write(f"error: {error}")
-                raise SystemExit(2) from None
-    listener = socket.socket(fileno=options.listener)
-    encryption = None if options.tls is None else server_context(options.tls)
-    tell_log("the server listens at {}:{} for {} workers".format(*listener.getsockname()[:2], options.workers))
-    if EventLoop(listener, service, sys.stdin, options.ends_with_workers, encryption).run():
-        _finish(service)
-    else:
-        _keep(service)
+    return parser.parse_args(arguments)
+
+
+def _recover(service: Service, descriptor: int) -> None:
+    """Goes on from the last snapshot, and writes its name, or the error, for the process that has started this one."""
+    with open(descriptor, "w") as report:  # not stdout, where an imported library may write too
+        try:
+            snapshot = service.recover()
+            report.write(snapshot)
+            tell_log(f"the server goes on from {snapshot}, after the death of the one before")
+        except RefusedError as error:
+            report.write(f"error: {error}")
+            raise SystemExit(2) from None
 
 
 def _finish(service: Service) -> None:
