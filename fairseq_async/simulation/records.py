@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from fairseq_async.method_spec import JsonObject
-from fairseq_async.server import Receipt
+from fairseq_async.server import Receipt, Status
 from fairseq_async.server.protocol import Report
-from fairseq_async.server.run_files.event_log import EventLog, checksum
+from fairseq_async.server.run_files.event_log import EVENTS, EventLog, checksum
+from fairseq_async.server.run_files.events import read_events
 from fairseq_async.simulation.simulated_run import SimulatedRun
 
 
@@ -43,7 +44,7 @@ class Records:
             trial.load_state_dict(torch.load(state, map_location=trial.parameters.device, weights_only=True))
             self.curve = [row for row in read_lines(self.directory / "curve.jsonl") if row["steps"] <= trial.steps]
         else:
-            (self.directory / "events.jsonl").unlink(missing_ok=True)  # of a trial that was killed before it was saved
+            (self.directory / EVENTS).unlink(missing_ok=True)  # of a trial that was killed before it was saved
         self._events = EventLog(self.directory, trial.sequences, "state.pt", trial.now)
         described = {"workers": trial.spec.workers, "method": trial.spec.to_json(), "simulated": names}
         write_whole(self.directory / "run.json", described | {"layout": trial.model.layout.to_json()})
@@ -71,8 +72,8 @@ class Records:
         partial.replace(self.directory / "state.pt")
 
     def end(self, trial: SimulatedRun, names: dict[str, str], real_seconds: float) -> dict[str, Any]:
-        events = [event for event in read_lines(self.directory / "events.jsonl") if event["status"] == "applied"]
-        staleness = [event["staleness"] for event in events]
+        events = read_events(self.directory / EVENTS)
+        staleness = [event.staleness for event in events if event.status is Status.APPLIED]
         summary = names | self.curve[-1]
         summary |= {
             "staleness": fmean(staleness or [0]),

@@ -76,9 +76,9 @@ class Simulator:
         self._check_names()
         directory = experiment.path.resolve().parent
         problem = problems.build(experiment.head.problem, directory, experiment.seed, _device(experiment.head.device))
-        smallest = max(cluster.workers for cluster in experiment.clusters.values())
-        if problem.samples < smallest:
-            raise ConfigurationError(f"the problem has {problem.samples} samples for {smallest} workers")
+        workers = max(cluster.workers for cluster in experiment.clusters.values())
+        if problem.samples < workers:
+            raise ConfigurationError(f"the problem has {problem.samples} samples for {workers} workers")
         if experiment.head.batch_size > problem.samples:
             size = experiment.head.batch_size
             raise ConfigurationError(f'"batch_size" is {size}: the problem has {problem.samples} samples')

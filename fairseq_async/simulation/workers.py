@@ -75,7 +75,6 @@ class LogicalWorker:
     base_version: int = 0
     weight: float = 0.0
     sent_at: float = 0.0
-    waited: float = 0.0
     report: Report = field(default_factory=Report)
     compressor: Compressor | None = None
     streamed: StreamedParameters | None = None
