@@ -3,6 +3,7 @@
 This module and those that read its models do not import torch, so that a mistake in the options shows at once.
 """
 
+from contextlib import suppress
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -195,12 +196,21 @@ class OuterSGDOptions(AsyncLocalSGDOptions):
     outer_lr: OuterLearningRate = 1.2
 
 
-def _number(text: str) -> object:
-    """Converts the text of a flag to a number, so that an error shows it as one; returns other text as it is."""
-    try:
-        return int(text) if text.lstrip("-").isdigit() else float(text)
-    except ValueError:
-        return text
+def _word_or_number(value: object, words: dict[str, float | None], number: str) -> object:
+    """Converts a word to its value, and the text of a flag to a number, so that an error shows it as one.
+
+    YAML reads ``off`` as false. True is refused: it would count as 1.
+    """
+    if value is False and "off" in words:
+        return words["off"]
+    if isinstance(value, str):
+        if value in words:
+            return words[value]
+        with suppress(ValueError):
+            return int(value) if value.lstrip("-").isdigit() else float(value)
+    elif not isinstance(value, bool):
+        return value
+    raise ValueError(f"must be {', '.join(words)} or {number}")
 
 
 class HybridOptions(Options):
@@ -242,13 +252,15 @@ class HybridOptions(Options):
     total_steps: int = Field(0, ge=0, description="steps of the server in the whole run; 0 for no end")
     seed: int = Field(1, ge=0, description="seed of the order of the data")
 
-    @field_validator("updates_per_step", "look_ahead", mode="before")
+    @field_validator("updates_per_step", mode="before")
     @classmethod
-    def _in_words(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        words = {"auto": None, "off": 0.0}
-        return words[value] if value in words else _number(value)
+    def _updates_in_words(cls, value: object) -> object:
+        return _word_or_number(value, {"auto": None}, "a whole number of at least 1")
+
+    @field_validator("look_ahead", mode="before")
+    @classmethod
+    def _look_ahead_in_words(cls, value: object) -> object:
+        return _word_or_number(value, {"auto": None, "off": 0.0}, "a number of at least 0")
 
     @model_validator(mode="after")
     def _waits_for_somebody(self) -> "HybridOptions":

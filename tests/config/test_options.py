@@ -7,6 +7,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -156,6 +157,7 @@ def test_steps_that_close_and_look_ahead_are_the_default_of_hybrid_and_a_barrier
     papers = HybridOptions.model_validate({"updates_per_step": 2, "look_ahead": "off"})
     fixed = hybrid_spec(papers, 3, None, {}, 0)
     assert (fixed.closes_early, fixed.barrier, fixed.look_ahead) == (False, 0, 0.0)
+    assert HybridOptions.model_validate(yaml.safe_load("look_ahead: off")).look_ahead == 0.0, "YAML reads it as false"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,11 @@ def test_steps_that_close_and_look_ahead_are_the_default_of_hybrid_and_a_barrier
     [
         ({"updates_per_step": 2, "grace_period": 1.0}, "--grace-period is for --updates-per-step auto"),
         ({"barrier": True, "grace_period": 1.0}, "--grace-period is for --updates-per-step auto"),
-        ({"updates_per_step": "all"}, "updates_per_step"),
+        ({"updates_per_step": "all"}, r'"updates_per_step": must be auto or a whole number .* \(it is \'all\'\)'),
+        ({"updates_per_step": "off"}, r"must be auto or a whole number of at least 1 \(it is 'off'\)"),
+        ({"updates_per_step": True}, r"must be auto or a whole number of at least 1 \(it is True\)"),
+        ({"look_ahead": "on"}, r'"look_ahead": must be auto, off or a number of at least 0 \(it is \'on\'\)'),
+        ({"look_ahead": True}, r"must be auto, off or a number of at least 0 \(it is True\)"),
         ({"look_ahead": -1.0}, "look_ahead"),
         ({"look_ahead": math.inf}, "look_ahead"),
     ],
