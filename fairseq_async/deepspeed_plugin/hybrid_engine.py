@@ -46,6 +46,12 @@ class HybridEngine(AsyncEngine):
         self._rates = present_rates(self.optimizer)
         return loaded
 
+    def eval(self) -> object:
+        """Begins an evaluation as DeepSpeed does, of the server's parameters: the model's may be ahead."""
+        if self.async_worker.look_ahead:
+            self.pull()
+        return super().eval()
+
     def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: object, **kwargs: object) -> object:
         """Saves as :meth:`AsyncEngine.save_checkpoint`, with the server's parameters: the model's may be ahead."""
         if self.async_worker.look_ahead:

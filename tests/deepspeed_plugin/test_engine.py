@@ -112,7 +112,7 @@ def test_an_optimizer_of_another_model_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("look_ahead", [0.0, 2.0])
-def test_a_checkpoint_of_a_worker_that_is_ahead_is_of_the_servers_own_parameters(
+def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_servers_own_parameters(
     monkeypatch: pytest.MonkeyPatch, look_ahead: float
 ) -> None:
     done: list[str] = []
@@ -121,7 +121,10 @@ def test_a_checkpoint_of_a_worker_that_is_ahead_is_of_the_servers_own_parameters
     engine.async_worker = cast(Any, SimpleNamespace(look_ahead=look_ahead, catch_up=lambda: done.append("pulls")))
     monkeypatch.setattr(AsyncEngine, "save_checkpoint", lambda *arguments: done.append(f"saves {arguments[1:]}"))
     engine.save_checkpoint("directory", "tag")
-    assert done == ["pulls"] * bool(look_ahead) + ["saves ('directory', 'tag')"]
+    monkeypatch.setattr(DeepSpeedEngine, "eval", lambda engine: done.append("evaluates"))
+    engine.eval()
+    pulls = ["pulls"] * bool(look_ahead)
+    assert done == [*pulls, "saves ('directory', 'tag')", *pulls, "evaluates"]
 
 
 class Saving:
