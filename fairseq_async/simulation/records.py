@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -74,7 +74,7 @@ class Records:
     def end(self, trial: SimulatedRun, names: dict[str, str], real_seconds: float) -> dict[str, Any]:
         events = read_events(self.directory / EVENTS)
         staleness = [event.staleness for event in events if event.status is Status.APPLIED]
-        summary = names | self.curve[-1]
+        summary: dict[str, Any] = names | _finite(self.curve[-1])
         summary |= {
             "staleness": fmean(staleness or [0]),
             "largest_staleness": max(staleness, default=0),
@@ -97,8 +97,9 @@ def _remark(trial: SimulatedRun) -> str:
     return "" if trial.finished else "stopped: all wait for a worker that does not come back"
 
 
-def _finite(row: dict[str, float]) -> dict[str, float | None]:
-    return {key: value if math.isfinite(value) else None for key, value in row.items()}
+def _finite(row: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Replaces NaN and infinity, which JSON does not have, by None; a row that was read may have None already."""
+    return {key: value if value is not None and math.isfinite(value) else None for key, value in row.items()}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -65,6 +65,35 @@ def test_ctrl_c_saves_and_resume_ends_with_the_same_bits(
         assert path.read_text() == (tmp_path / "broken" / path.relative_to(tmp_path / "whole")).read_text()
 
 
+def test_a_loss_that_is_not_finite_is_null_in_all_files_also_of_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON has no infinity."""
+    given = experiment(
+        tmp_path,
+        methods={"it": METHODS["synchronous"]},
+        optimizer={"type": "sgd", "lr": 1e38},
+        schedule={},
+        evaluate_every=1,
+        target={"of": "it"},
+    )
+    broken, advance = Simulator(given, tmp_path / "out", resume=False), Trial.advance
+
+    def advance_and_stop(trial: Trial) -> bool:
+        broken._stop = trial.version == 6
+        return advance(trial)
+
+    monkeypatch.setattr(Trial, "advance", advance_and_stop)
+    with pytest.raises(Interrupted):
+        broken.run()
+    monkeypatch.undo()
+    (row,) = Simulator(given, tmp_path / "out", resume=True).run()
+    assert row["loss"] is None and row["target"] is None and row["time_to_target"] is None
+    for name in ("results.json", "it/summary.json", "it/curve.jsonl"):
+        text = (tmp_path / "out" / name).read_text()
+        assert '"loss": null' in text and "Infinity" not in text and "NaN" not in text
+
+
 def test_a_report_is_one_page_that_needs_no_network(both: Experiment, tmp_path: Path) -> None:
     Simulator(both, tmp_path / "out", resume=False).run()
     runs = load([tmp_path / "out"])
