@@ -8,7 +8,7 @@ from rich.table import Table
 
 from fairseq_async.launch.progress import Progress
 
-_COLUMNS = ("", "gradients", "tokens/s", "staleness", "held (s)", "ahead", "loss")
+_COLUMNS = ("staleness", "held (s)", "ahead", "loss")
 _OF_COMPRESSED = ("sent (kB/s)", "fp32 / sent", "residual")
 LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
 
@@ -57,10 +57,12 @@ class Display:
         table = Table(title=self.progress.status)
         rows = self.progress.rows()
         compressed = any(row.compressed for row in rows)
-        for column in (*_COLUMNS, *(_OF_COMPRESSED if compressed else ())):
+        speed = [f"{self.progress.unit}/s"] if self.progress.unit else []
+        for column in ("", "gradients", *speed, *_COLUMNS, *(_OF_COMPRESSED if compressed else ())):
             table.add_column(column, justify="right")
         for row in rows:
-            cells = f"{row.tokens:,.0f}", f"{row.staleness:.2f}", f"{row.held_seconds:.3f}", f"{row.look_ahead:.2f}"
+            cells = [f"{row.tokens:,.0f}"] if speed else []
+            cells += f"{row.staleness:.2f}", f"{row.held_seconds:.3f}", f"{row.look_ahead:.2f}"
             own = () if row.compressed is None else row.compressed.cells(self.progress.seconds)
             table.add_row(row.name, f"{row.updates:,}", *cells, "" if row.loss is None else f"{row.loss:.3f}", *own)
         return table

@@ -27,7 +27,7 @@ class Row(NamedTuple):
     Attributes:
         name: name of the worker, or "all".
         updates: number of updates since the beginning.
-        tokens: target tokens per second.
+        tokens: target tokens per second; where none are counted, the sum of the updates' weights.
         staleness: mean staleness of the updates.
         held_seconds: mean time for which an update waited for others.
         look_ahead: mean number of versions ahead at which the worker started.
@@ -169,6 +169,11 @@ class Progress:
         return max(1.0, min(_WINDOW, self.clock() - self._began))
 
     @property
+    def unit(self) -> str:
+        """What :attr:`Row.tokens` counts: ``tokens``, ``local steps``, or nothing that has a name (empty)."""
+        return self._length.unit if self._length else "tokens"
+
+    @property
     def position(self) -> str:
         """How far the run is: ``update 120 of 5,000, epoch 3 of 10``."""
         return (self._length or self._read_length()).describe(self._work)
@@ -192,9 +197,8 @@ class Progress:
     def summary(self) -> str:
         """Returns the progress in one line."""
         every = self.rows()[-1]
-        text = (
-            f"{self.position}{self.time_left}, {self.updates_per_second:.1f} updates/s, {every.tokens:,.0f} tokens/s, "
-        )
+        text = f"{self.position}{self.time_left}, {self.updates_per_second:.1f} updates/s, "
+        text += f"{every.tokens:,.0f} {self.unit}/s, " if self.unit else ""
         text += f"{self.updates_in_a_step:.1f} in a step, staleness {every.staleness:.2f}"
         return text + self._losses(every) + _sent(every.compressed, self.seconds) + self._refused()
 

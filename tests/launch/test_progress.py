@@ -113,6 +113,33 @@ def test_the_view_of_another_run_has_no_such_columns(tmp_path: Path) -> None:
     assert "sent" not in console.export_text() + progress.summary()
 
 
+@pytest.mark.parametrize(
+    ("method", "framework", "shown"),
+    [
+        ("hybrid_async", {"inner_optimizer": {"_name": "adam"}}, "20 tokens/s"),
+        ("local_sgd", {"inner_optimizer": {"_name": "adam"}}, "20 tokens/s"),
+        ("local_sgd", {}, "20 local steps/s"),
+        ("hybrid_async", {}, ""),
+    ],
+    ids=["fairseq", "local SGD in fairseq", "local SGD elsewhere", "gradients elsewhere"],
+)
+def test_a_speed_is_in_what_the_weights_of_the_updates_count(
+    tmp_path: Path, method: str, framework: dict[str, Any], shown: str
+) -> None:
+    described = {"method": method, "workers": 1, "options": {}, "framework": framework}
+    (tmp_path / "run.json").write_text(json.dumps({"workers": 1, "method": described, "layout": []}))
+    now = 1000.0
+    progress = Progress(tmp_path, 1, clock=lambda: now)
+    (tmp_path / "events.jsonl").write_text(event(0, 1, 1000.0, weight=100.0))
+    now = 1005.0
+    progress.poll()
+    assert shown in progress.summary() and ("tokens" in progress.summary()) == ("tokens" in shown)
+    console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
+    console.print(Display(progress)._table())
+    heading = next(line for line in console.export_text().splitlines() if "staleness" in line and "┃" in line)
+    assert ("tokens/s" in heading, "local steps/s" in heading) == ("tokens" in shown, "local" in shown)
+
+
 def test_progress_begins_again_where_a_restart_has_put_another_file_and_lives_through_bad_lines(tmp_path: Path) -> None:
     """The new file may be longer than the old one before anybody looks: an offset into it would be amid a line."""
     path = tmp_path / "events.jsonl"
