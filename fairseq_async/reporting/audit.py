@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from pydantic import BaseModel
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -208,7 +209,8 @@ def _note_cut(reader: LineReader[Event] | LineReader[Rollback], found: Audit) ->
 
 def show(found: Audit, console: Console) -> None:
     """Prints the counts, what was taken back, and what the audit does not see."""
-    table = Table("worker", *(status.value for status in _COLUMNS), "rolled back")
+    columns = ("worker", *(status.value for status in _COLUMNS), "rolled\nback")
+    table = Table(*columns, box=box.SIMPLE, pad_edge=False)  # as narrow as a terminal of 80 columns
     for worker in sorted({*found.counts, *found.rolled_back}):
         counts = (found.counts[worker][status] for status in _COLUMNS)
         table.add_row(str(worker), *map(str, counts), str(found.rolled_back[worker]))

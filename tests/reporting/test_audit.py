@@ -123,6 +123,15 @@ def test_a_cut_last_line_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "events.jsonl: the last line is cut" in capsys.readouterr().out
 
 
+def test_no_word_of_the_table_is_cut_in_a_terminal_of_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, RUN)
+    show(audit(tmp_path), Console(width=80))
+    printed = capsys.readouterr().out
+    assert "duplicate" in printed and "…" not in printed
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
