@@ -318,7 +318,7 @@ def test_a_learning_rate_that_would_be_ignored_is_one_line(capsys: pytest.Captur
     CosineAnnealingLR(optimizer, 3)
     with pytest.raises(SystemExit):
         HybridAsync(model, optimizer)
-    assert "give it as scheduler=" in capsys.readouterr().err
+    assert "give a scheduler of torch as scheduler=" in capsys.readouterr().err
 
     def train(worker: int) -> None:
         optimizer = Adam(model.parameters())
@@ -328,4 +328,4 @@ def test_a_learning_rate_that_would_be_ignored_is_one_line(capsys: pytest.Captur
             optimizer.step()
 
     workers(1, gradient_main.build).run(train)
-    assert 'param_groups[0]["lr"] was 0.001 and is 0.5 now' in capsys.readouterr().err
+    assert 'param_groups[0]["lr"] of the optimizer was 0.001 and is 0.5 now' in capsys.readouterr().err
