@@ -25,7 +25,7 @@ from fairseq_async.server.outcome import Settled
 from fairseq_async.server.parameter_server import OPEN
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Push, Report, ScheduleEvent
-from fairseq_async.server.receipt import SETTLED
+from fairseq_async.server.receipt import SETTLED, Status
 from fairseq_async.server.run_files.description import RunDescription
 from fairseq_async.server.run_files.event_log import EVENTS, START, checksum, load_recorded, merge_path, read_vector
 from fairseq_async.server.run_files.events import Event, LineReader
@@ -106,12 +106,14 @@ class Recording:
     def rounds(self) -> Iterator[list[Event]]:
         """Yields the updates that were applied together: single ones, or those of one round of a barrier.
 
-        The updates of a round met the same version, and are in the order of their workers.
+        The updates of a round met the same version, and are in the order of their workers. One that was not applied was
+        settled at once: its worker may have gone on from the version that the round met.
         """
         group: list[Event] = []
         for event in self.events:
             same = self.spec.barrier and group and _met(group[-1]) == _met(event)
-            if group and not (same and group[-1].worker < event.worker):
+            applied = same and group[-1].status is event.status is Status.APPLIED
+            if group and not (applied and group[-1].worker < event.worker):
                 yield group
                 group = []
             group.append(event)

@@ -53,8 +53,9 @@ class Run:
         return rule, EpochPlan(Constant(), 0)
 
 
-def record(run_dir: Path, bad: int) -> Tensor:
-    """Four rounds of three workers; returns the last parameters."""
+def record(run_dir: Path, bad: int, late: bool) -> Tensor:
+    """Four rounds of three workers, of which the bad one misses the second if it is late; returns the last
+    parameters."""
     run, parameters, membership = Run(bad), torch.tensor([1.0, -2.0, 3.0]), Membership(3, 0.0)
     coordinator = build_coordinator(SPEC, *run.build(SPEC, LAYOUT, parameters), parameters, membership)
     recorder, log = Recorder(run_dir, coordinator.server, False), EventLog(run_dir, {}, "the beginning", 0.0)
@@ -73,6 +74,8 @@ def record(run_dir: Path, bad: int) -> Tensor:
         worker.start_from(parameters, 0)
     for now in (1.0, 2.0, 3.0, 4.0):
         for number, worker in run.workers.items():
+            if late and number == bad and now == 2.0:
+                continue
             push, gradient = worker.compute()
             membership.wait(number, "push")
             update = Update(number, push.sequence, push.base_version, push.weight, gradient)
@@ -82,9 +85,11 @@ def record(run_dir: Path, bad: int) -> Tensor:
     return parameters
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["in step", "late"])
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_a_round_with_a_refused_gradient_is_repeated_with_its_own_size(tmp_path: Path, bad: int) -> None:
-    last = record(tmp_path, bad)
+def test_a_round_with_a_refused_gradient_is_repeated_with_its_own_size(tmp_path: Path, bad: int, late: bool) -> None:
+    """A worker that was late goes on, after its gradient was refused, from the version that the others' round met."""
+    last = record(tmp_path, bad, late)
     described = {"method": SPEC.to_json(), "layout": LAYOUT.to_json(), "workers": 3}
     (tmp_path / "run.json").write_text(json.dumps(described))
     assert [event["worker"] for event in events(tmp_path) if event["status"] == "refused"] == [bad]
