@@ -1,9 +1,7 @@
 """Runs the server and the workers of one run on this machine, from their start to their end."""
 
-import shlex
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,15 +11,15 @@ from fairseq_async.environment import RENDEZVOUS, SLOWDOWN, TLS, TOKEN, WORKER, 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.authentication import new_token, read_token
 from fairseq_async.exchange.tls import worker_context
-from fairseq_async.launch.command import WorkerCommand, without_beginning
+from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import Display
+from fairseq_async.launch.interrupted import what_is_kept
 from fairseq_async.launch.last_words import last_words, same_mistake, traceback
 from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.script import ScriptCommand
 from fairseq_async.server.process import ServerProcess, manner
 from fairseq_async.server.run_files.leftovers import Leftovers
-from fairseq_async.server.run_files.snapshots import DIRECTORY
 from fairseq_async.worker.invitation import invitation
 from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 
@@ -90,7 +88,7 @@ class Launcher:
         except KeyboardInterrupt:
             self.display.say("interrupted: the server writes what was done")
             self._end()
-            self.display.say(self._interrupted())
+            self.display.say(what_is_kept(self.display.progress, self.run_dir, self._leftovers, self.command))
             raise
         finally:
             self._end()
@@ -100,24 +98,6 @@ class Launcher:
         if self.server is not None:
             self.server.end()
             self.processes.move_logs(self.run_dir, shutil.move)  # the logs that were on another disk
-
-    def _interrupted(self) -> str:
-        """Returns the message of an interrupted run: up to which update it is kept, and the command to go on with."""
-        self.display.progress.poll()
-        if not any(self.display.progress.updates.values()):
-            self._leftovers.remove(logs=False)
-        if not self.display.progress.version:
-            return "interrupted before the first update: there is nothing to go on from"
-        if not any((self.run_dir / DIRECTORY).glob("version-*.pt")):
-            return (
-                "no snapshot is left: the run was finished, or none could be written; there is what its workers saved"
-            )
-        line = ["fairseq-async", *sys.argv[1:]]
-        if self.command.rendezvous is not None and not self.command.resumes:
-            line.insert(2, "--resume")
-        elif self.command.rendezvous is None:
-            line = without_beginning(line)
-        return f"all is kept up to {self.display.progress.position}; go on with: {shlex.join(line)}"
 
     def _start_server(self, wanted: ServerRequest) -> None:
         self.run_dir = Path(wanted.run_dir)

@@ -1,10 +1,8 @@
 """Drives a run on a Ray cluster from its start to its end, and changes the number of its workers."""
 
 import os
-import shlex
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,6 +17,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.authentication import new_token
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import Display
+from fairseq_async.launch.interrupted import what_is_kept
 from fairseq_async.launch.last_words import traceback
 from fairseq_async.launch.processes import USER_ERROR, RunFailedError, interrupt
 from fairseq_async.launch.programs import is_fairseq
@@ -135,7 +134,7 @@ class RayRun:
         except KeyboardInterrupt:
             self._display.say("interrupted: the server writes what was done")
             self._actors.end(_LEAVING)
-            self._display.say(f"go on with: {self._again()}")
+            self._display.say(what_is_kept(self._display.progress, self._run_dir, self._leftovers, self._command))
             raise
         except RayError as error:
             raise RunFailedError(f"the Ray cluster, or the registry in it, is lost: {_first_line(error)}") from error
@@ -241,12 +240,6 @@ class RayRun:
         first = [run for run, number in self._actors.runs.items() if number == 0]
         if first and ray.wait(first, timeout=_FINISHING)[0]:
             self._after_worker(self._actors.runs.pop(first[0]), ended(first[0]))
-
-    def _again(self) -> str:
-        line = ["fairseq-async", *sys.argv[1:]]
-        if self._command.rendezvous is not None and not self._command.resumes:
-            line.insert(2, "--resume")
-        return shlex.join(line)
 
 
 def _names(workers: Sequence[int] | set[int]) -> str:

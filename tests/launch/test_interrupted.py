@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from fairseq_async.launch.command import WorkerCommand
-from fairseq_async.launch.launcher import Launcher
+from fairseq_async.launch.interrupted import what_is_kept
+from fairseq_async.launch.progress import Progress
 from fairseq_async.reporting.audit import audit
 from fairseq_async.server.process import ServerProcess
+from fairseq_async.server.run_files.leftovers import Leftovers
 from fairseq_async.worker.client import Client
 from scripts.faults.sgd_server import sgd_spec
 from tests.helpers.checkpoints import load, relative_differences
@@ -166,15 +168,17 @@ def test_a_run_that_is_interrupted_before_its_first_update_keeps_nothing(tmp_pat
         process.stop()
 
 
-def test_an_interrupt_after_the_runs_end_promises_no_snapshot(tmp_path: Path) -> None:
+def said_to_be_kept(run_dir: Path, command: Any) -> str:
     progress = SimpleNamespace(poll=lambda: None, updates=Counter({0: 3}), version=3, position="update 2 of 9")
-    launcher = cast(Any, Launcher.__new__(Launcher))
-    launcher.display, launcher.run_dir = SimpleNamespace(progress=progress), tmp_path
-    launcher.command = SimpleNamespace(rendezvous=None, resumes=True)
-    assert launcher._interrupted().startswith("no snapshot is left: the run was finished")
+    return what_is_kept(cast(Progress, progress), run_dir, Leftovers(run_dir), command)
+
+
+def test_an_interrupt_after_the_runs_end_promises_no_snapshot(tmp_path: Path) -> None:
+    command = SimpleNamespace(rendezvous=None, resumes=True)
+    assert said_to_be_kept(tmp_path, command).startswith("no snapshot is left: the run was finished")
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots" / "version-000000000003.pt").touch()
-    assert launcher._interrupted().startswith("all is kept up to update 2 of 9; go on with")
+    assert said_to_be_kept(tmp_path, command).startswith("all is kept up to update 2 of 9; go on with")
 
 
 def test_the_command_to_go_on_with_does_not_begin_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,12 +188,8 @@ def test_the_command_to_go_on_with_does_not_begin_anew(tmp_path: Path, monkeypat
     job = ["fairseq-train", "data", "--optimizer", "hybrid_async", "--save-dir", str(tmp_path)]
     begins = ["--restore-file", "x.pt", "--reset-optimizer", "--finetune-from-model=y.pt", "--reset-dataloader"]
     monkeypatch.setattr(sys, "argv", ["fairseq-async", "launch", "--workers", "2", "--", *job, *begins, "--lr", "1"])
-    launcher = cast(Any, Launcher.__new__(Launcher))
-    launcher.display = SimpleNamespace(
-        progress=SimpleNamespace(poll=lambda: None, updates=Counter({0: 3}), version=3, position="update 3")
-    )
-    launcher.run_dir, launcher.command = tmp_path, WorkerCommand([*job, *begins, "--lr", "1"])
-    assert not launcher.command.resumes
-    again = shlex.split(launcher._interrupted().split("go on with: ")[1])
+    command = WorkerCommand([*job, *begins, "--lr", "1"])
+    assert not command.resumes
+    again = shlex.split(said_to_be_kept(tmp_path, command).split("go on with: ")[1])
     assert again == ["fairseq-async", "launch", "--workers", "2", "--", *job, "--lr", "1"]
     assert WorkerCommand(again[5:]).resumes

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -9,22 +10,26 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.ray_launch.resources import Resources
 from fairseq_async.reporting.audit import audit
 from tests.helpers.commands import HELPERS, HYBRID, MODEL, ROOT, Processes, command
 from tests.helpers.documents import script_of_the_readme
 from tests.helpers.forking import USUAL
 from tests.helpers.launched import count, find
-from tests.helpers.run_files import events
+from tests.helpers.run_files import events, write_timed_run
 from tests.helpers.waiting import wait_until
 
 pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402  # skipped without it
 
 from fairseq_async.ray_launch.cluster import connect  # noqa: E402  # it needs Ray as well
+from fairseq_async.ray_launch.run import RayOptions, RayRun  # noqa: E402
 
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
 SLOWLY = {"total_steps=200": "total_steps=100_000, server_shards=2", ".step()\n": ".step()\n        time.sleep(0.01)\n"}
@@ -112,7 +117,9 @@ def test_a_run_outlives_a_node_a_shard_and_the_servers_actor_and_goes_on_after_i
     wait_until(lambda: len(find(tmp_path, "FAIRSEQ_ASYNC_WORKER=")) == 2, 60)
     wait_for_updates(run, workers=2)
     said = end(driver, signal.SIGINT)
-    assert driver.returncode == 130 and "go on with: fairseq-async ray" in said, said
+    assert driver.returncode == 130 and re.search(
+        r"all is kept up to update [\d,]+; go on with: fairseq-async ray --", said
+    ), said
     assert not find(tmp_path, ".")
     audit(run)
 
@@ -148,6 +155,30 @@ def test_a_script_that_fails_at_once_is_not_started_for_ever(
     assert code == 1 and said.endswith("error: worker 0 ended with code 1: ValueError: no such thing\n"), said
     assert re.search(r'^  File ".*bad.py", line 1', said, re.MULTILINE), "its log is removed, so its traceback is shown"
     assert [path.name for path in tmp_path.iterdir()] == ["bad.py"]
+
+
+def test_a_command_that_is_interrupted_says_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is before the first update; and the command to go on with has no flag that would begin anew."""
+    line = ["fairseq-train", "data", "--optimizer", "hybrid_async", "--save-dir", str(tmp_path / "run")]
+    begins = ["--restore-file", "x.pt", "--reset-optimizer"]
+    monkeypatch.setattr(sys, "argv", ["fairseq-async", "ray", "--workers", "2*CPU", "--", *line, *begins])
+    monkeypatch.setattr("fairseq_async.ray_launch.run.Actors", MagicMock())
+    monkeypatch.setattr(RayRun, "_watch", MagicMock(side_effect=KeyboardInterrupt))
+
+    def said() -> str:
+        command, options = WorkerCommand([*line, *begins], 2), RayOptions("auto", "training", 0, False)
+        with pytest.raises(KeyboardInterrupt):
+            RayRun(command, tmp_path, [Resources(1, 0)] * 2, options).run()
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert said() == "interrupted before the first update: there is nothing to go on from"
+    write_timed_run(tmp_path / "run", workers=1, step=0.1, exchange=0.1, server=0.1, updates=4)
+    (tmp_path / "run" / "snapshots").mkdir()
+    (tmp_path / "run" / "snapshots" / "version-000000000003.pt").touch()
+    again = f"fairseq-async ray --workers '2*CPU' -- {shlex.join(line)}"
+    assert said() == f"all is kept up to update 3; go on with: {again}"
 
 
 def test_an_address_where_no_cluster_is_is_said_at_once() -> None:

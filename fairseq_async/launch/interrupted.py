@@ -1,0 +1,34 @@
+"""What is left of a run whose command was interrupted, and how to go on with it."""
+
+import shlex
+import sys
+from pathlib import Path
+
+from fairseq_async.launch.command import WorkerCommand, without_beginning
+from fairseq_async.launch.progress import Progress
+from fairseq_async.launch.script import ScriptCommand
+from fairseq_async.server.run_files.leftovers import Leftovers
+from fairseq_async.server.run_files.snapshots import DIRECTORY
+
+
+def what_is_kept(
+    progress: Progress, run_dir: Path, leftovers: Leftovers, command: WorkerCommand | ScriptCommand
+) -> str:
+    """Returns the message of an interrupted run: how far it is kept, and the command to go on with. Removes
+    the files of a run that never began.
+
+    All processes of the run have ended.
+    """
+    progress.poll()
+    if not any(progress.updates.values()):
+        leftovers.remove(logs=False)
+    if not progress.version:
+        return "interrupted before the first update: there is nothing to go on from"
+    if not any((run_dir / DIRECTORY).glob("version-*.pt")):
+        return "no snapshot is left: the run was finished, or none could be written; there is what its workers saved"
+    line = ["fairseq-async", *sys.argv[1:]]
+    if command.rendezvous is None:
+        line = without_beginning(line)
+    elif not command.resumes:
+        line.insert(2, "--resume")
+    return f"all is kept up to {progress.position}; go on with: {shlex.join(line)}"
