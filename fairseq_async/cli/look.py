@@ -8,11 +8,12 @@ import typer
 
 from fairseq_async.cli.paths import find
 
+_RUN = "Directory of a run: its --run-dir, by default --save-dir."
 app = typer.Typer()
 
 
 @app.command()
-def audit(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)]) -> None:
+def audit(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN, show_default=False)]) -> None:
     """Show from a run's logs that every update that was acknowledged counts once, or was taken back by a rollback."""
     without = f"{run_dir}: there is no events.jsonl; give the --run-dir or --save-dir of a run"
     find(run_dir / "events.jsonl", lambda _: without)
@@ -25,9 +26,9 @@ def audit(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_defaul
 
 
 @app.command()
-def watch(run_dir: Annotated[Path, typer.Argument(help="--run-dir (or --save-dir) of a run.")]) -> None:
+def watch(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN, show_default=False)]) -> None:
     """Show a run as it goes on, from any machine that sees its directory; Ctrl-C ends the view, not the run."""
-    find(run_dir / "run.json", lambda error: f"{run_dir}: no run there yet ({error})")
+    find(run_dir / "run.json", lambda why: f"{run_dir}: no run there yet (run.json: {why})")
     from fairseq_async.reporting.watch import follow  # start-up time
 
     follow(run_dir)
@@ -36,33 +37,54 @@ def watch(run_dir: Annotated[Path, typer.Argument(help="--run-dir (or --save-dir
 @app.command()
 def capacity(
     run_dir: Annotated[
-        Path | None, typer.Argument(help="Of a run of one worker or two, without a barrier.", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="RUN_DIR", help="Directory of a run of one worker or two, without a barrier.", show_default=False
+        ),
     ] = None,
-    parameters: Annotated[str, typer.Option(help="Other models than the run's, as 20e6,60e6.")] = "",
+    parameters: Annotated[
+        str, typer.Option(metavar="N,…", help="Numbers of parameters of other models than the run's: 20e6,60e6.")
+    ] = "",
     link: Annotated[
-        str, typer.Option(help="Workers on other machines: Gbit/s, as 1,10,100; 0.1:50 with 50 ms one way.")
+        str,
+        typer.Option(
+            metavar="X,…",
+            help="Speeds in Gbit/s of the line to workers on other machines: 1,10,100; 0.1:50 has 50 ms one way.",
+        ),
     ] = "",
     shards: Annotated[
         str,
         typer.Option(
-            "--shards", "--servers", help="Of the server, a core each.", show_default="1,2,4,8; with --workers to 64"
+            "--shards",
+            "--servers",
+            metavar="S,…",
+            help="Numbers of processes of the server, each on its own core.",
+            show_default="1,2,4,8; with --workers to 64",
         ),
     ] = "",
     compress: Annotated[
-        str, typer.Option(metavar="NAME", help="Codecs on the link, as topk,pull=bf16; else as the run has sent.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Codecs of updates and parameters, as in topk,pull=bf16.",
+            show_default="those of the run",
+        ),
     ] = "",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Say which shards, local steps and fragments so many workers need.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Say which shards, local steps and fragments so many workers need."),
     ] = None,
     step_seconds: Annotated[
         str,
         typer.Option(
-            help="Of the workers in turn, as 0.3,0.9; 0.3:0.2 has a spread (deviation over mean).",
-            show_default="as the run's",
+            metavar="S,…",
+            help="Step times of the workers in turn: 0.3,0.9; 0.3:0.2 has a spread (deviation over mean) of 0.2.",
+            show_default="those of the run",
         ),
     ] = "",
     at_most_waiting: Annotated[
-        float | None, typer.Option(help="Share of the workers' time that may be lost.", show_default="0.05")
+        float | None,
+        typer.Option(metavar="X", help="Share of the workers' time that may be lost by waiting.", show_default="0.05"),
     ] = None,
 ) -> None:
     """Say how many workers one server holds, and what sharding would give; or what a cluster needs."""
@@ -80,8 +102,20 @@ def capacity(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Directories of runs, or of simulations, to lay over each other.")],
-    out: Annotated[Path | None, typer.Option(help="For report.html and PNGs (default: report/ in the first).")] = None,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_DIR", help="Directories of runs, or of simulations, to compare.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory for report.html and the PNGs.",
+            show_default="report/ in the first RUN_DIR",
+        ),
+    ] = None,
 ) -> None:
     """Draw runs and simulations: one HTML page that needs no network, and PNGs."""
     for path in runs:

@@ -6,9 +6,9 @@ from pathlib import Path
 from fairseq_async.errors import ConfigurationError
 
 
-def find(path: Path, otherwise: Callable[[OSError], str]) -> None:
-    """Says that a file is missing before the modules that would read it are imported."""
+def find(path: Path, otherwise: Callable[[str], str]) -> None:
+    """Says, with the system's reason, that a file is missing, before the modules that would read it are imported."""
     try:
         path.stat()
     except OSError as error:
-        raise ConfigurationError(otherwise(error)) from error
+        raise ConfigurationError(otherwise(error.strerror or str(error))) from error

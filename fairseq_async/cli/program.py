@@ -32,9 +32,17 @@ def main() -> None:
         # typer has click's errors under another name in each version; all say what is wrong by format_message
         if not hasattr(error, "format_message"):
             raise
-        program = getattr(getattr(error, "ctx", None), "command_path", "fairseq-async")
-        _fail(f"{error.format_message().rstrip('.')}; {program} --help has the options", 2)
+        said = error.format_message().rstrip(".")
+        _fail(f"{said}{'' if said.endswith('?') else ';'} {_program(error)} --help has the options", 2)
     sys.exit(code or 0)
+
+
+def _program(error: Exception) -> str:
+    """Returns the command in which the mistake is: ``fairseq-async launch``."""
+    context = getattr(error, "ctx", None)
+    if context is not None:
+        return str(context.command_path)
+    return " ".join(["fairseq-async", *(name for name in sys.argv[1:2] if not name.startswith("-"))])
 
 
 def _fail(message: str, code: int) -> NoReturn:

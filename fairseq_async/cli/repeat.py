@@ -20,8 +20,16 @@ app = typer.Typer()
 
 @app.command()
 def simulate(
-    experiment: Annotated[Path, typer.Argument(help="YAML file; docs/simulator.md has its keys.")],
-    out: Annotated[Path | None, typer.Option(help="For all files (default: runs/simulate/NAME).")] = None,
+    experiment: Annotated[
+        Path,
+        typer.Argument(metavar="EXPERIMENT", help="YAML file; docs/simulator.md has its keys.", show_default=False),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Directory for all files.", show_default="runs/simulate/ and the name of EXPERIMENT"
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the simulation in --out.")] = False,
 ) -> None:
     """Train by several methods on simulated machines: real gradients, a virtual clock, one process."""
@@ -48,8 +56,15 @@ def simulate(
 
 @app.command()
 def replay(
-    run_dir: Annotated[Path, typer.Argument(help="Of a run of fairseq-train that was started with --record.")],
-    until: Annotated[int | None, typer.Option(min=1, help="Stop at this update.")] = None,
+    run_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR",
+            help="Directory of a run of fairseq-train that was started with --record.",
+            show_default=False,
+        ),
+    ],
+    until: Annotated[int | None, typer.Option(metavar="N", min=1, help="Stop at this update.")] = None,
 ) -> None:
     """Repeat a recorded run in one process, bit for bit, and name the first update that differs."""
     path = run_dir.resolve()
@@ -75,21 +90,26 @@ def export(
     source: Annotated[
         Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's directory, or a checkpoint.", show_default=False)
     ],
-    out: Annotated[Path, typer.Argument(help="The file or directory to write.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="File or directory to write.", show_default=False)],
     form: Annotated[
         str,
-        typer.Option("--format", help="hf, safetensors, fairseq or state_dict.", show_default="by the suffix of OUT"),
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="One of hf, safetensors, fairseq and state_dict.",
+            show_default="by the suffix of OUT",
+        ),
     ] = "",
     config: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="For hf: where the config.json and the tokenizer of the model are."),
+        typer.Option(metavar="DIR", help="For hf: directory of the model's config.json and tokenizer."),
     ] = None,
 ) -> None:
     """Write the server's parameters for others: an HF directory, safetensors, fairseq's checkpoint, a state dict."""
     forms = ("hf", "safetensors", "fairseq", "state_dict")
     if form and form not in forms:
         raise ConfigurationError(f"--format {form}: one of {', '.join(forms)}")
-    find(source, lambda error: f"{source}: {error.strerror}")
+    find(source, lambda why: f"{source}: {why}")
     from fairseq_async.export import Format  # start-up time
     from fairseq_async.export import export as write
 

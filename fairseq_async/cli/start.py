@@ -15,31 +15,54 @@ app = typer.Typer()
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def launch(
-    worker_command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...", show_default=False)],
-    workers: Annotated[int, typer.Option(min=1, help="Number of workers on this machine.")],
+    worker_command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- COMMAND", help="fairseq-train or python SCRIPT, with its arguments.", show_default=False
+        ),
+    ],
+    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of workers on this machine.")],
     slowdown: Annotated[
-        str, typer.Option(help="Make workers slower, for experiments: 1,4 makes worker 1 four times slower.")
+        str,
+        typer.Option(
+            metavar="A,B,…", help="Make workers slower, for experiments: 1,4 makes worker 1 four times slower."
+        ),
     ] = "",
     max_restarts: Annotated[
         int | None,
-        typer.Option(min=0, help="How often each worker that dies is started again.", show_default=str(_MAX_RESTARTS)),
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="How often each worker that dies is started again, and the server.",
+            show_default=str(_MAX_RESTARTS),
+        ),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where the workers meet; 0 takes a free one.")] = 0,
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="Port of the server; 0 takes a free one.")
+    ] = 0,
     host: Annotated[
         str | None,
         typer.Option(
-            help="The server's address, for workers that join from other machines; 0.0.0.0 is all.",
+            metavar="ADDRESS",
+            help="Address on which the server listens; 0.0.0.0 lets workers of other machines join, and needs "
+            "--token-file.",
             show_default="127.0.0.1",
         ),
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The run's secret, which --host needs; only you may read it.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="File with the run's secret, for workers of other machines; only you may read it."
+        ),
     ] = None,
     tls: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Encrypt every connection, with the certificates in DIR.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a script's run that was interrupted; fairseq-train does so.")
+        bool,
+        typer.Option(
+            "--resume", help="Go on with a script's run that was interrupted; fairseq-train does so without it."
+        ),
     ] = False,
 ) -> None:
     """Train one job with several workers on this machine: fairseq-train, or a script that calls fairseq_async."""
@@ -55,27 +78,47 @@ def launch(
 
 @app.command()
 def join(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", show_default=False)],
-    worker_command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...", show_default=False)],
-    token_file: Annotated[
-        Path, typer.Option(metavar="FILE", help="The run's secret: on the server's machine .token in its --save-dir.")
+    address: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOST:PORT", help="Address of the server, as its launcher has printed it.", show_default=False
+        ),
     ],
-    tls: Annotated[Path | None, typer.Option(metavar="DIR", help="The run's certificates, where it has --tls.")] = None,
+    worker_command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- COMMAND", help="fairseq-train or python SCRIPT, with its arguments.", show_default=False
+        ),
+    ],
+    token_file: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="File with the run's secret: on the server's machine, .token in the run's directory."
+        ),
+    ],
+    tls: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory of the run's certificates, if the run has --tls.")
+    ] = None,
 ) -> None:
     """Become one more worker of a run that is going on, with the same command as its other workers."""
     from fairseq_async.launch.join import join as begin  # start-up time
 
-    find(token_file, lambda error: f"--token-file {token_file}: cannot be read: {error}")
+    find(token_file, lambda why: f"--token-file {token_file}: cannot be read: {why}")
     begin(address, worker_command, token_file, tls)
 
 
 @app.command()
 def serve(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", show_default=False)],
-    regions: Annotated[int, typer.Option(min=1, help="Number of regions, which are its workers.")],
-    run_dir: Annotated[Path, typer.Option(metavar="DIR", help="For events.jsonl, run.json, logs and snapshots.")],
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="Address on which this server listens.", show_default=False)
+    ],
+    regions: Annotated[int, typer.Option(metavar="N", min=1, help="Number of regions.")],
+    run_dir: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory for events.jsonl, run.json, logs and snapshots.")
+    ],
     token_file: Annotated[
-        Path, typer.Option(metavar="FILE", help="The run's secret, the same in all regions; only you may read it.")
+        Path,
+        typer.Option(metavar="FILE", help="File with the run's secret, the same in all regions; only you may read it."),
     ],
     tls: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Encrypt every connection, with the certificates in DIR.")
@@ -83,7 +126,7 @@ def serve(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last snapshot in --run-dir.")] = False,
 ) -> None:
     """Be the global server of several regions, whose own servers are its workers (HALoS): each has --upstream."""
-    find(token_file, lambda error: f"--token-file {token_file}: cannot be read: {error}")
+    find(token_file, lambda why: f"--token-file {token_file}: cannot be read: {why}")
     from fairseq_async.launch.serve import serve as begin  # start-up time
 
     begin(address, regions, run_dir, token_file, tls, resume)
@@ -91,7 +134,12 @@ def serve(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def worker(
-    worker_command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...", show_default=False)],
+    worker_command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- COMMAND", help="fairseq-train or python SCRIPT, with its arguments.", show_default=False
+        ),
+    ],
 ) -> None:
     """Become one worker of a run whose workers srun, torchrun or mpirun starts, on one machine or several."""
     from fairseq_async.launch.task import become_worker  # start-up time
@@ -101,18 +149,38 @@ def worker(
 
 @app.command("ray", context_settings={"allow_interspersed_args": False})
 def ray_(
-    worker_command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ... | scale +N", show_default=False)],
+    worker_command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- COMMAND | scale +N",
+            help="fairseq-train or python SCRIPT, with its arguments; or scale, and the number of workers to add (+2) "
+            "or to remove (-1).",
+            show_default=False,
+        ),
+    ],
     workers: Annotated[
-        str, typer.Option(help="Groups COUNT*CPU or COUNT*GPU, each with :AMOUNT for more than one: 4*GPU,2*CPU:4.")
+        str,
+        typer.Option(
+            metavar="GROUPS",
+            help="Workers and what each one gets: 4*GPU,2*CPU:4 is four with a GPU each, and two with four cores each.",
+        ),
     ] = "",
     shards: Annotated[
-        int | None, typer.Option(min=1, help="Processes of fairseq-train's server.", show_default="1")
+        int | None,
+        typer.Option(metavar="S", min=1, help="Number of processes of fairseq-train's server.", show_default="1"),
     ] = None,
-    address: Annotated[str, typer.Option(help="Of the Ray cluster; auto is the one of this machine.")] = "auto",
-    name: Annotated[str, typer.Option(help="Of the run, where a cluster has several.")] = "training",
-    max_restarts: Annotated[int, typer.Option(min=0, help="How often what dies is started again.")] = _MAX_RESTARTS,
+    address: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address of the Ray cluster; auto is that of this machine.")
+    ] = "auto",
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the run, if a cluster has several.")] = "training",
+    max_restarts: Annotated[
+        int, typer.Option(metavar="N", min=0, help="How often each process and each actor that dies is started again.")
+    ] = _MAX_RESTARTS,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a script's run that was interrupted; fairseq-train does so.")
+        bool,
+        typer.Option(
+            "--resume", help="Go on with a script's run that was interrupted; fairseq-train does so without it."
+        ),
     ] = False,
 ) -> None:
     """Train one job on a Ray cluster; or, with scale +2 or scale -1, change how many workers it has meanwhile."""
@@ -135,9 +203,14 @@ def ray_(
 
 @app.command()
 def certificates(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory to write; give it to --tls.", show_default=False)
+    ],
     hosts: Annotated[
-        list[str], typer.Argument(metavar="HOST...", help="Names and addresses of the server's.", show_default=False)
+        list[str],
+        typer.Argument(
+            metavar="HOST", help="All names and addresses at which workers reach the server.", show_default=False
+        ),
     ],
 ) -> None:
     """Make the certificates of a run for --tls: a small authority, the server's certificate and the workers'."""

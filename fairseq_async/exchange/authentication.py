@@ -57,7 +57,8 @@ def read_token(path: Path) -> str:
             mode = os.fstat(file.fileno()).st_mode
             token = file.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{option('token_file')} {path}: cannot be read: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigurationError(f"{option('token_file')} {path}: cannot be read: {why}") from error
     if stat.S_IMODE(mode) & 0o077:
         raise ConfigurationError(f"{option('token_file')} {path}: others can read it; run chmod 600 {path}")
     if len(token) < _SHORTEST:

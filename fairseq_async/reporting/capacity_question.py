@@ -75,7 +75,7 @@ def _find(run_dir: Path | None) -> None:
         if run_dir is not None:
             (run_dir / "run.json").stat()
     except OSError as error:
-        raise ConfigurationError(f"{run_dir}: no run that can be read there: {error}") from error
+        raise ConfigurationError(f"{run_dir}: no run that can be read there (run.json): {error.strerror}") from error
 
 
 def _without_cluster(run_dir: Path | None, step_seconds: str, at_most_waiting: float | None) -> None:

@@ -238,7 +238,9 @@ def read(path: Path) -> Experiment:
     """
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
         raise ConfigurationError(f"{path}: an experiment is a mapping with the keys {', '.join(_Head.model_fields)}")

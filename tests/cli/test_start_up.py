@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
@@ -31,6 +32,8 @@ JOB = ["--", "fairseq-train", "data", "--optimizer"]
         (["--help"], 0, "Asynchronous training of Transformers"),
         (["launch", "--help"], 0, "Number of workers on this machine"),
         (["launch", "--no-such-flag"], 2, "No such option"),
+        (["launch", "--workers"], 2, "requires an argument; fairseq-async launch --help has the options"),
+        (["lunch"], 2, "Did you mean 'launch'? fairseq-async --help has the options"),
         (["launch", "--workers", "2", *JOB, "local_sgd", "--outer", "adagrad"], 2, "--outer: Input should be 'diloco'"),
         (["launch", "--workers", "2", *JOB, "hybrid_async", "--max-refused", "0"], 2, "--max-refused: Input should be"),
         (["launch", "--workers", "2", *JOB, "adasum", "--adasum-form", "x"], 2, "--adasum-form: Input should be"),
@@ -40,8 +43,12 @@ JOB = ["--", "fairseq-train", "data", "--optimizer"]
             "--slowdown fast: numbers with commas",
         ),
         (["join", "a", "--token-file", __file__, *JOB, "local_sgd"], 2, "a: an address is written HOST:PORT"),
-        (["join", "a:1", "--token-file", "none", *JOB, "local_sgd"], 2, "--token-file none: cannot be read"),
-        (["simulate", "none.yaml"], 2, "none.yaml cannot be read"),
+        (
+            ["join", "a:1", "--token-file", "none", *JOB, "local_sgd"],
+            2,
+            "none: cannot be read: No such file or directory",
+        ),
+        (["simulate", "none.yaml"], 2, "none.yaml cannot be read: No such file or directory"),
         (["audit", "none"], 2, "none: there is no events.jsonl"),
         (["capacity", "none"], 2, "none: no run that can be read there"),
         (["report", "none"], 2, "none: no run and no simulation there"),
@@ -108,3 +115,11 @@ def test_a_mistake_in_a_command_is_one_line(
 def test_a_rank_of_a_synchronous_method_cannot_be_joined() -> None:
     with pytest.raises(ConfigurationError, match="^join: the ranks of a synchronous method are one group"):
         _line(["fairseq-train", "data", "--optimizer", "adasum"])
+
+
+def test_every_argument_and_option_is_explained_in_a_sentence() -> None:
+    for name, command in get_command(cli.app).commands.items():  # type: ignore[attr-defined]
+        for parameter in command.params:
+            text = getattr(parameter, "help", None) or ""
+            assert text.endswith("."), (name, parameter.name, text)
+            assert text.startswith("fairseq-train") or text[:1].isupper(), (name, parameter.name, text)

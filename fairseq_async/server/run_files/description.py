@@ -106,5 +106,5 @@ class RunDescription(BaseModel):
 
 
 def _unreadable(run_dir: Path, error: Exception) -> ConfigurationError:
-    why = first_mistake(error) if isinstance(error, ValidationError) else error
+    why = first_mistake(error) if isinstance(error, ValidationError) else getattr(error, "strerror", None) or error
     return ConfigurationError(f"{run_dir}: no run that can be read there (run.json): {why}")
