@@ -23,11 +23,15 @@ def say(console: Console, text: str) -> None:
 
 
 class Display:
-    """Shows a run's progress: a table on a terminal, a line every few seconds elsewhere."""
+    """Shows a run's progress: a table on a terminal, a line every few seconds elsewhere.
 
-    def __init__(self, progress: Progress) -> None:
+    Args:
+        console: where it is shown; stderr by default.
+    """
+
+    def __init__(self, progress: Progress, console: Console | None = None) -> None:
         self.progress = progress
-        self.console = Console(stderr=True)
+        self.console = console or Console(stderr=True)
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         self._next_line = progress.clock() + LINE_EVERY
 

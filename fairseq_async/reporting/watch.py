@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rich.console import Console
+
 from fairseq_async.launch.display import Display
 from fairseq_async.launch.progress import Progress
 from fairseq_async.server.run_files.description import RunDescription
@@ -55,7 +57,7 @@ def follow(run_dir: Path) -> None:
     """Shows a run's progress until Ctrl-C."""
     watched = WatchedRun(run_dir)
     watched.poll()
-    with Display(watched) as display:
+    with Display(watched, Console()) as display:  # the view is what the command is for: not on stderr
         display.say(watched.summary())
         try:
             while True:

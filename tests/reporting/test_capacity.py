@@ -13,7 +13,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.capacity import measure, tables
 from fairseq_async.reporting.capacity_answer import answer
 from fairseq_async.reporting.capacity_question import read_question
-from fairseq_async.reporting.watch import WatchedRun
+from fairseq_async.reporting.watch import WatchedRun, follow
 from fairseq_async.simulation.costs import Costs, Link
 from tests.helpers.run_files import TIMED_LAYOUT, write_timed_run
 
@@ -219,3 +219,17 @@ def test_the_servers_steps_count_however_rare_they_are(tmp_path: Path, gradients
     with (tmp_path / "answer").open("w") as file:
         for part in answer(read_question(run, "", "", "1", "", 4, "", None)):  # however uneven its times are
             Console(file=file).print(part)
+
+
+def test_the_live_view_is_on_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe or a file gets it; on stderr it would be lost there."""
+    run = write_timed_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05)
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fairseq_async.reporting.watch.time.sleep", interrupt)
+    follow(run)
+    assert "update" in capsys.readouterr().out
