@@ -8,8 +8,8 @@ from rich.table import Table
 
 from fairseq_async.launch.progress import Progress
 
-_COLUMNS = ("staleness", "held (s)", "ahead", "loss")
-_OF_COMPRESSED = ("sent (kB/s)", "fp32 / sent", "residual")
+_COLUMNS = ("staleness", "held\n(s)", "ahead", "loss")
+_OF_COMPRESSED = ("sent\n(kB/s)", "fp32 /\nsent", "residual")
 LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
 
 
@@ -58,9 +58,11 @@ class Display:
             self.say(self.progress.status)
 
     def _table(self) -> Table:
-        table = Table(title=self.progress.status)
         rows = self.progress.rows()
         compressed = any(row.compressed for row in rows)
+        table = Table(title=self.progress.status)
+        if compressed:  # ten columns, without lines between them, in a terminal of 80
+            table.box, table.pad_edge, table.collapse_padding = None, False, True
         speed = [f"{self.progress.unit}/s"] if self.progress.unit else []
         for column in ("", "gradients", *speed, *_COLUMNS, *(_OF_COMPRESSED if compressed else ())):
             table.add_column(column, justify="right")

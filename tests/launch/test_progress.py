@@ -86,10 +86,10 @@ def test_the_view_of_a_compressed_run_has_bytes_per_second_ratio_and_residual_of
     assert first and first.cells(10.0) == ("0.01", "80.0", "0.5") and second and second.ratio == 4.0
     assert every and (every.sent, every.residual) == (1100, 2.5)
     assert "0.11 kB/s sent, 1/10.9 of fp32, residual 2.5" in progress.summary()
-    console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
+    console = Console(width=80, record=True, file=(tmp_path / "out").open("w"))
     console.print(Display(progress)._table())
     text = console.export_text()
-    assert "fp32 / sent" in text and "80.0" in text and "residual" in text
+    assert "fp32 /" in text and "80.0" in text and "residual" in text and "…" not in text
 
 
 def test_the_ratio_of_a_run_in_fragments_is_that_of_each_fragment(tmp_path: Path) -> None:
