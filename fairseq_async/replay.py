@@ -164,7 +164,7 @@ class Replay:
         self.server.load_state_dict(recording.start["server"])
         self._level = Region(self.parameters, merge=spec.upstream.above.merge) if spec.upstream else None
         self._starts, self._fragments = starts.compressed_starts(spec, layout), layout.fragments(spec.fragments)
-        self._started: dict[int, tuple[int, Tensor]] = {}  # by worker: number of an update, its compressed start
+        self._started: dict[int, tuple[int, Tensor | None]] = {}  # by worker: an update's number, its compressed start
         self._ahead = {w: [event for event in recording.events if event.worker == w] for w in run.workers}
         self._kept: dict[int, Parameters] = {}  # by worker: the start of its next update, taken before this one settled
         self._begin()
@@ -215,10 +215,11 @@ class Replay:
     def _start(self, event: Event) -> Tensor:
         """Returns the parameters that the worker started this update from: the present ones, or ahead of them."""
         if self._starts is not None:
-            sequence, start = self._started.get(event.worker, (-1, self.parameters))
-            if sequence != event.sequence:  # the compressed start of an update was sent only once
+            sequence, start = self._started.get(event.worker, (-1, None))
+            taken = sequence != event.sequence and event.bytes_received != 0  # a compressed start was sent only once
+            if start is None or taken:
                 start = self._compressed_start(event, self._starts)
-                self._started[event.worker] = event.sequence, start
+            self._started[event.worker] = event.sequence, start
             return start
         if not event.look_ahead:
             return self.server.dispatch()
@@ -238,7 +239,7 @@ class Replay:
             given.took(event.worker, start, None)
             return start
         fragment = in_turn(self._fragments, before).of(start)
-        for _ in ("as the worker goes on", "as it has connected again"):
+        for _ in ("as the worker goes on", "as it takes all parameters anew"):
             encoded = given.of(event.worker, before)
             payload = None if encoded is None else encoded.payload(self.server, event.look_ahead or 0.0)
             if encoded is not None and payload is not None and starts.checksum(payload) == event.start_payload:

@@ -62,9 +62,9 @@ class CompressedChanges:
     the next difference. A difference has a smaller range than the parameters: four bits a value are enough for it, and
     too few for parameters. This takes one copy of the parameters for each worker in the server, and one in the worker.
 
-    A worker takes all parameters when it joins, comes back or connects again, in int8 or, where it takes several
-    fragments at once, in fp32, and both sides begin from these. So they agree without further messages: on one
-    connection answers come in order, and each once.
+    A worker takes all parameters when it joins, comes back, connects again, or takes them twice without an update in
+    between, in int8 or, where it takes several fragments at once, in fp32, and both sides begin from these. So they
+    agree without further messages: on one connection answers come in order, and each once.
     """
 
     def __init__(self, options: compression.PullOptions, fragments: Sequence[Fragment]) -> None:
@@ -90,7 +90,7 @@ class CompressedChanges:
         self._known.setdefault(worker, {}).update(parts)
 
     def forget(self, worker: int) -> None:
-        """Forgets the parameters of a worker that connects anew."""
+        """Forgets the parameters of a worker, which takes all of them next."""
         self._known.pop(worker, None)
 
     def state_dict(self) -> State:

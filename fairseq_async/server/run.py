@@ -56,6 +56,7 @@ class Run:
         self.from_checkpoint = False
         self._published = -1
         self._first_batches = FirstBatches(tell)
+        self._took_after: dict[int, int] = {}  # by worker: its last update when it took compressed parameters
 
     @property
     def begun(self) -> bool:
@@ -154,6 +155,8 @@ class Run:
         written."""
         server, sequence = self.coordinator.server, pull.fragment_of
         compressed = self._starts if pull.starts else None
+        if compressed is not None and self._takes_again(worker):
+            compressed.forget(worker)  # only updates are logged: a replay does not know when it took the last changes
         starts = None if compressed is None else compressed.of(worker, sequence)
         if starts is not None and (payload := starts.payload(server, pull.look_ahead)) is not None:
             if server.staleness.compensation:
@@ -168,6 +171,13 @@ class Run:
         if compressed is not None:
             compressed.took(worker, given, sequence)
         return PullReply(server.version), given
+
+    def _takes_again(self, worker: int) -> bool:
+        """Notes that a worker takes compressed parameters; returns whether it does so again without an update in
+        between, as after a validation."""
+        last = self.coordinator.server.sequences.get(worker, -1)
+        before, self._took_after[worker] = self._took_after.get(worker), last
+        return before == last
 
     def next_pull(self, push: Push, reply: PushReply) -> Pull | None:
         """Returns the pull that a worker will send after this reply to its push; None if it sends none, or not yet."""
