@@ -159,8 +159,14 @@ def _from_text(text: str) -> dict[str, str] | None:
     name, _, parameters = text.partition(":")
     if name == "none" and not parameters:
         return None
-    pairs = [part.partition("=") for part in parameters.split(",") if part]
-    return {"codec": name} | {key.strip().replace("-", "_"): value.strip() for key, _, value in pairs}
+    values = {"codec": name}
+    for part in filter(None, parameters.split(",")):
+        given, _, value = part.partition("=")
+        key = given.strip().replace("-", "_")
+        if key in values:
+            raise ValueError(f"{name}: {key} is given twice")
+        values[key] = value.strip()
+    return values
 
 
 def build(options: CodecOptions) -> Codec:

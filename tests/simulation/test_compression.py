@@ -102,6 +102,8 @@ def test_an_experiment_without_feedback_needs_a_codec_that_has_it(
         ({"pull": "dqsgd"}, "pull is dqsgd: a worker needs all parameters; give bf16, int8 or e3m0"),
         ("pull=topk:keep=3", "pull is topk"),
         ("int8,pull=bf16,push=e3m0", "'push' or 'pull' is given twice"),
+        ("int8:block=256,block=64", "int8: block is given twice"),
+        ("int8:codec=topk", "int8: codec is given twice"),
         ({"push": 3}, "give the name of a codec"),
     ],
 )
