@@ -38,6 +38,7 @@ LAYERS = [
     {"fairseq_server"},
     {"simulation", "replay", "recorded_regions", "reporting", "export"},
     {"cli"},
+    {"__main__"},
 ]
 FRONT_ENDS = LAYERS[7] | LAYERS[8] | LAYERS[9] | LAYERS[10]
 

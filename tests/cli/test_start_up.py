@@ -117,6 +117,14 @@ def test_a_rank_of_a_synchronous_method_cannot_be_joined() -> None:
         _line(["fairseq-train", "data", "--optimizer", "adasum"])
 
 
+def test_the_package_is_a_program_too(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "fairseq_async", "audit", "none"]
+    ended = subprocess.run(
+        line, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert ended.returncode == 2 and ended.stderr.startswith("fairseq-async: error: none: there is no events.jsonl")
+
+
 def test_every_argument_and_option_is_explained_in_a_sentence() -> None:
     for name, command in get_command(cli.app).commands.items():  # type: ignore[attr-defined]
         for parameter in command.params:

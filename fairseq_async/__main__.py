@@ -1,0 +1,5 @@
+"""``python -m fairseq_async``: the same as ``fairseq-async``."""
+
+from fairseq_async.cli import main
+
+main()
