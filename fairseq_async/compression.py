@@ -134,11 +134,20 @@ def _codec(given: object) -> CodecOptions | None:
     try:
         options = _CODECS.validate_python(dict(values))
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{values['codec']}: {first['loc'][-1]}: {first['msg']} (it is {first['input']!r})") from error
+        raise ValueError(f"{values['codec']}: {_mistake(str(values['codec']), error)}") from error
     if isinstance(options, TopKOptions) and options.keep > options.chunk:
         raise ValueError(f"topk: keep is {options.keep}: a chunk has only {options.chunk} values")
     return options
+
+
+def _mistake(codec: str, error: ValidationError) -> str:
+    first = error.errors()[0]
+    name = first["loc"][-1]
+    if first["type"] != "extra_forbidden":
+        return f"{name}: {first['msg']} (it is {first['input']!r})"
+    [options] = [model for model in CodecOptions.__args__ if model.model_fields["codec"].default == codec]
+    known = ", ".join(key for key in options.model_fields if key != "codec")
+    return f"there is no parameter {name!r}; {f'there are {known}' if known else 'leave it out'}"
 
 
 def _pull_codec(given: object) -> PullOptions | None:
