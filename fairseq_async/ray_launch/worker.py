@@ -18,7 +18,7 @@ from fairseq_async.launch.last_words import last_words, same_mistake
 from fairseq_async.launch.processes import USER_ERROR
 from fairseq_async.launch.task import SCHEDULERS
 from fairseq_async.ray_launch import bound
-from fairseq_async.ray_launch.registry import Ended, Orders
+from fairseq_async.ray_launch.registry import Ended, Orders, State
 from fairseq_async.ray_launch.resources import Resources
 from fairseq_async.server.process import manner, say
 from fairseq_async.worker.rendezvous import Rendezvous
@@ -74,6 +74,8 @@ class RayWorker:
         self._address = ""  # the server's address that the child knows
         self._log = task.logs / f"worker-{task.number}.log"
         self._rendezvous = Rendezvous(task.directory / f"worker-{task.number}")
+        state: State = ray.get(self._registry.state.remote())
+        self._succeeds = task.number in state.placed  # Ray has started the actor again
 
     def run(self) -> Ended:
         """Runs until the worker has ended for good. Runs in the main thread: the kernel ends the child together with
@@ -133,6 +135,8 @@ class RayWorker:
             self._rendezvous.answer(orders.address)
             self._address = orders.address
         target = Path(orders.run_dir) / "logs" / self._log.name
+        if orders.run_dir and self._succeeds and not self._log.exists():
+            self._log = target  # the actor before has moved it there
         if orders.run_dir and target != self._log and self._log.exists():
             with suppress(OSError):  # on another disk it stays where it is
                 target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,40 @@
+"""The actor of a worker by itself, without a cluster."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+pytest.importorskip("ray")
+from fairseq_async.ray_launch.registry import Orders, Registry  # noqa: E402
+from fairseq_async.ray_launch.resources import Resources  # noqa: E402
+from fairseq_async.ray_launch.worker import RayWorker, WorkerTask  # noqa: E402
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "started again"])
+def test_a_worker_that_is_started_again_writes_on_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """The log of a run before, in the same directory, is replaced."""
+    run_dir, registry = tmp_path / "run", Registry("secret", 2)
+    if again:
+        registry.check_in(1, "127.0.0.1", "node", None)
+    actor = SimpleNamespace(token=SimpleNamespace(remote=registry.token), state=SimpleNamespace(remote=registry.state))
+    monkeypatch.setattr("ray.get_actor", lambda _: actor)
+    monkeypatch.setattr("ray.get", lambda answer: answer)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr("ray.get_runtime_context", MagicMock())
+    (run_dir / "logs").mkdir(parents=True)
+    (run_dir / "logs" / "worker-1.log").write_text("before\n")
+    first = tmp_path / "first"
+    line = [sys.executable, "-c", "print('now')"]
+    worker = RayWorker(
+        "", WorkerTask(1, 2, False, line, str(tmp_path), first, first / "logs", Resources(1, 0), 0, None)
+    )
+    orders = Orders("", str(run_dir), False)
+    worker._use(orders)
+    assert worker._start().wait(60) == 0
+    worker._use(orders)
+    assert (run_dir / "logs" / "worker-1.log").read_text() == ("before\nnow\n" if again else "now\n")
