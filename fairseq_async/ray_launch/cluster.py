@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fairseq_async.errors import ConfigurationError
@@ -139,10 +139,16 @@ def _actor(kind: type, name: str, **options: object) -> ActorHandle:
 
 
 def ended(run: ray.ObjectRef) -> Ended:
-    """Returns how a run has ended; for an actor that is lost, since Ray has restarted it too often, Ray's error in one
-    line."""
+    """Returns how a run has ended; in one line also for an actor that has failed, or that is lost, since Ray has
+    restarted it too often."""
     try:
         found: Ended = ray.get(run)
+    except RayTaskError as error:  # Ray's own text begins with the actor, and ends with a traceback
+        return Ended(1, f"{type(error.cause).__name__}: {_first_line(error.cause)}")
     except RayError as error:
-        return Ended(1, f"its actor is lost: {str(error).strip().splitlines()[0]}")
+        return Ended(1, f"its actor is lost: {_first_line(error)}")
     return found
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")

@@ -7,8 +7,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
-pytest.importorskip("ray")
-from fairseq_async.ray_launch.registry import Orders, Registry  # noqa: E402
+ray = pytest.importorskip("ray")
+from ray.exceptions import RayTaskError  # noqa: E402  # skipped without it
+
+from fairseq_async.ray_launch.cluster import ended  # noqa: E402
+from fairseq_async.ray_launch.registry import Ended, Orders, Registry  # noqa: E402
 from fairseq_async.ray_launch.resources import Resources  # noqa: E402
 from fairseq_async.ray_launch.worker import RayWorker, WorkerTask  # noqa: E402
 
@@ -38,3 +41,9 @@ def test_a_worker_that_is_started_again_writes_on_in_the_log(
     assert worker._start().wait(60) == 0
     worker._use(orders)
     assert (run_dir / "logs" / "worker-1.log").read_text() == ("before\nnow\n" if again else "now\n")
+
+
+def test_what_has_failed_in_an_actor_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RayTaskError("run", "Traceback ...", FileExistsError(17, "File exists", "/run/logs"))
+    monkeypatch.setattr("ray.get", MagicMock(side_effect=error.as_instanceof_cause()))
+    assert ended(ray.ObjectRef.nil()) == Ended(1, "FileExistsError: [Errno 17] File exists: '/run/logs'")
