@@ -1,5 +1,6 @@
 """Finds the line of a worker's output that says why the worker ended."""
 
+import os
 import re
 from pathlib import Path
 
@@ -8,13 +9,15 @@ _TRACEBACK = "Traceback (most recent call last)"
 _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch's prefix of a traceback's lines
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,]?\d*")
 _BEHIND = 20  # most lines after an exception that ended the process; with more, the process went on after it
+_ROOM = 1 << 14  # bytes; a log that has less has lost the end of a traceback
 _MOST = 1 << 20  # bytes that are read from the end of a log
 
 
 def last_words(log: Path, start: int = 0) -> str:
     """Returns our own error, or the exception of the last traceback, or else the last line; empty without output.
 
-    Lines after an error, such as a library's warnings at the end of the process, are ignored.
+    Lines after an error, such as a library's warnings at the end of the process, are ignored. A log on a full disk has
+    lost its end; the words are then that the disk is full.
 
     Args:
         start: offset in the log, in bytes, at which the process's output begins.
@@ -23,6 +26,8 @@ def last_words(log: Path, start: int = 0) -> str:
     own = [line for line in lines if line.startswith(_OURS)]
     if own:
         return own[-1].removeprefix(_OURS)
+    if _is_full(log.parent):
+        return f"the disk of {log} is full"
     return _exception(lines) or (lines[-1] if lines else "")
 
 
@@ -38,6 +43,14 @@ def traceback(log: Path) -> list[str]:
 def same_mistake(before: str, now: str) -> bool:
     """Whether a worker has ended twice with the same last words, apart from times in them."""
     return bool(now) and _TIME.sub("", before) == _TIME.sub("", now)
+
+
+def _is_full(directory: Path) -> bool:
+    try:
+        found = os.statvfs(directory)
+    except FileNotFoundError:
+        return False
+    return found.f_blocks > 0 and found.f_bavail * found.f_frsize < _ROOM  # no blocks: a disk that does not count them
 
 
 def _exception(lines: list[str]) -> str:

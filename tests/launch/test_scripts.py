@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,6 +136,17 @@ def test_the_last_words_are_the_error_and_not_what_comes_behind_it(tmp_path: Pat
     path = tmp_path / "log"
     path.write_text("of the process before: fairseq-async: error: old\n" + log)
     assert last_words(path, len("of the process before: fairseq-async: error: old\n")) == words
+
+
+def test_on_a_full_disk_the_words_are_that_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log has lost its end: what is left of a traceback would be taken for the reason."""
+    log = tmp_path / "log"
+    log.write_text("Traceback (most recent call last):\n    main(cfg, **kw")
+    assert last_words(log) == "    main(cfg, **kw"
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=400, f_bavail=1, f_frsize=4096))
+    assert last_words(log) == f"the disk of {log} is full"
+    log.write_text("fairseq-async: error: --lr is bad\n")
+    assert last_words(log) == "--lr is bad"
 
 
 def test_words_that_differ_in_their_time_alone_are_the_same_mistake() -> None:
