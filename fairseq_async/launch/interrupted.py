@@ -24,7 +24,7 @@ def what_is_kept(
         leftovers.remove(logs=False)
     if not progress.version:
         return "interrupted before the first update: there is nothing to go on from"
-    if not any((run_dir / DIRECTORY).glob("version-*.pt")):
+    if not has_snapshot(run_dir):
         return "no snapshot is left: the run was finished, or none could be written; there is what its workers saved"
     line = ["fairseq-async", *sys.argv[1:]]
     if command.rendezvous is None:
@@ -32,3 +32,8 @@ def what_is_kept(
     elif not command.resumes:
         line.insert(2, "--resume")
     return f"all is kept up to {progress.position}; go on with: {shlex.join(line)}"
+
+
+def has_snapshot(run_dir: Path) -> bool:
+    """Whether a run that was interrupted in this directory can go on."""
+    return any((run_dir / DIRECTORY).glob("version-*.pt"))

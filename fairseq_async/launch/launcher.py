@@ -13,7 +13,7 @@ from fairseq_async.exchange.authentication import new_token, read_token
 from fairseq_async.exchange.tls import worker_context
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import Display
-from fairseq_async.launch.interrupted import what_is_kept
+from fairseq_async.launch.interrupted import has_snapshot, what_is_kept
 from fairseq_async.launch.last_words import last_words, same_mistake, traceback
 from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt
 from fairseq_async.launch.progress import Progress
@@ -104,6 +104,8 @@ class Launcher:
         if wanted.tls is not None:  # the workers' own command or script names it, so all workers have it
             self.tls = Path(wanted.tls).resolve()
         self._leftovers = Leftovers(self.run_dir)
+        if self.command.rendezvous is not None and self.command.resumes and not has_snapshot(self.run_dir):
+            self.display.say(f"--resume: no run was interrupted in {self.run_dir}; this one begins at its beginning")
         try:
             self.server = self._new_server(wanted.module)
         except ConfigurationError:

@@ -14,11 +14,13 @@ import torch
 
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.interrupted import what_is_kept
+from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.progress import Progress
 from fairseq_async.reporting.audit import audit
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.server.run_files.leftovers import Leftovers
 from fairseq_async.worker.client import Client
+from fairseq_async.worker.rendezvous import ServerRequest
 from scripts.faults.sgd_server import sgd_spec
 from tests.helpers.checkpoints import load, relative_differences
 from tests.helpers.commands import Processes, launch_command
@@ -193,3 +195,22 @@ def test_the_command_to_go_on_with_does_not_begin_anew(tmp_path: Path, monkeypat
     again = shlex.split(said_to_be_kept(tmp_path, command).split("go on with: ")[1])
     assert again == ["fairseq-async", "launch", "--workers", "2", "--", *job, "--lr", "1"]
     assert WorkerCommand(again[5:]).resumes
+
+
+def test_a_script_that_has_nothing_to_go_on_from_is_said_to_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a run that was finished: its parameters are trained again from the first step."""
+    said: list[str] = []
+    launcher = cast(Any, Launcher.__new__(Launcher))
+    launcher.tls = launcher.token_file = None
+    launcher.display = SimpleNamespace(say=said.append)
+    launcher.command = SimpleNamespace(rendezvous=object(), resumes=True, given=["train.py"])
+    server = SimpleNamespace(token_file=tmp_path / ".token", address="127.0.0.1:1")
+    monkeypatch.setattr(launcher, "_new_server", lambda _: server)
+    launcher._start_server(ServerRequest("module", str(tmp_path), None))
+    assert said[0] == f"--resume: no run was interrupted in {tmp_path}; this one begins at its beginning"
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "version-000000000003.pt").touch()
+    launcher._start_server(ServerRequest("module", str(tmp_path), None))
+    assert len(said) == 3 and "--resume" not in said[2]
