@@ -242,8 +242,8 @@ class HybridOptions(Options):
     )
     barrier: bool = Field(
         False,
-        description="hold the gradients until so many workers have sent one, then step: "
-        "with as many as there are workers, synchronous SGD",
+        description="hold the gradients until updates_per_step workers, by default all, have sent one, then step: "
+        "with all workers, synchronous SGD",
     )
     compress: Compression = Field(Compress(), description=_COMPRESS_HELP, json_schema_extra=_COMPRESS)
     max_refused: int = Field(

@@ -8,6 +8,7 @@ venv=${FAIRSEQ_ASYNC_VENV:-$root/.venv}
 complete=$venv/complete-$(cat setup.py scripts/environment.sh | cksum | cut -d' ' -f1)
 
 if [ ! -f "$complete" ]; then
+    export PIP_DISABLE_PIP_VERSION_CHECK=1  # its notice of a newer pip is no part of what this says
     python=${PYTHON:-python3}
     "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || {
         echo "error: $python is $("$python" --version 2>&1); set PYTHON to a Python 3.10 to 3.13" >&2
