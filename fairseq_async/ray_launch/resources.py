@@ -69,8 +69,11 @@ def parse_change(words: list[str]) -> int:
     """Parses a change of the number of workers, such as ``+2`` or ``-1``.
 
     Raises:
-        ConfigurationError: the text has another form.
+        ConfigurationError: the text has another form, or options follow it.
     """
+    if any(word.startswith("--") for word in words):
+        given = " ".join(words)
+        raise ConfigurationError(f"scale {given}: options stand before scale, as in: ray --name training scale +2")
     if len(words) != 1 or not _CHANGE.fullmatch(words[0]):
         raise ConfigurationError(f"scale {' '.join(words) or '(nothing)'}: how many workers more or fewer, as +2 or -1")
     return int(words[0])
