@@ -76,7 +76,7 @@ class Registry:
 
     def __init__(self, token: str, workers: int) -> None:
         self._token, self._state, self._next, self._over = token, State(list(range(workers))), workers, False
-        self._server_began, self._most = False, workers + JOINERS
+        self._server_began, self._announced = False, workers
 
     def token(self) -> str:
         """Returns the run's secret."""
@@ -110,8 +110,9 @@ class Registry:
         workers = self._state.workers
         if -change >= len(workers):
             return f"the run has {len(workers)} workers, and worker 0 stays"
-        if len(workers) + change > self._most:
-            return f"at most {JOINERS} workers can be added to a run: it may have {self._most}"
+        added = sum(number >= self._announced for number in workers)
+        if added + change > JOINERS:  # the server takes no more, also where workers of the beginning were removed
+            return f"at most {JOINERS} workers can be added to a run, and {added} were added"
         if change > 0:
             workers += range(self._next, self._next + change)
             self._next += change

@@ -52,9 +52,16 @@ def test_the_registry_takes_those_that_came_last_and_never_worker_0() -> None:
 def test_no_more_workers_are_added_than_a_server_takes() -> None:
     """One more would be refused by it, and end the run."""
     registry = Registry("secret", 2)
-    assert registry.scale(17) == "at most 16 workers can be added to a run: it may have 18"
-    assert registry.scale(16) == "" and registry.scale(1).startswith("at most 16 workers")
+    assert registry.scale(17) == "at most 16 workers can be added to a run, and 0 were added"
+    assert registry.scale(16) == "" and registry.scale(1).endswith("and 16 were added")
     assert registry.scale(-1) == "" and registry.scale(1) == ""
+
+
+def test_a_worker_of_the_beginning_that_was_taken_leaves_no_room_for_one_more() -> None:
+    """The server keeps its place for it."""
+    registry = Registry("secret", 3)
+    assert registry.scale(-2) == "" and registry.scale(17).startswith("at most 16 workers")
+    assert registry.scale(16) == "" and registry.state().workers == [0, *range(3, 19)]
 
 
 def test_a_worker_learns_from_the_registry_where_the_server_is() -> None:
