@@ -95,4 +95,5 @@ def test_mistakes_are_one_line_each(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     twice = ["--", "fairseq-train", "data", "--server-shards=3"]
     assert "give one of them" in said(monkeypatch, capsys, "--workers", "2*CPU", "--shards", "2", *twice)
     assert "scale two: how many workers more or fewer" in said(monkeypatch, capsys, "scale", "two")
+    assert "--name is empty" in said(monkeypatch, capsys, "--name", "", "scale", "+2")
     assert "options stand before scale" in said(monkeypatch, capsys, "scale", "+2", "--name", "second")
