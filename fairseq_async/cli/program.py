@@ -1,6 +1,7 @@
 """All commands, and what becomes of a user's mistake."""
 
 import logging
+import os
 import sys
 from typing import NoReturn
 
@@ -22,6 +23,10 @@ def description() -> None:
 
 def main() -> None:
     """Runs the command line; a mistake of the user's is one line and exit code 2."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # torch would not even load
+        _fail("the working directory has been removed; change into one that exists", 2)
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="fairseq-async", standalone_mode=False)
     except AsyncError as error:

@@ -125,6 +125,15 @@ def test_the_package_is_a_program_too(tmp_path: Path) -> None:
     assert ended.returncode == 2 and ended.stderr.startswith("fairseq-async: error: none: there is no events.jsonl")
 
 
+def test_a_working_directory_that_was_removed_is_one_line(tmp_path: Path) -> None:
+    line = f"rmdir {tmp_path} && exec {sys.executable} -m fairseq_async audit none"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert ended.returncode == 2 and ended.stderr.splitlines()[-1].startswith(
+        "fairseq-async: error: the working directory"
+    )
+
+
 def test_every_argument_and_option_is_explained_in_a_sentence() -> None:
     for name, command in get_command(cli.app).commands.items():  # type: ignore[attr-defined]
         for parameter in command.params:
