@@ -15,9 +15,17 @@ def split_address(address: str) -> tuple[str, int]:
         ValueError: the address has another form.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not _is_host(host) or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ValueError("an address is written HOST:PORT, as in 10.0.0.1:29400")
     return host, int(port)
+
+
+def _is_host(text: str) -> bool:
+    """Whether sockets take the text as a host; one such as ``a..b`` fails in them with a ValueError, not an OSError."""
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -280,7 +280,7 @@ def test_c_must_fit_the_number_of_workers() -> None:
         DelayedNesterovOptions(c=0.3).for_workers(4)
 
 
-@pytest.mark.parametrize("given", ["10.0.0.1", ":29400", "10.0.0.1:port", "10.0.0.1:70000"])
+@pytest.mark.parametrize("given", ["10.0.0.1", ":29400", "10.0.0.1:port", "10.0.0.1:70000", "a..b:29400", "node1:²"])
 def test_a_server_address_that_is_none_names_its_flag(given: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--server: an address is written HOST:PORT, .*'{given}'"):
         checked(ServerOptions, {"server": given}, "local_sgd", flag_of)
