@@ -79,6 +79,7 @@ def end(driver: "subprocess.Popen[str]", number: signal.Signals) -> str:
     return driver.communicate(timeout=90)[0]
 
 
+@pytest.mark.timeout(900)  # it starts ten processes one after another
 def test_a_run_outlives_a_node_a_shard_and_the_servers_actor_and_goes_on_after_its_driver(
     cluster: Cluster, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

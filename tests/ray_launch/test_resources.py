@@ -86,6 +86,7 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *w
 def test_mistakes_are_one_line_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without Ray, whether it is installed or not."""
     monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "fairseq_async.ray_launch.run", raising=False)  # another test may have imported it
     job = ["--", "python", "train.py"]
     assert 'pip install ".[ray]"' in said(monkeypatch, capsys, "--workers", "2*CPU", *job)
     assert 'pip install ".[ray]"' in said(monkeypatch, capsys, "scale", "+2")
