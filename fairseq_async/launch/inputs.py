@@ -11,12 +11,13 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.option_flags import INNER_OPTIMIZER, OneLineParser, check_inner_optimizer
 
 _PREPROCESS = "make it with fairseq-preprocess, and give its --destdir"
+_LAST = "checkpoint_last.pt"  # fairseq's default of --restore-file: the one in --save-dir
 _TEXT_TASKS = ("translation", "language_modeling")
 _WITHOUT_VALID_SUBSETS = ("--disable-validation", "--combine-valid-subsets", "--combine-val")
 
 
 def check_inputs(method: str, arguments: Sequence[str]) -> None:
-    """Checks the inner optimizer, the user directory, and the data with its dictionaries.
+    """Checks the inner optimizer, the user directory, the checkpoint to restore, and the data with its dictionaries.
 
     Checks only what is certain: tasks other than translation and language modelling may have other files.
 
@@ -32,6 +33,7 @@ def check_inputs(method: str, arguments: Sequence[str]) -> None:
         check_inner_optimizer(method, given.inner_optimizer, registered)
     if given.user_dir is not None and not os.path.exists(given.user_dir):
         raise ConfigurationError(f"--user-dir {given.user_dir}: no such directory")
+    _check_restore_file(given)
     if arguments and not arguments[0].startswith("-"):
         paths = [Path(path) for path in arguments[0].split(os.pathsep)]
         for path in paths:
@@ -46,7 +48,10 @@ def check_inputs(method: str, arguments: Sequence[str]) -> None:
 def _parser() -> OneLineParser:
     parser = OneLineParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--user-dir")
-    parser.add_argument("--task", default="translation")  # fairseq's default
+    parser.add_argument("--restore-file", default=_LAST)
+    parser.add_argument("--save-dir", default="checkpoints")  # fairseq's defaults, as those below
+    parser.add_argument("--checkpoint-suffix", default="")
+    parser.add_argument("--task", default="translation")
     parser.add_argument("-s", "--source-lang")
     parser.add_argument("-t", "--target-lang")
     parser.add_argument("--train-subset", default="train")
@@ -63,6 +68,15 @@ def _registered_optimizers() -> set[str]:
     folders = [Path(folder) / "optim" for folder in (spec.submodule_search_locations if spec else None) or []]
     texts = [path.read_text(errors="replace") for folder in folders for path in folder.glob("*.py")]
     return {name for text in texts for name in re.findall(r'@register_optimizer\(\s*"(\w+)"', text)}
+
+
+def _check_restore_file(given: Namespace) -> None:
+    """Checks that a checkpoint of another run is there: without it, fairseq would train from the beginning, over what
+    is in --save-dir. One in --save-dir may be this run's own, which its first start does not find."""
+    path = Path(given.restore_file.replace(".pt", given.checkpoint_suffix + ".pt"))
+    own = given.restore_file == _LAST or path.resolve().parent == Path(given.save_dir).resolve()
+    if not (own or "://" in given.restore_file or path.exists()):
+        raise ConfigurationError(f"--restore-file {given.restore_file}: no such file")
 
 
 def _check_directory(path: Path) -> None:

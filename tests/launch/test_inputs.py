@@ -96,6 +96,38 @@ def test_an_unknown_inner_optimizer_is_refused_unless_the_user_may_have_register
         check_inputs("hybrid_async", [*command, "--user-dir", str(tmp_path / "none")])
 
 
+@pytest.mark.parametrize("given", ["other/checkpoint_last.pt", "checkpoint3.pt"])
+def test_a_checkpoint_of_another_run_that_is_not_there_is_refused(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """fairseq would train from the beginning, and write over the run in --save-dir."""
+    monkeypatch.chdir(tmp_path)
+    command = [str(made(*PAIR)), "--save-dir", "run", "--restore-file", given]
+    with pytest.raises(ConfigurationError, match=f"^--restore-file {given}: no such file$"):
+        check_inputs("hybrid_async", command)
+    (tmp_path / "other").mkdir()
+    (tmp_path / given).touch()
+    check_inputs("hybrid_async", command)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--restore-file", "run/checkpoint_last.pt"],  # not there at the first start
+        ["--restore-file", "checkpoint_last.pt"],  # that in --save-dir
+        ["--restore-file", "s3://models/checkpoint.pt"],
+        ["--restore-file", "other/checkpoint.pt", "--checkpoint-suffix=-half"],
+    ],
+)
+def test_a_checkpoint_that_may_be_right_is_left_to_fairseq(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "checkpoint-half.pt").touch()
+    check_inputs("local_sgd", [str(made(*PAIR)), "--save-dir", "run", *given])
+
+
 @pytest.mark.parametrize("method", ["hybrid_async", "local_sgd", "adasum", "adascale"])
 def test_the_launcher_says_it_before_it_starts_or_writes_anything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, method: str
