@@ -269,6 +269,8 @@ class HybridOptions(Options):
                 f"{option('grace_period')} is for {option('updates_per_step')} auto without {option('barrier')}: "
                 "leave it out"
             )
+        if self.barrier and self.look_ahead:
+            raise ValueError(f"{option('look_ahead')} is for runs without {option('barrier')}: leave it out")
         return self
 
     @property

@@ -165,6 +165,7 @@ def test_steps_that_close_and_look_ahead_are_the_default_of_hybrid_and_a_barrier
     [
         ({"updates_per_step": 2, "grace_period": 1.0}, "--grace-period is for --updates-per-step auto"),
         ({"barrier": True, "grace_period": 1.0}, "--grace-period is for --updates-per-step auto"),
+        ({"barrier": True, "look_ahead": 2}, "--look-ahead is for runs without --barrier: leave it out"),
         ({"updates_per_step": "all"}, r'"updates_per_step": must be auto or a whole number .* \(it is \'all\'\)'),
         ({"updates_per_step": "off"}, r"must be auto or a whole number of at least 1 \(it is 'off'\)"),
         ({"updates_per_step": True}, r"must be auto or a whole number of at least 1 \(it is True\)"),
