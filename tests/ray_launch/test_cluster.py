@@ -119,7 +119,7 @@ def test_a_run_outlives_a_node_a_shard_and_the_servers_actor_and_goes_on_after_i
     wait_for_updates(run, workers=2)
     said = end(driver, signal.SIGINT)
     assert driver.returncode == 130 and re.search(
-        r"all is kept up to update [\d,]+; go on with: fairseq-async ray --", said
+        r"all is kept up to step [\d,]+ of 100,000; go on with: fairseq-async ray --", said
     ), said
     assert not find(tmp_path, ".")
     audit(run)
