@@ -11,7 +11,6 @@ from fairseq_async.deepspeed_plugin.tensors import trainable
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server.optimizers import learning_rates
-from fairseq_async.server.optimizers.learning_rates import present_rates as present_rates
 from fairseq_async.server.optimizers.learning_rates import tabulate
 from fairseq_async.server.optimizers.torch_optimizer import describe
 

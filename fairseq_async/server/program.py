@@ -13,7 +13,7 @@ from fairseq_async.errors import RefusedError
 from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.notices import Notices, Tell, tell_log
-from fairseq_async.server.run import Build
+from fairseq_async.server.plan import Build
 from fairseq_async.server.run_files.state_files import ending_path, meeting_path
 from fairseq_async.server.service import Service
 

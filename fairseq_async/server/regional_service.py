@@ -15,8 +15,9 @@ from fairseq_async.server import protocol
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.notices import Tell
 from fairseq_async.server.outcome import Outcome
+from fairseq_async.server.plan import Build
 from fairseq_async.server.protocol import Answer
-from fairseq_async.server.run import Build, Run
+from fairseq_async.server.run import Run
 from fairseq_async.server.service import Service
 from fairseq_async.server.upstream import Above, Left, Link, Lost, News, Upstream
 

@@ -19,7 +19,7 @@ from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.payloads import Payloads
 from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.outcome import Instruction, Settled
-from fairseq_async.server.plan import Build as Build
+from fairseq_async.server.plan import Build
 from fairseq_async.server.protocol import Pull, PullReply, Push, PushReply, StateSaved, Welcome, WorkReply
 from fairseq_async.server.receipt import SETTLED, Status
 from fairseq_async.server.run_files.event_log import EventLog, Recorder, merge_path, update_path

@@ -20,9 +20,9 @@ from fairseq_async.server.network.connections import Connections
 from fairseq_async.server.network.peers import USUAL, Peer
 from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.outcome import Outcome
-from fairseq_async.server.protocol import Answer, Request
+from fairseq_async.server.plan import Build
 from fairseq_async.server.receipt import Status
-from fairseq_async.server.run import Build, Run
+from fairseq_async.server.run import Run
 from fairseq_async.server.run_files.resume import check_snapshot, newest_state
 from fairseq_async.server.run_files.snapshots import Snapshots
 from fairseq_async.server.run_files.state_files import read_state, restored_path
@@ -107,7 +107,7 @@ class Service(Connections):
             return self.refuse(peer, "malformed message", error)
         self.handle(peer, request)
 
-    def handle(self, peer: Peer, request: Request, accepted: bool = False) -> None:
+    def handle(self, peer: Peer, request: protocol.Request, accepted: bool = False) -> None:
         """Handles one request. A request that fails gets an error as its answer; peer and server stay.
 
         Args:
@@ -179,7 +179,7 @@ class Service(Connections):
         self.membership.note_left(state.get("left", ()))  # not in an older snapshot
         return path.name
 
-    def _respond(self, peer: Peer, request: Request, accepted: bool) -> Answer | None:
+    def _respond(self, peer: Peer, request: protocol.Request, accepted: bool) -> protocol.Answer | None:
         """Returns the answer to a request; None if it has none, was answered already, or is answered later."""
         if peer.worker is None:
             answer = self.introduce(peer, request)
@@ -199,7 +199,7 @@ class Service(Connections):
             raise RefusedError("say hello first")
         return self._respond_to_member(peer, request, accepted)
 
-    def _respond_to_member(self, peer: Peer, request: Request, accepted: bool) -> Answer | None:
+    def _respond_to_member(self, peer: Peer, request: protocol.Request, accepted: bool) -> protocol.Answer | None:
         run = self.described
         match request:
             case protocol.Initialise():
@@ -255,7 +255,7 @@ class Service(Connections):
 
     # Coming in
 
-    def _hello(self, peer: Peer, hello: protocol.Hello) -> Answer | None:
+    def _hello(self, peer: Peer, hello: protocol.Hello) -> protocol.Answer | None:
         self.membership.begin(peer.id)
         if self.run is None and peer.worker != 0:  # only worker 0 says what is trained
             peer.hello = hello
@@ -269,7 +269,7 @@ class Service(Connections):
                 self.handle(other, other.hello)
         return answer
 
-    def _admit(self, run: Run, peer: Peer, hello: protocol.Hello) -> Answer | None:
+    def _admit(self, run: Run, peer: Peer, hello: protocol.Hello) -> protocol.Answer | None:
         run.check(peer.name, hello.spec, hello.layout)
         run.memory.open(peer.id)
         peer.admitted, peer.remote, peer.hello = True, hello.remote, None
@@ -290,10 +290,10 @@ class Service(Connections):
         self.membership.timeout = spec.server.worker_timeout
         return self.run
 
-    def _welcome(self, run: Run, worker: int) -> Answer:
+    def _welcome(self, run: Run, worker: int) -> protocol.Answer:
         return run.welcome(worker, self.membership.capacity, self.clock())
 
-    def _initialise(self, peer: Peer, request: protocol.Initialise) -> Answer | None:
+    def _initialise(self, peer: Peer, request: protocol.Initialise) -> protocol.Answer | None:
         """Takes the parameters that worker 0 brings: in its slot or, with the rest of the state, in a file."""
         run = self.described
         if peer.worker != 0:
@@ -306,7 +306,7 @@ class Service(Connections):
         run.from_checkpoint = request.from_checkpoint
         return self._begin(run, run.memory.slot(0), state, source)
 
-    def _begin(self, run: Run, parameters: Tensor, state: State | None, source: str) -> Answer | None:
+    def _begin(self, run: Run, parameters: Tensor, state: State | None, source: str) -> protocol.Answer | None:
         """Begins the run, and welcomes the workers that wait for it; returns the answer to worker 0."""
         run.begin(self.build, parameters, state, source, self.membership, self.wall_clock())
         self.journal("begin", f"the run begins at version {run.coordinator.server.version:,}, from {source}")
@@ -323,7 +323,7 @@ class Service(Connections):
 
     # Updates and parameters
 
-    def _push(self, peer: Peer, push: protocol.Push, accepted: bool) -> Answer | None:
+    def _push(self, peer: Peer, push: protocol.Push, accepted: bool) -> protocol.Answer | None:
         run = self.described
         coordinator, now = run.coordinator, self.clock()
         if coordinator.finished:
@@ -366,14 +366,14 @@ class Service(Connections):
         reply, parameters = self.described.hand_out(peer.id, pull)
         self.answer(peer, reply, parameters if peer.remote or reply.compressed else None)
 
-    def _follow(self, run: Run, peer: Peer, event: protocol.ScheduleEvent) -> Answer:
+    def _follow(self, run: Run, peer: Peer, event: protocol.ScheduleEvent) -> protocol.Answer:
         if peer.worker != 0:
             raise RefusedError("worker 0 tells of its epochs, which the learning rate follows")
         return protocol.ScheduleReply(run.coordinator.follow(peer.id, event))
 
     # Saving and leaving
 
-    def _save_state(self, run: Run, peer: Peer) -> Answer:
+    def _save_state(self, run: Run, peer: Peer) -> protocol.Answer:
         """Writes the run's state for a checkpoint of worker 0."""
         if peer.worker != 0:
             raise RefusedError("worker 0 saves the run's state")
@@ -383,7 +383,7 @@ class Service(Connections):
         settings, version = run.spec.server, run.coordinator.server.version
         self.snapshots.keep_up(run.snapshot, version, settings.snapshot_seconds, settings.snapshot_updates)
 
-    def _leave(self, peer: Peer, finished: bool) -> Answer:
+    def _leave(self, peer: Peer, finished: bool) -> protocol.Answer:
         self._part(peer, for_good=True)
         if self.begun is not None and finished:
             self._deliver(self.begun, self.begun.coordinator.end(self.clock()))

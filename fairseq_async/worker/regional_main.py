@@ -11,9 +11,9 @@ from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.local_sgd_main import build
 from fairseq_async.server.notices import Tell
+from fairseq_async.server.plan import Build
 from fairseq_async.server.program import serve
 from fairseq_async.server.regional_service import RegionalService
-from fairseq_async.server.run import Build
 from fairseq_async.worker.upstream import UpstreamLink
 
 

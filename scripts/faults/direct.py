@@ -14,7 +14,7 @@ from fairseq_async.exchange.authentication import challenge, proof
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, protocol
 from fairseq_async.server.network.peers import Peer
-from fairseq_async.server.run import Build
+from fairseq_async.server.plan import Build
 from fairseq_async.server.service import Service
 from fairseq_async.worker.compressor import Compressor
 from scripts.faults.hostile import HostileWorker

@@ -8,7 +8,7 @@ from pathlib import Path
 from fairseq_async.exchange.authentication import new_token
 from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.network.event_loop import EventLoop
-from fairseq_async.server.run import Build
+from fairseq_async.server.plan import Build
 from fairseq_async.server.service import Service
 from scripts.faults.sgd_server import build
 

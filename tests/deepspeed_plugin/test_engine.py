@@ -15,9 +15,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fairseq_async.deepspeed_plugin.engine import AsyncEngine, LocalEngine
 from fairseq_async.deepspeed_plugin.hybrid_engine import HybridEngine
-from fairseq_async.deepspeed_plugin.served import check_rates, present_rates
+from fairseq_async.deepspeed_plugin.served import check_rates
 from fairseq_async.deepspeed_plugin.tensors import replica_of
 from fairseq_async.errors import ConfigurationError, ExchangeError
+from fairseq_async.server.optimizers.learning_rates import present_rates
 
 
 class Worker:

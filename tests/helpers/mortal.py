@@ -11,7 +11,7 @@ from typing import Any
 import fairseq_async
 from fairseq_async.exchange.authentication import new_token
 from fairseq_async.server.network.event_loop import EventLoop
-from fairseq_async.server.run import Build
+from fairseq_async.server.plan import Build
 from fairseq_async.server.run_files.snapshots import Snapshots
 from fairseq_async.server.service import Service
 

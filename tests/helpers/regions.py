@@ -12,9 +12,9 @@ from fairseq_async import methods
 from fairseq_async.config import LocalSGDOptions, ServerOptions
 from fairseq_async.method_spec import MethodSpec, local_sgd_spec
 from fairseq_async.server import Layout, ParameterServer, local_sgd_main
+from fairseq_async.server.plan import Build
 from fairseq_async.server.protocol import Push, PushReply, Report
 from fairseq_async.server.regional_service import RegionalService
-from fairseq_async.server.run import Build
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.upstream import UpstreamLink
 from scripts.faults.thread_server import ThreadServer

@@ -8,7 +8,7 @@ from typing import TypeVar
 import pytest
 
 from fairseq_async.environment import SERVER, TOKEN
-from fairseq_async.server.run import Build
+from fairseq_async.server.plan import Build
 from fairseq_async.worker.context import WorkerContext
 from scripts.faults.thread_server import ThreadServer
 

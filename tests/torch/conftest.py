@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_async.server.run import Build
+from fairseq_async.server.plan import Build
 from tests.helpers.torch_workers import ThreadWorkers
 
 StartWorkers = Callable[[int, Build], ThreadWorkers]
