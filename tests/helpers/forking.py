@@ -20,7 +20,16 @@ from tests.helpers.commands import DEEPSPEED, FAIRSEQ, HELPERS, ONE_THREAD, ROOT
 from tests.helpers.forked import SCRIPTS, Forked
 
 SECONDS = 120  # for imports
-COMMON = ("torch", "torch.distributed.run", "pydantic", "typer", "rich.live", "cryptography.x509")
+# The first optimizer of a process imports torch._dynamo, which takes more of its time than a short training does.
+COMMON = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.run",
+    "pydantic",
+    "typer",
+    "rich.live",
+    "cryptography.x509",
+)
 OF_DEEPSPEED = (*COMMON, "deepspeed", "deepspeed.launcher.launch", "deepspeed.launcher.runner")
 OF_FAIRSEQ = ("fairseq_cli.train", "fairseq_cli.preprocess", *COMMON)  # first: it says how its messages look
 OF_DOCUMENTS = (  # of all programs that they have
