@@ -29,7 +29,7 @@ from fairseq_async.server.receipt import SETTLED, Status
 from fairseq_async.server.run_files.description import RunDescription
 from fairseq_async.server.run_files.event_log import EVENTS, START, checksum, load_recorded, merge_path, read_vector
 from fairseq_async.server.run_files.events import Event, LineReader
-from fairseq_async.server.shards.rule import build_sharded, close_shards, shared_copy, shared_zeros
+from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy, shared_zeros
 
 
 class DifferenceError(AsyncError):

@@ -24,7 +24,7 @@ from fairseq_async.server.protocol import Pull, PullReply, Push, PushReply, Stat
 from fairseq_async.server.receipt import SETTLED, Status
 from fairseq_async.server.run_files.event_log import EventLog, Recorder, merge_path, update_path
 from fairseq_async.server.run_files.state_files import restored_path, saved_path, write_state
-from fairseq_async.server.shards.rule import build_sharded, shared_copy
+from fairseq_async.server.shards.build import build_sharded, shared_copy
 from fairseq_async.server.upstream import Upstream
 
 _REMEDIES = {

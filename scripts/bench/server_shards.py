@@ -29,7 +29,7 @@ from fairseq_async.methods import outer_rule  # noqa: E402
 from fairseq_async.server import Layout, gradient_main, local_sgd_main  # noqa: E402
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup  # noqa: E402
 from fairseq_async.server.parameter_server import ParameterServer  # noqa: E402
-from fairseq_async.server.shards.rule import build_sharded, close_shards, shared_copy  # noqa: E402
+from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 BOUND = 1.6

@@ -24,12 +24,13 @@ from fairseq_async.server import Layout, gradient_main, local_sgd_main
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
 from fairseq_async.server.parameter_server import ParameterServer
-from fairseq_async.server.plan import EpochPlan
+from fairseq_async.server.plan import Build, EpochPlan
 from fairseq_async.server.protocol import Hello, Initialise, Welcome
 from fairseq_async.server.receipt import Status
-from fairseq_async.server.shards import rule as sharded_rule
+from fairseq_async.server.shards import build as building
+from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy
 from fairseq_async.server.shards.process import ShardProcess
-from fairseq_async.server.shards.rule import Build, ShardedRule, build_sharded, close_shards, shared_copy
+from fairseq_async.server.shards.rule import ShardedRule
 from tests.helpers.in_process import Connection, end, new_service
 
 SIZES = (7, 70_001, 33, 1, 65_537, 900)
@@ -280,7 +281,7 @@ def test_a_shard_inherits_no_copy_of_the_parameters_which_it_would_keep(
             inherited.append(copies_in_own_memory() - before)
             super().__init__(*given)
 
-    monkeypatch.setattr(sharded_rule, "ShardProcess", Noted)
+    monkeypatch.setattr(building, "ShardProcess", Noted)
     service = new_service(2, tmp_path, gradient_main.build, lambda: 1000.0)
     before = copies_in_own_memory()
     worker = Connection(service)

@@ -18,7 +18,7 @@ from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Push, Report
 from fairseq_async.server.run_files import event_log
 from fairseq_async.server.run_files.event_log import merge_path
-from fairseq_async.server.shards.rule import close_shards
+from fairseq_async.server.shards.build import close_shards
 from fairseq_async.worker.client import Client
 from tests.helpers.mortal import InlineSnapshots
 from tests.helpers.references import HALoS64

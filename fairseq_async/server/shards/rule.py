@@ -1,25 +1,19 @@
 """A rule whose tensors are divided among the processes of a server's shards."""
 
-import mmap
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import IO
 
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Fragment, FragmentedRule, Rule, Update, fragments_of
+from fairseq_async.algorithms import Fragment, Rule, Update
 from fairseq_async.algorithms.rule import ComparingRule, State
 from fairseq_async.algorithms.threads import set_threads, thread_count
-from fairseq_async.errors import HalfAppliedError, RefusedError, option
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.layout import Layout
+from fairseq_async.errors import HalfAppliedError
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
-from fairseq_async.server.optimizers.torch_optimizer import of_tensors
-from fairseq_async.server.plan import Build, EpochPlan, Plan
 from fairseq_async.server.shards.messages import (
     Apply,
     BeginEpoch,
@@ -37,7 +31,6 @@ from fairseq_async.server.shards.messages import (
     Save,
 )
 from fairseq_async.server.shards.process import (
-    ShardPart,
     ShardProcess,
     accumulation,
     compare,
@@ -47,107 +40,6 @@ from fairseq_async.server.shards.process import (
 )
 
 _SHARDS = "shards"
-
-
-def shared_copy(parameters: Tensor) -> Tensor:
-    """Returns a copy of the parameters in memory that this process shares with those that it forks from now on."""
-    return shared_zeros(parameters.numel()).copy_(parameters)
-
-
-def shared_zeros(size: int) -> Tensor:
-    """Returns fp32 zeros in memory that is shared in the same way, and takes no space before it is written to."""
-    return torch.frombuffer(mmap.mmap(-1, 4 * size), dtype=torch.float32)
-
-
-def build_sharded(
-    build: Build,
-    spec: MethodSpec,
-    layout: Layout,
-    parameters: Tensor,
-    slot: Callable[[int], Tensor],
-    directory: Path,
-    read: State | None = None,
-) -> tuple[Rule, Plan]:
-    """Builds the rule and the plan of a server in shards, and starts their processes; this process has the first shard.
-
-    Args:
-        build: builds the rule and the plan of a server that is one process.
-        parameters: the parameters from :func:`shared_copy`.
-        slot: returns the slot of a worker, in memory that all shards share.
-        directory: where the processes exchange the states of shards, in files without a name.
-        read: tensors that this process has in memory only for the start; the other processes give their copies back.
-
-    Raises:
-        RefusedError: the model has fewer tensors than there are shards.
-        ConfigurationError: ``build`` raised it.
-    """
-    fragments, count = layout.fragments(spec.fragments), spec.server.server_shards
-    shards = _divided(layout, fragments, count)
-    starts, weighed = shared_zeros(layout.size), shared_zeros(layout.size)
-    looks_ahead = spec.method == "local_sgd" and bool(spec.options.get("look_ahead"))
-
-    def build_part(fragment: Fragment, shard: Fragment) -> tuple[Plan, ShardPart]:
-        first = fragment.tensors.start
-        tensors = slice(first + shard.tensors.start, first + shard.tensors.stop)
-        part = torch.from_numpy(shard.of(fragment.of(parameters)).numpy())  # a storage that begins with the shard
-        own = replace(spec.of_a_fragment(), framework=of_tensors(spec.framework, tensors))
-        rule, plan = build(own, Layout(layout.segments[tensors]), part)
-        return plan, ShardPart(
-            rule=rule,
-            parameters=part,
-            slots=lambda worker: shard.of(fragment.of(slot(worker))),
-            weighed=shard.of(fragment.of(weighed)),
-            starts=shard.of(fragment.of(starts)),
-        )
-
-    def build_parts(number: int) -> dict[int, ShardPart]:
-        having = [each for each in range(len(fragments)) if number < len(shards[each])]
-        return {each: build_part(fragments[each], shards[each][number])[1] for each in having}
-
-    def in_shards(number: int, own: Rule) -> ShardedRule:
-        fragment, its = fragments[number], shards[number]
-        return ShardedRule(
-            own=own,
-            shard=its[0],
-            others=others[: len(its) - 1],
-            slot=lambda worker: fragment.of(slot(worker)),
-            weighed=fragment.of(weighed),
-            starts=fragment.of(starts) if looks_ahead else None,
-            directory=directory,
-            fragment=number,
-        )
-
-    first = [build_part(fragment, its[0]) for fragment, its in zip(fragments, shards, strict=True)]
-    others = [ShardProcess(number, partial(build_parts, number), read) for number in range(1, count)]
-    rules = [in_shards(number, part.rule) for number, (_, part) in enumerate(first)]
-    plan, _ = first[0]
-    if isinstance(plan, EpochPlan):
-        plan.schedule = rules[0]
-    return rules[0] if len(rules) == 1 else FragmentedRule(fragments, rules), plan
-
-
-def close_shards(rule: Rule) -> None:
-    """Ends the processes of a rule from :func:`build_sharded`; any other rule has none."""
-    rules = rule.rules if isinstance(rule, FragmentedRule) else [rule]
-    for shard in {other for each in rules if isinstance(each, ShardedRule) for other in each.others}:
-        shard.close()
-
-
-def _divided(layout: Layout, fragments: Sequence[Fragment], count: int) -> list[tuple[Fragment, ...]]:
-    """Divides each fragment into ``count`` shards, or fewer where it has fewer tensors.
-
-    A shard counts tensors and elements from the beginning of its fragment.
-
-    Raises:
-        RefusedError: the model has fewer tensors than ``count``.
-    """
-    sizes = [segment.size for segment in layout.segments]
-    try:
-        fragments_of(sizes, count)
-    except ValueError as error:
-        raise RefusedError(f"{option('server_shards')} is {count}: {error}".replace("fragments", "shards")) from error
-    of_each = [sizes[fragment.tensors] for fragment in fragments]
-    return [fragments_of(own, min(count, sum(size > 0 for size in own))) for own in of_each]
 
 
 class ShardedRule(ComparingRule):

@@ -1,0 +1,138 @@
+"""Builds the rule of a server in shards, and starts the processes of its shards."""
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms import Fragment, FragmentedRule, Rule, fragments_of
+from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import RefusedError, option
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.layout import Layout
+from fairseq_async.server.optimizers.torch_optimizer import of_tensors
+from fairseq_async.server.plan import Build, EpochPlan, Plan
+from fairseq_async.server.shards.process import ShardPart, ShardProcess
+from fairseq_async.server.shards.rule import ShardedRule
+
+
+def shared_copy(parameters: Tensor) -> Tensor:
+    """Returns a copy of the parameters in memory that this process shares with those that it forks from now on."""
+    return shared_zeros(parameters.numel()).copy_(parameters)
+
+
+def shared_zeros(size: int) -> Tensor:
+    """Returns fp32 zeros in memory that is shared in the same way, and takes no space before it is written to."""
+    return torch.frombuffer(mmap.mmap(-1, 4 * size), dtype=torch.float32)
+
+
+def build_sharded(
+    build: Build,
+    spec: MethodSpec,
+    layout: Layout,
+    parameters: Tensor,
+    slot: Callable[[int], Tensor],
+    directory: Path,
+    read: State | None = None,
+) -> tuple[Rule, Plan]:
+    """Builds the rule and the plan of a server in shards, and starts their processes; this process has the first shard.
+
+    Args:
+        build: builds the rule and the plan of a server that is one process.
+        parameters: the parameters from :func:`shared_copy`.
+        slot: returns the slot of a worker, in memory that all shards share.
+        directory: where the processes exchange the states of shards, in files without a name.
+        read: tensors that this process has in memory only for the start; the other processes give their copies back.
+
+    Raises:
+        RefusedError: the model has fewer tensors than there are shards.
+        ConfigurationError: ``build`` raised it.
+    """
+    parts = _Parts(build, spec, layout, parameters, slot)
+    first = [parts.build(fragment, 0) for fragment in range(len(parts.shards))]
+    count = spec.server.server_shards
+    others = [ShardProcess(number, partial(parts.build_all, number), read) for number in range(1, count)]
+    rules = [parts.rule(fragment, part.rule, others, directory) for fragment, (_, part) in enumerate(first)]
+    plan, _ = first[0]
+    if isinstance(plan, EpochPlan):
+        plan.schedule = rules[0]
+    return rules[0] if len(rules) == 1 else FragmentedRule(parts.fragments, rules), plan
+
+
+def close_shards(rule: Rule) -> None:
+    """Ends the processes of a rule from :func:`build_sharded`; any other rule has none."""
+    rules = rule.rules if isinstance(rule, FragmentedRule) else [rule]
+    for shard in {other for each in rules if isinstance(each, ShardedRule) for other in each.others}:
+        shard.close()
+
+
+class _Parts:
+    """The shards' parts of a model and of each of its fragments, on memory that the shards' processes share.
+
+    Attributes:
+        shards: the shards of each fragment; each counts tensors and elements from the beginning of its fragment.
+    """
+
+    def __init__(
+        self, build: Build, spec: MethodSpec, layout: Layout, parameters: Tensor, slot: Callable[[int], Tensor]
+    ) -> None:
+        self._build, self._spec, self._layout = build, spec, layout
+        self._parameters, self._slot = parameters, slot
+        self.fragments = layout.fragments(spec.fragments)
+        self.shards = _divided(layout, self.fragments, spec.server.server_shards)
+        self._starts, self._weighed = shared_zeros(layout.size), shared_zeros(layout.size)
+        self._looks_ahead = spec.method == "local_sgd" and bool(spec.options.get("look_ahead"))
+
+    def build(self, fragment: int, shard: int) -> tuple[Plan, ShardPart]:
+        """Builds one shard's plan and part of a fragment."""
+        whole, its = self.fragments[fragment], self.shards[fragment][shard]
+        first = whole.tensors.start
+        tensors = slice(first + its.tensors.start, first + its.tensors.stop)
+        part = torch.from_numpy(its.of(whole.of(self._parameters)).numpy())  # a storage that begins with the shard
+        own = replace(self._spec.of_a_fragment(), framework=of_tensors(self._spec.framework, tensors))
+        rule, plan = self._build(own, Layout(self._layout.segments[tensors]), part)
+        return plan, ShardPart(
+            rule=rule,
+            parameters=part,
+            slots=lambda worker: its.of(whole.of(self._slot(worker))),
+            weighed=its.of(whole.of(self._weighed)),
+            starts=its.of(whole.of(self._starts)),
+        )
+
+    def build_all(self, shard: int) -> dict[int, ShardPart]:
+        """Builds one shard's parts of the fragments in which it has any, by the fragment's number."""
+        having = [number for number, shards in enumerate(self.shards) if shard < len(shards)]
+        return {number: self.build(number, shard)[1] for number in having}
+
+    def rule(self, fragment: int, own: Rule, others: Sequence[ShardProcess], directory: Path) -> ShardedRule:
+        """Returns the rule of a fragment; ``own`` is the first shard's, ``others`` are the processes of the others."""
+        whole, shards = self.fragments[fragment], self.shards[fragment]
+        return ShardedRule(
+            own=own,
+            shard=shards[0],
+            others=others[: len(shards) - 1],
+            slot=lambda worker: whole.of(self._slot(worker)),
+            weighed=whole.of(self._weighed),
+            starts=whole.of(self._starts) if self._looks_ahead else None,
+            directory=directory,
+            fragment=fragment,
+        )
+
+
+def _divided(layout: Layout, fragments: Sequence[Fragment], count: int) -> list[tuple[Fragment, ...]]:
+    """Divides each fragment into ``count`` shards, or fewer where it has fewer tensors.
+
+    Raises:
+        RefusedError: the model has fewer tensors than ``count``.
+    """
+    sizes = [segment.size for segment in layout.segments]
+    try:
+        fragments_of(sizes, count)
+    except ValueError as error:
+        raise RefusedError(f"{option('server_shards')} is {count}: {error}".replace("fragments", "shards")) from error
+    of_each = [sizes[fragment.tensors] for fragment in fragments]
+    return [fragments_of(own, min(count, sum(size > 0 for size in own))) for own in of_each]
