@@ -21,6 +21,7 @@ from recipes.steps import RecipeError, once
 TRAIN, VALIDATION = SPLITS = ("train", "validation")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")  # C4's own files are called .json.gz
 HELD_OUT = 50  # without a validation file, one document in 50 is held out
+DIGESTED = 1 << 20  # bytes at each end of a file
 STREAMED = 50_000  # documents of C4 that a run downloads by default
 
 
@@ -54,9 +55,20 @@ class Corpus:
         return (text for text in read(self.train) if digest(text) not in known)
 
     def source(self) -> dict[str, Any]:
-        """Return what identifies this text without reading it: names, sizes and times of its files, and the limit."""
-        files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.train + self.validation]
-        return {"files": [list(file) for file in files], "documents": self.limit}
+        """Return what identifies this text without reading all of it: names, sizes and digests of its files, the limit.
+
+        The time of a file does not: another machine, or a new copy, has another one.
+        """
+        files = [[path.name, path.stat().st_size, digest_of_ends(path)] for path in self.train + self.validation]
+        return {"files": files, "documents": self.limit}
+
+
+def digest_of_ends(path: Path) -> str:
+    """Return a hash of the first and of the last mebibyte of a file."""
+    with path.open("rb") as file:
+        first = file.read(DIGESTED)
+        file.seek(max(0, path.stat().st_size - DIGESTED))
+        return blake2b(first + file.read(DIGESTED), digest_size=16).hexdigest()
 
 
 def digest(text: str) -> bytes:

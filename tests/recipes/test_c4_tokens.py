@@ -1,5 +1,6 @@
 """The C4 recipe's tokens: a vocabulary, packed sequences, counts."""
 
+import shutil
 from itertools import chain
 from pathlib import Path
 
@@ -59,6 +60,8 @@ def test_prepared_tokens_are_used_again_for_the_same_text_only(data: Path, tmp_p
     stamp = (first.directory / "train.tokens").stat().st_mtime_ns
     assert tokens.prepare(text.find(data), 320, tmp_path) == first
     assert (first.directory / "train.tokens").stat().st_mtime_ns == stamp
+    copied = Path(shutil.copytree(data, tmp_path / "copied", copy_function=shutil.copyfile))  # at another time
+    assert tokens.prepare(text.find(copied), 320, tmp_path) == first
     write(tmp_path / "other" / "c4-train.jsonl", TRAIN_TEXT)
     for corpus, vocab in ((text.find(data), 321), (text.find(data, 100), 320), (text.find(tmp_path / "other"), 320)):
         with pytest.raises(RecipeError, match="holds tokens of other text or of another --vocab: delete it"):
