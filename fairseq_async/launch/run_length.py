@@ -26,8 +26,7 @@ class RunLength:
         max_epoch: passes over the data by all workers together; 0 for no such limit.
         local: whether steps are the workers' local steps.
         partial: whether the update of one of k workers is 1/k of a step.
-        unit: what the weights of updates count: ``tokens`` in fairseq, else ``local steps``; empty for gradients that
-            are weighted by samples or equally.
+        unit: what the weights of updates count; see :attr:`RunDescription.unit`.
     """
 
     workers: int
@@ -49,9 +48,8 @@ class RunLength:
         local = spec.method == "local_sgd"
         steps = spec.options.get("total_steps", 0) if local else spec.last_version or spec.whole_steps
         workers = description.workers or 1
-        counted = description.simulated is not None or "inner_optimizer" in spec.framework
-        unit = "tokens" if counted else "local steps" if local else ""
-        return cls(workers, steps if isinstance(steps, int) else 0, spec.max_epoch, local, spec.closes_early, unit)
+        limit = steps if isinstance(steps, int) else 0
+        return cls(workers, limit, spec.max_epoch, local, spec.closes_early, description.unit)
 
     def steps_of(self, work: Work) -> int:
         """Returns the number of whole steps, as ``num_updates`` counts them."""

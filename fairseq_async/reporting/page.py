@@ -12,7 +12,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.reporting.plots import figures
+from fairseq_async.reporting.plots import figures, weight_name
 from fairseq_async.reporting.runs import COMPUTING, Run
 from fairseq_async.server.receipt import Status
 
@@ -107,7 +107,7 @@ def _column(name: str, rows: Sequence[dict[str, str | int]]) -> dict[str, str | 
 def row(run: Run) -> dict[str, str | int]:
     """Returns the table's cells for one run, by column."""
     _, losses = run.losses("updates")
-    seconds, tokens = run.events[-1].time, sum(event.target_tokens for event in run.applied)
+    seconds = run.events[-1].time
     refused = sum(event.status is Status.REFUSED for event in run.events)
     return {
         "run": _name(run),
@@ -115,9 +115,8 @@ def row(run: Run) -> dict[str, str | int]:
         f"last {run.measured}": f"{losses[-1]:.4f}" if losses else "-",
         **_validated(run),
         "steps of the server": f"{run.steps:,}",
-        "target tokens": f"{tokens:,.0f}",
         "time (s)": f"{seconds:,.1f}",
-        "target tokens/s": f"{tokens / seconds:,.0f}" if seconds else "-",
+        **_counted(run, seconds),
         "updates in a step": f"{fmean(run.step_sizes):.2f}" if run.step_sizes else "-",
         "mean staleness (versions)": _mean(event.staleness for event in run.applied),
         "sent by workers (MB)": _megabytes(event.bytes_sent for event in run.events),
@@ -126,6 +125,14 @@ def row(run: Run) -> dict[str, str | int]:
         "time computing": f"{fmean(run.shares(w)[COMPUTING] for w in range(run.workers)):.0%}",
         "refused updates": refused,
     }
+
+
+def _counted(run: Run, seconds: float) -> dict[str, str | int]:
+    """Returns the cells of what the updates' weights count; none where that has no name."""
+    if not run.unit:
+        return {}
+    count, name = sum(event.target_tokens for event in run.applied), weight_name(run.unit)
+    return {name: f"{count:,.0f}", f"{name}/s": f"{count / seconds:,.0f}" if seconds else "-"}
 
 
 def _validated(run: Run) -> dict[str, str | int]:

@@ -88,12 +88,17 @@ _OVER_UPDATES: dict[str, tuple[str, Callable[[Event], float | None]]] = {
 }
 
 
+def weight_name(unit: str) -> str:
+    """Returns the name of what weights count, by :attr:`Run.unit`."""
+    return "target tokens" if unit == "tokens" else unit or "weight of the updates"
+
+
 def loss(runs: Sequence[Run]) -> Figure:
-    """The loss curves of all runs, by update, by token and by time."""
+    """The loss curves of all runs, by update, by the updates' weights (tokens in fairseq) and by time."""
     figure, panels = pyplot.subplots(1, 3, figsize=(10, 3.4), layout="constrained", sharey=True)
     axes_and_labels: tuple[tuple[Axis, str], ...] = (
         ("updates", "steps of the server"),
-        ("tokens", "target tokens"),
+        ("tokens", " / ".join(sorted({weight_name(run.unit) for run in runs}))),
         ("time", "time (s)"),
     )
     for axes, (by, label) in zip(panels, axes_and_labels, strict=True):

@@ -67,6 +67,7 @@ class Run:
         validations: those of worker 0 of a real run, where its front end writes them; ``time`` as above.
         sizes: numbers of values of its updates in turn, one per fragment; None where ``run.json`` does not say them.
         regions: whether the events are of several servers, each of which counts its own versions.
+        unit: what the weights of updates count, as in :attr:`RunDescription.unit`.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Run:
     validations: list[Validation] = field(default_factory=list)
     sizes: Sequence[int] | None = None
     regions: bool = False
+    unit: str = "tokens"
 
     @cached_property
     def applied(self) -> list[Event]:
@@ -231,6 +233,7 @@ def _read(directory: Path, given: Path) -> Run | None:
             validations=[replace(each, time=each.time - first) for each in validations],
             sizes=read_sizes(directory),
             regions=description.has_regions,
+            unit=description.unit,
         )
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{directory}: the run there cannot be read: {error!r}") from error

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from fairseq_async.reporting import page
@@ -10,11 +11,16 @@ from fairseq_async.reporting.runs import load
 from fairseq_async.server.run_files.validations import VALIDATIONS, Validation, not_taken_back
 from scripts.faults.sgd_server import sgd_spec
 
+FAIRSEQ = {"inner_optimizer": {"_name": "sgd"}}
 
-def write_run(run_dir: Path, updates: int, tokens: float, **more: object) -> Path:
+
+def write_run(
+    run_dir: Path, updates: int, tokens: float, framework: Mapping[str, object] = FAIRSEQ, **more: object
+) -> Path:
     """A run of one worker and three parameters, with an update a second."""
     run_dir.mkdir()
-    description = {"workers": 1, "method": sgd_spec(workers=1).to_json(), "layout": [["weight", [3], "float32"]]}
+    method = sgd_spec(workers=1).to_json() | {"framework": framework}
+    description = {"workers": 1, "method": method, "layout": [["weight", [3], "float32"]]}
     (run_dir / "run.json").write_text(json.dumps(description))
     fields = {
         "worker": 0,
@@ -61,6 +67,15 @@ def test_the_page_has_validation_loss_score_and_bytes_of_runs_side_by_side(tmp_p
     assert cells["target tokens"] == ["500", "5,000,000"] and cells["time (s)"] == ["4.0", "19.0"]
     assert cells["sent by workers (MB)"] == ["0.06", "0.24"]
     assert {"validation_loss.png", "bleu.png"} <= {path.name for path in (tmp_path / "report").glob("*.png")}
+
+
+def test_weights_are_called_tokens_where_they_count_tokens_alone(tmp_path: Path) -> None:
+    """Gradients of DeepSpeed are weighted by samples, those of plain PyTorch equally."""
+    runs = load([write_run(tmp_path / "fairseq", 5, 100.0), write_run(tmp_path / "torch", 5, 1.0, {})])
+    counted = [{name for name in page.row(run) if "tokens" in name} for run in runs]
+    assert counted == [{"target tokens", "target tokens/s"}, set()]
+    _, figure = figures(runs)["loss"]
+    assert figure.axes[1].get_xlabel() == "target tokens / weight of the updates"
 
 
 def test_a_compressed_run_has_bytes_per_second_ratio_and_residual_of_each_worker(tmp_path: Path) -> None:

@@ -89,8 +89,7 @@ class RunDescription(BaseModel):
     @property
     def has_regions(self) -> bool:
         """Whether it is a simulation of several regions, whose servers' events are in one file."""
-        framework = self.method.get("framework")
-        return self.simulated is not None and isinstance(framework, dict) and "regions" in framework
+        return self.simulated is not None and "regions" in self._framework
 
     @property
     def shards(self) -> int:
@@ -98,6 +97,19 @@ class RunDescription(BaseModel):
         server = self.method.get("server")
         given = server.get("server_shards", 1) if isinstance(server, dict) else 1
         return given if isinstance(given, int) and given > 0 else 1
+
+    @property
+    def unit(self) -> str:
+        """What the weights of updates count: ``tokens`` in fairseq and in a simulation, else ``local steps``; empty for
+        gradients that are weighted by samples or equally."""
+        if self.simulated is not None or "inner_optimizer" in self._framework:
+            return "tokens"
+        return "local steps" if self.method.get("method") == "local_sgd" else ""
+
+    @property
+    def _framework(self) -> JsonObject:
+        given = self.method.get("framework")
+        return given if isinstance(given, dict) else {}
 
     @property
     def _options(self) -> JsonObject:
