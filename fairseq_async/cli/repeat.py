@@ -64,7 +64,9 @@ def replay(
             show_default=False,
         ),
     ],
-    until: Annotated[int | None, typer.Option(metavar="N", min=1, help="Stop at this update.")] = None,
+    until: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Stop at this version_after of events.jsonl.")
+    ] = None,
 ) -> None:
     """Repeat a recorded run in one process, bit for bit, and name the first update that differs."""
     path = run_dir.resolve()
