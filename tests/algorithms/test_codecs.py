@@ -267,6 +267,23 @@ def test_sketches_add_as_vectors_do_and_find_the_largest_values() -> None:
     assert torch.equal(found, codec.decode(added, 2000)[[77, 1500, 3]])
 
 
+class OnAnotherDevice(Tensor):
+    """Behaves as a tensor on a GPU, from which numpy cannot read."""
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:  # type: ignore[type-arg]
+        raise TypeError("can't convert a tensor of another device to numpy")
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def test_a_sketch_estimates_at_places_that_are_on_another_device() -> None:
+    codec, values = CountSketch(columns=512), torch.zeros(50)
+    values[20] = -2.5
+    found = codec.estimate(codec.encode(values), torch.tensor([[20]]).as_subclass(OnAnotherDevice))
+    assert type(found) is Tensor and found.tolist() == [-2.5]
+
+
 def test_a_sketch_of_a_single_value_is_exact_and_another_seed_is_refused() -> None:
     values = torch.zeros(50)
     values[20] = -2.5

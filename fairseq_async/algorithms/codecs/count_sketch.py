@@ -53,13 +53,16 @@ class CountSketch(Codec):
         return seal(self.number, (size,), [self._parameters(), sum_.astype("<f4").tobytes()])
 
     def estimate(self, data: Bytes, indices: Tensor) -> Tensor:
-        """Returns estimates of the values at these places of the sketched vector, in fp32.
+        """Returns estimates of the values at these places of the sketched vector: flat, fp32, on the CPU.
+
+        Args:
+            indices: whole numbers, on any device.
 
         Raises:
             CodecError: ``data`` is no such sketch, or a place is outside of the vector.
         """
         size = _size_of(data)
-        places = indices.reshape(-1).numpy()
+        places = indices.reshape(-1).cpu().numpy()
         if places.size and not 0 <= places.min() <= places.max() < size:
             raise CodecError(f"a place is outside of the vector, which has {size} values")
         return torch.from_numpy(self._estimates(self._table(data, size), places.astype(np.uint64)))
