@@ -10,6 +10,7 @@ from fairseq_async.algorithms.rule import State, fills
 from fairseq_async.algorithms.update import Update
 
 _CANCELLED = 1e-6  # share of Σ w: a few times the rounding error of a sum of unit vectors in fp32
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class DirectionAveraging(MomentumRule):
@@ -97,7 +98,7 @@ class DirectionAveraging(MomentumRule):
             self.lengths[number] += weight * length
             if number in self.embeddings:
                 total.add_(own, alpha=weight)
-            elif length > 0:
+            elif length > weight / _LARGEST:  # a shorter one, of denormal numbers, has no direction in fp32
                 total.add_(own, alpha=weight / length)
         self.weight += weight
         self.count += 1

@@ -46,6 +46,14 @@ def test_a_round_of_which_nothing_is_left_moves_nothing() -> None:
         assert theta.item() == 0.0
 
 
+def test_an_update_of_denormal_numbers_has_a_length_and_no_direction() -> None:
+    """1 / 1e-40 is more than fp32 has. The mean length of 2 and next to nothing is 1."""
+    rule, theta = DirectionAveraging(1.0, 0.0, 2, [1]), torch.zeros(1)
+    for delta in (1e-40, 2.0):
+        rule.apply(theta, update([delta]))
+    assert theta.item() == -1.0
+
+
 def test_rounds_have_as_many_updates_as_there_were() -> None:
     rule, theta = DirectionAveraging(1.0, 0.0, 3, [1]), torch.zeros(1)
     rule.limit_round(1)
