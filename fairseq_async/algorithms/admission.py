@@ -29,11 +29,11 @@ class StalenessPolicy:
     compensation: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.power > 0:
+        if not self.power <= 0:
             raise ValueError(f"power is {self.power}; it must not be positive")
         if self.limit is not None and self.limit < 0:
             raise ValueError(f"limit is {self.limit}; it must not be negative")
-        if self.compensation < 0:
+        if not self.compensation >= 0:
             raise ValueError(f"compensation is {self.compensation}; it must not be negative")
 
     def drops(self, staleness: int) -> bool:

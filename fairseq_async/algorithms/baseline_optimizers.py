@@ -68,7 +68,7 @@ class OuterAdam(MomentumRule):
         super().__init__(lr, momentum)
         if not 0 <= beta2 < 1:
             raise ValueError(f"beta2 is {beta2}; it must be at least 0 and below 1")
-        if weight_decay < 0 or eps <= 0:
+        if not (weight_decay >= 0 and eps > 0):
             raise ValueError(f"weight_decay is {weight_decay} and eps {eps}; not below 0, and above 0")
         self.workers = at_least_one("workers", workers)
         self.beta2, self.eps, self.weight_decay = beta2, eps, weight_decay

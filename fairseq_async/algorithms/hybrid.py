@@ -60,7 +60,7 @@ class HybridAccumulation:
     ) -> None:
         if updates_per_step < 1:
             raise ValueError(f"updates_per_step is {updates_per_step}; it must be at least 1")
-        if clip_norm < 0:
+        if not clip_norm >= 0:
             raise ValueError(f"clip_norm is {clip_norm}; it must not be negative")
         self.optimizer = optimizer
         self.updates_per_step = self.whole_step = updates_per_step

@@ -16,13 +16,13 @@ def local_steps(speeds: Mapping[int, float], maximum: int) -> dict[int, int]:
         maximum: H, the local steps of the fastest worker.
 
     Raises:
-        ValueError: a speed that is not above 0, or H below 1.
+        ValueError: a speed that is not finite or not above 0, or H below 1.
     """
     if maximum < 1:
         raise ValueError(f"maximum is {maximum}; it must be at least 1")
     for worker, speed in speeds.items():
-        if not speed > 0:
-            raise ValueError(f"the speed of worker {worker} is {speed}; it must be above 0")
+        if not 0 < speed < math.inf:
+            raise ValueError(f"the speed of worker {worker} is {speed}; it must be finite and above 0")
     fastest = max(speeds.values(), default=1.0)
     # rounding may put a quotient just below its true value: one so near to a whole number counts as that number
     return {worker: max(1, math.floor(speed / fastest * maximum + 1e-9)) for worker, speed in speeds.items()}

@@ -1,5 +1,7 @@
 """The base of the outer rules of local SGD: a learning rate, a momentum, and look-ahead along the momentum."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ class MomentumRule:
     parameters, and its pseudo-gradient is relative to that point. The server's parameters stay θ.
 
     Args:
-        lr: ε, the outer learning rate; above 0.
+        lr: ε, the outer learning rate; finite, above 0.
         momentum: β in [0, 1).
 
     Raises:
@@ -21,8 +23,8 @@ class MomentumRule:
     """
 
     def __init__(self, lr: float, momentum: float, look_ahead: bool = False) -> None:
-        if lr <= 0:
-            raise ValueError(f"lr is {lr}; it must be above 0")
+        if not 0 < lr < math.inf:
+            raise ValueError(f"lr is {lr}; it must be finite and above 0")
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}; it must be at least 0 and below 1")
         self.lr = lr

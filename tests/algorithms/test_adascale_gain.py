@@ -142,9 +142,11 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
 
 def test_norms_that_are_none_and_a_single_gradient_are_refused() -> None:
     gain = AdaScaleGain(2)
-    for local, mean in (([1.0, math.nan], 1.0), ([1.0, math.inf], 1.0), ([1.0, 1.0], -1.0)):
+    for local, mean in (([1.0, math.nan], 1.0), ([1.0, math.inf], 1.0), ([-1.0, 2.0], 1.0), ([1.0, 1.0], -1.0)):
         with pytest.raises(ValueError, match="finite"):
             gain.update(local, mean)
     with pytest.raises(ValueError, match="noise shows from two on"):
         gain.update([1.0], 1.0)
     assert gain.estimates == 0
+    with pytest.raises(ValueError, match="finite"):
+        AdaScaleGain(1).update([math.nan], math.nan)

@@ -1,5 +1,6 @@
 """Aji & Heafield 2019 on three numbers, and against a reference in float64."""
 
+import math
 from typing import Any
 
 import pytest
@@ -115,7 +116,14 @@ def test_the_optimizer_may_see_the_flat_parameters_as_tensors() -> None:
     assert torch.equal(parameters, -torch.arange(1.0, 7.0))
 
 
-@pytest.mark.parametrize("wrong", [{"updates_per_step": 0}, {"updates_per_step": 1, "clip_norm": -1.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"updates_per_step": 0},
+        {"updates_per_step": 1, "clip_norm": -1.0},
+        {"updates_per_step": 1, "clip_norm": math.nan},
+    ],
+)
 def test_options_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must"):
         HybridAccumulation(sgd(torch.zeros(1)), **wrong)  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """The outer optimizers against references in float64 that are written from the paper, and against each other."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -163,15 +164,20 @@ def test_a_round_of_fewer_workers_is_averaged_over_them() -> None:
         (lambda: DelayedNesterov(0.7, 0.9, 4, c=-0.1), "c is -0.1"),
         (lambda: BufferedNesterov(0.7, 1.0, 4), "momentum is 1.0"),
         (lambda: NesterovMomentum(0.0, 0.9, 4), "lr is 0.0"),
+        (lambda: NesterovMomentum(math.nan, 0.9, 4), "lr is nan"),
+        (lambda: NesterovMomentum(math.inf, 0.9, 4), "lr is inf"),
         (lambda: NesterovMomentum(0.7, 0.9, 0), "workers is 0"),
         (lambda: MomentumLookAhead(0.7, 1.0), "momentum is 1.0"),
         (lambda: HeLoCo(0.7, 0.9, 0, [3]), "workers is 0"),
         (lambda: DirectionAveraging(0.7, 0.9, 0, [3]), "round_size is 0"),
         (lambda: OuterAdam(0.7, 0.9, 4, beta2=1.0), "beta2 is 1.0"),
         (lambda: OuterAdam(0.7, 0.9, 4, weight_decay=-1.0), "weight_decay is -1.0"),
+        (lambda: OuterAdam(0.7, 0.9, 4, weight_decay=math.nan), "weight_decay is nan"),
         (lambda: StalenessPolicy(power=0.5), "power is 0.5"),
+        (lambda: StalenessPolicy(power=math.nan), "power is nan"),
         (lambda: StalenessPolicy(limit=-1), "limit is -1"),
         (lambda: StalenessPolicy(compensation=-1.0), "compensation is -1.0"),
+        (lambda: StalenessPolicy(compensation=math.nan), "compensation is nan"),
     ],
 )
 def test_values_out_of_range_are_refused(make: Callable[[], Any], message: str) -> None:

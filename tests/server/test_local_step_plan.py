@@ -31,7 +31,7 @@ def test_it_is_the_floor_of_the_exact_quotient(speeds: dict[int, int], maximum: 
     assert local_steps({w: float(v) for w, v in speeds.items()}, maximum) == exact
 
 
-@pytest.mark.parametrize(("speeds", "maximum"), [({0: 0.0}, 5), ({0: float("nan")}, 5), ({0: 1.0}, 0)])
+@pytest.mark.parametrize(("speeds", "maximum"), [({0: 0.0}, 5), ({0: math.nan}, 5), ({0: math.inf}, 5), ({0: 1.0}, 0)])
 def test_speeds_and_steps_must_be_above_zero(speeds: dict[int, float], maximum: int) -> None:
     with pytest.raises(ValueError, match="must be"):
         local_steps(speeds, maximum)
