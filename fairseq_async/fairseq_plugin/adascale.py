@@ -119,6 +119,7 @@ class AdaScaleTrainer(SynchronousTrainer):
     def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
         """Takes one step as fairseq does, after dropping the norms that a step that was not taken has left."""
         self.wrapped.adascale.discard_norms()
+        self._num_updates = int(self._num_updates)  # tasks and models may take remainders of it
         return super().train_step(samples, raise_oom)
 
     def _after_forward(self, criterion: FairseqObject, inputs: object, output: FairseqObject) -> None:

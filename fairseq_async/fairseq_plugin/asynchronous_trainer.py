@@ -14,6 +14,7 @@ from fairseq_async.fairseq_plugin.compat.batches import batches_of_first_epoch
 from fairseq_async.fairseq_plugin.compat.checkpoints import checkpoint_errors
 from fairseq_async.fairseq_plugin.compat.optimizers import trainable_parameters
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
+from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.session import WorkerSession
 from fairseq_async.server.protocol import Welcome
 from fairseq_async.worker.async_worker import AsyncWorker
@@ -118,6 +119,16 @@ class AsynchronousTrainer(Trainer, ABC):
         """Returns these batches' fraction of a pass over the whole training set; 0 if its size is not known."""
         whole = getattr(self._iterator, "frozen_batches", None)
         return len(batches) / len(whole) if whole else 0.0
+
+    def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
+        """Takes one step as fairseq does. Tasks and models are given a plain number of updates, whose remainders they
+        may take as of any other; after a step that does not count, no interval has ended."""
+        updates = self._num_updates = int(self._num_updates)
+        try:
+            return super().train_step(samples, raise_oom)
+        finally:
+            if type(self._num_updates) is int:
+                self._num_updates = AppliedUpdates(updates, updates)
 
     # Checkpoints
 

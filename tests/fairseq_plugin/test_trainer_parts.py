@@ -9,7 +9,7 @@ from fairseq.trainer import Trainer
 
 import fairseq_async.fairseq_plugin  # noqa: F401
 from fairseq_async.errors import AsyncError, ConfigurationError
-from fairseq_async.fairseq_plugin.adascale import AdaScaleOptimizer
+from fairseq_async.fairseq_plugin.adascale import AdaScaleOptimizer, AdaScaleTrainer
 from fairseq_async.fairseq_plugin.adasum import AdasumOptimizer
 from fairseq_async.fairseq_plugin.asynchronous_trainer import AsynchronousTrainer
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
@@ -26,6 +26,28 @@ from fairseq_async.fairseq_plugin.synchronous_trainer import SynchronousTrainer
 def test_an_interval_of_ten_ends_where_a_multiple_was_reached_or_passed(previous: int, now: int, reached: bool) -> None:
     assert (AppliedUpdates(now, previous) % 10 == 0) == reached
     assert AppliedUpdates(now, previous) == now
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_tasks_and_models_are_given_a_plain_number_of_updates(monkeypatch: pytest.MonkeyPatch, counts: bool) -> None:
+    """A task may take another of three losses in each update; a step that does not count ends no interval."""
+    seen: list[int] = []
+
+    def step(self: Any, samples: object, raise_oom: bool) -> None:
+        seen.append(self.get_num_updates() % 3)
+        if counts:
+            self._num_updates = AppliedUpdates(7, 6)
+
+    monkeypatch.setattr(Trainer, "train_step", step)
+    trainer: Any = object.__new__(HybridTrainer)
+    trainer._num_updates = AppliedUpdates(6, 6)
+    AsynchronousTrainer.train_step(trainer, [])
+    assert seen == [0] and (trainer.get_num_updates() % 7 == 0) == counts and trainer.get_num_updates() % 6 != 0
+    adascale: Any = object.__new__(AdaScaleTrainer)
+    adascale._num_updates, adascale._skipped = AppliedUpdates(6, 6), 0
+    adascale._optimizer = SimpleNamespace(adascale=SimpleNamespace(discard_norms=lambda: None))
+    adascale.train_step([])
+    assert seen == [0, 0]
 
 
 def masks(
