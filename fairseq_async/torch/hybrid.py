@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from fairseq_async.config import HybridOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import MethodSpec, hybrid_spec
-from fairseq_async.server.optimizers.learning_rates import check_rates, present_rates, tabulate
+from fairseq_async.server.optimizers.learning_rates import CountLimit, check_rates, present_rates, tabulate
 from fairseq_async.server.optimizers.torch_optimizer import describe
 from fairseq_async.torch.options import parse_options
 from fairseq_async.torch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
@@ -63,10 +63,10 @@ class HybridAsync(AsyncTraining):
             raise ConfigurationError(f"HybridAsync: clip_norm is {clip_norm!r}: it must be a number of at least 0")
         if not (scheduler is None or isinstance(scheduler, LRScheduler)):
             raise ConfigurationError(f"scheduler is {scheduler!r}: it must be one of torch.optim.lr_scheduler")
-        self._scheduler = scheduler
         rates = [] if scheduler is None else tabulate(scheduler, optimizer, self.options.total_steps)
         self._inner = describe(optimizer, self._named, rates=rates, clip_norm=float(clip_norm))
         self._rates = present_rates(optimizer)
+        self._limit = None if scheduler is None else CountLimit(scheduler, self.options.total_steps)
         self._check_rates()
         self._hybrid: HybridWorker | None = None
 
@@ -124,8 +124,7 @@ class HybridAsync(AsyncTraining):
         Raises:
             ConfigurationError: something else sets them.
         """
-        if self._scheduler is not None:
-            # a fast worker steps the scheduler more often than the run has steps: OneCycleLR, for one, would fail
-            self._scheduler.last_epoch = min(self._scheduler.last_epoch, self.options.total_steps - 1)
+        if self._limit is not None:
+            self._limit.hold()
         else:
             check_rates(self.optimizer, self._rates, "give a scheduler of torch as scheduler=")

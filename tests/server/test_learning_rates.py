@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
     ConstantLR,
     CosineAnnealingLR,
     CyclicLR,
@@ -35,6 +36,10 @@ def sequential(of: Optimizer) -> SequentialLR:
     return SequentialLR(of, [ConstantLR(of, 0.1, total_iters=2), ExponentialLR(of, 0.5)], milestones=[2])
 
 
+def chained(of: Optimizer) -> ChainedScheduler:
+    return ChainedScheduler([ConstantLR(of, 0.1, total_iters=2), ExponentialLR(of, 0.5)])
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -43,6 +48,7 @@ def sequential(of: Optimizer) -> SequentialLR:
         partial(OneCycleLR, max_lr=2.0, total_steps=STEPS + 1, cycle_momentum=False),
         partial(CyclicLR, base_lr=0.1, max_lr=2.0, step_size_up=2, cycle_momentum=False),
         sequential,
+        chained,
     ],
 )
 @pytest.mark.parametrize("rate", [1.0, torch.tensor(1.0)], ids=["a number", "a tensor"])
@@ -114,6 +120,7 @@ def stepped(of: Optimizer) -> ExponentialLR:
         (partial(Locked, gamma=0.5), STEPS, "Locked cannot be copied"),
         (lambda of: ExponentialLR(optimizer(), 0.5), STEPS, "ExponentialLR is the scheduler of another optimizer"),
         (stepped, STEPS, "ExponentialLR has taken 1 steps: give a new one"),
+        (lambda of: ChainedScheduler([stepped(of)]), STEPS, "ChainedScheduler has taken 1 steps"),
     ],
 )
 def test_a_scheduler_that_is_no_table_is_refused_in_one_line(make: Make, steps: int, message: str) -> None:

@@ -106,6 +106,38 @@ def tabulate(scheduler: Any, optimizer: Optimizer, steps: int) -> Rates:
     return rates
 
 
+class CountLimit:
+    """Keeps a worker's own scheduler from counting beyond the steps of the run: a fast worker steps it more often than
+    the run has steps, where OneCycleLR, for one, would fail.
+
+    Args:
+        scheduler: one of torch's, of which :func:`tabulate` has made a table.
+        steps: number of steps of the whole run.
+    """
+
+    def __init__(self, scheduler: Any, steps: int) -> None:
+        self._counting, self._steps = _counting(scheduler), steps
+        self._kept = [each.last_epoch for each in self._counting]
+
+    def hold(self) -> None:
+        """Takes back the last step of a scheduler that has come to the run's end; to be called before each step."""
+        if _steps_taken(self._counting) < self._steps:
+            self._kept = [each.last_epoch for each in self._counting]
+        for each, kept in zip(self._counting, self._kept, strict=True):
+            each.last_epoch = kept
+
+
+def _counting(scheduler: Any) -> list[Any]:
+    """Returns what counts steps in a scheduler: itself, and those within it. torch's ChainedScheduler does not count,
+    but those that it chains do."""
+    within = [each for inner in getattr(scheduler, "_schedulers", []) for each in _counting(inner)]
+    return [scheduler, *within] if hasattr(scheduler, "last_epoch") else within
+
+
+def _steps_taken(counting: list[Any]) -> int:
+    return int(counting[0].last_epoch) if counting else 0
+
+
 def present_rates(optimizer: Optimizer) -> list[float]:
     """Returns the learning rate of each parameter group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
@@ -149,7 +181,7 @@ def _check(scheduler: Any, name: str, optimizer: Optimizer, steps: int) -> None:
             f"{name}: {steps} steps of {groups} parameter groups are more than {LARGEST_TABLE} learning rates, which "
             "is the most that is sent to the server"
         )
-    taken = getattr(scheduler, "last_epoch", 0)
+    taken = _steps_taken(_counting(scheduler))
     if taken != 0 and type(scheduler) is not LambdaLR:
         raise ConfigurationError(f"{name} has taken {taken} steps: give a new one; the server's state has the position")
 
