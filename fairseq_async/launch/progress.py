@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.compressed import Compressed, read_sizes
+from fairseq_async.launch.earlier import EarlierEvents
 from fairseq_async.launch.run_length import RunLength, Work
 from fairseq_async.server.notices import SEPARATOR
 from fairseq_async.server.receipt import Status
@@ -48,20 +49,26 @@ class Row(NamedTuple):
 class Progress:
     """How far a run is, and its rates and means over the last seconds.
 
+    The server may be on another machine, whose clock differs: times of events are compared with each other, and with
+    what has passed here since the last one was seen.
+
     Args:
         run_dir: the run's directory.
         workers: number of workers at the beginning; others are added when they appear.
-        clock: returns the time in seconds since 1970.
-        began: time at which this part of the run began, now by default. Earlier events count only for the position in
-            the run.
+        clock: returns seconds that do not go back.
+        whole: whether the events that are there already belong to the part of the run that is shown. Else they count
+            only for the position in the run.
 
     Attributes:
-        updates: number of updates of each worker since ``began``.
+        updates: number of updates of each worker in this part of the run.
         version: version of the server's parameters.
+
+    Raises:
+        ConfigurationError: events are there already, and cannot be read.
     """
 
     def __init__(
-        self, run_dir: Path, workers: int, clock: Callable[[], float] = time.time, began: float | None = None
+        self, run_dir: Path, workers: int, clock: Callable[[], float] = time.monotonic, whole: bool = False
     ) -> None:
         self.run_dir, self.workers, self.clock = run_dir, workers, clock
         # lines that cannot be read are skipped here; an audit names them
@@ -70,11 +77,13 @@ class Progress:
         self._log.skip()
         self._said = "the processes start"
         self._validations = LineReader(run_dir / VALIDATIONS, parse_validation, skip=lambda _: None)
-        self._began = clock() if began is None else began
+        self._began = self._seen_at = clock()
+        self._earlier = None if whole else EarlierEvents(run_dir)
         self._validation: Validation | None = None
         self._length: RunLength | None = None
         self._sizes: list[int] | None = None
         self._reset()
+        self.poll()
 
     def _reset(self) -> None:
         self._replaced = self._events.replaced
@@ -83,10 +92,15 @@ class Progress:
         self.updates = {worker: 0 for worker in range(self.workers)}
         self.refused = self.version = 0
         self._work = Work()
-        self._first: tuple[float, float] | None = None  # of the first update since _began: its time, the part then done
+        self._newest = 0.0  # time of an event
+        self._first: tuple[float, float] | None = None  # of the first update: its time, and the part then done
+        if self._earlier is not None:
+            self._earlier.look()
 
     def poll(self) -> None:
         """Reads the events that were added since the last call; after a restart of the server, all that it has kept."""
+        if self._earlier is not None:
+            self._earlier.look()
         for event in self._events:
             if self._events.replaced > self._replaced:
                 self._reset()
@@ -96,15 +110,22 @@ class Progress:
         self._drop_old()
 
     def _drop_old(self) -> None:
-        while self._recent and self._recent[0].time < self.clock() - _WINDOW:
+        now = self._newest + self.silent
+        while self._recent and self._recent[0].time < now - _WINDOW:
             self._version_before = self._recent.popleft().version_after
+
+    @property
+    def silent(self) -> float:
+        """Seconds since an update was seen here."""
+        return self.clock() - self._seen_at
 
     def _add(self, event: Event) -> None:
         if event.status is Status.APPLIED:
             self._count(event)
         self.version = max(self.version, event.version_after)
-        if event.time < self._began:
+        if self._earlier is not None and event in self._earlier:
             return
+        self._newest, self._seen_at = max(self._newest, event.time), self.clock()
         if self._first is None:
             self._length, self._sizes = self._read_length(), read_sizes(self.run_dir)
             self._first = event.time, self._length.fraction(self._work)
@@ -112,6 +133,7 @@ class Progress:
         self._recent.append(event)
         self.updates[event.worker] = self.updates.get(event.worker, 0) + 1
         self.refused += event.status is Status.REFUSED
+        self._drop_old()
 
     def _count(self, event: Event) -> None:
         self._work.updates += 1
@@ -166,7 +188,10 @@ class Progress:
     @property
     def seconds(self) -> float:
         """Number of seconds over which rates are taken."""
-        return max(1.0, min(_WINDOW, self.clock() - self._began))
+        ran = self.clock() - self._began
+        if self._earlier is None and self._first is not None:
+            ran = self._newest + self.silent - self._first[0]
+        return max(1.0, min(_WINDOW, ran))
 
     @property
     def unit(self) -> str:
@@ -184,7 +209,7 @@ class Progress:
         if self._length is None or self._first is None:
             return ""
         began, before = self._first
-        done, seconds = self._length.fraction(self._work), self.clock() - began
+        done, seconds = self._length.fraction(self._work), self._newest - began
         if not before < done < 1 or seconds <= 1:
             return ""
         return f", {timedelta(seconds=round(seconds * (1 - done) / (done - before)))} left"

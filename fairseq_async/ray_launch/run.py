@@ -169,8 +169,8 @@ class RayRun:
             self._leftovers = Leftovers(self._run_dir)
             resumes = self._command.resumes
             task = ServerTask(state.request, len(self._resources), self._options.max_restarts, resumes)
-            self._server = self._actors.start_server(task, state.node)
             self._display.progress = Progress(self._run_dir, len(self._resources))
+            self._server = self._actors.start_server(task, state.node)
         if state.place is not None and not self._invited:
             self._invited, place = True, state.place
             token_file = self._run_dir / ".token"

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from pydantic import BaseModel
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +15,7 @@ from fairseq_async.server.receipt import SETTLED, Status
 from fairseq_async.server.run_files.description import RunDescription
 from fairseq_async.server.run_files.event_log import BAD, EVENTS, ROLLBACKS, ROLLED_BACK
 from fairseq_async.server.run_files.events import Event, LineReader
+from fairseq_async.server.run_files.rollbacks import Rollback
 
 _UNSEEN = -1  # stands for a worker of which the logs have no line yet
 _COLUMNS = tuple(status for status in Status if status in SETTLED) + (Status.DUPLICATE, Status.FINISHED)
@@ -23,21 +23,6 @@ _COLUMNS = tuple(status for status in Status if status in SETTLED) + (Status.DUP
 
 class AuditError(AsyncError):
     """The logs contradict themselves, or what the server promises."""
-
-
-class Rollback(BaseModel):
-    """One line of ``rollbacks.jsonl``: a restart of the server from an older state.
-
-    Attributes:
-        source: the state from which the server went on.
-        sequences: the number of each worker's last update that is in this state.
-        events: how many later events were taken back.
-    """
-
-    time: float
-    source: str
-    sequences: dict[int, int]
-    events: int
 
 
 _Update = tuple[int, int]  # worker and sequence number

@@ -20,13 +20,22 @@ def event(worker: int, version: int, now: float, **more: Any) -> str:
     return json.dumps(fields | {"sequence": 0, "base_version": 0, "staleness": 1, "loss": 2.0} | more) + "\n"
 
 
+def begin(run_dir: Path, kept: dict[int, int], lines: str = "") -> None:
+    """What a server does that finds events: it says which of them it keeps, and replaces the file."""
+    with (run_dir / "rollbacks.jsonl").open("a") as file:
+        file.write(json.dumps({"time": 0.0, "source": "a snapshot", "sequences": kept, "events": 0}) + "\n")
+    (run_dir / "events.jsonl.part").write_text(lines)
+    (run_dir / "events.jsonl.part").replace(run_dir / "events.jsonl")
+
+
 def test_progress_follows_the_log_and_leaves_half_a_line_for_later(tmp_path: Path) -> None:
     now = 1000.0
     path = tmp_path / "events.jsonl"
     path.write_text(event(0, 7, 900.0))  # an earlier run's
     progress = Progress(tmp_path, 2, clock=lambda: now)
+    begin(tmp_path, {0: 0}, path.read_text())
     with path.open("a") as file:
-        file.write(event(0, 8, 1001.0) + event(1, 9, 1002.0, status="refused") + event(1, 10, 1003.0)[:20])
+        file.write(event(0, 8, 1001.0, sequence=1) + event(1, 9, 1002.0, status="refused") + event(1, 10, 1003.0)[:20])
     now = 1004.0
     progress.poll()
     assert progress.updates == {0: 1, 1: 1} and progress.version == 9 and progress.refused == 1
@@ -38,6 +47,40 @@ def test_progress_follows_the_log_and_leaves_half_a_line_for_later(tmp_path: Pat
     now = 2000.0
     progress.poll()
     assert progress.rows()[-1].tokens == 0.0 and "1 refused" in progress.summary()
+
+
+@pytest.mark.parametrize("server", [-3600.0, 3600.0], ids=["behind", "ahead"])
+def test_the_clock_of_the_servers_machine_may_differ(tmp_path: Path, server: float) -> None:
+    """It writes one update a second, of 100 tokens, after five of an earlier launch; then it dies, and loses one."""
+    now = 1000.0
+    earlier = "".join(event(0, 1 + n, 9000.0 + n + server, sequence=n) for n in range(5))
+    (tmp_path / "events.jsonl").write_text(earlier)
+    progress = Progress(tmp_path, 1, clock=lambda: now)
+    progress.poll()
+    assert progress.updates == {0: 0} and progress.version == 5, "the server has not begun yet"
+    own = [event(0, 1 + n, 9100.0 + n + server, sequence=n) for n in range(4, 44)]
+    begin(tmp_path, {0: 3}, "".join([*earlier.splitlines(keepends=True)[:4], *own[:20]]))
+    now = 1020.0
+    progress.poll()
+    assert progress.updates == {0: 20} and progress.version == 24 and progress.status.startswith("update 24, ")
+    assert progress.updates_per_second == pytest.approx(1.0, rel=0.1)
+    begin(tmp_path, {0: 22}, "".join([*earlier.splitlines(keepends=True)[:4], *own[:19], *own[20:]]))
+    now = 1040.0
+    progress.poll()
+    assert progress.updates == {0: 39} and progress.updates_per_second == pytest.approx(1.0, rel=0.1)
+
+
+def test_events_that_no_server_has_kept_are_not_of_this_launch(tmp_path: Path) -> None:
+    """A run from the beginning in the directory of an earlier one; its server dies, too, and goes on from update 2."""
+    (tmp_path / "events.jsonl").write_text("".join(event(0, 1 + n, 900.0, sequence=n) for n in range(9)))
+    begin(tmp_path, {0: 8}, (tmp_path / "events.jsonl").read_text())
+    progress = Progress(tmp_path, 1, clock=lambda: 1000.0)
+    assert progress.updates == {0: 0} and progress.version == 9
+    own = "".join(event(0, 1 + n, 800.0, sequence=n) for n in range(3))
+    begin(tmp_path, {}, own)
+    begin(tmp_path, {0: 2}, own)
+    progress.poll()
+    assert progress.updates == {0: 3} and progress.version == 3
 
 
 def test_progress_says_who_was_held_and_how_far_was_looked_ahead(tmp_path: Path) -> None:
@@ -56,7 +99,9 @@ def test_progress_says_who_was_held_and_how_far_was_looked_ahead(tmp_path: Path)
 @pytest.mark.parametrize("now", [1006.0, 1012.0, 1026.0], ids=["one step", "two steps", "older ones are dropped"])
 def test_steps_that_take_seconds_are_counted_with_all_their_updates(tmp_path: Path, now: float) -> None:
     """Three workers that step together every 6 seconds."""
-    progress = Progress(tmp_path, 3, clock=lambda: now, began=1000.0)
+    clock = [1000.0]
+    progress = Progress(tmp_path, 3, clock=lambda: clock[0])
+    clock[0] = now
     steps = range(1, int(now - 1000.0) // 6 + 1)
     lines = [
         event(worker, step - (worker < 2), 1000.0 + 6 * step, base_version=step - 1, staleness=0)
@@ -188,6 +233,7 @@ def test_the_position_has_update_epoch_and_time_left_at_the_speed_so_far(
     assert progress.position + progress.time_left == "update 20 of 100, epoch 1 of 4, 0:00:16 left"
     now = 2000.0
     progress.poll()
+    assert progress.time_left == ", 0:00:16 left", "it does not grow while nothing new comes, as after a stop"
     assert progress.result() == "update 20 of 100, epoch 1 of 4"  # no rates: nothing has come in the last seconds
 
 

@@ -1,0 +1,45 @@
+"""Tells the events of an earlier launch from those of this one."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from fairseq_async.server.run_files.event_log import EVENTS, ROLLBACKS
+from fairseq_async.server.run_files.events import Event, LineReader
+from fairseq_async.server.run_files.rollbacks import Rollback
+
+
+class EarlierEvents:
+    """The events that were in a run's directory before this launch, as far as its server has kept them.
+
+    No time is compared: the server's machine may have another clock. A server that finds events says in
+    ``rollbacks.jsonl`` which of them it keeps, before it adds its own.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._rollbacks = LineReader(run_dir / ROLLBACKS, Rollback.model_validate_json, skip=lambda _: None)
+        self._rollbacks.skip()
+        self._last_before = self._rollbacks.number
+        self._any = _has_a_line(run_dir / EVENTS)
+        self._kept: Mapping[int, int] | None = None  # the number of each worker's last one; None until a server begins
+
+    def look(self) -> None:
+        """Looks whether a server has begun; later starts of the same server take back only what is this launch's."""
+        if self._kept is not None:
+            return
+        for rollback in self._rollbacks:
+            if self._rollbacks.number > self._last_before:
+                self._kept = rollback.sequences
+                return
+
+    def __contains__(self, event: Event) -> bool:
+        if self._kept is None:
+            return self._any
+        return event.sequence <= self._kept.get(event.worker, -1)
+
+
+def _has_a_line(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.readline().endswith(b"\n")
+    except OSError:
+        return False
