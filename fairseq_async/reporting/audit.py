@@ -3,8 +3,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from rich import box
 from rich.console import Console
@@ -17,6 +17,7 @@ from fairseq_async.server.run_files.event_log import BAD, EVENTS, ROLLBACKS, ROL
 from fairseq_async.server.run_files.events import Event, LineReader
 from fairseq_async.server.run_files.rollbacks import Rollback
 
+_Line = TypeVar("_Line")
 _UNSEEN = -1  # stands for a worker of which the logs have no line yet
 _COLUMNS = tuple(status for status in Status if status in SETTLED) + (Status.DUPLICATE, Status.FINISHED)
 
@@ -39,7 +40,7 @@ class Audit:
         first_version: the server's version before the first line: above 0 where the run goes on from another directory.
         version: the server's version after the last line.
         cut: files whose last line is not whole; the audit ends at the line before it.
-        bad: what is wrong with each line that is no event.
+        bad: what is wrong with each line that is no event, or no rollback.
         set_aside: how many such lines a restart has moved to another file.
         unread: missing updates, which may have been recorded in lines that are no events.
         unread_versions: number of missing versions, which such updates may have made.
@@ -86,7 +87,7 @@ def audit(run_dir: Path) -> Audit:
     found = Audit()
     found.set_aside = _lines(run_dir / BAD)
     covering = _covering(run_dir, found)
-    last: dict[int, int] = {}
+    last, bad_besides = dict[int, int](), len(found.bad)
     events = LineReader(run_dir / EVENTS, Event.from_json, found.bad.append)
     for event in events:
         where = f"{EVENTS}, line {events.number}: worker {event.worker}'s update {event.sequence}"
@@ -99,8 +100,8 @@ def audit(run_dir: Path) -> Audit:
             last[event.worker] = event.sequence
         elif event.status is Status.DUPLICATE and event.sequence > last.get(event.worker, -1):
             raise AuditError(f"{where} was called a duplicate, but was never settled")
-    if found.bad and not found.counts:
-        raise ConfigurationError(found.bad[0])
+    if len(found.bad) > bad_besides and not found.counts:
+        raise ConfigurationError(found.bad[bad_besides])
     _note_cut(events, found)
     return found
 
@@ -153,31 +154,52 @@ def _covering(run_dir: Path, found: Audit) -> dict[_Update, Rollback]:
     That may be one update more of each worker than the log has: a server that dies may have acknowledged an update and
     not yet written its line.
     """
-    rollbacks = LineReader(run_dir / ROLLBACKS, Rollback.model_validate_json)
-    found.rollbacks = list(rollbacks)
-    _note_cut(rollbacks, found)
-    taken_back = LineReader(run_dir / ROLLED_BACK, Event.from_json)
-    lines = iter(taken_back)
+    found.rollbacks = _rollbacks(run_dir, found)
+    reader = LineReader(run_dir / ROLLED_BACK, Event.from_json, found.bad.append)
+    taken_back = _numbered(reader)
     covering: dict[_Update, Rollback] = {}
     latest: dict[int, int] = defaultdict(lambda: -1)
+    first = 1  # number of the rollback's first line
     for index, rollback in enumerate(found.rollbacks):
         covering[_UNSEEN, index] = rollback
         for worker, sequence in rollback.sequences.items():
             latest[worker] = max(latest[worker], sequence)
-        for event in islice(lines, rollback.events):
-            if event.status not in SETTLED:
+        for number in range(first, first + rollback.events):
+            event = taken_back.get(number)
+            if event is None or event.status not in SETTLED:
                 continue
             if event.sequence <= rollback.sequences.get(event.worker, -1):
-                what = f"{ROLLED_BACK}, line {taken_back.number}: worker {event.worker}'s update {event.sequence}"
+                what = f"{ROLLED_BACK}, line {number}: worker {event.worker}'s update {event.sequence}"
                 raise AuditError(f"{what} is part of {rollback.source}, and was taken back")
             found.rolled_back[event.worker] += 1
             covering[event.worker, event.sequence] = rollback
             latest[event.worker] = max(latest[event.worker], event.sequence)
+        first += rollback.events
         for worker in latest:
             latest[worker] += 1
             covering.setdefault((worker, latest[worker]), rollback)
-    _note_cut(taken_back, found)
+    _note_cut(reader, found)
     return covering
+
+
+def _rollbacks(run_dir: Path, found: Audit) -> list[Rollback]:
+    """Returns all rollbacks; one whose line cannot be read has taken back what the others have not."""
+    reader = LineReader(run_dir / ROLLBACKS, Rollback.model_validate_json, found.bad.append)
+    read = _numbered(reader)
+    _note_cut(reader, found)
+    left = max(0, _lines(run_dir / ROLLED_BACK) - sum(rollback.events for rollback in read.values()))
+    for number in sorted(set(range(1, reader.number + 1)) - set(read)):
+        source = f"a state that line {number} of {ROLLBACKS} does not say"
+        read[number], left = Rollback(time=0.0, source=source, sequences={}, events=left), 0
+    return [read[number] for number in sorted(read)]
+
+
+def _numbered(reader: LineReader[_Line]) -> dict[int, _Line]:
+    """Returns the lines that can be read by their numbers."""
+    found = {}
+    for line in reader:
+        found[reader.number] = line
+    return found
 
 
 def _lines(path: Path) -> int:

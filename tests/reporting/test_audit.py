@@ -98,6 +98,27 @@ def test_what_a_rollback_took_back_is_named_and_anything_else_is_lost(tmp_path: 
         audit(tmp_path)
 
 
+def test_a_bad_line_among_the_rollbacks_has_taken_back_what_the_others_have_not(tmp_path: Path) -> None:
+    """Three rollbacks took back one event each; the second one's line, and then also that of its event, is bad."""
+    write(tmp_path, [event(0, 0, 0, 1), event(0, 4, 1, 2)])
+    write(tmp_path, [event(0, sequence, 1, 2) for sequence in (1, 2, 3)], events.ROLLED_BACK)
+    write(tmp_path, [rollback({0: 0}, 1, f"snapshot {n}") for n in range(3)], events.ROLLBACKS)
+    assert len(audit(tmp_path).covered) == 3 and not audit(tmp_path).bad
+    path = tmp_path / events.ROLLBACKS
+    path.write_text(path.read_text().replace("snapshot 1", "snap\x00"))
+    found = audit(tmp_path)
+    sources = [covering.source for _, covering in found.covered]
+    assert sources == ["snapshot 0", "a state that line 2 of rollbacks.jsonl does not say", "snapshot 2"]
+    assert f"{events.ROLLBACKS}, line 2: not a line of fairseq-async" in found.bad[0] and len(found.bad) == 1
+    path = tmp_path / events.ROLLED_BACK
+    path.write_text(path.read_text().replace('"sequence": 2', '"sequence": "2'))
+    found = audit(tmp_path)
+    assert len(found.covered) == 3 and dict(found.rolled_back) == {0: 2} and len(found.bad) == 2
+    write(tmp_path, [event(0, 0, 0, 1), event(0, 9, 1, 2)])
+    with pytest.raises(AuditError, match="was acknowledged and is lost"):
+        audit(tmp_path)
+
+
 def test_a_workers_first_update_may_be_lost_with_a_server_that_has_not_written_its_line(tmp_path: Path) -> None:
     write(tmp_path, [event(0, 1, 0, 0), event(1, 0, 0, 1)])
     write(tmp_path, [rollback({}, 0)], events.ROLLBACKS)
