@@ -42,6 +42,7 @@ class Scheduler:
         return (self.rank, *self.size, self.local_rank, *self.local_size)
 
 
+_TASKS_OF_JOB = "SLURM_NTASKS"  # srun sets the number of a step's tasks, too; sbatch's script itself has this one alone
 # The order matters: srun may have started torchrun or mpirun, and its variables then describe the launcher's process.
 # In a heterogeneous step, as of srun --het-group=0,1, Slurm counts ranks and tasks over all of its groups.
 SCHEDULERS = (
@@ -67,7 +68,7 @@ SCHEDULERS = (
     Scheduler(
         "srun",
         "SLURM_PROCID",
-        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        ("SLURM_STEP_NUM_TASKS", _TASKS_OF_JOB),
         "SLURM_LOCALID",
         ("SLURM_STEP_TASKS_PER_NODE",),
         ("SLURM_JOB_ID",),
@@ -115,6 +116,11 @@ class Task:
         if not all(value.isdecimal() for value in values) or int(values[0]) >= int(values[1]):
             raise ConfigurationError(
                 f"{rank}={values[0]}, {size}={values[1]}, {local}={values[2]}: no rank of {scheduler.name}"
+            )
+        if size == _TASKS_OF_JOB and int(values[1]) > 1:
+            raise ConfigurationError(
+                f"worker: srun is missing: this is the script of a job of {values[1]} tasks ({size}), not one of them; "
+                "start all with: srun fairseq-async worker -- COMMAND"
             )
         alone = environment.get(_first(environment, scheduler.local_size)) == values[1]
         job = " ".join([scheduler.name, *(environment[name] for name in scheduler.job if name in environment)])

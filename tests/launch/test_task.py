@@ -83,6 +83,15 @@ def test_variables_that_are_no_rank_are_named(change: dict[str, str]) -> None:
         Task.find(SLURM | change)
 
 
+def test_the_script_of_a_job_is_no_task_unless_it_has_one_alone() -> None:
+    """sbatch gives its script a rank, too; it would wait for the others for ever."""
+    script = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+    with pytest.raises(ConfigurationError, match=r"worker: srun is missing: .* 4 tasks \(SLURM_NTASKS\)"):
+        Task.find(script)
+    assert Task.find(script | {"SLURM_NTASKS": "1"}).size == 1
+    assert Task.find(script | TORCHRUN).size == 4
+
+
 def test_a_process_without_a_scheduler_is_told_how_to_start_it() -> None:
     with pytest.raises(ConfigurationError, match="start it with srun, mpiexec, mpirun, torchrun, as in: srun -n 4"):
         Task.find({})
