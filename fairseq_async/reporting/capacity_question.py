@@ -92,9 +92,9 @@ def _counts(flag: str, text: str) -> tuple[int, ...]:
         numbers = [float(part) for part in text.split(",")] if text else []
     except ValueError:
         numbers = [0.0]
-    if not all(1 <= number < math.inf for number in numbers):
-        raise ConfigurationError(f"{flag} {text}: numbers of at least 1 with commas between them")
-    return tuple(map(round, numbers))
+    if not all(1 <= number < math.inf and number.is_integer() for number in numbers):
+        raise ConfigurationError(f"{flag} {text}: whole numbers of at least 1 with commas between them")
+    return tuple(map(int, numbers))
 
 
 def _pairs(flag: str, text: str, example: str, most: float = math.inf) -> list[tuple[float, float]]:

@@ -73,8 +73,9 @@ def test_help_a_wrong_flag_and_a_missing_file_need_no_torch(
         (["launch", "--workers", "2", *JOB, "local_sgd", "--save-dir", ""], "--save-dir is empty"),
         (["launch", "--workers", "2", "--", "fairseq-generate", "x"], "fairseq-generate: only a training has workers"),
         (["launch", "--workers", "2", "--", ""], "(empty): no such program"),
-        (["capacity", ".", "--shards", "0"], "--shards 0: numbers of at least 1 with commas"),
-        (["capacity", ".", "--parameters", "0.3"], "--parameters 0.3: numbers of at least 1 with commas"),
+        (["capacity", ".", "--shards", "1.5,1.4,1"], "--shards 1.5,1.4,1: whole numbers of at least 1 with commas"),
+        (["capacity", ".", "--shards", "0"], "--shards 0: whole numbers of at least 1 with commas"),
+        (["capacity", ".", "--parameters", "0.3"], "--parameters 0.3: whole numbers of at least 1 with commas"),
         (["capacity", ".", "--link", "0"], "--link 0: numbers above 0 with commas"),
         (
             ["capacity", ".", "--link", "1:-5"],
