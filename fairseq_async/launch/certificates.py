@@ -20,6 +20,7 @@ from fairseq_async.exchange.tls import AUTHORITY, SERVER, WORKER
 _DAYS, _AUTHORITYS_DAYS = 365, 3650
 _EARLIER = datetime.timedelta(hours=1)  # validity begins so much earlier: clocks of other machines may be behind
 _NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*")
+_LONGEST = 253  # characters of a name in the DNS
 _NEAR = (LOOPBACK, "localhost")  # where the server's own machine reaches it
 _Signer = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
 
@@ -57,10 +58,14 @@ def make(directory: Path, hosts: Sequence[str], days: int = _DAYS) -> list[str]:
 
 def _name(host: str) -> x509.GeneralName:
     try:
-        return x509.IPAddress(ipaddress.ip_address(host))
+        address = ipaddress.ip_address(host)
     except ValueError:
         pass
-    if not _NAME.fullmatch(host):
+    else:
+        if address.version != 4:
+            raise ConfigurationError(f"HOST {host}: servers listen at IPv4 addresses alone, as 10.0.0.1")
+        return x509.IPAddress(address)
+    if not _NAME.fullmatch(host) or len(host) > _LONGEST:
         raise ConfigurationError(f"HOST {host}: neither a name of a machine nor an address, as node1 or 10.0.0.1")
     return x509.DNSName(host)
 

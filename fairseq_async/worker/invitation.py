@@ -11,7 +11,6 @@ from fairseq_async.addresses import ANY
 from fairseq_async.errors import as_flag
 from fairseq_async.validation import split_address
 
-_ANY = (ANY, "::")  # the server listens on every address of its machine
 _OF_LAUNCHERS = ("local_rank", "local-rank")  # an argument that torchrun or deepspeed has added
 _OF_THE_RUN = (as_flag("server"), as_flag("token_file"), as_flag("tls"))  # fairseq-async join gives them to a worker
 
@@ -24,7 +23,7 @@ def invitation(address: str, token_file: Path, command: Sequence[str], tls: Path
         tls: directory of the certificates; None without TLS.
     """
     host, port = split_address(address)
-    reached = f"{socket.gethostname() if host in _ANY else host}:{port}"
+    reached = f"{socket.gethostname() if host == ANY else host}:{port}"
     line = ["fairseq-async", "join", reached, as_flag("token_file"), str(token_file)]
     line += ([] if tls is None else [as_flag("tls"), str(tls)]) + ["--", *command]
     return f"server at {reached}; one more worker joins with: {shlex.join(line)}"

@@ -10,6 +10,7 @@ from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange import tls
 from fairseq_async.launch.certificates import make
+from fairseq_async.server.process import _listen
 
 
 def names(directory: Path) -> set[str]:
@@ -43,11 +44,18 @@ def test_a_second_call_keeps_the_authority_so_that_what_was_copied_stays_good(tm
     assert (tmp_path / "worker.pem").read_bytes() != worker and "node2" in names(tmp_path)
 
 
-@pytest.mark.parametrize("host", ["", "no de", "-x", "a/b", "10.0.0.1:29400"])
+@pytest.mark.parametrize("host", ["", "no de", "-x", "a/b", "10.0.0.1:29400", ".".join(["a" * 50] * 5)])
 def test_a_host_that_is_none_is_named_and_nothing_written(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^HOST {host}: neither a name of a machine nor an address"):
         make(tmp_path / "new", ["node1", host])
     assert not (tmp_path / "new").exists()
+
+
+def test_an_address_at_which_no_server_can_listen_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="^HOST ::1: servers listen at IPv4 addresses alone"):
+        make(tmp_path / "new", ["node1", "::1"])
+    with pytest.raises(ConfigurationError, match="address ::1:0 .* cannot be used"):
+        _listen("::1", 0)
 
 
 def test_an_authority_without_its_key_is_not_replaced(tmp_path: Path) -> None:
