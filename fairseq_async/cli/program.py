@@ -1,5 +1,6 @@
 """All commands, and what becomes of a user's mistake."""
 
+import errno
 import logging
 import os
 import sys
@@ -29,10 +30,13 @@ def main() -> None:
         _fail("the working directory has been removed; change into one that exists", 2)
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="fairseq-async", standalone_mode=False)
+        print(end="", flush=True)
     except AsyncError as error:
         _fail(str(error), 2 if isinstance(error, ConfigurationError) else 1)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
+    except OSError as error:
+        _after_failed_write(error)
     except Exception as error:
         # typer has click's errors under another name in each version; all say what is wrong by format_message
         if not hasattr(error, "format_message"):
@@ -40,6 +44,21 @@ def main() -> None:
         said = error.format_message().rstrip(".")
         _fail(f"{said}{'' if said.endswith('?') else ';'} {_program(error)} --help has the options", 2)
     sys.exit(code or 0)
+
+
+def _after_failed_write(error: OSError) -> NoReturn:
+    """Ends the program, with a line about a full disk; without one where the reader of a pipe has gone, as head does.
+
+    Raises:
+        OSError: the error is another.
+    """
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
+        raise error
+    if sys.stdout is not None:  # Python would write what is left, and fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno == errno.EPIPE:
+        sys.exit(1)
+    _fail(f"{error.filename or 'the output'} cannot be written: {error.strerror}", 1)
 
 
 def _program(error: Exception) -> str:

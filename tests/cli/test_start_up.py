@@ -135,6 +135,22 @@ def test_a_working_directory_that_was_removed_is_one_line(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.parametrize(("argument", "unbuffered"), [("--help", "1"), ("user-dir", "")])
+def test_output_that_finds_no_room_is_one_line_and_one_that_nobody_reads_is_none(
+    argument: str, unbuffered: str
+) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    reader, pipe = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    no_room = "fairseq-async: error: the output cannot be written: No space left on device\n"
+    for output, said in ((full, no_room), (pipe, "")):
+        line = [sys.executable, "-m", "fairseq_async", argument]
+        ended = subprocess.run(line, stdout=output, stderr=subprocess.PIPE, text=True, env=environment)
+        os.close(output)
+        assert (ended.returncode, ended.stderr) == (1, said)
+
+
 def test_every_argument_and_option_is_explained_in_a_sentence() -> None:
     for name, command in get_command(cli.app).commands.items():  # type: ignore[attr-defined]
         for parameter in command.params:
