@@ -8,6 +8,8 @@ _OURS = "fairseq-async: error: "
 _TRACEBACK = "Traceback (most recent call last)"
 _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch's prefix of a traceback's lines
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,]?\d*")
+# the system's words, and torch's where it cannot write a file
+_OF_THE_DISK = re.compile(r"(?i)no space left|disk is full|quota exceeded|PytorchStreamWriter|unexpected pos")
 _BEHIND = 20  # most lines after an exception that ended the process; with more, the process went on after it
 _ROOM = 1 << 14  # bytes; a log that has less has lost the end of a traceback
 _MOST = 1 << 20  # bytes that are read from the end of a log
@@ -16,8 +18,8 @@ _MOST = 1 << 20  # bytes that are read from the end of a log
 def last_words(log: Path, start: int = 0) -> str:
     """Returns our own error, or the exception of the last traceback, or else the last line; empty without output.
 
-    Lines after an error, such as a library's warnings at the end of the process, are ignored. A log on a full disk has
-    lost its end; the words are then that the disk is full.
+    Lines after an error, such as a library's warnings at the end of the process, are ignored. A log on a full disk may
+    have lost its end: if no exception of another reason is there as a whole, the words are that the disk is full.
 
     Args:
         start: offset in the log, in bytes, at which the process's output begins.
@@ -26,9 +28,11 @@ def last_words(log: Path, start: int = 0) -> str:
     own = [line for line in lines if line.startswith(_OURS)]
     if own:
         return own[-1].removeprefix(_OURS)
-    if _is_full(log.parent):
+    exception = _exception(lines)
+    says_why = exception and not _OF_THE_DISK.search(exception) and not (exception == lines[-1] and _is_cut(log))
+    if _is_full(log.parent) and not says_why:
         return f"the disk of {log} is full"
-    return _exception(lines) or (lines[-1] if lines else "")
+    return exception or (lines[-1] if lines else "")
 
 
 def traceback(log: Path) -> list[str]:
@@ -51,6 +55,12 @@ def _is_full(directory: Path) -> bool:
     except FileNotFoundError:
         return False
     return found.f_blocks > 0 and found.f_bavail * found.f_frsize < _ROOM  # no blocks: a disk that does not count them
+
+
+def _is_cut(log: Path) -> bool:
+    with log.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def _exception(lines: list[str]) -> str:

@@ -149,6 +149,27 @@ def test_on_a_full_disk_the_words_are_that_it_is_full(tmp_path: Path, monkeypatc
     assert last_words(log) == "--lr is bad"
 
 
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("\nValueError: no such model\n", "ValueError: no such model"),
+        ("\nValueError: no such model\n[W] leak", "ValueError: no such model"),
+        ("\nValueError: no such mo", ""),
+        ("\nOSError: [Errno 28] No space left on device: 'x.pt'\n", ""),
+        ("\nRuntimeError: [enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0\n", ""),
+        ("", ""),
+    ],
+    ids=["another reason", "before a line that is cut", "cut", "no space", "no space for torch", "without"],
+)
+def test_an_exception_of_another_reason_is_said_on_a_full_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str, words: str
+) -> None:
+    path = tmp_path / "log"
+    path.write_text(f'Traceback (most recent call last):\n  File "x"\n    f(){log}')
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=400, f_bavail=1, f_frsize=4096))
+    assert last_words(path) == (words or f"the disk of {path} is full")
+
+
 def test_words_that_differ_in_their_time_alone_are_the_same_mistake() -> None:
     assert same_mistake("2026-01-01 10:00:00 | ERROR | no data", "2026-01-01 10:00:07 | ERROR | no data")
     assert not same_mistake("no data in a", "no data in b") and not same_mistake("", "")
