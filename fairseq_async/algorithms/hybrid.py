@@ -74,7 +74,11 @@ class HybridAccumulation:
         self._left = 0  # gradients left by a state without partial steps: the first step takes them too
 
     def apply(self, parameters: Tensor, update: Update) -> float:
-        """Adds one mean gradient, and steps the optimizer on every N-th. Returns how much of a step was taken."""
+        """Adds one mean gradient, and steps the optimizer on every N-th.
+
+        Returns:
+            True for a whole step, False for none, and the share of a whole step for a partial one.
+        """
         mean = self._accumulator(parameters)
         self.weight += update.weight
         steps, norm = self.moves_parameters(), None
@@ -87,11 +91,11 @@ class HybridAccumulation:
             norm = _norm_of_lerp(mean, update.delta, update.weight / self.weight)
         self.count += 1
         if not steps:
-            return 0.0
-        share = self._step(mean, norm) if self.weight > 0 else 0.0  # without a token there is no gradient to step with
+            return False
+        share = self._step(mean, norm) if self.weight > 0 else False  # no token, no gradient to step with
         self.weight, self.count = 0.0, 0
         self.updates_per_step, self._left = max(1, self.updates_per_step - self._left), 0
-        return share
+        return share if share < 1 else True
 
     def moves_parameters(self, ahead: int = 0) -> bool:
         return fills(self.count, self.updates_per_step, ahead)

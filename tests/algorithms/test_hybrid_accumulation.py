@@ -24,9 +24,9 @@ def sgd(parameters: Tensor, lr: float = 1.0) -> torch.optim.SGD:
 def test_it_steps_on_every_nth_update_with_the_mean_weighted_by_tokens() -> None:
     parameters = torch.zeros(3)
     rule = HybridAccumulation(sgd(parameters), updates_per_step=2)
-    assert not rule.apply(parameters, update([1.0, 0.0, 2.0], weight=30))
+    assert rule.apply(parameters, update([1.0, 0.0, 2.0], weight=30)) is False
     assert torch.equal(parameters, torch.zeros(3))
-    assert rule.apply(parameters, update([5.0, 4.0, 2.0], weight=10)) == 1.0
+    assert rule.apply(parameters, update([5.0, 4.0, 2.0], weight=10)) is True
     assert torch.allclose(parameters, -torch.tensor([2.0, 1.0, 2.0]))
 
 
