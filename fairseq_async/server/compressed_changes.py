@@ -38,6 +38,7 @@ class WorkersChanges:
         start = torch.empty_like(server.parameters) if look_ahead else server.dispatch_fragment(self._turn)
         if look_ahead:
             server.write_ahead(start, look_ahead)
+        start = start.cpu()
         try:
             data = self._codec.encode(start - self._known[self._turn] if self.adds else start)
         except CodecError:
@@ -84,9 +85,9 @@ class CompressedChanges:
     def took(self, worker: int, values: Tensor, sequence: int | None) -> None:
         """Notes the values, of all parameters or of a fragment, that the worker has taken in fp32."""
         if sequence is None:
-            parts = {turn: fragment.of(values).clone() for turn, fragment in enumerate(self._fragments)}
+            parts = {turn: fragment.of(values).to("cpu", copy=True) for turn, fragment in enumerate(self._fragments)}
         else:
-            parts = {sequence % len(self._fragments): values.clone()}
+            parts = {sequence % len(self._fragments): values.to("cpu", copy=True)}
         self._known.setdefault(worker, {}).update(parts)
 
     def forget(self, worker: int) -> None:
@@ -100,4 +101,6 @@ class CompressedChanges:
     def load_state_dict(self, state: State) -> None:
         """Goes on from :meth:`state_dict`."""
         given = state["known"].items()
-        self._known = {worker: {turn: part.clone() for turn, part in parts.items()} for worker, parts in given}
+        self._known = {
+            worker: {turn: part.to("cpu", copy=True) for turn, part in parts.items()} for worker, parts in given
+        }

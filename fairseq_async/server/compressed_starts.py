@@ -55,7 +55,7 @@ class CompressedStarts:
         """Encodes the server's present version, unless it is encoded already."""
         if (version := server.changed_at(self._turn)) == self.version:
             return
-        start = server.dispatch_fragment(self._turn)
+        start = server.dispatch_fragment(self._turn).cpu()
         self.version, self._size = version, start.numel()
         if self._keeps_loss:
             start = self._carry(start)
@@ -73,7 +73,7 @@ class CompressedStarts:
         ahead = torch.empty_like(server.parameters)
         server.write_ahead(ahead, look_ahead)
         if self._carried is not None:
-            ahead.sub_(server.parameters).add_(self._carried)
+            ahead.sub_(server.parameters).add_(self._carried.to(ahead))
         return self._encoded(ahead)
 
     def decode(self, payload: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class CompressedStarts:
     def load_state_dict(self, state: State) -> None:
         """Goes on from :meth:`state_dict`."""
         if self._keeps_loss and state["carried"] is not None:
-            self.version, self._carried = state["version"], state["carried"].clone()
+            self.version, self._carried = state["version"], state["carried"].to("cpu", copy=True)
             self._size = self._carried.numel()
             self._payload = self._encoded(self._carried)
 

@@ -158,7 +158,7 @@ class LocalStepPlan:
         self.awaited = set(self.assigned)
         self.speeds = {worker: speed for worker, speed in state["speeds"].items() if worker < self.workers}
         self.gone = set(state.get("gone", ()))  # not in an older state; a worker that comes back is taken out
-        self._generator.set_state(state["generator"])
+        self._generator.set_state(state["generator"].cpu())  # a simulation on a GPU loads its state there
 
     def _close(self, worker: int) -> None:
         self.assigned.pop(worker, None)

@@ -75,11 +75,11 @@ class GsSGD(Rule):
     def _mean_of_largest(self, carried: Sequence[Tensor]) -> Tensor:
         size = carried[0].numel()
         sketches = [self.sketch.encode(vector) for vector in carried]
-        estimates = self.sketch.decode(reduce(self.sketch.add, sketches), size)
+        estimates = self.sketch.decode(reduce(self.sketch.add, sketches), size).to(carried[0])
         asked = estimates.abs().topk(min(self.keep * self.candidates, size)).indices
         sums = torch.stack([vector[asked] for vector in carried]).sum(0)
         chosen = sums.abs().topk(min(self.keep, asked.numel())).indices
-        mean = torch.zeros(size)
+        mean = torch.zeros_like(carried[0])
         mean[asked[chosen]] = sums[chosen] / len(carried)
         for vector in carried:
             vector[asked[chosen]] = 0.0

@@ -226,7 +226,7 @@ class Trial:
         starts = self.starts.of(worker.id, sequence)
         payload = None if starts is None else starts.payload(self.server, assignment.look_ahead)
         if starts is not None and payload is not None:
-            return starts.decode(payload), payload
+            return starts.decode(payload).to(self.parameters), payload
         whole = self._start(assignment, None) if sequence is None else self.server.dispatch_fragment(sequence)
         self.starts.took(worker.id, whole, sequence)
         return whole, None

@@ -17,6 +17,7 @@ from torch import Tensor
 from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, Codec, CountSketch, Int8, TopK
 from fairseq_async.algorithms.codecs.payload import seal
 from fairseq_async.errors import AsyncError, CodecError
+from tests.helpers.other_device import elsewhere
 
 LARGEST = torch.finfo(torch.float32).max
 SIZES = st.one_of(st.sampled_from([0, 1, 2, 255, 256, 257, 4095, 4097]), st.integers(0, 700))
@@ -267,20 +268,10 @@ def test_sketches_add_as_vectors_do_and_find_the_largest_values() -> None:
     assert torch.equal(found, codec.decode(added, 2000)[[77, 1500, 3]])
 
 
-class OnAnotherDevice(Tensor):
-    """Behaves as a tensor on a GPU, from which numpy cannot read."""
-
-    def numpy(self, *, force: bool = False) -> np.ndarray:  # type: ignore[type-arg]
-        raise TypeError("can't convert a tensor of another device to numpy")
-
-    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        return self.as_subclass(Tensor)
-
-
 def test_a_sketch_estimates_at_places_that_are_on_another_device() -> None:
     codec, values = CountSketch(columns=512), torch.zeros(50)
     values[20] = -2.5
-    found = codec.estimate(codec.encode(values), torch.tensor([[20]]).as_subclass(OnAnotherDevice))
+    found = codec.estimate(codec.encode(values), elsewhere(torch.tensor([[20]])))
     assert type(found) is Tensor and found.tolist() == [-2.5]
 
 

@@ -47,10 +47,10 @@ def experiment(tmp_path: Path, method: dict[str, Any], **changes: Any) -> Experi
 
 
 def trial(tmp_path: Path, method: dict[str, Any], log: Log, **changes: Any) -> Trial:
-    """One method on one cluster."""
+    """One method on one cluster, on the CPU unless ``device`` says otherwise."""
     given = experiment(tmp_path, method, **changes)
     torch.manual_seed(given.seed)
-    problem = Gaussians(given.seed, torch.device("cpu"), samples=64, hidden=2)
+    problem = Gaussians(given.seed, torch.device(changes.get("device", "cpu")), samples=64, hidden=2)
     (cluster,) = given.clusters.values()
     order = ShardOrder(shard_sizes(problem.samples, cluster.workers), given.seed)
     model = SharedModel(problem, given.head.batch_size, order, given.seed)

@@ -83,17 +83,17 @@ class ErrorFeedback:
         return own | {"codec": self.codec.state_dict()}
 
     def load_state_dict(self, state: State, same_codec: bool = True) -> None:
-        """Restores what :meth:`state_dict` returned.
+        """Restores what :meth:`state_dict` returned, loaded to any device.
 
         Args:
             same_codec: whether the state is of a codec with the same parameters; otherwise only its residual is taken.
         """
-        self._residual = state["residual"].clone()
+        self._residual = state["residual"].to("cpu", copy=True)
         if not same_codec:
             return self._forget()
         self.codec.load_state_dict(state["codec"])
-        self._update = state["update"]
-        self._payload = b"" if state["payload"] is None else state["payload"].numpy().tobytes()
+        self._update = None if state["update"] is None else state["update"].cpu()
+        self._payload = b"" if state["payload"] is None else state["payload"].cpu().numpy().tobytes()
 
     def _forget(self) -> None:
         self._update, self._payload = None, b""
