@@ -74,14 +74,29 @@ class AdaScaleEngine(SynchronousEngine):
         return super().save_checkpoint(save_dir, tag, state, **kwargs)
 
     def load_checkpoint(
-        self, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: object = None,
     ) -> tuple[str | None, ClientState]:
-        """Loads as DeepSpeed does, with what :meth:`save_checkpoint` has added.
+        """Loads as DeepSpeed does, with what :meth:`save_checkpoint` has added; ``load_module_only`` begins a new run.
 
         The scale S is not in a checkpoint: a run may go on with more or fewer ranks.
         """
-        path, state = super().load_checkpoint(load_dir, tag, *args, **kwargs)
-        if path is not None and _STATE in state:
+        path, state = super().load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+        if path is not None and not load_module_only and _STATE in state:
             self.adascale.load_statistics(state[_STATE])
             set_schedule(self.lr_scheduler, self.progress)
         return path, state

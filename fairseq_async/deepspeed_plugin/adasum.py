@@ -11,7 +11,6 @@ from fairseq_async.config import AdasumOptions
 from fairseq_async.deepspeed_plugin import tensors
 from fairseq_async.deepspeed_plugin.engine import ClientState, checkpoint_directory
 from fairseq_async.deepspeed_plugin.synchronous_engine import SynchronousEngine, on_any_rank
-from fairseq_async.errors import ConfigurationError
 from fairseq_async.worker.process import errors_in_one_line
 
 
@@ -84,7 +83,8 @@ class AdasumEngine(SynchronousEngine):
     def load_checkpoint(
         self, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
     ) -> tuple[str | None, ClientState]:
-        """Loads this rank's checkpoint; a rank without one starts with rank 0's optimizer state."""
+        """Loads this rank's checkpoint; a rank without one starts with rank 0's optimizer state. Where there is no
+        checkpoint, all ranks begin anew, as with DeepSpeed."""
         own = checkpoint_directory(load_dir, self.worker)
         if tag is None:
             tag = _latest_tag(load_dir)
@@ -124,14 +124,7 @@ class AdasumEngine(SynchronousEngine):
             self._states.average(None)
 
 
-def _latest_tag(directory: str) -> str:
-    """Returns the tag of the last checkpoint in a directory.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+def _latest_tag(directory: str) -> str | None:
+    """Returns the tag of the last checkpoint in a directory; None if there is none, of which DeepSpeed then warns."""
     path = Path(directory) / "latest"
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}; there is no checkpoint to go on with") from error
+    return path.read_text().strip() if path.is_file() else None

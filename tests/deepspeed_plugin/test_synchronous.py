@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "differ": {"config": configured(ADASUM), "differ": True},
     "straight": {"config": configured(ADASUM, ADAM, **zero(1)), "save_at": 4},
     "resumed": {"config": configured(ADASUM, ADAM, **zero(1)), "load": "straight"},
+    "from_nothing": {"config": configured(ADASUM), "load": "no such directory"},
     **{f"adascale_{stage}": {"config": configured(LONG, **zero(stage))} for stage in (0, 1, 2)},
     "adascale_accumulated": {"config": configured(LONG, gradient_accumulation_steps=2, **zero(2))},
     "adascale_scheduled": {
@@ -55,6 +56,11 @@ CASES: dict[str, dict[str, Any]] = {
     "adascale_resumed": {
         "config": configured(LONG, gradient_accumulation_steps=2, scheduler=WARM_UP, gradient_clipping=0.5),
         "load": "adascale_scheduled",
+    },
+    "adascale_warm": {
+        "config": configured(LONG, gradient_accumulation_steps=2, scheduler=WARM_UP, gradient_clipping=0.5),
+        "load": "adascale_scheduled",
+        "only": True,
     },
     "adascale_adam": {"config": configured(LONG, ADAM)},
     "adascale_bf16": {"config": configured(ADASCALE | {"total_steps": 40}, ADAM, **zero(1), **BF16)},
@@ -183,6 +189,19 @@ def test_a_resumed_run_ends_where_the_other_did(results: Any) -> None:
         first, second = results(whole)[0], results(resumed)[0]
         assert len(second["seen"]) < len(first["seen"]) and second["progress"] == first["progress"]
         assert all(torch.equal(first["model"][name], value) for name, value in second["model"].items())
+
+
+def test_adasum_begins_anew_where_there_is_no_checkpoint(results: Any) -> None:
+    """As DeepSpeed, so that a script may load at each start."""
+    started, fresh = (results(name)[0]["model"] for name in ("from_nothing", "gradient_0"))
+    assert all(torch.equal(started[name], fresh[name]) for name in fresh)
+
+
+def test_adascale_begins_a_new_run_with_the_module_alone(results: Any) -> None:
+    first, warm = (results(name)[0] for name in ("adascale_scheduled", "adascale_warm"))
+    assert warm["progress"] >= 24 and warm["seen"][0]["gain"] == 1.0
+    assert warm["seen"][0]["rate"] == first["seen"][0]["rate"]
+    assert warm["seen"][0]["loss"] != first["seen"][0]["loss"], "the parameters are those of the checkpoint"
 
 
 @pytest.mark.parametrize(

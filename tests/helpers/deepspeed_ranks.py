@@ -1,7 +1,8 @@
 """A DeepSpeed script of two ranks that trains one case after the other, since its start takes longest.
 
-``deepspeed --num_accelerators 2 deepspeed_ranks.py CASES.json``: a case is {"name", "config", "save_at", "load", "nan",
-"differ"}. What a rank has seen and come to is NAME-RANK.pt beside the file of cases; an error, its one line.
+``deepspeed --num_accelerators 2 deepspeed_ranks.py CASES.json``: a case is {"name", "config", "save_at", "load",
+"only", "nan", "differ"}. What a rank has seen and come to is NAME-RANK.pt beside the file of cases; an error, its one
+line.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def train(case: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
         model=model, model_parameters=model.parameters(), training_data=data(), config=case["config"]
     )
     if "load" in case:
-        engine.load_checkpoint(str(folder / case["load"]))
+        engine.load_checkpoint(str(folder / case["load"]), load_module_only=case.get("only", False))
     dtype, drawn, seen = next(engine.module.parameters()).dtype, [], []
     for x, y in loader:
         drawn.append((x, y))
