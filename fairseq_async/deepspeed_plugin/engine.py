@@ -158,6 +158,8 @@ class AsyncEngine(DeepSpeedEngine):
         """
         if self.async_worker.joined and not self.finished:
             fail("load_checkpoint must come before the first batch of an asynchronous run, or after engine.end()")
+        if not (load_optimizer_states or load_module_only or self.finished):
+            self._check_without_optimizer()
         own = self._own_checkpoint(load_dir, tag)
         loaded: tuple[str | None, ClientState] = super().load_checkpoint(
             own,
@@ -181,6 +183,9 @@ class AsyncEngine(DeepSpeedEngine):
         self._join(state)
         self._restore_compressor(loaded[0])
         return loaded
+
+    def _check_without_optimizer(self) -> None:
+        """Checks that this worker can go on without a checkpoint's optimizer; here its inner one begins anew."""
 
     def _own_checkpoint(self, load_dir: str, tag: str | None) -> str:
         """Returns the directory with this worker's checkpoint of that tag, or worker 0's if it has saved none."""

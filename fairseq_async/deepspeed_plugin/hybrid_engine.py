@@ -8,6 +8,7 @@ from fairseq_async.deepspeed_plugin.compat import count_step
 from fairseq_async.deepspeed_plugin.engine import AsyncEngine, ClientState
 from fairseq_async.deepspeed_plugin.schedules import NamedSchedule
 from fairseq_async.deepspeed_plugin.served import SCHEDULER, check_rates
+from fairseq_async.errors import fail
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.optimizers.learning_rates import RateTable, StepSchedule, present_rates
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec
@@ -45,6 +46,13 @@ class HybridEngine(AsyncEngine):
         loaded = super().load_checkpoint(*args, **kwargs)
         self._rates = present_rates(self.optimizer)
         return loaded
+
+    def _check_without_optimizer(self) -> None:
+        """Ends the process with one line: the optimizer's state is the server's, as the parameters are."""
+        fail(
+            "load_checkpoint(load_optimizer_states=False): with hybrid_async the optimizer goes on with the server's "
+            "parameters; give load_module_only=True for a new run from the checkpoint's parameters"
+        )
 
     def eval(self) -> object:
         """Begins an evaluation as DeepSpeed does, of the server's parameters: the model's may be ahead."""

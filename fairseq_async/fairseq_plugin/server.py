@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fairseq.optim import OPTIMIZER_REGISTRY, FairseqOptimizer, build_optimizer
-from fairseq.optim.lr_scheduler import FairseqLRScheduler, build_lr_scheduler
+from fairseq.optim.lr_scheduler import LR_SCHEDULER_REGISTRY, FairseqLRScheduler, build_lr_scheduler
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -61,6 +61,7 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
     views = [Parameter(view) for view in layout.views(parameters)]
     inner, scheduler = _component(spec, "inner_optimizer"), _component(spec, "lr_scheduler")
     check_inner_optimizer(spec.method, str(inner["_name"]), OPTIMIZER_REGISTRY)
+    _check_scheduler(str(scheduler["_name"]))
     with _fairseqs_errors(inner, scheduler):
         optimizer = build_optimizer(component_config(inner, "optimizer"), views)
         if optimizer.supports_flat_params:
@@ -72,6 +73,15 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
     with _fairseqs_errors(inner, scheduler):
         scheduled = ScheduledRule(rule, FairseqSchedule(optimizer, schedule))
     return scheduled, EpochPlan(scheduled, spec.max_epoch, spec.whole_steps)
+
+
+def _check_scheduler(name: str) -> None:
+    known = sorted(set(LR_SCHEDULER_REGISTRY) - {"pass_through"})
+    if name not in LR_SCHEDULER_REGISTRY:
+        raise ConfigurationError(
+            f"--lr-scheduler {name}: the server, which does not load your --user-dir, has {', '.join(known)}; "
+            "--optimizer local_sgd, whose workers have the schedule, takes others too"
+        )
 
 
 @contextmanager

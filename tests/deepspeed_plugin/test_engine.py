@@ -212,6 +212,21 @@ def test_with_the_module_alone_a_new_run_begins_from_its_parameters(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("of_deepspeed")
+def test_the_optimizer_of_the_server_cannot_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SavingEngine(tmp_path).save_checkpoint(str(tmp_path), "a")
+    local = SavingEngine(tmp_path, joined=False)
+    local.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    assert local.did[0] == "joins with the server's state"
+    hybrid = HybridEngine.__new__(HybridEngine)
+    nn.Module.__init__(hybrid)
+    hybrid.async_worker = cast(Any, Saving(joined=False))
+    with pytest.raises(SystemExit):
+        hybrid.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "load_optimizer_states=False" in line and "load_module_only=True" in line
+
+
+@pytest.mark.usefixtures("of_deepspeed")
 def test_a_worker_without_a_checkpoint_of_that_tag_takes_worker_0s(tmp_path: Path) -> None:
     own = str(tmp_path / "worker-1")
     for tag in ("a", "b"):

@@ -196,6 +196,13 @@ def test_a_configuration_that_fairseq_does_not_take_is_one_line(monkeypatch: pyt
     assert "\n" not in str(caught.value)
 
 
+def test_a_schedule_of_the_users_own_is_named_with_those_that_the_server_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(monkeypatch, "--inner-optimizer", "adam")
+    own = replace(spec, framework=spec.framework | {"lr_scheduler": {"_name": "mine"}})
+    with pytest.raises(ConfigurationError, match="--lr-scheduler mine: the server.* has cosine, fixed, .*local_sgd"):
+        build(own, *ONE_TENSOR)
+
+
 def test_a_step_of_no_updates_is_refused_by_the_server_too(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(monkeypatch, "--inner-optimizer", "adam")
     empty = replace(spec, options=spec.options | {"updates_per_step": 0})
