@@ -11,7 +11,12 @@ from torch.nn import Parameter
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.compat.batches import batches_of_first_epoch
-from fairseq_async.fairseq_plugin.compat.checkpoints import checkpoint_errors
+from fairseq_async.fairseq_plugin.compat.checkpoints import (
+    check_workers,
+    checkpoint_errors,
+    plain_values,
+    write_ranks,
+)
 from fairseq_async.fairseq_plugin.compat.optimizers import trainable_parameters
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
@@ -152,12 +157,23 @@ class AsynchronousTrainer(Trainer, ABC):
         with checkpoint_errors(filename):
             try:
                 extra_state: StateDict | None = super().load_checkpoint(filename, *args, **kwargs)
-                return extra_state
             except Exception as error:
                 if not running:
                     raise
                 logger.warning("%s is not read: %s", filename, error)
                 return None
+        given = self.cfg.checkpoint
+        keeps_positions = not (given.reset_dataloader or given.finetune_from_model or self.session.spec.shards)
+        if extra_state is not None and keeps_positions and not running:
+            check_workers(extra_state, self.session.context.workers, filename)
+        return extra_state
+
+    def state_dict(self) -> StateDict:
+        """Returns fairseq's checkpoint with the number of workers, in types that torch.load trusts."""
+        checkpoint: StateDict = super().state_dict()
+        checkpoint |= {"cfg": self.session.given, "extra_state": plain_values(checkpoint["extra_state"])}
+        write_ranks(checkpoint["extra_state"], self.session.context.workers)
+        return checkpoint
 
     def resume_data(self, extra_state: StateDict | None, position: StateDict | None) -> StateDict | None:
         """Returns a checkpoint's extra state, with this worker's position in the data.

@@ -21,7 +21,6 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
 from fairseq_async.fairseq_plugin.compat.batches import real_batches
-from fairseq_async.fairseq_plugin.compat.checkpoints import plain_values
 from fairseq_async.fairseq_plugin.compat.precision import finite_norm, loss_scaler, overflows
 from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates, RemoteSchedule
@@ -316,11 +315,10 @@ class HybridTrainer(AsynchronousTrainer):
         return self._server_state
 
     def state_dict(self) -> StateDict:
-        """Returns fairseq's checkpoint with the server's state as the optimizer's, in types that torch.load trusts."""
+        """Returns the checkpoint with the server's state as the optimizer's."""
         state = self.fetch_server_state()
         self._num_updates = self._updates
         checkpoint: StateDict = super().state_dict()
-        checkpoint |= {"cfg": self.session.given, "extra_state": plain_values(checkpoint["extra_state"])}
         if "last_optimizer_state" in checkpoint:
             checkpoint["last_optimizer_state"] |= state
         return checkpoint

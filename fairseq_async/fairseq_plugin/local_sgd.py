@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
 from fairseq_async.fairseq_plugin.compat.batches import real_batches
-from fairseq_async.fairseq_plugin.compat.checkpoints import of_another_optimizer, plain_values
+from fairseq_async.fairseq_plugin.compat.checkpoints import of_another_optimizer
 from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings
 from fairseq_async.fairseq_plugin.compat.precision import finite_norm, forget_factor, fp32_masters
 from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
@@ -266,7 +266,6 @@ class LocalSGDTrainer(AsynchronousTrainer):
         # Trainer's method and not our override, which would set the progress again: a checkpoint must hold a plain int.
         Trainer.set_num_updates(self, int(self._num_updates))
         checkpoint: StateDict = super().state_dict()
-        checkpoint |= {"cfg": self.session.given, "extra_state": plain_values(checkpoint["extra_state"])}
         checkpoint["extra_state"]["async_server"] = state
         compressor = self.worker.compressor_state()
         if compressor is not None:

@@ -9,7 +9,12 @@ from fairseq.optim import FP16Optimizer
 
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin.compat.batches import batches_of_first_epoch, real_batches
-from fairseq_async.fairseq_plugin.compat.checkpoints import checkpoint_errors, rescale_position, write_ranks
+from fairseq_async.fairseq_plugin.compat.checkpoints import (
+    check_workers,
+    checkpoint_errors,
+    rescale_position,
+    write_ranks,
+)
 from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings
 from fairseq_async.fairseq_plugin.compat.precision import finite_norm, forget_factor, loss_scale_errors
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
@@ -42,6 +47,15 @@ def test_another_number_of_ranks_goes_on_at_the_same_batch() -> None:
     write_ranks(extra_state, 2)
     rescale_position(extra_state, 3)
     assert extra_state["train_iterator"]["iterations_in_epoch"] == 4
+
+
+def test_positions_of_another_number_of_workers_are_refused() -> None:
+    extra_state: dict[str, Any] = {}
+    check_workers(extra_state, 3, "of an earlier edition")
+    write_ranks(extra_state, 2)
+    check_workers(extra_state, 2, "the same")
+    with pytest.raises(ConfigurationError, match="FILE is of a run of 2 workers.* has 3.*--reset-dataloader"):
+        check_workers(extra_state, 3, "FILE")
 
 
 @pytest.mark.parametrize("cached", [True, False])

@@ -111,6 +111,20 @@ def write_ranks(extra_state: StateDict, ranks: int) -> None:
     extra_state[_RANKS] = ranks
 
 
+def check_workers(extra_state: StateDict, workers: int, filename: str) -> None:
+    """Checks that the positions in a checkpoint are of a run whose workers had the same parts of the data.
+
+    Raises:
+        ConfigurationError: that run had another number of workers.
+    """
+    before = extra_state.get(_RANKS, workers)
+    if before != workers:
+        raise ConfigurationError(
+            f"{filename} is of a run of {before} workers, and this one has {workers}, each with another part of the "
+            f"data: give --reset-dataloader, or --workers {before}"
+        )
+
+
 def rescale_position(extra_state: StateDict, ranks: int) -> None:
     """Converts the position in the data to that of a run with ``ranks`` ranks.
 
