@@ -125,6 +125,7 @@ def describe_local_sgd(args: Namespace, cfg: DictConfig, workers: int) -> Method
     """Describes a ``local_sgd`` run, in which each worker has an inner optimizer of its own."""
     refused.check_asynchronous(args, cfg)
     refused.check_local_schedule(args, workers)
+    refused.check_local_precision(cfg)
     framework: JsonObject = {
         "inner_optimizer": args.inner_optimizer,
         "update_freq": list(cfg.optimization.update_freq),

@@ -11,6 +11,7 @@ from fairseq_async.fairseq_plugin.shards import directories_of
 
 LEGACY = ("legacy_ddp", "no_c10d")
 _WAITING_BACKENDS = {"fully_sharded", "slowmo"}
+_NEEDS_GPU = "fairseq needs a GPU for it; use --bf16, or leave it out"
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -105,6 +106,18 @@ def check_local_schedule(args: Namespace, workers: int) -> None:
         )
 
 
+def check_local_precision(cfg: DictConfig) -> None:
+    """Checks that fairseq can make the fp32 masters of an fp16 model, which each worker has.
+
+    Raises:
+        ConfigurationError: fairseq would make them on a GPU, and there is none, or it is not to be used.
+    """
+    common = cfg.common
+    flat = common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
+    if flat and (common.cpu or not torch.cuda.is_available()):
+        raise ConfigurationError(f"--fp16: {_NEEDS_GPU}")
+
+
 def check_shards(shards: int, cfg: DictConfig) -> None:
     """Checks for flags of fairseq that do not go with shards: the server knows only how many steps of each were drawn.
 
@@ -160,7 +173,7 @@ def check_synchronous(args: Namespace, cfg: DictConfig, legacy: bool) -> None:
         (common.amp, f"--amp: {impossible}"),
         (common.memory_efficient_fp16, f"--memory-efficient-fp16: {impossible}"),
         (common.memory_efficient_bf16, f"--memory-efficient-bf16: {impossible}"),
-        (common.fp16 and on_cpu, "--fp16: fairseq needs a GPU for it; use --bf16, or leave it out"),
+        (common.fp16 and on_cpu, f"--fp16: {_NEEDS_GPU}"),
     )
     for given, message in refused:
         if given:

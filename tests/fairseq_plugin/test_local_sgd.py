@@ -186,6 +186,7 @@ def test_a_resumed_run_goes_on_with_what_it_had_not_sent(alone: Alone, tmp_path:
         (["--compress", "gzip"], "--compress: there is no codec 'gzip'"),
         (["--outer", "delayed_nesterov", "--c", 0.9], "--c is 0.9: with --delay 2 it must be in"),
         (["--amp"], "--amp: not possible with --optimizer local_sgd"),
+        (["--fp16", "--cpu"], "--fp16: fairseq needs a GPU for it; use --bf16, or leave it out"),
         (["--lr-scheduler", "reduce_lr_on_plateau"], "reduce_lr_on_plateau: not possible with --optimizer local_sgd"),
     ],
 )
