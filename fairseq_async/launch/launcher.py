@@ -1,7 +1,6 @@
 """Runs the server and the workers of one run on this machine, from their start to their end."""
 
 import shutil
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import Display
 from fairseq_async.launch.interrupted import has_snapshot, what_is_kept
 from fairseq_async.launch.last_words import last_words, same_mistake, traceback
-from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt
+from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt_on_signals
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.script import ScriptCommand
 from fairseq_async.server.process import ServerProcess, manner
@@ -75,7 +74,7 @@ class Launcher:
             KeyboardInterrupt: the run was interrupted; every process has been ended, and the server has written its
                 last snapshot.
         """
-        signal.signal(signal.SIGTERM, interrupt)
+        interrupt_on_signals()
         self.display = Display(Progress(self.run_dir, len(self.processes.workers)))
         try:
             with self.display:

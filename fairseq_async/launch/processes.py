@@ -159,6 +159,13 @@ def _signal(worker: Worker, number: signal.Signals) -> None:
         pass
 
 
-def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Handles a signal like Ctrl-C: raises a KeyboardInterrupt."""
+def interrupt_on_signals() -> None:
+    """Makes SIGTERM end this process as Ctrl-C does, and so SIGHUP, which comes when the terminal is closed: workers in
+    sessions of their own would go on. Where SIGHUP is ignored, as by nohup, it stays so."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt

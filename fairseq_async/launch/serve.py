@@ -1,12 +1,11 @@
 """Runs the global server of several regions; the regions' own servers are its workers."""
 
-import signal
 from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange.authentication import read_token
 from fairseq_async.global_server import SERVER
-from fairseq_async.launch.processes import interrupt
+from fairseq_async.launch.processes import interrupt_on_signals
 from fairseq_async.server.process import ServerProcess, manner, say
 from fairseq_async.validation import split_address
 
@@ -31,7 +30,7 @@ def serve(address: str, regions: int, run_dir: Path, token_file: Path, tls: Path
     except ValueError as error:
         raise ConfigurationError(f"{address}: {error}") from error
     token, log = read_token(token_file), run_dir / "logs" / "server.log"
-    signal.signal(signal.SIGTERM, interrupt)
+    interrupt_on_signals()
     own = (port, host, token, _RESTARTS)
     server = ServerProcess(SERVER, regions, run_dir, log, *own, ends_with_workers=True, resumes=resume, tls=tls)
     say(f"global server of regions 0 to {regions - 1}, which join with --upstream {server.address},region=N")

@@ -1,7 +1,6 @@
 """Runs the ranks of one data-parallel group on this machine, from their start to their end."""
 
 import json
-import signal
 import socket
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import LINE_EVERY, say
-from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt
+from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt_on_signals
 from fairseq_async.server.run_files.leftovers import Leftovers
 
 _DYING = 10.0  # seconds for the other ranks to end by themselves after one has died
@@ -38,7 +37,7 @@ class GroupLauncher:
             RunFailedError: a rank failed; every process has been ended.
             KeyboardInterrupt: the run was interrupted; every process has been ended.
         """
-        signal.signal(signal.SIGTERM, interrupt)
+        interrupt_on_signals()
         self.port = _checked(self.port) if self.port else free_port()
         try:
             for worker in self.processes.workers:

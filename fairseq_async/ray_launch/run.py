@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import Display
 from fairseq_async.launch.interrupted import what_is_kept
 from fairseq_async.launch.last_words import traceback
-from fairseq_async.launch.processes import USER_ERROR, RunFailedError, interrupt
+from fairseq_async.launch.processes import USER_ERROR, RunFailedError, interrupt_on_signals
 from fairseq_async.launch.programs import is_fairseq
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.script import ScriptCommand
@@ -125,7 +124,7 @@ class RayRun:
             RunFailedError: the run failed, or the Ray cluster is lost.
             KeyboardInterrupt: the run was interrupted, and has ended in order.
         """
-        signal.signal(signal.SIGTERM, interrupt)
+        interrupt_on_signals()
         self._display = Display(Progress(self._run_dir, len(self._resources)))
         try:
             with self._display:

@@ -16,6 +16,7 @@ import pytest
 from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.launch.processes import interrupt_on_signals
 from tests.helpers.checkpoints import load
 from tests.helpers.commands import HYBRID, MODEL, Processes, command, free_port, launch_command
 from tests.helpers.launched import count, find, server_of, worker_of
@@ -102,16 +103,29 @@ def test_a_worker_that_nobody_announced_joins_a_run_and_leaves_it(
     nothing_is_left(tmp_path, shared_memory)
 
 
-def test_sigterm_ends_everything_as_ctrl_c_does(
-    processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "closed terminal"])
+def test_a_signal_ends_everything_as_ctrl_c_does(
+    processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str], number: signal.Signals
 ) -> None:
     """``test_interrupted.py`` has what is kept."""
     launcher = processes.start(launch_command(data, 2, tmp_path, *FOREVER))
     wait_until(lambda: count(tmp_path, 1) > 5, 90)
-    launcher.terminate()
+    launcher.send_signal(number)
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 130 and "Traceback" not in output and "go on with: fairseq-async launch" in output
     nothing_is_left(tmp_path, shared_memory)
+
+
+def test_with_nohup_a_closed_terminal_ends_nothing() -> None:
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGHUP)]
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        interrupt_on_signals()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert callable(signal.getsignal(signal.SIGTERM))
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def test_a_killed_launcher_leaves_nothing_behind(
