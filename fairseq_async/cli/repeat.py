@@ -69,8 +69,8 @@ def replay(
     ] = None,
 ) -> None:
     """Repeat a recorded run in one process, bit for bit, and name the first update that differs."""
-    path = run_dir.resolve()
-    find(path, lambda _: f"{path}: no run there; give the --run-dir (or --save-dir) of one")
+    find(run_dir, lambda _: f"{run_dir.absolute()}: no run there; give the --run-dir (or --save-dir) of one")
+    path = run_dir.resolve()  # of a link in a circle this would be no OSError
     from rich.progress import Progress  # start-up time
 
     from fairseq_async.replay import Recording, Replay, quiet

@@ -95,6 +95,7 @@ def test_help_a_wrong_flag_and_a_missing_file_need_no_torch(
             "--step-seconds 1:9: numbers above 0 with comma",
         ),
         (["capacity", "none", "--workers", "2"], "none: no run that can be read there"),
+        (["replay", "circle"], "{here}/circle: no run there; give the --run-dir"),
     ],
 )
 def test_a_mistake_in_a_command_is_one_line(
@@ -105,12 +106,13 @@ def test_a_mistake_in_a_command_is_one_line(
     said: str,
 ) -> None:
     (tmp_path / "run.json").touch()
+    (tmp_path / "circle").symlink_to("circle")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fairseq-async", *arguments])
     with pytest.raises(SystemExit) as end:
         cli.main()
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and error.startswith(f"fairseq-async: error: {said}") and error.count("\n") == 1
+    error, expected = capsys.readouterr().err, f"fairseq-async: error: {said.format(here=tmp_path)}"
+    assert end.value.code == 2 and error.startswith(expected) and error.count("\n") == 1
 
 
 def test_a_rank_of_a_synchronous_method_cannot_be_joined() -> None:
