@@ -97,14 +97,18 @@ class Progress:
         if self._earlier is not None:
             self._earlier.look()
 
+    def _reset_if_replaced(self) -> None:
+        if self._events.replaced > self._replaced:
+            self._reset()
+
     def poll(self) -> None:
         """Reads the events that were added since the last call; after a restart of the server, all that it has kept."""
         if self._earlier is not None:
             self._earlier.look()
         for event in self._events:
-            if self._events.replaced > self._replaced:
-                self._reset()
+            self._reset_if_replaced()
             self._add(event)
+        self._reset_if_replaced()  # by a file without any event
         for validation in self._validations:
             self._validation = validation
         self._drop_old()

@@ -76,8 +76,11 @@ def test_events_that_no_server_has_kept_are_not_of_this_launch(tmp_path: Path) -
     begin(tmp_path, {0: 8}, (tmp_path / "events.jsonl").read_text())
     progress = Progress(tmp_path, 1, clock=lambda: 1000.0)
     assert progress.updates == {0: 0} and progress.version == 9
+    begin(tmp_path, {})
+    progress.poll()
+    assert progress.version == 0, "a run that is interrupted now has nothing to go on from"
     own = "".join(event(0, 1 + n, 800.0, sequence=n) for n in range(3))
-    begin(tmp_path, {}, own)
+    (tmp_path / "events.jsonl").write_text(own)
     begin(tmp_path, {0: 2}, own)
     progress.poll()
     assert progress.updates == {0: 3} and progress.version == 3
