@@ -119,7 +119,9 @@ def tree_weights(products: Tensor) -> Tensor:
         the weights: float64, shape [..., vectors].
     """
     lengths = products.diagonal(dim1=-2, dim2=-1).sqrt()
-    tree = list(torch.eye(products.shape[-1], dtype=products.dtype).expand_as(products).unbind(-2))
+    tree = list(
+        torch.eye(products.shape[-1], dtype=products.dtype, device=products.device).expand_as(products).unbind(-2)
+    )
 
     def square(weights: Tensor) -> Tensor:
         value, summands = _product(products, weights, weights), (weights.abs() * lengths).sum(-1)
@@ -200,7 +202,7 @@ def _sum_by_rounds(parts: list[Tensor], weights: Sequence[float], scratch: Tenso
 
 def _scaled_sum(a: Tensor, b: Tensor, factors: Sequence[float], out: Tensor) -> None:
     """Writes c₀·a + c₁·b of fp32 tensors to ``out``, in one pass over memory; ``out`` may be ``a``."""
-    torch.addr(a.view(1, -1), torch.ones(1), b, beta=factors[0], alpha=factors[1], out=out.view(1, -1))
+    torch.addr(a.view(1, -1), a.new_ones(1), b, beta=factors[0], alpha=factors[1], out=out.view(1, -1))
 
 
 def _in_float32(values: Tensor, factors: Sequence[float]) -> bool:

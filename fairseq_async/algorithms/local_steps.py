@@ -47,6 +47,7 @@ def shard_probabilities(sizes: Sequence[int], used: Sequence[int]) -> Tensor:
         raise ValueError(f"{len(sizes)} sizes and {len(used)} numbers of used samples")
     if min(sizes, default=0) < 0 or min(used, default=0) < 0 or sum(sizes) == 0:
         raise ValueError(f"sizes {list(sizes)} and used {list(used)}: must not be negative, and not all sizes 0")
-    shares = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
-    behind = (shares - torch.tensor(used, dtype=torch.float64) / max(1, sum(used))).clamp_min(0.0)
+    shares, shares_used = (torch.tensor(counts, dtype=torch.float64, device="cpu") for counts in (sizes, used))
+    shares /= sum(sizes)
+    behind = (shares - shares_used / max(1, sum(used))).clamp_min(0.0)
     return behind / behind.sum() if behind.sum() > 1e-12 else shares

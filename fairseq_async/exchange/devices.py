@@ -131,7 +131,7 @@ class CudaDevice:
         """Returns copies in pinned memory, which this device keeps: 4 bytes per element."""
         sizes = [tensor.numel() for tensor in tensors]
         if self._staging.numel() != sum(sizes):
-            self._staging = torch.empty(sum(sizes))
+            self._staging = torch.empty(sum(sizes), dtype=torch.float32, device="cpu")
             self.pin("staging", self._staging)
         self.begin(self._staging, tensors).synchronize()
         return [part.view(each.shape) for part, each in zip(self._staging.split(sizes), tensors, strict=True)]

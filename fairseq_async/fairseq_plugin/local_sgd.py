@@ -248,7 +248,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
     def fetch_server_state(self) -> StateDict:
         if self._server_state is None:
             self.worker.settle()
-            self._own_parameters = torch.zeros(self.worker.replica.layout.size)
+            self._own_parameters = torch.zeros(self.worker.replica.layout.size, dtype=torch.float32, device="cpu")
             self.worker.replica.read(self._own_parameters)
             self._server_state = self.session.snapshot()
             self.worker.replica.write(self._server_state["server"]["parameters"])

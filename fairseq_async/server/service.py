@@ -173,7 +173,7 @@ class Service(Connections):
         path, state = found
         run = self._describe(MethodSpec.from_json(state["spec"]), Layout.from_json(state["layout"]))
         run.from_checkpoint = bool(state.get("from_checkpoint"))
-        now, parameters = self.wall_clock(), torch.zeros(run.layout.size)
+        now, parameters = self.wall_clock(), torch.zeros(run.layout.size, dtype=torch.float32, device="cpu")
         run.begin(self.build, parameters, state, f"snapshot {path.name}", self.membership, now)
         self.membership.expect_back(run.coordinator.server.sequences)
         self.membership.note_left(state.get("left", ()))  # not in an older snapshot

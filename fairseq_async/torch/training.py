@@ -189,7 +189,7 @@ class AsyncTraining(ABC):
         state = fetch_state(self._connected, self._run_dir)
         replica = self.async_worker.replica
         if self._own is None:
-            self._own = torch.zeros(replica.layout.size)
+            self._own = torch.zeros(replica.layout.size, dtype=torch.float32, device="cpu")
             replica.read(self._own)
         replica.write(state["server"]["parameters"])
         self._saved = state

@@ -197,7 +197,7 @@ class LastingConnection:
         before = self._slot
         if self.remote:
             if before is None:
-                self._slot = torch.zeros(layout.size)
+                self._slot = torch.zeros(layout.size, dtype=torch.float32, device="cpu")
         else:
             if self.memory is not None:
                 self.memory.close()

@@ -93,7 +93,7 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
 
     def _keep_memory(self, size: int) -> None:
         if not self._sent.numel():
-            self._sent, self._moved = torch.zeros(size), torch.zeros(size)
+            self._sent, self._moved = (torch.zeros(size, dtype=torch.float32, device="cpu") for _ in range(2))
             self.replica.device.pin("sent", self._sent)
             self.replica.device.pin("moved", self._moved)
 

@@ -28,10 +28,11 @@ class ParameterReceiver:
         self._codec = None if pull is None else compression.build(pull)
         self._fragments = layout.fragments(spec.fragments)
         # the parameters that were taken last, to which received changes are added
-        self._reference = torch.zeros(size) if pull is not None and compression.sends_changes(pull) else None
+        sends_changes = pull is not None and compression.sends_changes(pull)
+        self._reference = torch.zeros(size, dtype=torch.float32, device="cpu") if sends_changes else None
         codecs = [] if self._codec is None else [self._codec, Int8()]  # changes begin from parameters in int8
         most = max([4 * size, *(codec.most_bytes([size]) for codec in codecs)])
-        self._room = torch.empty(most if codecs else 0, dtype=torch.uint8)
+        self._room = torch.empty(most if codecs else 0, dtype=torch.uint8, device="cpu")
         self.payload: str | None = None
 
     def open(self, channel: Channel, slot: Tensor | None) -> None:

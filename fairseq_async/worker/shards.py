@@ -83,5 +83,5 @@ class ShardOrder:
         if (shard, passes) not in self._orders:
             self._orders.pop((shard, passes - 2), None)  # a batch may reach from one pass into the next, not farther
             generator = torch.Generator().manual_seed(((self.seed * 1009 + shard) * 10007 + passes) % SEEDS)
-            self._orders[shard, passes] = torch.randperm(self.sizes[shard], generator=generator)
+            self._orders[shard, passes] = torch.randperm(self.sizes[shard], generator=generator, device="cpu")
         return self._orders[shard, passes]

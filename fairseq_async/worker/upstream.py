@@ -174,7 +174,7 @@ class UpstreamLink:
         return self._pulled(client, drift.sequence + 1, answer.finished)
 
     def _pulled(self, client: Client, sequence: int, finished: bool) -> Above:
-        values = torch.empty(self.layout.size)
+        values = torch.empty(self.layout.size, dtype=torch.float32, device="cpu")
         version = client.pull(values.copy_)
         return Above(sequence, version, finished, values)
 

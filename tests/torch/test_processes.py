@@ -13,6 +13,25 @@ from tests.helpers.commands import HELPERS, ROOT, Processes, command
 from tests.helpers.documents import script_of_the_readme
 from tests.helpers.run_files import events, snapshot_versions
 
+ON_THE_CPU_IN_FP32 = """
+import torch
+from fairseq_async.torch import AsyncLocalSGD
+
+where = {"dtype": torch.float32, "device": "cpu"}
+model = torch.nn.Linear(8, 1, **where)
+torch.nn.init.constant_(model.weight, 0.5)
+torch.nn.init.zeros_(model.bias)
+inputs = torch.linspace(-1, 1, 8, **where)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+CHANGE
+with AsyncLocalSGD(model, optimizer, local_steps=2, total_steps=8, OPTIONS) as worker:
+    while not worker.finished:
+        optimizer.zero_grad()
+        (model(inputs) - 1).square().sum().backward()
+        optimizer.step()
+    with worker.server_parameters():
+        torch.save(model.weight.detach().clone(), "NAME.pt")
+"""
 QUIET = {"PYTHONPATH": f"{HELPERS / 'without_fairseq'}:{ROOT}"}
 
 
@@ -91,3 +110,20 @@ def test_a_server_that_torchrun_starts_again_goes_on_from_a_snapshot(
         with pytest.raises(ConfigurationError, match="that is all"):
             found.connect("a.module", ServerOptions(), tmp_path, print)
     assert started == [False, True]
+
+
+@pytest.mark.parametrize("options", ["overlap=True", "compress='e3m0,pull=e3m0'"])
+def test_a_scripts_default_type_and_device_change_nothing(processes: Processes, tmp_path: Path, options: str) -> None:
+    """A default device without memory stands for a GPU. The server is forked from the script, and has its defaults."""
+    found = []
+    for name, change in {
+        "none": "",
+        "type": "torch.set_default_dtype(torch.float64)",
+        "device": "torch.set_default_device('meta')",
+    }.items():
+        script = ON_THE_CPU_IN_FP32.replace("CHANGE", change).replace("OPTIONS", options).replace("NAME", name)
+        code, output = run(processes, tmp_path, script, command("python"))
+        assert code == 0, output
+        found.append(torch.load(tmp_path / f"{name}.pt", weights_only=True))
+    assert found[0].dtype == torch.float32 and not torch.equal(found[0], torch.full((1, 8), 0.5))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

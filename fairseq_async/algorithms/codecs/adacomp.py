@@ -86,7 +86,7 @@ class AdaComp(Codec):
     def _unpack(self, body: memoryview, sizes: tuple[int, ...]) -> Tensor:
         if int.from_bytes(body[:4], "little") != self.bin_size:
             raise CodecError(f"a payload of other bins than those of {self.bin_size} values")
-        values = torch.zeros(sum(sizes))
+        values = torch.zeros(sum(sizes), dtype=torch.float32, device="cpu")
         rest = body[4:]
         for view in values.split(sizes):
             rest = self._decode(rest, view.numpy())

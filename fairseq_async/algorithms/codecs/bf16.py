@@ -20,7 +20,7 @@ class BF16(Codec):
 
     def _pack(self, vector: Vector) -> list[Bytes]:
         check_finite(vector.values)
-        halves = torch.empty(vector.values.numel(), dtype=torch.bfloat16)
+        halves = torch.empty(vector.values.numel(), dtype=torch.bfloat16, device="cpu")
         for part, _ in blocks.parts(halves.numel(), 1):
             halves[part] = vector.values[part].clamp(-_LARGEST, _LARGEST)
         return [as_bytes(halves)]

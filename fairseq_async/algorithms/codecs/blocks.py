@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.codecs.codec import check_finite, from_bytes
+from fairseq_async.algorithms.codecs.memory import new_vector
 from fairseq_async.errors import CodecError
 
 _VALUES = 1 << 16  # at a time
@@ -35,7 +36,7 @@ def rows(values: Tensor, block: int) -> Tensor:
 def new_room(size: int, block: int) -> Tensor:
     """Allocates memory for one of the :func:`parts` of a vector, which each uses in turn: it stays in the cache."""
     first = next(parts(size, block), (slice(0), slice(0)))
-    return torch.empty(first[1].stop * block)
+    return new_vector(first[1].stop * block)
 
 
 def largest(values: Tensor, block: int) -> Tensor:
@@ -45,7 +46,7 @@ def largest(values: Tensor, block: int) -> Tensor:
         CodecError: a value is NaN or Inf.
     """
     size = values.numel()
-    found, room = torch.empty(count_blocks(size, block)), new_room(size, block)
+    found, room = new_vector(count_blocks(size, block)), new_room(size, block)
     for part, blocks in parts(size, block):
         here = rows(values[part], block)
         largest_(found[blocks], here, room[: here.numel()].view_as(here))

@@ -149,7 +149,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 def from_bytes(data: memoryview, dtype: torch.dtype) -> Tensor:
     """Returns a tensor with a copy of the bytes; numbers are little-endian, as they are on this machine."""
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data.nbytes else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data.nbytes else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def _flat(tensor: Tensor) -> Tensor:

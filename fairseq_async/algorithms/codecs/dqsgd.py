@@ -153,7 +153,8 @@ class DQSGD(Codec):
         wide = torch.from_numpy(norms).double()
         rates = torch.where(wide > 0, levels / wide, 0.0)
         for part, here in self._parts(values.numel()):
-            drawn = torch.rand(values[part].numel(), generator=generator)
+            count = values[part].numel()
+            drawn = torch.rand(count, generator=generator, dtype=torch.float32, device="cpu")
             own = rates[here] if self.block is None else rates[here].repeat_interleave(self.block)
             exact = values[part].double().mul_(own[: drawn.numel()])
             lower = exact.floor()

@@ -10,7 +10,7 @@ from fairseq_async.algorithms.codecs.payload import Bytes
 from fairseq_async.errors import CodecError
 
 _LARGEST = torch.finfo(torch.float32).max
-_LEVELS = torch.tensor([0.0, *(2.0**level for level in range(-6, 1))])
+_LEVELS = torch.tensor([0.0, *(2.0**level for level in range(-6, 1))], dtype=torch.float32, device="cpu")
 _VALUES = torch.cat([_LEVELS, -_LEVELS])  # of the 16 codes
 _BORDERS = (_LEVELS[1:] + _LEVELS[:-1]) / 2  # between levels; a value on a border goes to the upper level
 
@@ -20,7 +20,7 @@ def _code_of_upper_half() -> Tensor:
 
     The upper 16 bits are enough: the borders between levels have zeros in their lower half.
     """
-    floats = (torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16).view(torch.float32)
+    floats = (torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cpu") << 16).view(torch.float32)
     levels = torch.bucketize(floats.abs(), _BORDERS, right=True)
     return (levels + 8 * torch.signbit(floats)).to(torch.uint8)
 
@@ -44,7 +44,7 @@ class E3M0(Codec):
         check_parameter("block", block, 1, 1 << 20)
         self.block = block
         # both values of a byte, as one number of 8 bytes, so that decoding looks up a byte at a time
-        codes = torch.arange(256)
+        codes = torch.arange(256, device="cpu")
         self._pairs = torch.stack([_VALUES[codes % 16], _VALUES[codes // 16]], dim=1).view(torch.int64).view(-1)
         self._codes = _code_of_upper_half()
 
@@ -52,7 +52,7 @@ class E3M0(Codec):
         values = vector.values
         scales = blocks.largest(values, self.block)
         divisors = torch.where(scales > 0, scales, 1.0).unsqueeze(1)
-        packed = torch.empty((values.numel() + 1) // 2, dtype=torch.uint8)
+        packed = torch.empty((values.numel() + 1) // 2, dtype=torch.uint8, device="cpu")
         for part, rows in blocks.parts(values.numel(), self.block):
             shares = blocks.rows(values[part], self.block) / divisors[rows]
             upper = (shares.view(-1).view(torch.int32) >> 16).add_(1 << 15)

@@ -28,7 +28,7 @@ class ErrorFeedback:
 
     def __init__(self, codec: Codec, sizes: Sequence[int] | None = None) -> None:
         self.codec, self._sizes = codec, sizes
-        self._residual = torch.zeros(0, dtype=torch.float64)
+        self._residual = _zeros(0)
         self._update: Tensor | None = None
         self._payload = b""
 
@@ -51,7 +51,7 @@ class ErrorFeedback:
         if self.pending:
             raise CodecError("an update was sent that was neither acknowledged nor refused")
         flat = update.detach().reshape(-1).to("cpu", torch.float32, copy=True)
-        residual = self._residual if self._residual.numel() else torch.zeros(flat.numel(), dtype=torch.float64)
+        residual = self._residual if self._residual.numel() else _zeros(flat.numel())
         if residual.numel() != flat.numel():
             raise CodecError(f"an update of {flat.numel()} values: those before had {residual.numel()}")
         carried = torch.add(residual, flat).float()
@@ -97,3 +97,7 @@ class ErrorFeedback:
 
     def _forget(self) -> None:
         self._update, self._payload = None, b""
+
+
+def _zeros(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.float64, device="cpu")

@@ -38,7 +38,7 @@ class Int8(Codec):
 
     def _pack(self, vector: Vector) -> list[Bytes]:
         values, size = vector.values, vector.values.numel()
-        largest = torch.empty(blocks.count_blocks(size, self.block))
+        largest = new_vector(blocks.count_blocks(size, self.block))
         quantized = new_vector((size + 3) // 4).view(torch.int8)[:size]  # four to a float
         room = blocks.new_room(size, self.block)
         for part, rows in blocks.parts(size, self.block):

@@ -99,7 +99,7 @@ class TopK(Codec):
             raise CodecError("a level in a payload is NaN, Inf, below 0, or not in its order")
         places = bits.unpack(body[12 + 4 * chunks : coded], sent, self._width).astype(np.int64)
         codes = bits.unpack(body[coded:], sent, self.bits)
-        values = torch.zeros(size)
+        values = torch.zeros(size, dtype=torch.float32, device="cpu")
         of_chunk = np.arange(sent) // self.keep
         self._check_places(places, of_chunk, size)
         scaled = _level_values(ends, 1 << self.bits - 1)[of_chunk, codes >> 1]

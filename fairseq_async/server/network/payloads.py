@@ -37,7 +37,7 @@ class Payloads:
         channel = peer.channel
         channel.any_length = self.codec is not None or len(self._fragments) > 1
         if self.codec is not None:  # the system gives no memory for it before something arrives
-            channel.room = torch.empty(self._room_bytes, dtype=torch.uint8)
+            channel.room = torch.empty(self._room_bytes, dtype=torch.uint8, device="cpu")
         else:
             channel.room = slot if peer.remote else None
 

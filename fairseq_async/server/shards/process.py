@@ -247,4 +247,4 @@ class _Shard:
         self.connection.send(encode(Norm(float(norm) ** 2)))
         answer = parse(self.connection.recv(LARGEST))
         assert isinstance(answer, NormOfAll)
-        return torch.tensor(answer.squared, dtype=torch.float64).sqrt().to(norm.dtype)
+        return torch.tensor(answer.squared, dtype=torch.float64, device=norm.device).sqrt().to(norm.dtype)

@@ -187,7 +187,7 @@ class ShardedRule(ComparingRule):
             assert isinstance(answer, Norm)
             squared += answer.squared
         self._send(NormOfAll(squared))
-        return torch.tensor(squared, dtype=torch.float64).sqrt().to(norm.dtype)
+        return torch.tensor(squared, dtype=torch.float64, device=norm.device).sqrt().to(norm.dtype)
 
     def _send(self, command: Message) -> None:
         for shard in self.others:
