@@ -87,10 +87,15 @@ def _heloco(options: HeLoCoOptions, context: RuleContext) -> Rule:
 def _direction_averaging(options: DirectionAveragingOptions, context: RuleContext) -> Rule:
     from fairseq_async.algorithms import DirectionAveraging  # start-up time
 
-    embeddings = [number for number, name in enumerate(context.names) if any(part in name for part in _EMBEDDINGS)]
+    embeddings = [number for number, name in enumerate(context.names) if _is_embedding(name)]
     return DirectionAveraging(
         options.outer_lr, options.outer_momentum, options.quorum, context.sizes, embeddings, options.look_ahead
     )
+
+
+def _is_embedding(name: str) -> bool:
+    """Whether a tensor of this name is an embedding, and not of a norm after one: fairseq's ``layernorm_embedding``."""
+    return any(part in name for part in _EMBEDDINGS) and "norm" not in name.lower()
 
 
 def _heavy_ball(options: HeavyBallOptions, context: RuleContext) -> Rule:

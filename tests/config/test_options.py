@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairseq_async import methods, option_flags
+from fairseq_async.algorithms import DirectionAveraging
 from fairseq_async.config import (
     AdasumOptions,
     DelayedNesterovOptions,
@@ -237,6 +238,15 @@ def test_a_table_that_was_changed_by_hand_is_seen(changed: str) -> None:
     text = (option_tables.ROOT / "docs/local_sgd.md").read_text(encoding="utf-8")
     other = text.replace("| 50 |", changed, 1) if "|" in changed else text.replace("steps H", changed, 1)
     assert other != text and option_tables.updated(other) == text
+
+
+def test_direction_averaging_takes_no_norm_after_an_embedding_for_one() -> None:
+    """Names of fairseq's, Llama's, GPT-2's and BERT's."""
+    embeddings = ["encoder.embed_tokens.weight", "model.embed_tokens.weight", "transformer.wpe.weight"]
+    others = ["encoder.layernorm_embedding.weight", "bert.embeddings.LayerNorm.bias", "lm_head.weight"]
+    rule = methods.outer_rule("direction_averaging")
+    built = rule.build(rule.options(), methods.RuleContext(2, [1] * 6, [*embeddings, *others]))
+    assert isinstance(built, DirectionAveraging) and built.embeddings == {0, 1, 2}
 
 
 def test_a_name_that_is_taken_is_refused() -> None:
