@@ -77,11 +77,12 @@ class AdaScaleEngine(SynchronousEngine):
         self,
         load_dir: str,
         tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: object = None,
+        load_module_strict: object = True,
+        load_optimizer_states: object = True,
+        load_lr_scheduler_states: object = True,
+        load_module_only: object = False,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[str | None, ClientState]:
         """Loads as DeepSpeed does, with what :meth:`save_checkpoint` has added; ``load_module_only`` begins a new run.
 
@@ -94,7 +95,8 @@ class AdaScaleEngine(SynchronousEngine):
             load_optimizer_states,
             load_lr_scheduler_states,
             load_module_only,
-            custom_load_fn,
+            *args,
+            **kwargs,
         )
         if path is not None and not load_module_only and _STATE in state:
             self.adascale.load_statistics(state[_STATE])

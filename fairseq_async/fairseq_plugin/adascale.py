@@ -85,6 +85,8 @@ class AdaScaleTrainer(SynchronousTrainer):
             raise ConfigurationError("--adascale-scale with several --update-freq: leave it out")
         options.scale_of(max(gradients))
 
+    _num_updates: int
+
     def __init__(self, cfg: FairseqConfig, *args: FairseqObject, **kwargs: FairseqObject) -> None:
         self._options, self._gradients, self._warned = _options_of(cfg), _gradients(cfg), False
         super().__init__(cfg, *args, **kwargs)
