@@ -118,8 +118,11 @@ class AsyncCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leaves the run. The model has the server's last parameters, or the best ones, as the Trainer was asked."""
-        self.training.leave()
+        """Leaves the run. The model has the server's last parameters, or the best ones, as the Trainer was asked.
+
+        Where worker 0 has stopped before its last step, as by ``EarlyStoppingCallback``, the run ends for all workers.
+        """
+        self.training.leave(for_all=self.worker == 0 and state.global_step < state.max_steps)
         self.training.abandon()
 
     def _make(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> AsyncTraining:

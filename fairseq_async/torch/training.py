@@ -147,11 +147,15 @@ class AsyncTraining(ABC):
         worker.begin(welcome)
 
     @errors_in_one_line()
-    def leave(self) -> None:
-        """Leaves the run for good. A server that this worker has started goes on until the other workers have left."""
+    def leave(self, for_all: bool = False) -> None:
+        """Leaves the run for good. A server that this worker has started goes on until the other workers have left.
+
+        Args:
+            for_all: whether to end the run for all workers, which stop after their present step or round.
+        """
         self._remove_hooks()
         if self._client is not None:
-            self._client.leave(finished=False)
+            self._client.leave(finished=for_all)
         if self._server is not None:
             self._server.outlast_workers()
 

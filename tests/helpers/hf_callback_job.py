@@ -12,7 +12,7 @@ sys.modules["torchaudio"] = None  # type: ignore[assignment]  # transformers wou
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: E402
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from fairseq_async.torch.hf_trainer import AsyncCallback  # noqa: E402
 
@@ -31,8 +31,16 @@ class Counting(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
+class Stop(TrainerCallback):
+    """Stops at the first evaluation, as EarlyStoppingCallback does at a later one."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
 def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer:
     """Twelve steps, with an evaluation and a checkpoint after six and twelve."""
+    others = [Stop()] if options.pop("stops", False) else []
     callback = AsyncCallback(**options)
     torch.manual_seed(callback.worker)
     shape = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
@@ -52,7 +60,8 @@ def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer
         disable_tqdm=True,
     )
     data = Counting(range(callback.worker, 256, callback.workers))
-    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=Counting(range(16)), callbacks=[callback])
+    callbacks = [callback, *others]
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=Counting(range(16)), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=checkpoint)
     evaluations = [line for line in trainer.state.log_history if "eval_loss" in line]
     torch.save(model.state_dict(), out / f"worker-{callback.worker}.pt")

@@ -59,6 +59,12 @@ def test_every_worker_takes_the_trainers_steps(two: tuple[Path, list[dict[str, A
     assert {event["local_steps"] for event in events} == {3}
 
 
+def test_a_worker_0_that_stops_early_ends_the_run_for_all(tmp_path: Path) -> None:
+    """It stops after six steps of twelve, two rounds; the other is in its third then, or waits at that one's end."""
+    events = train(tmp_path, 2, DILOCO | {"stops": True})
+    assert [sum(event["worker"] == worker for event in events) for worker in (0, 1)] in ([2, 2], [2, 3])
+
+
 def test_what_worker_0_evaluates_and_saves_are_the_servers_parameters(two: tuple[Path, list[dict[str, Any]]]) -> None:
     """In the end it has the best of them, which the Trainer has loaded. The other worker does neither."""
     out = two[0] / "out"
