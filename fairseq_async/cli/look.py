@@ -120,10 +120,10 @@ def report(
     """Draw runs and simulations: one HTML page that needs no network, and PNGs."""
     for path in runs:
         find(path, lambda _, path=path: f"{path}: no run and no simulation there (no run.json)")  # type: ignore[misc]
-    from fairseq_async.reporting.runs import load  # start-up time
+    from fairseq_async.reporting.runs import load, name_of  # start-up time
 
     loaded = load(runs)
     from fairseq_async.reporting import page
 
-    title = ", ".join(path.resolve().name for path in runs)
+    title = ", ".join(map(name_of, runs))
     print(page.write(loaded, title, out or runs[0] / "report"))

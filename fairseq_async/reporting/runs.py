@@ -193,6 +193,11 @@ def _activities(events: Sequence[Event], barrier: bool) -> Iterator[Activity]:
         previous = event.time
 
 
+def name_of(directory: Path) -> str:
+    """Returns the name of a directory as text; file names may have bytes that are none, which no page can show."""
+    return directory.resolve().name.encode(errors="replace").decode()
+
+
 def load(paths: Sequence[Path]) -> list[Run]:
     """Reads the runs in these directories: from each the run itself, or the trials of a simulation.
 
@@ -223,7 +228,7 @@ def _read(directory: Path, given: Path) -> Run | None:
         trial = description.simulated or SimulatedTrial()
         first = 0.0 if description.simulated else min(event.time - (event.computing_seconds or 0.0) for event in events)
         return Run(
-            name=trial.name or given.resolve().name,
+            name=trial.name or name_of(given),
             group=trial.cluster,
             number=trial.number,
             started_workers=description.workers or 0,

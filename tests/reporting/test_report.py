@@ -1,10 +1,14 @@
 """The page of runs: what worker 0's validations say, numbers with units, runs side by side."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
+from fairseq_async import cli
 from fairseq_async.reporting import page
 from fairseq_async.reporting.plots import figures
 from fairseq_async.reporting.runs import load
@@ -76,6 +80,17 @@ def test_weights_are_called_tokens_where_they_count_tokens_alone(tmp_path: Path)
     assert counted == [{"target tokens", "target tokens/s"}, set()]
     _, figure = figures(runs)["loss"]
     assert figure.axes[1].get_xlabel() == "target tokens / weight of the updates"
+
+
+def test_a_directory_whose_name_is_no_text_is_drawn_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one from a system whose names were Latin-1."""
+    run = write_run(Path(os.fsdecode(bytes(tmp_path) + b"/r\xfcn")), 5, 100.0)
+    monkeypatch.setattr("sys.argv", ["fairseq-async", "report", str(run), "--out", str(tmp_path / "report")])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code and "r?n" in (tmp_path / "report" / "report.html").read_text()
 
 
 def test_a_compressed_run_has_bytes_per_second_ratio_and_residual_of_each_worker(tmp_path: Path) -> None:
