@@ -135,7 +135,7 @@ def end_as(code: int) -> NoReturn:
 
 
 def prepare(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):  # nohup ignores one
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as the interpreter does when it starts

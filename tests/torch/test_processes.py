@@ -125,5 +125,7 @@ def test_a_scripts_default_type_and_device_change_nothing(processes: Processes, 
         code, output = run(processes, tmp_path, script, command("python"))
         assert code == 0, output
         found.append(torch.load(tmp_path / f"{name}.pt", weights_only=True))
-    assert found[0].dtype == torch.float32 and not torch.equal(found[0], torch.full((1, 8), 0.5))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    for parameters in found:
+        assert parameters.dtype == torch.float32 and not torch.equal(parameters, torch.full((1, 8), 0.5))
+        # time decides how many steps a worker takes until it is answered
+        assert torch.equal(parameters, found[0]) or options == "overlap=True"
