@@ -121,7 +121,7 @@ def check_workers(extra_state: StateDict, workers: int, filename: str) -> None:
     if before != workers:
         raise ConfigurationError(
             f"{filename} is of a run of {before} workers, and this one has {workers}, each with another part of the "
-            f"data: give --reset-dataloader, or --workers {before}"
+            f"data: give --reset-dataloader, or start {before} workers"
         )
 
 
