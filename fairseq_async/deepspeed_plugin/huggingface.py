@@ -149,8 +149,9 @@ def _initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     if not isinstance(engine, AsyncEngine):
         return engine, optimizer, loader, schedule
     FollowRun.engine, FollowRun.has_end = engine, config[_SECTION].get("total_steps", 0) > 0
-    in_server = schedule is None or isinstance(engine, HybridEngine)  # the engine's own copy is never stepped there
-    return engine, optimizer, loader, ServerSchedule(optimizer) if in_server else schedule
+    if isinstance(engine, HybridEngine):  # the engine's own copy is never stepped
+        return engine, optimizer, loader, ServerSchedule(optimizer)
+    return engine, optimizer, loader, schedule  # for None, accelerate steps the scheduler that the script has made
 
 
 def _make_train_loader(original: Callable[[Trainer], DataLoader[Any]], trainer: Trainer) -> DataLoader[Any]:

@@ -119,3 +119,13 @@ def test_a_schedule_that_stays_in_the_trainer_is_one_line_of_error(tmp_path: Pat
     assert code != 0 and "Traceback" not in output
     says = 'config.json: the Trainer keeps its learning-rate schedule from the run: add "optimizer": {"type": "AdamW"'
     assert says in output
+
+
+@pytest.mark.usefixtures("executed")
+def test_a_scheduler_that_a_script_with_accelerate_keeps_steps_as_it_says(processes: Processes, tmp_path: Path) -> None:
+    """DeepSpeed has no schedule then, and the script's own is not lost for that."""
+    launcher = [command("fairseq-async"), "launch", "--workers", 1, "--", "python"]
+    code, output = processes.run([*launcher, HELPERS / "accelerate_job.py", tmp_path], 250, **DEEPSPEED)
+    assert code == 0, output
+    (line,) = [line for line in (tmp_path / "logs/worker-0.log").read_text().splitlines() if "rates:" in line]
+    assert line == "rates: 0.01 0.005 0.0025 0.00125"
