@@ -161,6 +161,7 @@ class AsyncEngine(DeepSpeedEngine):
         if not (load_optimizer_states or load_module_only or self.finished):
             self._check_without_optimizer()
         own = self._own_checkpoint(load_dir, tag)
+        check_tag(own, tag)
         loaded: tuple[str | None, ClientState] = super().load_checkpoint(
             own,
             tag,
@@ -340,3 +341,15 @@ class LocalEngine(AsyncEngine):
 def checkpoint_directory(directory: str, worker: int) -> str:
     """Returns where worker or rank ``worker`` saves: ``directory`` itself for 0, a subdirectory for each other."""
     return directory if worker == 0 else str(Path(directory) / f"worker-{worker}")
+
+
+def check_tag(directory: str, tag: str | None) -> None:
+    """Ends the process with one line if ``directory`` has no checkpoint of the tag, or of that in its file ``latest``:
+    DeepSpeed would fail an assertion without a word. Without this file it says so by itself, and loads nothing."""
+    latest = Path(directory) / "latest"
+    named = latest.read_text().strip() if tag is None and latest.is_file() else tag
+    if named is None or (Path(directory) / str(named)).is_dir():
+        return
+    there = ", ".join(sorted(path.name for path in Path(directory).glob("*") if path.is_dir())) or "none"
+    which = f"{named}, which its file {latest.name} names" if tag is None else tag
+    fail(f"load_checkpoint: {directory} has no checkpoint {which}; its directories are: {there}; give one as tag=")

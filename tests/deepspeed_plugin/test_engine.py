@@ -1,5 +1,6 @@
 """What the engines count and exchange, of DeepSpeed's engine only what that needs."""
 
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -236,6 +237,20 @@ def test_a_worker_without_a_checkpoint_of_that_tag_takes_worker_0s(tmp_path: Pat
         engine = SavingEngine(tmp_path, worker=1, joined=False)
         engine.load_checkpoint(str(tmp_path), tag)
         assert engine.given == [expected]
+
+
+@pytest.mark.usefixtures("of_deepspeed")
+@pytest.mark.parametrize(("tag", "said"), [("c", "c; its"), (None, "b, which its file latest names; its")])
+def test_a_checkpoint_that_is_not_there_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tag: str | None, said: str
+) -> None:
+    for each in ("a", "b"):
+        SavingEngine(tmp_path).save_checkpoint(str(tmp_path), each)
+    shutil.rmtree(tmp_path / "b")  # as a script does that keeps few checkpoints
+    with pytest.raises(SystemExit):
+        SavingEngine(tmp_path, joined=False).load_checkpoint(str(tmp_path), tag)
+    line = f"load_checkpoint: {tmp_path} has no checkpoint {said} directories are: a; give one as tag="
+    assert capsys.readouterr().err == f"fairseq-async: error: {line}\n"
 
 
 @pytest.mark.usefixtures("of_deepspeed")
