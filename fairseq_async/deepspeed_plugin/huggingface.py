@@ -142,7 +142,10 @@ def _initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         made: tuple[Any, ...] = _deepspeed_initialize(*args, **kwargs)
         return made
     if FollowRun.engine is not None:
-        fail("one process trains in one asynchronous run; start another process for another")
+        fail(
+            "one process trains in one asynchronous run; start another process for another, and give the batch size "
+            "itself in place of auto_find_batch_size"
+        )
     if "train_micro_batch_size_per_gpu" in config:  # accelerate has filled in both, of a world that is one worker
         config = {key: value for key, value in config.items() if key != "train_batch_size"}
     engine, optimizer, loader, schedule = initialize(*args, **kwargs | {"config": config, "config_params": None})

@@ -85,6 +85,11 @@ class AsyncCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Joins the run; if the Trainer goes on from a checkpoint, with the server's state in it."""
+        if args.auto_find_batch_size and self._training is not None:  # the Trainer begins once more in the same process
+            raise ConfigurationError(
+                "auto_find_batch_size: there was not enough memory for the first batch size, and a process takes part "
+                "in one run: give a smaller per_device_train_batch_size, and leave auto_find_batch_size out"
+            )
         optimizer: Optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # of accelerate's wrapper
         scheduler: LRScheduler = getattr(kwargs["lr_scheduler"], "scheduler", kwargs["lr_scheduler"])
         self._training = self._make(kwargs["model"], optimizer, scheduler, state.max_steps)

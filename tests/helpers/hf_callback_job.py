@@ -38,9 +38,18 @@ class Stop(TrainerCallback):
         control.should_training_stop = True
 
 
+class OutOfMemory(TrainerCallback):
+    """Fails as a GPU does whose memory is too small."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise RuntimeError("CUDA out of memory.")
+
+
 def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer:
     """Twelve steps, with an evaluation and a checkpoint after six and twelve."""
-    others = [Stop()] if options.pop("stops", False) else []
+    others: list[TrainerCallback] = [Stop()] if options.pop("stops", False) else []
+    finds = options.pop("finds_batch_size", False)
+    others += [OutOfMemory()] if finds else []
     callback = AsyncCallback(**options)
     torch.manual_seed(callback.worker)
     shape = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
@@ -58,6 +67,7 @@ def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
+        auto_find_batch_size=finds,
     )
     data = Counting(range(callback.worker, 256, callback.workers))
     callbacks = [callback, *others]

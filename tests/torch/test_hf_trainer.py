@@ -119,6 +119,15 @@ def test_a_server_that_would_begin_anew_is_one_line_of_error(
     assert f"AsyncCallback: {missing}, the server's state, is not there: give resume_from_checkpoint= the" in output
 
 
+def test_a_trainer_that_would_begin_once_more_with_a_smaller_batch_is_one_line_of_error(
+    tmp_path: Path, processes: Processes
+) -> None:
+    own = json.dumps(DILOCO | {"run_dir": str(tmp_path / "run"), "finds_batch_size": True})
+    code, output = processes.run([command("python"), HELPERS / "hf_callback_job.py", tmp_path, own], PYTHONPATH=PATH)
+    assert code == 2 and "Traceback" not in output
+    assert "error: auto_find_batch_size: there was not enough memory" in output
+
+
 def test_in_hybrid_the_trainers_optimizer_and_schedule_are_the_servers(tmp_path: Path) -> None:
     events = train(tmp_path, 1, {"method": "hybrid_async"})
     assert len(events) == 12 and events[-1]["version_after"] == 12
