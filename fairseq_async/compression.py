@@ -53,6 +53,7 @@ class AdaCompOptions(_Parameters):
 
     codec: Literal["adacomp"] = "adacomp"
     bin_size: int = Field(500, ge=1, lt=1 << 16, description="neighbouring values in a bin")
+    scale: Literal["tensor", "bin"] = Field("tensor", description="what has one size for all values that are sent")
 
 
 class DQSGDOptions(_Parameters):
@@ -66,6 +67,7 @@ class DQSGDOptions(_Parameters):
 CodecOptions = BF16Options | Int8Options | E3M0Options | TopKOptions | AdaCompOptions | DQSGDOptions
 _CODECS: TypeAdapter[CodecOptions] = TypeAdapter(Annotated[CodecOptions, Field(discriminator="codec")])
 NAMES = tuple(str(model.model_fields["codec"].default) for model in CodecOptions.__args__)
+_LONGEST_BIN = 1 << 14  # with a scale for each bin, a place and two flags are a number of 16 bits
 PullOptions = BF16Options | Int8Options | E3M0Options
 _SKETCH = (
     "sketch finds its largest values in a second round between all workers of a step, which only gs_sgd of the "
@@ -137,6 +139,8 @@ def _codec(given: object) -> CodecOptions | None:
         raise ValueError(f"{values['codec']}: {_mistake(str(values['codec']), error)}") from error
     if isinstance(options, TopKOptions) and options.keep > options.chunk:
         raise ValueError(f"topk: keep is {options.keep}: a chunk has only {options.chunk} values")
+    if isinstance(options, AdaCompOptions) and options.scale == "bin" and options.bin_size > _LONGEST_BIN:
+        raise ValueError(f"adacomp: bin_size is {options.bin_size}: with scale=bin it is at most {_LONGEST_BIN}")
     return options
 
 
@@ -192,6 +196,7 @@ def build(options: CodecOptions) -> Codec:
         case TopKOptions():
             return algorithms.TopK(options.chunk, options.keep, options.bits)
         case AdaCompOptions():
-            return algorithms.AdaComp(options.bin_size)
+            by_bin = options.scale == "bin"
+            return algorithms.AdaCompBins(options.bin_size) if by_bin else algorithms.AdaComp(options.bin_size)
         case DQSGDOptions():
             return algorithms.DQSGD(options.bits, options.block)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, Codec, CountSketch, Int8, TopK
+from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, AdaCompBins, Codec, CountSketch, Int8, TopK
 from fairseq_async.algorithms.codecs.payload import seal
 from fairseq_async.errors import AsyncError, CodecError
 from tests.helpers.other_device import elsewhere
@@ -26,6 +26,7 @@ SCALES = st.sampled_from([0.0, 1e-44, 1e-38, 1e-3, 1.0, 1e20, 1e38])
 
 def codecs() -> list[Codec]:
     small = [Int8(16), E3M0(7), TopK(100, 3), TopK(8, 8, 4), TopK(9, 2, 1), AdaComp(10), AdaComp(300), DQSGD(3, 16)]
+    small += [AdaCompBins(1), AdaCompBins(10), AdaCompBins(300)]
     return [BF16(), Int8(), E3M0(), TopK(), AdaComp(), DQSGD(), CountSketch(columns=64), *small]
 
 
@@ -211,6 +212,51 @@ def test_adacomp_by_hand_a_bin_of_zeros_sends_nothing_and_lowers_the_mean() -> N
     assert sent.tolist() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0]  # the mean of 2 and 0
 
 
+def adacomp_bins_reference(total: np.ndarray, newest: np.ndarray, sizes: list[int], bin_size: int) -> np.ndarray:
+    """What is sent where each bin has its own scale: its largest |G|, with four bits of precision."""
+    sent, begin = np.zeros(total.size), 0
+    for size in sizes:
+        tensor = range(begin, begin + size)
+        for each in (tensor[at : at + bin_size] for at in range(0, size, bin_size)):
+            largest = max(abs(total[j]) for j in each)
+            for j in each:
+                if largest > 0 and abs(total[j] + newest[j]) >= largest:
+                    fraction, exponent = math.frexp(largest)
+                    sent[j] = np.sign(total[j]) * math.ldexp(math.floor(fraction * 16 + 0.5) / 16, exponent)
+        begin += size
+    return sent
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=5), bin_size=st.integers(1, 40), seed=st.integers(0, 99))
+def test_adacomp_with_a_scale_for_each_bin_sends_the_bins_largest_value(
+    sizes: list[int], bin_size: int, seed: int
+) -> None:
+    size = sum(sizes)
+    newest = vector(size, seed=seed)
+    total = newest + vector(size, 0.5, seed + 1) * vector(size, 1.0, seed + 2)
+    codec = AdaCompBins(bin_size)
+    back = codec.decode(codec.encode(total, sizes=sizes, newest=newest), size, sizes).double().numpy()
+    exact = adacomp_bins_reference(total.double().numpy(), newest.double().numpy(), sizes, bin_size)
+    assert back.tolist() == exact.tolist()
+
+
+def test_adacomp_bins_by_hand_small_bins_keep_their_own_size() -> None:
+    """34/64 is half way between two scales, and goes up to 36/64; a bin 2^-40 times as large sends nothing."""
+    values = torch.tensor([8.0, -8.0, 34 / 64, 0.0, 0.0, 0.0, 2.0**-40, 0.0, -7.9])
+    sent = decoded(AdaCompBins(2), values)
+    assert sent.tolist() == [8.0, -8.0, 0.5625, 0.0, 0.0, 0.0, 0.0, 0.0, -8.0]
+
+
+def test_adacomp_bins_never_sends_inf() -> None:
+    assert decoded(AdaCompBins(2), torch.tensor([LARGEST, 0.0])).tolist() == [1.875 * 2.0**127, 0.0]
+
+
+def test_adacomp_bins_is_shorter_than_adacomp_with_bins_that_are_short() -> None:
+    values = vector(1 << 16) ** 3
+    assert len(AdaCompBins(25).encode(values)) < 0.9 * len(AdaComp(25).encode(values))
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_dqsgd_is_right_in_the_mean_and_never_off_by_more_than_a_level(bits: int) -> None:
     values = vector(40, seed=5)
@@ -302,7 +348,10 @@ def test_one_and_two_threads_make_the_same_bits(codec: Codec) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("make", [lambda: Int8(0), lambda: E3M0(-1), lambda: TopK(8, 9), lambda: TopK(1 << 17, 1)])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Int8(0), lambda: E3M0(-1), lambda: TopK(8, 9), lambda: TopK(1 << 17, 1), lambda: AdaCompBins(16385)],
+)
 def test_parameters_out_of_their_range_are_refused(make: type[Codec]) -> None:
     with pytest.raises(CodecError, match="must be in"):
         make()
@@ -362,6 +411,12 @@ def test_a_header_that_lies_is_refused(codec: Codec) -> None:
         (AdaComp(4), 32 + 4, struct.pack("<f", math.nan), "scale"),
         (AdaComp(4), 32, struct.pack("<I", 8), "bins"),
         (AdaComp(4), 32 + 8, b"\xff", "more than it has"),
+        (AdaCompBins(4), 32, struct.pack("<I", 8), "bins"),
+        (AdaCompBins(4), 36, b"\x09", "ends in the middle"),
+        (AdaCompBins(4), 36 + 4, b"\xf8\x07", "NaN or Inf"),
+        (AdaCompBins(4), 36 + 4, b"\x00\x00", "NaN or Inf"),
+        (AdaCompBins(4), 36 + 6, b"\xff", "more or fewer bins"),
+        (AdaCompBins(4), 36 + 8, b"\x00", "more or fewer bins"),
         (DQSGD(4), 32, b"\x09", "9 bits"),
         (DQSGD(4), 33, struct.pack("<f", math.nan), "norm"),
         (DQSGD(4), 37, b"\xff", "above its norm"),
@@ -382,7 +437,7 @@ def test_half_a_byte_behind_the_last_value_has_to_be_zero() -> None:
         E3M0(4).decode(sealed(data[:-1] + bytes([data[-1] | 0xF0])), 3)
 
 
-@pytest.mark.parametrize("codec", [AdaComp(4), DQSGD(4), DQSGD(4, 2)], ids=name_of)
+@pytest.mark.parametrize("codec", [AdaComp(4), AdaCompBins(4), DQSGD(4), DQSGD(4, 2)], ids=name_of)
 @pytest.mark.parametrize("lies", [(1, 3), (4,), (2, 2, 0), (2, 0, 2)])
 def test_tensors_of_other_sizes_than_the_models_are_refused(codec: Codec, lies: tuple[int, ...]) -> None:
     values = torch.tensor([1.0, -2.0, 3.0, 0.5])

@@ -11,6 +11,7 @@ from fairseq_async.algorithms import (
     DQSGD,
     E3M0,
     AdaComp,
+    AdaCompBins,
     Codec,
     CountSketch,
     ErrorFeedback,
@@ -22,7 +23,7 @@ from fairseq_async.algorithms import (
 from fairseq_async.algorithms.adasum import combine
 from fairseq_async.worker.shards import ShardOrder
 
-CODECS = [BF16, Int8, E3M0, TopK, AdaComp, DQSGD, lambda: DQSGD(3, block=4), CountSketch]
+CODECS = [BF16, Int8, E3M0, TopK, AdaComp, AdaCompBins, DQSGD, lambda: DQSGD(3, block=4), CountSketch]
 
 
 @pytest.fixture(params=[torch.float64, torch.bfloat16, "meta"], ids=str)

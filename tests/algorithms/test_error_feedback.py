@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, Codec, ErrorFeedback, Int8, TopK
+from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, AdaCompBins, Codec, ErrorFeedback, Int8, TopK
 from fairseq_async.errors import CodecError
 
 
 def biased() -> list[Codec]:
-    return [BF16(), Int8(8), E3M0(8), TopK(20, 3), AdaComp(10), DQSGD(3)]
+    return [BF16(), Int8(8), E3M0(8), TopK(20, 3), AdaComp(10), AdaCompBins(10), DQSGD(3)]
 
 
 def name_of(codec: Codec) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, Codec, CountSketch, Int8, TopK
+from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, AdaCompBins, Codec, CountSketch, Int8, TopK
 
 Floats = np.ndarray
 
@@ -90,6 +90,28 @@ def read_adacomp(body: bytes, sizes: tuple[int, ...]) -> Floats:
     return np.concatenate(tensors)
 
 
+def read_adacomp_bins(body: bytes, sizes: tuple[int, ...]) -> Floats:
+    (length,) = struct.unpack_from("<I", body)
+    width, at = 2 + max(1, (length - 1).bit_length()), 4
+    tensors = []
+    for size in sizes:
+        sent, top = struct.unpack_from("<IH", body, at)
+        steps = np.frombuffer(body, "u1", -(-size // length), at + 6)
+        at += 6 + steps.nbytes
+        end = at + -(-sent * width // 8)
+        values, bins = np.zeros(size, "f4"), (number for number, step in enumerate(steps) if step < 255)
+        bin_ = next(bins, None)
+        for number in numbers(body[at:end], sent, width):
+            assert bin_ is not None
+            scale = np.array((top - int(steps[bin_])) << 20, "<u4").view("<f4")
+            values[bin_ * length + (number >> 2)] = -scale if number & 1 else scale
+            bin_ = next(bins, None) if number & 2 else bin_
+        at = end
+        tensors.append(values)
+    assert at == len(body)
+    return np.concatenate(tensors)
+
+
 def read_dqsgd(body: bytes, sizes: tuple[int, ...]) -> Floats:
     width, start, lengths = body[0], 1, list(sizes)
     if width > 127:
@@ -130,9 +152,10 @@ READERS = {
     5: read_adacomp,
     6: read_dqsgd,
     7: read_sketch,
+    8: read_adacomp_bins,
 }
 CODECS = [BF16(), Int8(100), E3M0(25), TopK(300, 9), TopK(64, 5, 4), TopK(64, 5, 1)]
-CODECS += [AdaComp(300), AdaComp(20), DQSGD(4), DQSGD(4, 100), CountSketch(3, 50, 11)]
+CODECS += [AdaComp(300), AdaComp(20), AdaCompBins(300), AdaCompBins(7), DQSGD(4), DQSGD(4, 100), CountSketch(3, 50, 11)]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)

@@ -98,6 +98,7 @@ def test_an_experiment_without_feedback_needs_a_codec_that_has_it(
         ("int8:block=0", "int8: block: Input should be greater than or equal to 1"),
         ("int8:keep=3", "int8: there is no parameter 'keep'; there are block"),
         ("topk:chunk=8,keep=9", "topk: keep is 9: a chunk has only 8 values"),
+        ("adacomp:scale=bin,bin_size=20000", "adacomp: bin_size is 20000: with scale=bin it is at most 16384"),
         ({"both": "bf16"}, "'both' is not compressed; 'push' is"),
         ({"pull": "dqsgd"}, "pull is dqsgd: a worker needs all parameters; give bf16, int8 or e3m0"),
         ("pull=topk:keep=3", "pull is topk"),

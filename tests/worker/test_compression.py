@@ -64,7 +64,10 @@ def test_what_is_not_sent_is_kept_and_sent_later(tmp_path: Path, host: str) -> N
     assert second.bytes_received == 12 and second.residual_norm == pytest.approx(math.sqrt(10))
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8:block=2", "e3m0", "topk", "adacomp:bin_size=2", "dqsgd:bits=2"])
+@pytest.mark.parametrize(
+    "codec",
+    ["bf16", "int8:block=2", "e3m0", "topk", "adacomp:bin_size=2", "adacomp:bin_size=2,scale=bin", "dqsgd:bits=2"],
+)
 def test_every_codec_moves_the_parameters_by_what_it_decodes(tmp_path: Path, codec: str) -> None:
     options = compression.parse(codec).push
     assert options is not None
