@@ -18,7 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, Codec, ErrorFeedback, Int8, TopK  # noqa: E402
+from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, AdaCompBins, Codec, ErrorFeedback, Int8, TopK  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 CODECS: dict[str, Codec] = {
@@ -27,10 +27,11 @@ CODECS: dict[str, Codec] = {
     "e3m0": E3M0(),
     "topk": TopK(),
     "adacomp": AdaComp(),
+    "adacomp, scale=bin": AdaCompBins(32),
     "dqsgd": DQSGD(),
 }
 MOST_BYTES = {"int8": 0.26, "e3m0": 0.131, "topk": 1 / 140}  # as a share of fp32's
-MOST_COPIES = {"int8": 4.0, "e3m0": 4.0, "topk": 15.0, "adacomp": 15.0}
+MOST_COPIES = {"int8": 4.0, "e3m0": 4.0, "topk": 15.0, "adacomp": 15.0, "adacomp, scale=bin": 15.0}
 
 
 def seconds(call: Callable[[], object], repeats: int) -> float:
@@ -62,7 +63,7 @@ def bytes_of(codec: Codec, size: int, rounds: int) -> list[int]:
 def measured(name: str, codec: Codec, size: int, repeats: int, copy: float) -> dict[str, Any]:
     values = vector(size, seed=0)
     payload = codec.encode(values)
-    sent = bytes_of(codec, size, 12 if name == "adacomp" else 1)[-1]
+    sent = bytes_of(codec, size, 12 if isinstance(codec, AdaComp) else 1)[-1]
     encoding = seconds(lambda: codec.encode(values), repeats) / copy
     decoding = seconds(lambda: codec.decode(payload, size), repeats) / copy
     return {
