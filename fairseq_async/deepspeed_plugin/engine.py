@@ -161,7 +161,8 @@ class AsyncEngine(DeepSpeedEngine):
         if not (load_optimizer_states or load_module_only or self.finished):
             self._check_without_optimizer()
         own = self._own_checkpoint(load_dir, tag)
-        check_tag(own, tag)
+        if not self.load_universal_checkpoint():  # which has a file of its own in place of ``latest``
+            check_tag(own, tag)
         loaded: tuple[str | None, ClientState] = super().load_checkpoint(
             own,
             tag,

@@ -169,6 +169,9 @@ class SavingEngine(LocalEngine):
     def did(self) -> list[str]:
         return cast(Saving, self.async_worker).did
 
+    def load_universal_checkpoint(self) -> bool:
+        return False
+
     def _join(self, server_state: Path | None) -> None:
         self.did.append("joins" if server_state is None else "joins with the server's state")
 
