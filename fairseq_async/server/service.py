@@ -167,7 +167,7 @@ class Service(Connections):
         Raises:
             RefusedError: there are snapshots, and none can be read.
         """
-        found = self.snapshots.latest(check_snapshot)
+        found = self.snapshots.latest(check_snapshot, self.resumes)
         if found is None:
             return "the beginning"
         path, state = found

@@ -103,6 +103,21 @@ def test_a_checkpoint_that_is_newer_than_the_snapshot_is_gone_on_from(tmp_path: 
         process.stop()
 
 
+def test_a_server_that_dies_before_worker_0_has_come_leaves_the_snapshot_of_the_run_before(tmp_path: Path) -> None:
+    interrupted_after(tmp_path / "run", 4, save_at=0)
+    process = ServerProcess(SGD_SERVER, 2, tmp_path / "run", tmp_path / "log", restarts=1, resumes=True)
+    first = process.process
+    first.kill()
+    try:
+        wait_until(lambda: process.process is not first, 60)
+        client = Client(process.address, process.token, 0)
+        client.join(LAYOUT, sgd_spec(workers=2))
+        client.initialise(None)
+        assert pull(client)[0] == 4
+    finally:
+        process.stop()
+
+
 def test_a_snapshot_of_another_number_of_workers_is_set_aside(tmp_path: Path) -> None:
     interrupted_after(tmp_path / "run", 4, save_at=0)
     process, client = begin(tmp_path / "run", 9.0, workers=3)

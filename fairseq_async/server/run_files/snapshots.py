@@ -107,10 +107,19 @@ class Snapshots:
             self.tell(f"a snapshot could not be written{why}; the run goes on without it")
         self._failed = True
 
-    def latest(self, check: Callable[[State], object]) -> tuple[Path, State] | None:
+    @property
+    def exist(self) -> bool:
+        """Whether there are snapshots, of any run."""
+        return bool(self._files())
+
+    def latest(self, check: Callable[[State], object], resumes: bool = False) -> tuple[Path, State] | None:
         """Returns the newest snapshot of this run that can be read and that ``check`` accepts; None without one.
 
         Newer ones are skipped with a warning, and renamed: they would be taken for newer than those to come.
+
+        Args:
+            resumes: whether this run is to go on from the snapshots of another, which then stay as they are until
+                worker 0 comes.
 
         Raises:
             RefusedError: there are snapshots that cannot be read, and none of this run that can.
@@ -122,6 +131,8 @@ class Snapshots:
             if state is None:
                 path.replace(path.with_suffix(".torn"))
             elif state.pop("run", self.run) != self.run:
+                if resumes:
+                    return None
                 self.tell(f"{path} is skipped: it is of another run")
                 path.replace(path.with_suffix(".other"))
             else:
