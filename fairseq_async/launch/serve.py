@@ -1,15 +1,18 @@
 """Runs the global server of several regions; the regions' own servers are its workers."""
 
+import shlex
+import sys
 from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange.authentication import read_token
-from fairseq_async.global_server import SERVER
+from fairseq_async.launch.interrupted import has_snapshot
 from fairseq_async.launch.processes import interrupt_on_signals
 from fairseq_async.server.process import ServerProcess, manner, say
+from fairseq_async.server.run_files.snapshots import DIRECTORY
 from fairseq_async.validation import split_address
 
-_RESTARTS = 3
+_SERVER, _RESTARTS = "fairseq_async.server.global_main", 3
 
 
 def serve(address: str, regions: int, run_dir: Path, token_file: Path, tls: Path | None, resume: bool) -> None:
@@ -31,12 +34,26 @@ def serve(address: str, regions: int, run_dir: Path, token_file: Path, tls: Path
         raise ConfigurationError(f"{address}: {error}") from error
     token, log = read_token(token_file), run_dir / "logs" / "server.log"
     interrupt_on_signals()
+    if resume and not has_snapshot(run_dir):
+        say(f"--resume: no run was interrupted in {run_dir}; this one begins at its beginning")
     own = (port, host, token, _RESTARTS)
-    server = ServerProcess(SERVER, regions, run_dir, log, *own, ends_with_workers=True, resumes=resume, tls=tls)
+    server = ServerProcess(_SERVER, regions, run_dir, log, *own, ends_with_workers=True, resumes=resume, tls=tls)
     say(f"global server of regions 0 to {regions - 1}, which join with --upstream {server.address},region=N")
     try:
         server.join()
+    except KeyboardInterrupt:
+        server.end()
+        say(_what_is_kept(run_dir, resume))
+        raise
     finally:
         server.end()
     if server.poll() != 0:
         raise ExchangeError(f"the global server {manner(server.poll())}; log: {log}")
+
+
+def _what_is_kept(run_dir: Path, resumes: bool) -> str:
+    """Returns the message of an interrupted server, which has ended, with the command to go on with."""
+    if not has_snapshot(run_dir):
+        return "interrupted before the first update: there is nothing to go on from"
+    line = ["fairseq-async", *sys.argv[1:], *([] if resumes else ["--resume"])]
+    return f"interrupted: the last state is kept in {run_dir / DIRECTORY}; go on with: {shlex.join(line)}"

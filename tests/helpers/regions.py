@@ -12,6 +12,7 @@ from fairseq_async import methods
 from fairseq_async.config import LocalSGDOptions, ServerOptions
 from fairseq_async.method_spec import MethodSpec, local_sgd_spec
 from fairseq_async.server import Layout, ParameterServer, local_sgd_main
+from fairseq_async.server.global_service import GlobalService
 from fairseq_async.server.plan import Build
 from fairseq_async.server.protocol import Push, PushReply, Report
 from fairseq_async.server.regional_service import RegionalService
@@ -73,9 +74,19 @@ def parameter_server(server: ThreadServer) -> ParameterServer:
     return server.service.described.coordinator.server
 
 
+class GlobalServer(ThreadServer):
+    """A global server."""
+
+    def make_service(self, workers: int, run_dir: Path, build: Build) -> GlobalService:
+        return GlobalService(self.token, workers, run_dir, build)
+
+
 @contextmanager
-def global_server(run_dir: Path, regions: int = 2, host: str = "127.0.0.1") -> Iterator[ThreadServer]:
-    server = ThreadServer(regions, run_dir, host, local_sgd_main.build, token=TOKEN)
+def global_server(
+    run_dir: Path, regions: int = 2, host: str = "127.0.0.1", port: int = 0, resumes: bool = False
+) -> Iterator[ThreadServer]:
+    server = GlobalServer(regions, run_dir, host, local_sgd_main.build, token=TOKEN, port=port)
+    server.service.resumes = resumes
     try:
         yield server
     finally:

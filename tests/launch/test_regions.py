@@ -31,7 +31,7 @@ def test_a_region_and_the_global_server_die_and_come_back_and_all_is_trained(
     os.kill(server, signal.SIGKILL)
     before = count(above, 1)
     wait_until(lambda: count(above, 1) > before + 2, 60)
-    (server,) = find(above, "local_sgd_main")
+    (server,) = find(above, "global_main")
     os.kill(server, signal.SIGKILL)
     said = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0, 0], said
@@ -42,6 +42,26 @@ def test_a_region_and_the_global_server_die_and_come_back_and_all_is_trained(
     assert sum(event["local_steps"] for event in events(tmp_path / "region0")) >= 200
     assert RunDescription.read(above).spec.of_regions and "fairseq-async export" in said[0]
     assert list((above / "snapshots").glob("version-*.pt"))
+
+
+def test_an_interrupted_global_server_says_what_there_is_to_go_on_from(processes: Processes, tmp_path: Path) -> None:
+    run_dir, token = tmp_path / "global", tmp_path / "token"
+    token.write_text(secrets.token_hex(16))
+    token.chmod(0o600)
+    line = ["serve", f"127.0.0.1:{free_port()}", "--regions", 2, "--run-dir", run_dir, "--token-file", token]
+    for resumes, kept in ((True, False), (False, True)):
+        server = processes.start([command("fairseq-async"), *line, *["--resume"] * resumes])
+        log = run_dir / "logs" / "server.log"
+        wait_until(lambda log=log: log.exists() and "listens" in log.read_text(), 60)  # type: ignore[misc]
+        log.unlink()
+        if kept:
+            (run_dir / "snapshots").mkdir()
+            (run_dir / "snapshots" / "version-000000000007.pt").touch()
+        server.terminate()
+        said, _ = server.communicate(timeout=60)
+        assert server.returncode == 130 and ("--resume: no run was interrupted in" in said) == resumes, said
+        again = f"; go on with: fairseq-async {' '.join(map(str, line))} --resume\n"
+        assert (again in said) == kept and ("there is nothing to go on from" in said) != kept, said
 
 
 def _launch(processes: Processes, run_dir: Path, token: Path, upstream: str) -> "Popen[str]":

@@ -300,3 +300,27 @@ def test_a_region_that_goes_on_brings_a_new_global_server_its_own_parameters(tmp
         RegionWorker(server, 0, region_spec(upstream.format(above.address)), start=torch.full((5,), 99.0))
         wait_until(lambda: above.service.begun is not None)
         assert torch.equal(parameter_server(above).parameters, trained)
+
+
+def test_regions_go_on_under_a_global_server_that_goes_on_from_its_snapshot(tmp_path: Path) -> None:
+    """Also without region 0, whose server has ended meanwhile."""
+    with ExitStack() as stack:
+        above = stack.enter_context(global_server(tmp_path / "global"))
+        servers = [stack.enter_context(region_server(tmp_path / f"region{r}")) for r in (0, 1)]
+        specs = [region_spec(f"{above.address},region={region},updates=1,{RULE}") for region in (0, 1)]
+        workers = [RegionWorker(server, 0, spec) for server, spec in zip(servers, specs, strict=True)]
+        for version, worker in enumerate(workers, start=1):
+            worker.push(torch.ones(5))
+            wait_until(lambda n=version: parameter_server(above).version == n)  # type: ignore[misc]
+        end = parameter_server(above).parameters.clone()
+        InlineSnapshots(tmp_path / "global").take(above.service.described.snapshot(), 2)
+        above.stop()
+        servers[0].stop()
+        port = int(above.address.rpartition(":")[2])
+        again = stack.enter_context(global_server(tmp_path / "global", port=port, resumes=True))
+        wait_until(lambda: again.service.begun is not None)
+        assert torch.equal(parameter_server(again).parameters, end)
+        workers[1].push(torch.ones(5))
+        wait_until(lambda: parameter_server(again).version == 3)
+        assert servers[1].told == []
+    assert audit(tmp_path / "global").applied == 3

@@ -1,0 +1,27 @@
+"""The service of a global server, whose workers are the servers of regions (HALoS)."""
+
+import torch
+
+from fairseq_async.server import protocol
+from fairseq_async.server.network.peers import Peer
+from fairseq_async.server.protocol import Answer
+from fairseq_async.server.run_files.resume import newest_state
+from fairseq_async.server.service import Service
+
+
+class GlobalService(Service):
+    """Answers the servers of regions.
+
+    Regions go on while no global server is there, and bring no parameters when it is back. So a run that was
+    interrupted goes on from its snapshot as soon as any region has come: a region that has left for good, such as
+    region 0, never comes.
+    """
+
+    def _hello(self, peer: Peer, hello: protocol.Hello) -> Answer | None:
+        if self.run is None and self.resumes and self.snapshots.exist:
+            run = self._describe(hello.spec, hello.layout)
+            source, state = newest_state(run, None, self.snapshots, resumes=True, tell=self.tell)
+            if state is not None:
+                self._begin(run, torch.zeros(run.layout.size, dtype=torch.float32, device="cpu"), state, source)
+                self.membership.note_left(state.get("left", ()))
+        return super()._hello(peer, hello)
