@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -196,6 +197,18 @@ def test_a_shard_that_was_killed_ends_the_server(tmp_path: Path) -> None:
         os.kill(made.rule.others[1].pid, signal.SIGKILL)
         with pytest.raises(HalfAppliedError):
             made.push(2, 1)
+
+
+def test_a_shard_ends_although_a_process_that_was_forked_later_has_its_socket() -> None:
+    """As the data loaders of a replay have."""
+    shard = ShardProcess(1, dict)
+    later = os.dup(shard._socket.fileno())
+    killer = threading.Timer(20, os.kill, (shard.pid, signal.SIGKILL))
+    killer.start()
+    shard.close()
+    assert not killer.finished.is_set()
+    killer.cancel()
+    os.close(later)
 
 
 def test_epochs_and_limits_of_rounds_reach_every_shard(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
@@ -115,6 +116,8 @@ class ShardProcess:
 
     def close(self) -> None:
         """Ends the process and waits for its end."""
+        with suppress(OSError):  # the process has ended
+            self._socket.shutdown(socket.SHUT_RDWR)  # closing is not enough: processes forked later have it open too
         self._socket.close()
         os.waitpid(self.pid, 0)
 
