@@ -167,6 +167,7 @@ class Replay:
         self._started: dict[int, tuple[int, Tensor | None]] = {}  # by worker: an update's number, its compressed start
         self._ahead = {w: [event for event in recording.events if event.worker == w] for w in run.workers}
         self._kept: dict[int, Parameters] = {}  # by worker: the start of its next update, taken before this one settled
+        self._begun: set[int] = set()  # the workers that have started
         self._begin()
 
     def steps(self, until: int | None = None) -> Iterator[int]:
@@ -207,6 +208,7 @@ class Replay:
                 start = self._start(ahead[0])
                 self.server.note_pull(worker, start)
                 self.run.workers[worker].start_from(start, version)
+                self._begun.add(worker)
             elif ahead and kept and ahead[0].base_version == kept.version:
                 self.run.workers[worker].start_from(kept.values, kept.version)
             if _pulls_early(ahead, version):
@@ -253,6 +255,10 @@ class Replay:
         """Computes an update again: returns it with its report, and its norm where the server took it from the
         worker."""
         worker = event.worker
+        if worker not in self.run.workers:
+            raise _first(event, "this run has no such worker")
+        if worker not in self._begun or event.base_version > self.server.version:
+            raise _first(event, f"it started from version {event.base_version}, which the replay has not come to")
         with _threads(self.run.threads):
             push, vector = self.run.workers[worker].compute()
         self._ahead[worker].pop(0)

@@ -277,6 +277,14 @@ def test_a_region_and_the_global_run_are_replayed_to_the_bit(tmp_path: Path) -> 
     repeated = Replay(recording, RecordedRegions(recording))
     assert len(list(repeated.steps())) == repeated.compared >= 6
     assert torch.equal(repeated.parameters, end)
+    for change, why in (
+        ({"worker": 7}, "this run has no such worker"),
+        ({"base_version": 99, "staleness": -98}, "it started from version 99, which the replay has not come to"),
+    ):
+        wrong = Recording.read(tmp_path / "global")
+        wrong.events[1] = replace(wrong.events[1], **change)  # type: ignore[arg-type]
+        with pytest.raises(DifferenceError, match=f"is the first that differs: {why}"):
+            list(Replay(wrong, RecordedRegions(wrong)).steps())
     first = sorted((tmp_path / "region1" / "merges").iterdir())[0]
     torch.save(torch.zeros(5), first)
     with pytest.raises(DifferenceError, match="is the first that differs"):
