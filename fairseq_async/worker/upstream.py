@@ -2,6 +2,7 @@
 
 import math
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -142,7 +143,9 @@ class UpstreamLink:
                 streams=self.given.streams,
             )
         except ExchangeError as error:
-            raise ExchangeError(f"{where}: there is no global server: {error.__cause__ or error}") from error
+            cause = error.__cause__
+            nobody = isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError)
+            raise ExchangeError(f"{where}: {f'there is no global server: {cause}' if nobody else error}") from error
         except RefusedError as error:
             raise RefusedError(f"{where}: {error}") from error
         try:

@@ -1,5 +1,7 @@
 """HALoS with real servers: regions whose servers are workers of a global one, all in threads of this process."""
 
+import socket
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -212,6 +214,16 @@ def test_a_mistake_is_one_line_to_the_worker(tmp_path: Path, upstream: str, toke
                 RegionWorker(server, 0, region_spec(where))
         finally:
             server.stop()
+
+
+def test_a_region_without_certificates_is_told_that_the_global_server_may_need_them(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, region_server(tmp_path / "region0") as server:
+        closes = threading.Thread(target=lambda: listener.accept()[0].close())  # as TLS does without a handshake
+        closes.start()
+        spec = region_spec(f"127.0.0.1:{listener.getsockname()[1]},region=0")
+        with pytest.raises(RefusedError, match=r"--upstream 127\.0\.0\.1:\d+: the server at .* does it need --tls\?"):
+            RegionWorker(server, 0, spec)
+        closes.join(10)
 
 
 def test_a_region_with_another_model_is_refused(tmp_path: Path) -> None:
