@@ -54,6 +54,6 @@ def serve(address: str, regions: int, run_dir: Path, token_file: Path, tls: Path
 def _what_is_kept(run_dir: Path, resumes: bool) -> str:
     """Returns the message of an interrupted server, which has ended, with the command to go on with."""
     if not has_snapshot(run_dir):
-        return "interrupted before the first update: there is nothing to go on from"
+        return "interrupted: there is no snapshot to go on from"
     line = ["fairseq-async", *sys.argv[1:], *([] if resumes else ["--resume"])]
     return f"interrupted: the last state is kept in {run_dir / DIRECTORY}; go on with: {shlex.join(line)}"

@@ -61,7 +61,7 @@ def test_an_interrupted_global_server_says_what_there_is_to_go_on_from(processes
         said, _ = server.communicate(timeout=60)
         assert server.returncode == 130 and ("--resume: no run was interrupted in" in said) == resumes, said
         again = f"; go on with: fairseq-async {' '.join(map(str, line))} --resume\n"
-        assert (again in said) == kept and ("there is nothing to go on from" in said) != kept, said
+        assert (again in said) == kept and ("there is no snapshot to go on from" in said) != kept, said
 
 
 def _launch(processes: Processes, run_dir: Path, token: Path, upstream: str) -> "Popen[str]":
