@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -54,17 +55,16 @@ class AdaCompBins(AdaComp):
         codes = np.minimum((largest.numpy().view(np.int32) + (1 << _SHIFT - 1)) >> _SHIFT, _MOST)
         top = int(codes.max(initial=0))
         levels = top - codes
+        largest[torch.from_numpy((codes == 0) | (levels >= _NONE))] = 0.0  # these bins send nothing
         places = self._sent(values, newest, largest)
         of_bin = places // self.bin_size
-        sendable = (codes > 0) & (levels < _NONE)
-        places, of_bin = places[sendable[of_bin]], of_bin[sendable[of_bin]]
+        levels[np.bincount(of_bin, minlength=levels.size) == 0] = _NONE
         last = np.diff(of_bin, append=-1) != 0
-        silent = np.bincount(of_bin, minlength=levels.size) == 0
-        numbers = 4 * (places - of_bin * self.bin_size) + 2 * last + (values.numpy()[places] < 0)
+        numbers = (places - of_bin * self.bin_size << 2) + (last << 1) + (values.numpy()[places] < 0)
         return [
             len(numbers).to_bytes(4, "little"),
             top.to_bytes(2, "little"),
-            np.where(silent, _NONE, levels).astype(np.uint8).tobytes(),
+            levels.astype(np.uint8).tobytes(),
             bits.pack(numbers.astype(np.uint16), self._width),
         ]
 
@@ -79,16 +79,15 @@ class AdaCompBins(AdaComp):
         codes = top - levels[bins]
         if top > _MOST or (codes <= 0).any():
             raise CodecError("a scale of a payload is 0, NaN or Inf")
-        numbers = bits.unpack(body[start:end], sent, self._width).astype(np.int64)
-        last = (numbers & 2) != 0
-        if last.sum() != bins.size or (sent and not last[-1]):
+        numbers = bits.unpack(body[start:end], sent, self._width)
+        last, at = np.flatnonzero(numbers & 2), numbers >> 2
+        if last.size != bins.size or (sent and last[-1] != sent - 1):
             raise CodecError("the values in a payload are of more or fewer bins than have a scale")
-        its = np.cumsum(last) - last  # the place in ``bins`` of each value's bin
-        at = numbers >> 2
-        places = bins[its] * self.bin_size + at
+        counts = np.diff(last, prepend=-1)
+        places = np.repeat(bins * self.bin_size, counts) + at
         if (at >= self.bin_size).any() or (np.diff(places) <= 0).any() or (places >= values.size).any():
             raise CodecError("the places in a payload are outside of their bin, or not in ascending order")
-        scales = (codes << _SHIFT).astype(np.int32).view(np.float32)[its]
+        scales = np.repeat((codes << _SHIFT).view(np.float32), counts)
         values[places] = np.where(numbers & 1, -scales, scales)
         return body[end:]
 

@@ -1,6 +1,11 @@
-"""Packs numbers of a few bits each, one after the other: bit 0 of a number first, bit 0 of a byte first."""
+"""Packs numbers of a few bits each, one after the other: bit 0 of a number first, bit 0 of a byte first.
+
+Eight numbers of w bits are w whole bytes. So the numbers at the same place of all such groups have their bits in the
+same bytes of their group, and are moved together.
+"""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,7 +13,8 @@ from numpy.typing import NDArray
 from fairseq_async.errors import CodecError
 
 Numbers = NDArray[np.uint16]
-_AT_A_TIME = 1 << 18  # numbers; a multiple of 8, so that each part ends with a whole byte
+_GROUP = 8
+_AT_A_TIME = 1 << 18  # numbers, in whole groups; they stay in the cache
 
 
 def packed_bytes(count: int, width: int) -> int:
@@ -27,22 +33,48 @@ def unpack(data: memoryview, count: int, width: int) -> Numbers:
     Raises:
         CodecError: a bit after the last number is set.
     """
+    used = count * width % 8
+    if used and data[-1] >> used:
+        raise CodecError("there are bits behind the last number of a payload")
     numbers = np.empty(count, np.uint16)
     for begin, end in _parts(count):
         part = np.frombuffer(data[begin * width // 8 : packed_bytes(end, width)], np.uint8)
-        bits = np.unpackbits(part, bitorder="little")
-        if bits[(end - begin) * width :].any():
-            raise CodecError("there are bits behind the last number of a payload")
-        wide = np.zeros((end - begin, 16), np.uint8)
-        wide[:, :width] = bits[: (end - begin) * width].reshape(-1, width)
-        numbers[begin:end] = np.packbits(wide, axis=1, bitorder="little").reshape(-1).view("<u2")
+        numbers[begin:end] = _unpacked(part, end - begin, width)
     return numbers
 
 
 def _packed(numbers: Numbers, width: int) -> bytes:
-    octets = numbers.astype("<u2").view(np.uint8).reshape(-1, 2)
-    bits = np.unpackbits(octets, axis=1, count=width, bitorder="little")
-    return np.packbits(bits.reshape(-1), bitorder="little").tobytes()
+    groups = _groups(numbers.astype(np.uint32), _GROUP)
+    octets = np.zeros((len(groups), width), np.uint8)
+    for place in range(_GROUP):
+        first, shift, own = _bytes_of(place, width)
+        shifted = groups[:, place] << shift
+        for byte in range(own):
+            octets[:, first + byte] |= (shifted >> 8 * byte).astype(np.uint8)
+    return octets.reshape(-1)[: packed_bytes(numbers.size, width)].tobytes()
+
+
+def _unpacked(octets: NDArray[np.uint8], count: int, width: int) -> Numbers:
+    groups = _groups(octets, width)
+    numbers = np.empty((len(groups), _GROUP), np.uint16)
+    for place in range(_GROUP):
+        first, shift, own = _bytes_of(place, width)
+        joined = groups[:, first].astype(np.uint32)
+        for byte in range(1, own):
+            joined |= groups[:, first + byte].astype(np.uint32) << 8 * byte
+        numbers[:, place] = joined >> shift & (1 << width) - 1
+    return numbers.reshape(-1)[:count]
+
+
+def _bytes_of(place: int, width: int) -> tuple[int, int, int]:
+    """Returns where the number at a place of its group begins, a byte and a bit in it, and how many bytes it is in."""
+    first, shift = divmod(place * width, 8)
+    return first, shift, packed_bytes(1, shift + width)
+
+
+def _groups(values: NDArray[Any], length: int) -> NDArray[Any]:
+    """Returns the values as rows of this length; the last row is filled up with zeros."""
+    return np.pad(values, (0, -values.size % length)).reshape(-1, length)
 
 
 def _parts(count: int) -> Iterator[tuple[int, int]]:
