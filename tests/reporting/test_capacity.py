@@ -84,6 +84,8 @@ def test_the_link_is_as_busy_as_the_longer_way_takes() -> None:
         ("topk", 32 + 12 + 4 + 96 + 16, "exact"),
         # two bins, scale 4, counts 2 x 2; 40 places of 2 bytes and 40 signs
         ("adacomp", 32 + 4 + 4 + 4 + 80 + 5, "assumed: each bin sends 20 of its 500 values"),
+        # 32 bins with a byte each; 128 values of 7 bits
+        ("adacomp:bin_size=32,scale=bin", 32 + 4 + 6 + 32 + 112, "assumed: each bin sends 4 of its 32 values"),
         ("dqsgd:bits=6", 32 + 1 + 4 + 750, "assumed: 6 bits a value, as at first"),
         ("none", 4000, "exact"),
     ],

@@ -16,7 +16,7 @@ from fairseq_async.errors import CodecError
 _SHIFT = 20  # a float without these lowest bits has its exponent and three bits of its mantissa
 _MOST = 0x7F7  # the largest finite one
 _NONE = 255  # in place of a level: the bin sends nothing
-_USUAL_SHARE = 12  # one in so many values of a bin is usually sent
+_USUAL_SHARE = 8  # one in so many values of a bin is usually sent, as of gradients in bins of 25 and 32
 
 
 class AdaCompBins(AdaComp):
