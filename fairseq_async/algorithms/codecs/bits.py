@@ -44,7 +44,7 @@ def unpack(data: memoryview, count: int, width: int) -> Numbers:
 
 
 def _packed(numbers: Numbers, width: int) -> bytes:
-    groups = _groups(numbers.astype(np.uint32), _GROUP)
+    groups = _groups(numbers, _GROUP, np.dtype(np.uint32))
     octets = np.zeros((len(groups), width), np.uint8)
     for place in range(_GROUP):
         first, shift, own = _bytes_of(place, width)
@@ -55,7 +55,7 @@ def _packed(numbers: Numbers, width: int) -> bytes:
 
 
 def _unpacked(octets: NDArray[np.uint8], count: int, width: int) -> Numbers:
-    groups = _groups(octets, width)
+    groups = _groups(octets, width, np.dtype(np.uint8))
     numbers = np.empty((len(groups), _GROUP), np.uint16)
     for place in range(_GROUP):
         first, shift, own = _bytes_of(place, width)
@@ -72,9 +72,11 @@ def _bytes_of(place: int, width: int) -> tuple[int, int, int]:
     return first, shift, packed_bytes(1, shift + width)
 
 
-def _groups(values: NDArray[Any], length: int) -> NDArray[Any]:
-    """Returns the values as rows of this length; the last row is filled up with zeros."""
-    return np.pad(values, (0, -values.size % length)).reshape(-1, length)
+def _groups(values: NDArray[Any], length: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Returns a copy of the values in rows of this length; the last row is filled up with zeros."""
+    rows = np.zeros((-(-values.size // length), length), dtype)
+    rows.reshape(-1)[: values.size] = values
+    return rows
 
 
 def _parts(count: int) -> Iterator[tuple[int, int]]:
