@@ -37,7 +37,17 @@ def serve(address: str, regions: int, run_dir: Path, token_file: Path, tls: Path
     if resume and not has_snapshot(run_dir):
         say(f"--resume: no run was interrupted in {run_dir}; this one begins at its beginning")
     own = (port, host, token, _RESTARTS)
-    server = ServerProcess(_SERVER, regions, run_dir, log, *own, ends_with_workers=True, resumes=resume, tls=tls)
+    server = ServerProcess(
+        _SERVER,
+        regions,
+        run_dir,
+        log,
+        *own,
+        ends_with_workers=True,
+        resumes=resume,
+        tls=tls,
+        given=f"HOST:PORT {address}",
+    )
     say(f"global server of regions 0 to {regions - 1}, which join with --upstream {server.address},region=N")
     try:
         server.join()

@@ -55,20 +55,20 @@ def _claim(run_dir: Path) -> int:
         return descriptor
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, given: str = "") -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
         named = f"{option('server')}, or --host of launch"
         where = f"port {port} ({option('port')})" if host == LOOPBACK else f"address {host}:{port} ({named})"
-        raise ConfigurationError(f"{where} cannot be used: {error}") from error
+        raise ConfigurationError(f"{given or where} cannot be used: {error}") from error
 
 
-def _listen_again(host: str, port: int) -> socket.socket:
+def _listen_again(host: str, port: int, given: str) -> socket.socket:
     deadline = time.monotonic() + _PORT_SECONDS
     while True:
         try:
-            return _listen(host, port)
+            return _listen(host, port, given)
         except ConfigurationError:
             if time.monotonic() > deadline:
                 raise
@@ -92,6 +92,7 @@ class ServerProcess:
             brings no newer state.
         tls: directory of the certificates with which connections are encrypted.
         recovers: the server goes on from the newest snapshot as after its own death, with the workers that are there.
+        given: the address for an error about it, as its user gave it; by default with the flags of it.
 
     Attributes:
         token_file: where other processes of the same user on this machine find the token.
@@ -114,6 +115,7 @@ class ServerProcess:
         resumes: bool = False,
         tls: Path | None = None,
         recovers: bool = False,
+        given: str = "",
     ) -> None:
         if tls is not None:
             server_context(tls)
@@ -125,7 +127,7 @@ class ServerProcess:
         self._command += ["--ends-with-workers"] if ends_with_workers else []
         self._command += ["--resume"] * resumes + ([] if tls is None else ["--tls", str(tls.resolve())])
         self._environment = os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers)}
-        self._workers = workers
+        self._workers, self._given = workers, given
         self._code: int | None = None
         self._stopping = threading.Event()
         self._starting = threading.Lock()
@@ -196,7 +198,7 @@ class ServerProcess:
 
     def _start_first(self, host: str, port: int, recovers: bool) -> None:
         try:
-            with _listen(host, port) as listener:
+            with _listen(host, port, self._given) as listener:
                 self.address = f"{host}:{listener.getsockname()[1]}"
                 if recovers:
                     self._recover(listener)
@@ -231,7 +233,7 @@ class ServerProcess:
     def _start_again(self) -> str:
         """Starts the server again at the same address; returns the name of its snapshot."""
         host, _, port = self.address.rpartition(":")
-        with _listen_again(host, int(port)) as listener:
+        with _listen_again(host, int(port), self._given) as listener:
             return self._recover(listener)
 
     def _recover(self, listener: socket.socket) -> str:

@@ -3,9 +3,14 @@
 import os
 import secrets
 import signal
+import socket
 from pathlib import Path
 from subprocess import Popen
 
+import pytest
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.serve import serve
 from fairseq_async.reporting.audit import audit
 from fairseq_async.server.run_files.description import RunDescription
 from tests.helpers.commands import HELPERS, Processes, command, free_port
@@ -62,6 +67,16 @@ def test_an_interrupted_global_server_says_what_there_is_to_go_on_from(processes
         assert server.returncode == 130 and ("--resume: no run was interrupted in" in said) == resumes, said
         again = f"; go on with: fairseq-async {' '.join(map(str, line))} --resume\n"
         assert (again in said) == kept and ("there is no snapshot to go on from" in said) != kept, said
+
+
+def test_an_address_that_is_taken_is_named_as_it_was_given(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(secrets.token_hex(16))
+    token.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigurationError, match=f"^HOST:PORT {address} cannot be used: "):
+            serve(address, 2, tmp_path / "run", token, None, False)
 
 
 def _launch(processes: Processes, run_dir: Path, token: Path, upstream: str) -> "Popen[str]":
