@@ -1,5 +1,6 @@
 """DeepSpeed's engine as a worker of hybrid asynchronous SGD."""
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.process import errors_in_one_line
+
+logger = logging.getLogger(__name__)
 
 
 class HybridEngine(AsyncEngine):
@@ -40,6 +43,7 @@ class HybridEngine(AsyncEngine):
         self._has_schedule = self.lr_scheduler is not None
         self._rates = present_rates(self.optimizer)
         self._check_rates()
+        self._warned_of_no_gradient = False
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, ClientState]:
         """Loads as :meth:`AsyncEngine.load_checkpoint`; the learning rates are then those of the checkpoint."""
@@ -72,6 +76,8 @@ class HybridEngine(AsyncEngine):
         if self._is_past_the_end():
             return self._skip_step()
         self._check_rates()
+        if not self._has_gradient():
+            return self._skip_step()
         self._sleep_if_slowed_down()
         self.async_worker.write_ahead()
         loss = None if self._loss is None else float(self._loss)
@@ -84,6 +90,17 @@ class HybridEngine(AsyncEngine):
         count_step(self, applied)
         self._step_ended = time.perf_counter()
         self._log()
+
+    def _has_gradient(self) -> bool:
+        """Whether the script has called ``backward`` for this step; says once that a step without it is left out."""
+        if any(parameter.grad is not None for parameter in self.module.parameters()):
+            return True
+        if not self._warned_of_no_gradient:
+            logger.warning(
+                "engine.step() without a gradient sends nothing: call engine.backward(loss) before it in each step"
+            )
+            self._warned_of_no_gradient = True
+        return False
 
     def _check_rates(self) -> None:
         """Checks, where the server has no schedule, that the script does not set the learning rates.

@@ -129,6 +129,21 @@ def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_ser
     assert done == [*pulls, "saves ('directory', 'tag')", *pulls, "evaluates"]
 
 
+def test_a_step_of_hybrid_async_without_a_gradient_sends_nothing_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    skipped: list[bool] = []
+    engine = HybridEngine.__new__(HybridEngine)
+    nn.Module.__init__(engine)
+    engine.module, engine._warned_of_no_gradient = nn.Linear(2, 1), False
+    engine.async_worker = cast(Any, SimpleNamespace(finished=False))  # it has no step
+    monkeypatch.setattr(HybridEngine, "_check_rates", lambda engine: None)
+    monkeypatch.setattr(HybridEngine, "_skip_step", lambda engine: skipped.append(True))
+    engine._take_model_step(None)
+    engine._take_model_step(None)
+    assert len(skipped) == 2 and caplog.text.count("call engine.backward(loss) before it") == 1
+
+
 class Saving:
     """Of a worker: what its engine asks of it to save and to load."""
 
