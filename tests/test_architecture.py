@@ -165,9 +165,8 @@ def _docstrings(node: ast.AST) -> Iterator[ast.Constant]:
 
 
 def test_the_wall_clock_decides_nothing() -> None:
-    """It may jump. Logs and certificates have it; a compilation's lock is a file's age."""
+    """It may jump. Logs and certificates have it."""
     shown = {"server.service", "launch.certificates", "fairseq_plugin.validations"}
-    ages = {"deepspeed_plugin.compilation"}
     wall = ("time.time", "time.time_ns", "datetime.datetime.now")
     users = {
         module
@@ -175,7 +174,7 @@ def test_the_wall_clock_decides_nothing() -> None:
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Attribute) and ast.unparse(node) in wall
     }
-    assert users == {f"fairseq_async.{module}" for module in shown | ages}
+    assert users == {f"fairseq_async.{module}" for module in shown}
 
 
 def test_functions_and_files_are_short() -> None:

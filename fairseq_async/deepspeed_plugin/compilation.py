@@ -6,7 +6,6 @@ compiles leaves the file, at which every later job on this machine waits forever
 
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ _SECONDS = 60.0  # an operator compiles for about half a minute
 @contextmanager
 def waiting_for_compilers(seconds: float = _SECONDS) -> Iterator[None]:
     """Names the locks of torch's compilers on the terminal if the block takes longer than this many seconds."""
-    timer = Timer(seconds, _name_locks, [seconds])
+    timer = Timer(seconds, _name_locks)
     timer.daemon = True
     timer.start()
     try:
@@ -29,25 +28,17 @@ def waiting_for_compilers(seconds: float = _SECONDS) -> Iterator[None]:
         timer.cancel()
 
 
-def locks(older_than: float) -> list[Path]:
-    """Returns the locks of operators that have been compiling for longer than this many seconds."""
+def locks() -> list[Path]:
+    """Returns the locks of operators that are being compiled, or were when their compiler was killed."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    return sorted(lock for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern) if _age(lock) >= older_than)
+    return sorted(lock for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern))
 
 
-def _name_locks(seconds: float) -> None:
-    for lock in locks(seconds):
+def _name_locks() -> None:
+    for lock in locks():
         print(
             f"fairseq-async: DeepSpeed waits for the compiled operator {lock.parent.name}. If no process compiles it "
             f"any more (one that is killed leaves its lock), delete {lock}",
             file=sys.stderr,
             flush=True,
         )
-
-
-def _age(lock: Path) -> float:
-    """Returns the seconds since the lock was taken, by its file's time; 0 if the lock is gone by now."""
-    try:
-        return time.time() - lock.stat().st_mtime
-    except OSError:
-        return 0.0

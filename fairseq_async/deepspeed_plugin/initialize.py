@@ -218,8 +218,7 @@ def _initialize_synchronous(
 ) -> Initialized:
     """Makes an engine of a synchronous method: all ranks that were started are one data-parallel group."""
     set_environment_without_launcher()
-    deepspeed.init_distributed()
-    unlink_reduction_buffer()
+    _init_distributed()
     engine: AdasumEngine | AdaScaleEngine
     if isinstance(options, AdasumOptions):
         if dist.get_world_size() == 1:
@@ -277,8 +276,7 @@ def _make_worker_engine(
     sizes = sizes_of_shards(arguments.training_data, shards, context.workers, arguments.name)
     if entered_world() is None:
         start_world(context)
-    deepspeed.init_distributed()
-    unlink_reduction_buffer()
+    _init_distributed()
     own = configuration.own_monitor(config, context.worker)
     own = checks.worker_batch(own, context.workers, context.island_size, arguments.name)
     engine: AsyncEngine
@@ -296,6 +294,13 @@ def _make_worker_engine(
     ranks = context.rank, context.island_size
     loader = arguments.make_loader(engine, sizes, options, ranks, engine.join_run, own)
     return engine, made[1], loader, engine.lr_scheduler
+
+
+def _init_distributed() -> None:
+    """Starts torch.distributed in this rank's world. On CPUs, DeepSpeed compiles an operator for it."""
+    with waiting_for_compilers():
+        deepspeed.init_distributed()
+    unlink_reduction_buffer()
 
 
 def _change_class(engine: DeepSpeedEngine, engine_class: type[_Engine]) -> _Engine:

@@ -1,7 +1,8 @@
 """A job that waits for the lock of a compiler that was killed says so."""
 
-import os
 import time
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from threading import Event, Timer
 
@@ -9,23 +10,17 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from fairseq_async.deepspeed_plugin.compilation import locks, waiting_for_compilers  # noqa: E402
+from fairseq_async.deepspeed_plugin.compilation import waiting_for_compilers  # noqa: E402
 
 
 @pytest.fixture
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A lock of an hour ago, where torch compiles."""
+    """A lock where torch compiles."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     path = tmp_path / "fused_adam" / "lock"
     path.parent.mkdir()
     path.touch()
-    os.utime(path, (time.time() - 3600,) * 2)
     return path
-
-
-def test_a_lock_counts_from_an_age_on(lock: Path) -> None:
-    assert locks(older_than=60) == [lock]
-    assert locks(older_than=7200) == []
 
 
 def test_waiting_for_a_lock_names_the_file_and_the_remedy(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,3 +37,15 @@ def test_nothing_is_said_where_nothing_is_waited_for(lock: Path, capsys: pytest.
     with waiting_for_compilers(seconds=60):
         pass
     assert capsys.readouterr().err == ""
+
+
+def test_waiting_where_torch_distributed_starts_is_said_too(
+    lock: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On CPUs, DeepSpeed compiles an operator there, before any engine."""
+    initialize = import_module("fairseq_async.deepspeed_plugin.initialize")  # the package has a function of this name
+    monkeypatch.setattr(initialize, "waiting_for_compilers", partial(waiting_for_compilers, 0.01))
+    monkeypatch.setattr(initialize.deepspeed, "init_distributed", lambda: time.sleep(0.5))
+    monkeypatch.setattr(initialize, "unlink_reduction_buffer", lambda: None)
+    initialize._init_distributed()
+    assert f"delete {lock}" in capsys.readouterr().err
