@@ -1,4 +1,4 @@
-"""Tells the events of an earlier launch from those of this one."""
+"""What ``rollbacks.jsonl`` says of a run's starts: which events are an earlier launch's, and when nothing ran."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +35,30 @@ class EarlierEvents:
         if self._kept is None:
             return self._any
         return event.sequence <= self._kept.get(event.worker, -1)
+
+
+class Pauses:
+    """The time between the interruptions of a run and its resumptions, for a view of the whole run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / ROLLBACKS
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Begins with the first event again."""
+        self._rollbacks = LineReader(self._path, Rollback.model_validate_json, skip=lambda _: None)
+        self._coming: list[Rollback] = []
+        self.look()
+
+    def look(self) -> None:
+        """Reads the starts of servers that were added since the last call."""
+        self._coming += self._rollbacks
+
+    def before(self, event: Event, newest: float) -> float:
+        """Returns for how many seconds the run stood still between its event of time ``newest`` and the next one."""
+        begun = [start for start in self._coming if event.sequence > start.sequences.get(event.worker, -1)]
+        self._coming = [start for start in self._coming if start not in begun]
+        return max(0.0, *(start.time - newest for start in begun)) if begun else 0.0
 
 
 def _has_a_line(path: Path) -> bool:

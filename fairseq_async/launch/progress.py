@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.compressed import Compressed, read_sizes
-from fairseq_async.launch.earlier import EarlierEvents
+from fairseq_async.launch.earlier import EarlierEvents, Pauses
 from fairseq_async.launch.run_length import RunLength, Work
 from fairseq_async.server.notices import SEPARATOR
 from fairseq_async.server.receipt import Status
@@ -79,6 +79,7 @@ class Progress:
         self._validations = LineReader(run_dir / VALIDATIONS, parse_validation, skip=lambda _: None)
         self._began = self._seen_at = clock()
         self._earlier = None if whole else EarlierEvents(run_dir)
+        self._pauses = Pauses(run_dir)
         self._validation: Validation | None = None
         self._length: RunLength | None = None
         self._sizes: list[int] | None = None
@@ -93,7 +94,8 @@ class Progress:
         self.refused = self.version = 0
         self._work = Work()
         self._newest = 0.0  # time of an event
-        self._first: tuple[float, float] | None = None  # of the first update: its time, and the part then done
+        self._first: tuple[float, float] | None = None  # of the first update: its time (later by pauses), the part done
+        self._pauses.begin_again()
         if self._earlier is not None:
             self._earlier.look()
 
@@ -103,6 +105,7 @@ class Progress:
 
     def poll(self) -> None:
         """Reads the events that were added since the last call; after a restart of the server, all that it has kept."""
+        self._pauses.look()
         if self._earlier is not None:
             self._earlier.look()
         for event in self._events:
@@ -129,6 +132,8 @@ class Progress:
         self.version = max(self.version, event.version_after)
         if self._earlier is not None and event in self._earlier:
             return
+        if self._first is not None:
+            self._first = self._first[0] + self._pauses.before(event, self._newest), self._first[1]
         self._newest, self._seen_at = max(self._newest, event.time), self.clock()
         if self._first is None:
             self._length, self._sizes = self._read_length(), read_sizes(self.run_dir)

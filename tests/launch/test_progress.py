@@ -20,10 +20,10 @@ def event(worker: int, version: int, now: float, **more: Any) -> str:
     return json.dumps(fields | {"sequence": 0, "base_version": 0, "staleness": 1, "loss": 2.0} | more) + "\n"
 
 
-def begin(run_dir: Path, kept: dict[int, int], lines: str = "") -> None:
+def begin(run_dir: Path, kept: dict[int, int], lines: str = "", time: float = 0.0) -> None:
     """What a server does that finds events: it says which of them it keeps, and replaces the file."""
     with (run_dir / "rollbacks.jsonl").open("a") as file:
-        file.write(json.dumps({"time": 0.0, "source": "a snapshot", "sequences": kept, "events": 0}) + "\n")
+        file.write(json.dumps({"time": time, "source": "a snapshot", "sequences": kept, "events": 0}) + "\n")
     (run_dir / "events.jsonl.part").write_text(lines)
     (run_dir / "events.jsonl.part").replace(run_dir / "events.jsonl")
 
@@ -238,6 +238,23 @@ def test_the_position_has_update_epoch_and_time_left_at_the_speed_so_far(
     progress.poll()
     assert progress.time_left == ", 0:00:16 left", "it does not grow while nothing new comes, as after a stop"
     assert progress.result() == "update 20 of 100, epoch 1 of 4"  # no rates: nothing has come in the last seconds
+
+
+def test_the_night_before_a_resumption_is_no_part_of_the_time_left_of_the_whole_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One update in two seconds, before and after; the server's update of version 30 is lost when it is stopped."""
+    monkeypatch.setattr(RunLength, "read", lambda _: RunLength(1, steps=100))
+    path, kept = tmp_path / "events.jsonl", event(0, 10, 1000.0) + event(0, 20, 1002.0, sequence=1)
+    path.write_text(kept + event(0, 30, 1004.0, sequence=2))
+    progress = Progress(tmp_path, 1, clock=lambda: 50000.0, whole=True)
+    assert progress.time_left == ", 0:00:14 left"
+    begin(tmp_path, {0: 1}, kept, time=50000.0)
+    with path.open("a") as file:
+        file.write(event(0, 30, 50002.0, sequence=2) + event(0, 40, 50004.0, sequence=3))
+    progress.poll()
+    assert progress.time_left == ", 0:00:12 left"
+    assert Progress(tmp_path, 1, clock=lambda: 50004.0, whole=True).time_left == ", 0:00:12 left"
 
 
 @pytest.mark.parametrize(
