@@ -165,7 +165,8 @@ class Replay:
         self._level = Region(self.parameters, merge=spec.upstream.above.merge) if spec.upstream else None
         self._starts, self._fragments = starts.compressed_starts(spec, layout), layout.fragments(spec.fragments)
         self._started: dict[int, tuple[int, Tensor | None]] = {}  # by worker: an update's number, its compressed start
-        self._ahead = {w: [event for event in recording.events if event.worker == w] for w in run.workers}
+        self._recorded = {w: [event for event in recording.events if event.worker == w] for w in run.workers}
+        self._ahead = {w: list(events) for w, events in self._recorded.items()}
         self._kept: dict[int, Parameters] = {}  # by worker: the start of its next update, taken before this one settled
         self._begun: set[int] = set()  # the workers that have started
         self._begin()
@@ -179,18 +180,36 @@ class Replay:
         for group in self.recording.rounds():
             if until is not None and self.server.version >= until:
                 return
-            self._repeat_merges(group)
-            computed = [self._computed(event) for event in group]
-            with _threads(self.recording.start["threads"]):
-                for event in group:
-                    self._repeat_control_events(event)
-                settled = self._push(computed)
-            for event, each in zip(group, settled, strict=True):
-                self._compare(event, each.receipt)
-            self._begin()
+            try:
+                self._repeat(group)
+            except DifferenceError as error:
+                raise self._missing() or error from None
             if group[-1].checksum is not None:
                 self.compared += 1
                 yield self.server.version
+
+    def _repeat(self, group: list[Event]) -> None:
+        self._repeat_merges(group)
+        computed = [self._computed(event) for event in group]
+        with _threads(self.recording.start["threads"]):
+            for event in group:
+                self._repeat_control_events(event)
+            settled = self._push(computed)
+        for event, each in zip(group, settled, strict=True):
+            self._compare(event, each.receipt)
+        self._begin()
+
+    def _missing(self) -> DifferenceError | None:
+        """Returns the error of an update that should have come by now and has no line, if there is one."""
+        for worker, recorded in self._recorded.items():
+            until = len(recorded) - len(self._ahead[worker]) + 1
+            for number, event in enumerate(recorded[:until]):
+                if event.sequence > number:
+                    return DifferenceError(
+                        f"{EVENTS} has no line of update {number} of worker {worker}: a replay goes no further than "
+                        f"update {self.server.version}"
+                    )
+        return None
 
     def close(self) -> None:
         """Ends the processes of a server in shards."""

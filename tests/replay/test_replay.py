@@ -228,6 +228,15 @@ def test_a_worker_that_was_elsewhere_in_its_data_ends_the_replay_with_a_line(hyb
         replay(changed(hybrid, tmp_path / "run", skip))
 
 
+@pytest.mark.parametrize("number", [0, 5, 6])
+def test_a_line_that_is_missing_is_named(hybrid: Path, tmp_path: Path, number: int) -> None:
+    lost: list[dict[str, Any]] = []
+    with pytest.raises(DifferenceError) as caught:
+        replay(changed(hybrid, tmp_path / "run", lambda lines: lost.append(lines.pop(number))))
+    said = f"events.jsonl has no line of update {lost[0]['sequence']} of worker {lost[0]['worker']}: a replay goes"
+    assert said in str(caught.value)
+
+
 def test_what_cannot_be_replayed_is_refused_in_one_line(hybrid: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     other = tmp_path / "other"
