@@ -106,16 +106,16 @@ class Launcher:
         if self.command.rendezvous is not None and self.command.resumes and not has_snapshot(self.run_dir):
             self.display.say(f"--resume: no run was interrupted in {self.run_dir}; this one begins at its beginning")
         try:
-            self.server = self._new_server(wanted.module)
+            self.server = self._new_server(wanted)
         except ConfigurationError:
             self._leftovers.remove_directories()
             raise
         token_file = self.token_file or self.server.token_file
         self.display.say(invitation(self.server.address, token_file.resolve(), self.command.given, self.tls))
 
-    def _new_server(self, module: str) -> ServerProcess:
+    def _new_server(self, wanted: ServerRequest) -> ServerProcess:
         return ServerProcess(
-            module,
+            wanted.module,
             len(self.processes.workers),
             self.run_dir,
             self.run_dir / "logs" / "server.log",
@@ -125,6 +125,7 @@ class Launcher:
             restarts=self.max_restarts,
             resumes=self.command.resumes,
             tls=self.tls,
+            run_dir_option=wanted.run_dir_option,
         )
 
     def _meet(self, rendezvous: Rendezvous) -> None:

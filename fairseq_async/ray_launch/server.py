@@ -92,6 +92,7 @@ class RayServer:
             resumes=task.resumes,
             tls=tls,
             recovers=recovers,
+            run_dir_option=task.request.run_dir_option,
         )
 
     def _start_again(self, host: str, before: Place | None) -> ServerProcess:

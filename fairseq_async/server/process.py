@@ -28,18 +28,18 @@ _LEAVING_SECONDS = 20.0  # that a server may take to end on a busy machine
 _PORT_SECONDS = 10.0  # that a dead server's port may still be held, by the writer of a snapshot that was just begun
 
 
-def _make_directories(run_dir: Path, logs: Path) -> None:
+def _make_directories(run_dir: Path, logs: Path, given: str) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         logs.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # ValueError: a character that no file name can have
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigurationError(f"{run_dir} ({option('run_dir')}) cannot be made: {said}") from error
+        raise ConfigurationError(f"{run_dir} ({given}) cannot be made: {said}") from error
     if not os.access(run_dir, os.W_OK):
-        raise ConfigurationError(f"{run_dir} ({option('run_dir')}) cannot be written to")
+        raise ConfigurationError(f"{run_dir} ({given}) cannot be written to")
 
 
-def _claim(run_dir: Path) -> int:
+def _claim(run_dir: Path, given: str) -> int:
     """Locks the directory against other runs, as long as the returned descriptor is open in any process."""
     descriptor, deadline = os.open(run_dir, os.O_RDONLY), time.monotonic() + _ENDING_SECONDS
     while True:
@@ -50,7 +50,7 @@ def _claim(run_dir: Path) -> int:
                 time.sleep(0.1)
                 continue
             os.close(descriptor)
-            raise ConfigurationError(f"{run_dir} ({option('run_dir')}) is in use by another run") from error
+            raise ConfigurationError(f"{run_dir} ({given}) is in use by another run") from error
         ending_path(run_dir).unlink(missing_ok=True)
         return descriptor
 
@@ -92,7 +92,8 @@ class ServerProcess:
             brings no newer state.
         tls: directory of the certificates with which connections are encrypted.
         recovers: the server goes on from the newest snapshot as after its own death, with the workers that are there.
-        given: the address for an error about it, as its user gave it; by default with the flags of it.
+        given: the address for an error about it, as its user gave it; by default with its flags.
+        run_dir_option: how the user names the run's directory; by default as this process spells options.
 
     Attributes:
         token_file: where other processes of the same user on this machine find the token.
@@ -116,11 +117,13 @@ class ServerProcess:
         tls: Path | None = None,
         recovers: bool = False,
         given: str = "",
+        run_dir_option: str = "",
     ) -> None:
         if tls is not None:
             server_context(tls)
         self._leftovers = Leftovers(run_dir)
-        _make_directories(run_dir, log.parent)
+        named = run_dir_option or option("run_dir")
+        _make_directories(run_dir, log.parent, named)
         self.token, self.log, self.restarts = token or new_token(), log, restarts
         self.token_file = run_dir / ".token"
         self._command = [sys.executable, "-m", module, "--workers", str(workers), "--run-dir", str(run_dir)]
@@ -132,7 +135,7 @@ class ServerProcess:
         self._stopping = threading.Event()
         self._starting = threading.Lock()
         try:
-            self._claimed = _claim(run_dir)  # first: a server that ends here may still have the port
+            self._claimed = _claim(run_dir, named)  # first: a server that ends here may still have the port
             self._start_first(host, port, recovers)
         except ConfigurationError:
             self._leftovers.remove_directories()

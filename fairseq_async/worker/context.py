@@ -196,7 +196,8 @@ class WorkerContext:
             )
         rendezvous, tls = Rendezvous(Path(os.environ[RENDEZVOUS])), _certificates(options)
         if self.worker == 0:
-            rendezvous.request(ServerRequest(module, str(run_dir.resolve()), str(tls) if tls else None))
+            own = str(run_dir.resolve()), str(tls) if tls else None, option("run_dir")
+            rendezvous.request(ServerRequest(module, *own))
         return rendezvous.wait()
 
     def _meet(

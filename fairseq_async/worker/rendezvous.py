@@ -22,11 +22,13 @@ class ServerRequest:
         module: the server's module.
         run_dir: the run's directory, as an absolute path.
         tls: directory of the certificates, as an absolute path; None where the script names none.
+        run_dir_option: how the script's user names the run's directory; by default as the launcher spells options.
     """
 
     module: str
     run_dir: str
     tls: str | None = None
+    run_dir_option: str = ""
 
 
 class Rendezvous:

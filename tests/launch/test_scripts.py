@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fairseq_async import cli
+from fairseq_async import cli, errors
 from fairseq_async.config import ServerOptions
 from fairseq_async.environment import JOINS, RENDEZVOUS, SERVER, TLS, TOKEN, WORKER, WORKERS
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, as_argument
 from fairseq_async.launch.join import join
 from fairseq_async.launch.last_words import last_words, same_mistake
 from fairseq_async.worker.context import WorkerContext
@@ -80,12 +80,14 @@ def test_all_workers_of_a_script_get_the_address_that_the_launcher_answers(
     rendezvous.answer("127.0.0.1:7")
     for name, value in {RENDEZVOUS: str(tmp_path), TOKEN: "secret", WORKER: "0", WORKERS: "2"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(errors, "_spell", [as_argument])
+    own = {"run_dir_option": "run_dir="}
     for worker in (1, 0):
         found = WorkerContext(worker, 2)._find_server("a.server", ServerOptions(), tmp_path / "run", resumes=False)
         assert found == ("127.0.0.1:7", "secret", None)
-    assert rendezvous.requested() == ServerRequest("a.server", str(tmp_path / "run"))
+    assert rendezvous.requested() == ServerRequest("a.server", str(tmp_path / "run"), **own)
     WorkerContext(0, 2)._find_server("a.server", ServerOptions(tls="/certificates"), tmp_path, resumes=False)
-    assert rendezvous.requested() == ServerRequest("a.server", str(tmp_path), "/certificates")
+    assert rendezvous.requested() == ServerRequest("a.server", str(tmp_path), "/certificates", **own)
     with pytest.raises(ConfigurationError, match="127.0.0.1:9: the launcher starts the server; leave it out"):
         WorkerContext(0, 2)._find_server("a.server", ServerOptions(server="127.0.0.1:9"), tmp_path, resumes=False)
 

@@ -200,8 +200,10 @@ def test_parameters_of_a_server_that_died_meanwhile_are_not_taken_for_the_next_o
 
 
 def test_two_runs_do_not_share_a_directory(process: ServerProcess, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is in use by another run"):
+    with pytest.raises(ConfigurationError, match=r"\(--run-dir\) is in use by another run"):
         ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log")
+    with pytest.raises(ConfigurationError, match=r"\(run_dir=\) is in use by another run"):  # that of a script
+        ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log", run_dir_option="run_dir=")
 
 
 def test_an_update_that_steps_nothing_is_answered_at_once_and_not_overwritten(server: ThreadServer) -> None:
