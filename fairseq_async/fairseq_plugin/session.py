@@ -191,7 +191,8 @@ class WorkerSession:
 
 
 def _resumes(cfg: FairseqConfig) -> bool:
-    """Whether a run that was interrupted in the same directory goes on: it does if no flag says where to begin."""
+    """Whether a run that was interrupted in the same directory goes on: it does if no flag says where to begin.
+    --finetune-from-model does so, in fairseq too, only where there is nothing to go on from."""
     given = cfg.checkpoint
-    anew = given.reset_optimizer or given.reset_dataloader or given.reset_lr_scheduler or given.finetune_from_model
+    anew = given.reset_optimizer or given.reset_dataloader or given.reset_lr_scheduler
     return not anew and given.restore_file == "checkpoint_last.pt"  # fairseq's default

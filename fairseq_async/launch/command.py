@@ -16,9 +16,9 @@ SERVERS = {
     "hybrid_async": "fairseq_async.fairseq_server",
     "local_sgd": SERVER,
 }
-# flags that choose where a run begins
-_BEGINS_FROM = ("--restore-file", "--finetune-from-model")  # a file
-_BEGINS_ANEW = _BEGINS_FROM + tuple(f"--reset-{what}" for what in ("optimizer", "dataloader", "lr-scheduler"))
+# flags that choose where a run begins; --finetune-from-model, only where the directory has nothing to go on from
+_BEGINS_FROM = "--restore-file"
+_BEGINS_ANEW = (_BEGINS_FROM, *(f"--reset-{what}" for what in ("optimizer", "dataloader", "lr-scheduler")))
 
 
 def user_dir() -> str:
@@ -32,7 +32,7 @@ def without_beginning(words: Sequence[str]) -> list[str]:
     return [
         word
         for before, word in with_the_word_before
-        if word.partition("=")[0] not in _BEGINS_ANEW and before not in _BEGINS_FROM
+        if word.partition("=")[0] not in _BEGINS_ANEW and before != _BEGINS_FROM
     ]
 
 

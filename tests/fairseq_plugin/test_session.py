@@ -88,3 +88,15 @@ def test_control_c_is_one_line_and_exit_code_130(cfg: Namespace, capsys: pytest.
 def test_bf16_does_not_stand_for_a_tpu(bf16: bool) -> None:
     convert = command_module(lambda module, cfg: None).convert_namespace_to_omegaconf
     assert convert(Namespace(bf16=bf16, tpu=True)).tpu is not bf16
+
+
+@pytest.mark.parametrize(
+    ("given", "resumes"),
+    [({}, True), ({"finetune_from_model": "x.pt"}, True), ({"restore_file": "x.pt"}, False)]
+    + [({f"reset_{what}": True}, False) for what in ("optimizer", "dataloader", "lr_scheduler")],
+)
+def test_an_interrupted_run_goes_on_unless_a_flag_says_where_to_begin(given: dict[str, Any], resumes: bool) -> None:
+    """A model to tune is where fairseq begins only if there is nothing to go on from."""
+    reset = {f"reset_{what}": False for what in ("optimizer", "dataloader", "lr_scheduler")}
+    checkpoint = reset | {"restore_file": "checkpoint_last.pt", "finetune_from_model": None} | given
+    assert session._resumes(Namespace(checkpoint=Namespace(**checkpoint))) == resumes

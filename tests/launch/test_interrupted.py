@@ -203,12 +203,13 @@ def test_the_command_to_go_on_with_does_not_begin_anew(tmp_path: Path, monkeypat
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots" / "version-000000000003.pt").touch()
     job = ["fairseq-train", "data", "--optimizer", "hybrid_async", "--save-dir", str(tmp_path)]
-    begins = ["--restore-file", "x.pt", "--reset-optimizer", "--finetune-from-model=y.pt", "--reset-dataloader"]
-    monkeypatch.setattr(sys, "argv", ["fairseq-async", "launch", "--workers", "2", "--", *job, *begins, "--lr", "1"])
-    command = WorkerCommand([*job, *begins, "--lr", "1"])
+    begins, tunes = ["--restore-file", "x.pt", "--reset-optimizer", "--reset-dataloader"], "--finetune-from-model=y.pt"
+    line = ["fairseq-async", "launch", "--workers", "2", "--"]
+    monkeypatch.setattr(sys, "argv", [*line, *job, *begins, tunes, "--lr", "1"])
+    command = WorkerCommand([*job, *begins, tunes, "--lr", "1"])
     assert not command.resumes
     again = shlex.split(said_to_be_kept(tmp_path, command).split("go on with: ")[1])
-    assert again == ["fairseq-async", "launch", "--workers", "2", "--", *job, "--lr", "1"]
+    assert again == [*line, *job, tunes, "--lr", "1"]
     assert WorkerCommand(again[5:]).resumes
 
 
