@@ -163,7 +163,8 @@ class AsynchronousTrainer(Trainer, ABC):
                 logger.warning("%s is not read: %s", filename, error)
                 return None
         given = self.cfg.checkpoint
-        keeps_positions = not (given.reset_dataloader or given.finetune_from_model or self.session.spec.shards)
+        tunes = filename == given.finetune_from_model  # else it is a checkpoint of the tuning itself
+        keeps_positions = not (given.reset_dataloader or tunes or self.session.spec.shards)
         if extra_state is not None and keeps_positions and not running:
             check_workers(extra_state, self.session.context.workers, filename)
         return extra_state

@@ -12,6 +12,7 @@ from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin.adascale import AdaScaleOptimizer, AdaScaleTrainer
 from fairseq_async.fairseq_plugin.adasum import AdasumOptimizer
 from fairseq_async.fairseq_plugin.asynchronous_trainer import AsynchronousTrainer
+from fairseq_async.fairseq_plugin.compat.checkpoints import write_ranks
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.hybrid import HybridTrainer
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDTrainer
@@ -108,6 +109,21 @@ def test_a_checkpoint_of_another_optimizer_is_refused_where_fairseq_does_not_not
         loaded: Any = object.__new__(optimizer)
         with pytest.raises(ConfigurationError, match=f"of another optimizer than --optimizer {name}"):
             loaded.load_state_dict({"state": {}, "param_groups": []})
+
+
+def test_a_tuning_goes_on_with_as_many_workers_as_it_had_and_begins_with_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    extra_state: dict[str, Any] = {}
+    write_ranks(extra_state, 2)
+    monkeypatch.setattr(Trainer, "load_checkpoint", lambda self, filename: extra_state)
+    trainer: Any = object.__new__(HybridTrainer)
+    trainer.cfg = SimpleNamespace(
+        checkpoint=SimpleNamespace(reset_dataloader=False, finetune_from_model="pretrained.pt")
+    )
+    trainer.session = SimpleNamespace(context=SimpleNamespace(workers=3), spec=SimpleNamespace(shards=()))
+    welcome: Any = SimpleNamespace(initialised=False)
+    assert trainer.load_fairseq_checkpoint(welcome, "pretrained.pt") is extra_state
+    with pytest.raises(ConfigurationError, match="checkpoint_last.pt is of a run of 2 workers"):
+        trainer.load_fairseq_checkpoint(welcome, "run/checkpoint_last.pt")
 
 
 def test_a_run_that_is_finished_before_its_first_whole_step_ends() -> None:
