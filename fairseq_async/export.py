@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -257,9 +257,10 @@ def _written(out: Path) -> Iterator[Path]:
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(f"{out} cannot be written: {error}") from error
     finally:
-        if part.is_dir():
-            shutil.rmtree(part)
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # on a disk that cannot be written to, there is nothing to remove
+            if part.is_dir():
+                shutil.rmtree(part)
+            part.unlink(missing_ok=True)
 
 
 def _save_safetensors(tensors: Tensors, path: Path) -> None:

@@ -1,5 +1,7 @@
 """``fairseq-async export``: what others read is what the server had, to the bit."""
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,6 +207,19 @@ def test_what_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be written: .*too long"):
         export(run, tmp_path / f"{'n' * 256}.pt")
     assert (tmp_path / "out.pt").read_text() == "precious"
+
+
+def test_a_file_system_that_is_read_only_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses to remove a file that is not there, too."""
+    run = run_with_snapshots(tmp_path / "run")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(torch, "save", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(ConfigurationError, match="out.pt cannot be written: .*Read-only file system"):
+        export(run, tmp_path / "out.pt")
 
 
 def test_the_command_says_what_it_has_written(tmp_path: Path) -> None:
