@@ -189,7 +189,8 @@ class ServerProcess:
             self._stopping.set()
             self.process.kill()
         self.process.wait()
-        self.token_file.unlink(missing_ok=True)
+        with suppress(OSError):  # a directory that has become read-only keeps it, and it opens nothing any more
+            self.token_file.unlink(missing_ok=True)
         if self._claimed >= 0:
             os.close(self._claimed)
             self._claimed = -1

@@ -5,7 +5,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fairseq_async.environment import TOKEN
@@ -86,9 +87,10 @@ def _finish(service: Service) -> None:
         tell_log(f"the run is finished at version {version:,}")
     kept = run is not None and run.spec.of_regions
     if run is None or version == 0 or (service.membership.has_left(0) and not kept):
-        meeting_path(service.run_dir).unlink(missing_ok=True)
-        if run is not None:  # else the snapshots are those of a run that was to go on
-            service.snapshots.clear()
+        with _or_told(service):
+            if run is not None:  # else the snapshots are those of a run that was to go on
+                service.snapshots.clear()
+            meeting_path(service.run_dir).unlink(missing_ok=True)
         return
     service.snapshots.take_last(run.snapshot(), version)
     where = f"{service.snapshots.directory}; fairseq-async export {service.run_dir} OUT writes them for use"
@@ -103,9 +105,21 @@ def _keep(service: Service) -> None:
     server, ending = service.begun.coordinator.server, ending_path(service.run_dir)
     if not (server.version or server.sequences):
         service.snapshots.wait()
-        service.snapshots.clear()  # the next run would begin with these parameters, whatever its seed
+        with _or_told(service):
+            service.snapshots.clear()  # the next run would begin with these parameters, whatever its seed
         tell_log("whoever has started the server is gone before the first update: nothing is kept")
         return
-    ending.touch()  # it stays: this process holds the directory until it is gone, and the next run removes the file
+    with suppress(OSError):  # as on a full disk: the last snapshot may still find room, or says why not
+        ending.touch()  # it stays: this process holds the directory until it is gone, and the next run removes the file
     service.snapshots.take_last(service.begun.snapshot(), server.version)
     tell_log(f"whoever has started the server is gone: it ends at version {server.version:,}")
+
+
+@contextmanager
+def _or_told(service: Service) -> Iterator[None]:
+    """Tells where snapshots cannot be removed, as in a directory that has become read-only."""
+    try:
+        yield
+    except OSError as error:
+        where = service.snapshots.directory
+        service.tell(f"the snapshots of this run cannot be removed: {error}; remove {where} before another run there")

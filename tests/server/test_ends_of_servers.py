@@ -1,5 +1,7 @@
 """When a server that ends with its workers ends, and what it leaves for the run that was to go on."""
 
+import errno
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import closing
@@ -94,6 +96,36 @@ def test_the_next_run_waits_until_the_one_before_is_gone(server: Server, tmp_pat
     server.enter(1).send(Push(0, 0, 1.0, Report()))
     program._keep(server.service)
     assert ending_path(tmp_path).exists() and list(tmp_path.glob("snapshots/version-*.pt"))
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_where_no_file_can_be_made_for_the_next_run_a_last_snapshot_is_still_written(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk, which may have room again a moment later."""
+    server.enter(0).send(Push(0, 0, 1.0, Report()))
+    monkeypatch.setattr(Path, "touch", refuse)
+    program._keep(server.service)
+    assert list(tmp_path.glob("snapshots/version-*.pt"))
+
+
+def test_a_finished_run_whose_directory_has_become_read_only_ends_with_a_line(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would otherwise count as a server that has died, and be started again."""
+    said: list[str] = []
+    monkeypatch.setattr(server.service, "tell", said.append)
+    first = server.enter(0)
+    first.send(Push(0, 0, 1.0, Report()))
+    first.send(Leave(True))
+    take_snapshot(server.service)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    program._finish(server.service)
+    (line,) = said
+    assert "cannot be removed: " in line and "remove " in line and "\n" not in line
 
 
 def test_a_server_that_was_started_again_ends_when_nobody_comes_back(tmp_path: Path) -> None:

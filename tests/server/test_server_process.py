@@ -286,6 +286,18 @@ def test_a_server_ends_with_the_process_that_started_it(process: ServerProcess) 
     assert process.process.wait(timeout=10) == 0
 
 
+def test_a_server_is_stopped_in_a_directory_that_has_become_read_only(
+    process: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("Read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        process.stop()
+    assert process.process.returncode is not None
+
+
 def test_no_server_and_a_port_in_use_are_clear(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
