@@ -31,9 +31,21 @@ def what_is_kept(
         line = without_beginning(line)
     elif not command.resumes:
         line.insert(2, "--resume")
-    return f"all is kept up to {progress.position}; go on with: {shlex.join(line)}"
+    newest = max(map(_version, _snapshots(run_dir)))
+    kept = f"all is kept up to {progress.position}"
+    if newest < progress.version:  # as on a full disk
+        kept = f"the last snapshot was not written: version {newest:,} is kept, of {progress.version:,}"
+    return f"{kept}; go on with: {shlex.join(line)}"
 
 
 def has_snapshot(run_dir: Path) -> bool:
     """Whether a run that was interrupted in this directory can go on."""
-    return any((run_dir / DIRECTORY).glob("version-*.pt"))
+    return bool(_snapshots(run_dir))
+
+
+def _snapshots(run_dir: Path) -> list[Path]:
+    return list((run_dir / DIRECTORY).glob("version-*.pt"))
+
+
+def _version(snapshot: Path) -> int:
+    return int(snapshot.stem.partition("-")[2])

@@ -185,8 +185,8 @@ def test_a_run_that_is_interrupted_before_its_first_update_keeps_nothing(tmp_pat
         process.stop()
 
 
-def said_to_be_kept(run_dir: Path, command: Any) -> str:
-    progress = SimpleNamespace(poll=lambda: None, updates=Counter({0: 3}), version=3, position="update 2 of 9")
+def said_to_be_kept(run_dir: Path, command: Any, version: int = 3) -> str:
+    progress = SimpleNamespace(poll=lambda: None, updates=Counter({0: 3}), version=version, position="update 2 of 9")
     return what_is_kept(cast(Progress, progress), run_dir, Leftovers(run_dir), command)
 
 
@@ -196,6 +196,15 @@ def test_an_interrupt_after_the_runs_end_promises_no_snapshot(tmp_path: Path) ->
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots" / "version-000000000003.pt").touch()
     assert said_to_be_kept(tmp_path, command).startswith("all is kept up to update 2 of 9; go on with")
+
+
+def test_a_last_snapshot_that_was_not_written_is_not_promised(tmp_path: Path) -> None:
+    """As on a full disk: the one before is there."""
+    (tmp_path / "snapshots").mkdir()
+    for version in (2, 3):
+        (tmp_path / "snapshots" / f"version-{version:012d}.pt").touch()
+    said = said_to_be_kept(tmp_path, SimpleNamespace(rendezvous=None, resumes=True), version=1007)
+    assert said.startswith("the last snapshot was not written: version 3 is kept, of 1,007; go on with: ")
 
 
 def test_the_command_to_go_on_with_does_not_begin_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
