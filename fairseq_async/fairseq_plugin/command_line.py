@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.utils import split_paths
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig
@@ -29,13 +30,21 @@ def read_command(run_dir: Path) -> tuple[FairseqConfig, int]:
     Also changes to the directory in which the run was started, to which its paths are relative.
 
     Raises:
-        ConfigurationError: there is no recorded command, or fairseq does not take it any more.
+        ConfigurationError: there is no recorded command, fairseq does not take it any more, or its directory or data
+            are not there any more.
     """
     try:
         command = json.loads((run_dir / _FILE).read_text())
-        os.chdir(command["directory"])
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{run_dir}: no recorded command of fairseq-train there ({error})") from error
+    directory = command["directory"]
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise ConfigurationError(
+            f'{run_dir / _FILE}: the run was started in {directory} ({error.strerror}): give as "directory" one to '
+            "which its paths are relative"
+        ) from error
     arguments = _without_our_directory(command["arguments"])
     with patch.object(sys, "argv", ["fairseq-train", *arguments]):
         parser = options.get_training_parser()
@@ -43,6 +52,10 @@ def read_command(run_dir: Path) -> tuple[FairseqConfig, int]:
             cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, arguments))
         except SystemExit as error:
             raise ConfigurationError(f"{run_dir / _FILE}: fairseq-train does not take this command here") from error
+    for path in split_paths(getattr(cfg.task, "data", None) or ""):
+        if not ("://" in path or os.path.isdir(path)):
+            where = os.path.abspath(path)
+            raise ConfigurationError(f"{run_dir / _FILE}: the data of the run, {where}, is not there any more")
     return cfg, int(command["threads"])
 
 

@@ -245,6 +245,13 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(hybrid: Path, tmp_path: 
     width = recorded["arguments"].index("--decoder-ffn-embed-dim") + 1
     recorded["arguments"][width] = "48"
     (other / "command.json").write_text(json.dumps(recorded))
+    moved, away = tmp_path / "moved", tmp_path / "away"
+    for run_dir, arguments, directory in (
+        (moved, ["nowhere", *recorded["arguments"][1:]], recorded["directory"]),
+        (away, recorded["arguments"], str(tmp_path / "gone")),
+    ):
+        shutil.copytree(hybrid, run_dir)
+        (run_dir / "command.json").write_text(json.dumps(recorded | {"arguments": arguments, "directory": directory}))
     unrecorded = changed(
         hybrid, tmp_path / "plain", lambda lines: [line.pop("checksum", None) for line in lines] and None
     )
@@ -256,6 +263,8 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(hybrid: Path, tmp_path: 
         tmp_path / "nowhere": "no run there",
         unrecorded: "no checksums in events.jsonl",
         alone: "first state, cannot be read",
+        moved: "nowhere, is not there any more",
+        away: f"the run was started in {tmp_path / 'gone'} (No such file or directory): give as",
         other: "the recorded model is not this command's: its tensor",
     }.items():
         with pytest.raises(AsyncError) as caught:
