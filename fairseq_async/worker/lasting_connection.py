@@ -21,8 +21,8 @@ from fairseq_async.exchange import SharedMemory
 from fairseq_async.exchange.tls import worker_context
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, protocol
+from fairseq_async.server.network.client_connection import CONNECT_SECONDS, Connection, Endpoint
 from fairseq_async.server.protocol import Push, PushReply, Request, Welcome
-from fairseq_async.worker.connection import CONNECT_SECONDS, Connection, Endpoint
 from fairseq_async.worker.receiver import ParameterReceiver
 from fairseq_async.worker.signs_of_life import SignsOfLife
 

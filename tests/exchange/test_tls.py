@@ -15,7 +15,7 @@ import torch
 from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.exchange import Channel, tls
 from fairseq_async.launch.certificates import make
-from fairseq_async.server.network import event_loop
+from fairseq_async.server.network import connection_loop
 from fairseq_async.worker.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.server_client import join, pull, push
@@ -169,7 +169,7 @@ def test_who_speaks_plain_text_is_refused(
             pass
     wait_until(lambda: refused(server) == 1)
     assert "refused (TLS, 1 so far): a stranger: http request" in capfd.readouterr().err
-    monkeypatch.setattr(event_loop, "_HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(connection_loop, "_HANDSHAKE_SECONDS", 0.2)
     with pytest.raises(ExchangeError, match=f"the server at {server.address} says nothing; does it need --tls?"):
         Client(server.address, server.token, 0)
     assert server.service.refusals.counts["no introduction"] == 1

@@ -19,7 +19,7 @@ from fairseq_async.config import ServerOptions
 from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.server import Layout, Segment, Status
-from fairseq_async.server.network import event_loop
+from fairseq_async.server.network import connection_loop
 from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.process import ServerProcess
@@ -369,7 +369,7 @@ def _connected(listener: socket.socket, sockets: ExitStack) -> tuple[socket.sock
 
 def test_a_worker_whose_turn_comes_later_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its message is there, and is not read yet because that of another worker has taken long."""
-    monkeypatch.setattr(event_loop, "_TURN_SECONDS", -1.0)  # every message takes long
+    monkeypatch.setattr(connection_loop, "_TURN_SECONDS", -1.0)  # every message takes long
     now = 0.0
     service = in_process.new_service(2, tmp_path, build, lambda: now)
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as sockets:

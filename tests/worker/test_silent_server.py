@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.errors import ExchangeError
-from fairseq_async.worker import connection
+from fairseq_async.server.network import client_connection as connection
 from fairseq_async.worker.client import Client
 from scripts.faults.thread_server import ThreadServer
 

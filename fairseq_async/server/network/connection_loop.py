@@ -1,0 +1,217 @@
+"""A loop over the connections of a process that listens: it accepts peers, and serves them in turn."""
+
+import selectors
+import socket
+import ssl
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from fairseq_async.errors import ExchangeError, ProtocolError
+from fairseq_async.exchange import Channel, tls
+from fairseq_async.exchange.channel import AT_A_TIME
+from fairseq_async.server.network.peers import SMALL, Peer, RefusalLog
+from fairseq_async.server.network.turns import Turns
+
+_HANDSHAKE_SECONDS = 10.0  # that a stranger has to prove itself
+_MOST_STRANGERS = 256  # unidentified peers of one address, at one time
+_MOST_IN_ALL = 512  # unidentified peers of all addresses
+_TURN_SECONDS = 0.05  # of turns, after which the sockets are looked at again: more may have come
+
+
+def _is_over(began: float) -> bool:
+    """Whether a turn that began at this time has taken long enough."""
+    return time.perf_counter() - began > _TURN_SECONDS
+
+
+class Listening(Protocol):
+    """What answers the peers of a loop.
+
+    Attributes:
+        refusals: counts what is refused.
+    """
+
+    refusals: RefusalLog
+
+    def clock(self) -> float:
+        """Returns seconds that do not go back."""
+        ...
+
+    def greet(self, peer: Peer) -> None:
+        """Answers a new connection."""
+        ...
+
+    def note_message(self, peer: Peer) -> None:
+        """Notes that the peer has sent something, or has taken something."""
+        ...
+
+    def receive(self, peer: Peer, body: bytes) -> None:
+        """Handles the bytes of one message; raises a ProtocolError for bytes that are none."""
+        ...
+
+    def disconnected(self, peer: Peer) -> None:
+        """Forgets the peer of a closed connection."""
+        ...
+
+
+class ConnectionLoop:
+    """Accepts connections, and passes the messages of peers to a service.
+
+    Args:
+        encryption: the TLS context for every connection; None for no encryption.
+    """
+
+    def __init__(self, listener: socket.socket, listening: Listening, encryption: ssl.SSLContext | None) -> None:
+        self.listener, self._listening, self.encryption = listener, listening, encryption
+        self.peers: list[Peer] = []
+        self._turns = Turns()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def serve_once(self, seconds: float) -> None:
+        """Waits so long at most for connections and messages, and serves them."""
+        self._serve_selected(self._selector.select(timeout=seconds))
+        self._watch()
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether messages were read that are not handled yet, of which no selector tells."""
+        return any(peer.has_turn for peer in self.peers)
+
+    def _serve_selected(self, selected: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
+        if any(key.fileobj is self.listener for key, _ in selected):
+            self._accept()
+        self._serve_all([(key.data, events) for key, events in selected if key.data is not None])
+        self._close_strangers()
+
+    def _serve_all(self, ready: Sequence[tuple[Peer, int]]) -> None:
+        """Serves in turn the peers whose sockets are ready, and those with messages that were read and not handled."""
+        left = [(peer, selectors.EVENT_READ) for peer in self.peers if peer.has_turn]
+        turns: dict[Peer, int] = {}
+        for peer, events in [*left, *ready]:
+            turns[peer] = turns.get(peer, 0) | events
+        for peer in turns:  # at once, also for later turns: a peer that sends or takes a tensor slowly is alive
+            self._listening.note_message(peer)
+        for peer in self._turns.in_order(turns):
+            if peer not in self.peers:
+                continue  # it was closed together with another connection of its worker
+            began = time.perf_counter()
+            with self._turn_of(peer):
+                self._serve(peer, turns[peer])
+            if peer.stream_of is not None and peer in self.peers:
+                self.peers.remove(peer)  # its connection belongs to that peer now
+            if self._interrupts() or _is_over(began):
+                return  # other connections may be ready now: look again
+
+    def _interrupts(self) -> bool:
+        """Does what is due after a peer's turn; returns whether other connections may be ready now."""
+        return False
+
+    def _accept(self) -> None:
+        try:
+            connection, (address, *_) = self.listener.accept()
+            if self.encryption is not None:
+                connection = tls.accepted(self.encryption, connection)
+        except (OSError, MemoryError) as error:  # too many open files, or the peer has gone again
+            self._listening.refusals.count("connection", "a stranger", error)
+            time.sleep(0.05)  # the connection stays in the queue: do not spin
+            return
+        peer = Peer(Channel(connection, SMALL), since=self._listening.clock(), address=address)
+        self.peers.append(peer)
+        self._turns.greet(peer)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        if self.encryption is None:
+            self._listening.greet(peer)
+
+    def _secure(self, peer: Peer) -> None:
+        """Goes on with the TLS handshake. Nothing is read from a peer before it has shown a certificate of ours."""
+        try:
+            peer.secured = tls.handshake(peer.channel.connection)
+        except (ssl.SSLEOFError, ConnectionError):  # it has gone again
+            self._close(peer)
+        except OSError as error:
+            self._listening.refusals.count("TLS", peer.name, tls.in_words(error))
+            self._close(peer)
+        else:
+            if peer.secured:
+                self._listening.greet(peer)
+
+    def _serve(self, peer: Peer, ready: int) -> None:
+        if self.encryption is not None and not peer.secured:
+            return self._secure(peer)
+        if ready & selectors.EVENT_WRITE:
+            peer.channel.flush()
+        if ready & selectors.EVENT_READ:
+            self._handle_messages(peer)
+
+    def _handle_messages(self, peer: Peer) -> None:
+        """Handles a peer's messages until it is the others' turn, or the peer must take its answers first."""
+        began = time.perf_counter()
+        at_once = AT_A_TIME if peer.worker is None else 1  # those behind an introduction are judged with it
+        for number in range(AT_A_TIME):
+            if peer.channel.is_full or (number and (_is_over(began) or not peer.channel.has_message)):
+                return
+            for body in peer.channel.messages(at_once):
+                if peer.stream_of is not None:
+                    raise ProtocolError("a message on a connection for pieces of tensors")
+                self._listening.receive(peer, body)
+
+    @contextmanager
+    def _turn_of(self, peer: Peer) -> Iterator[None]:
+        """Charges a peer for its turn. An error in it ends this worker's connections, and no others."""
+        began, stranger = time.perf_counter(), peer.worker is None
+        try:
+            yield
+        except (ProtocolError, MemoryError) as error:  # the peer sends no message, or more than there is room for
+            self._listening.refusals.count("no message", peer.name, str(error) or "no memory for what it sends")
+            self._close(peer)
+        except ExchangeError:
+            self._close(peer)
+        self._turns.charge(peer, time.perf_counter() - began)
+        if stranger and peer.worker is not None:
+            self._turns.admit(peer)
+
+    def _close(self, peer: Peer) -> None:
+        """Closes all connections of a peer's worker together."""
+        main = peer.stream_of or peer
+        self.peers = [each for each in self.peers if each not in (peer, main)]
+        for stream in main.channel.streams:
+            if stream.connection.fileno() in self._selector.get_map():
+                self._selector.unregister(stream.connection)
+        self._listening.disconnected(main)
+        main.channel.close()
+
+    def _close_strangers(self) -> None:
+        """Closes peers that take too long to introduce themselves, and one if there are too many of one address."""
+        strangers = [peer for peer in self.peers if peer.worker is None]
+        now = self._listening.clock()
+        superfluous = [peer for peer in strangers if now - peer.since > _HANDSHAKE_SECONDS]
+        counts = Counter(peer.address for peer in strangers)
+        address, count = counts.most_common(1)[0] if counts else ("", 0)
+        if count > _MOST_STRANGERS or len(strangers) > _MOST_IN_ALL:
+            of_address = [peer for peer in strangers if peer.address == address]
+            # A worker far away takes a while to answer: peers that have begun to, and the youngest, stay.
+            superfluous.append(min(of_address, key=lambda peer: (peer.has_begun, peer.since)))
+        for peer in superfluous:
+            if peer in self.peers:
+                self._listening.refusals.count("no introduction", peer.name, "closed")
+                self._close(peer)
+
+    def _watch(self) -> None:
+        """Watches for messages of each peer, and for when a peer that did not take an answer at once can take it."""
+        for peer in self.peers:
+            awaited = [] if peer.channel.is_full else peer.channel.awaited
+            for stream in peer.channel.streams:
+                reads = selectors.EVENT_READ if stream in awaited else 0
+                self._select(peer, stream.connection, reads | (selectors.EVENT_WRITE if stream.unsent else 0))
+
+    def _select(self, peer: Peer, connection: socket.socket, events: int) -> None:
+        known = self._selector.get_map().get(connection.fileno())  # by number: a look-up by the socket is slow
+        if known is None and events:
+            self._selector.register(connection, events, peer)
+        elif known is not None and not events:
+            self._selector.unregister(connection)
+        elif known is not None and (known.events, known.data) != (events, peer):
+            self._selector.modify(connection, events, peer)
