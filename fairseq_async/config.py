@@ -364,7 +364,23 @@ class ServerOptions(Options):
         description="processes of the server, each with its share of the model's tensors",
         json_schema_extra={"metavar": "S"},
     )
+    shard_hosts: str = Field(
+        "",
+        description="addresses of fairseq-async shard on other machines, with commas between them; each holds one more "
+        "shard",
+        json_schema_extra=_OFF | {"metavar": "HOST:PORT,…"},
+    )
     record: bool = Field(False, description="keep in the run's directory what a replay needs")
+
+    @field_validator("shard_hosts")
+    @classmethod
+    def _are_addresses(cls, hosts: str) -> str:
+        given = [host.strip() for host in hosts.split(",")] if hosts else []
+        for host in given:
+            split_address(host)
+        if len(set(given)) < len(given):
+            raise ValueError("the same address is given twice: each host holds one shard")
+        return ",".join(given)
 
     @field_validator("server")
     @classmethod

@@ -33,7 +33,18 @@ class ServerSettings:
     max_update_norm_ratio: float | None = None
     server_threads: int | None = None
     server_shards: int = 1
+    shard_hosts: str = ""
     record: bool = False
+
+    @property
+    def hosts(self) -> list[str]:
+        """The addresses of the hosts of shards on other machines."""
+        return self.shard_hosts.split(",") if self.shard_hosts else []
+
+    @property
+    def shards(self) -> int:
+        """Number of shards, here and on other machines."""
+        return self.server_shards + len(self.hosts)
 
 
 @with_config(_STRICT)
@@ -282,12 +293,34 @@ def _check_shards(options: HybridOptions | LocalSGDOptions, rule: str, server: S
     Raises:
         ConfigurationError: they do not.
     """
-    if server is None or server.server_shards == 1:
+    if server is None or (server.server_shards == 1 and not server.shard_hosts):
         return
+    given = option("shard_hosts") if server.shard_hosts else f"{option('server_shards')} {server.server_shards}"
     if rule not in _IN_SHARDS:
         kind = option("outer" if isinstance(options, LocalSGDOptions) else "gradient_rule")
+        raise ConfigurationError(f"{given} does not go with {kind} {rule}: leave one of them out")
+    if server.shard_hosts:
+        _check_hosts(options)
+
+
+def _check_hosts(options: HybridOptions | LocalSGDOptions) -> None:
+    """Checks that the options go with shards on other machines, of whose parts the server sees nothing.
+
+    Raises:
+        ConfigurationError: they do not.
+    """
+    given = {
+        "compress": options.compress != compression.Compress(),
+        "upstream": getattr(options, "upstream", None) is not None,
+        "staleness_power": getattr(options, "staleness_power", 0.0) != 0,
+        "delay_compensation": getattr(options, "delay_compensation", 0.0) > 0,
+        "fragments": getattr(options, "fragments", 1) > 1,
+        "fragment_delay": getattr(options, "fragment_delay", 0) > 0,
+    }
+    for name in (name for name, is_given in given.items() if is_given):
         raise ConfigurationError(
-            f"{option('server_shards')} {server.server_shards} does not go with {kind} {rule}: leave one of them out"
+            f"{option(name)} does not go with {option('shard_hosts')}, as no process has the whole model: leave one of "
+            "them out"
         )
 
 

@@ -333,7 +333,7 @@ class Replay:
 def _built(recording: Recording, run: Run) -> tuple[Tensor, Rule, Plan]:
     """Builds the first parameters, the rule and the plan; in shards where the run's server was in shards."""
     spec, layout, parameters = recording.spec, recording.layout, recording.start["server"]["parameters"]
-    if spec.server.server_shards == 1:
+    if spec.server.shards == 1:
         own = parameters.clone()
         rule, plan = run.build(spec, layout, own)
     else:

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.update import Update
@@ -57,7 +58,11 @@ class Rule(Protocol):
 
 
 class ComparingRule(Rule):
-    """A rule whose momentum is not in this process, and which therefore compares updates with the momentum itself."""
+    """A rule whose momentum, or a part of each update, is in other processes: it compares and measures them."""
+
+    def norm(self, update: Update) -> float:
+        """Returns the L2 norm of the update; NaN where a part of it is missing."""
+        return float(torch.linalg.vector_norm(update.delta))
 
     @abstractmethod
     def cosine(self, update: Update, norm: float) -> float:

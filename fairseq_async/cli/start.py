@@ -132,6 +132,31 @@ def serve(
     begin(address, regions, run_dir, token_file, tls, resume)
 
 
+@app.command()
+def shard(
+    address: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOST:PORT",
+            help="Address at which the server and the workers reach this machine.",
+            show_default=False,
+        ),
+    ],
+    token_file: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="File with the run's secret, the server's; only you may read it."),
+    ],
+    tls: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory of the run's certificates, if the run has --tls.")
+    ] = None,
+) -> None:
+    """Hold a shard of a run's server on this machine; the run has --shard-hosts with this address."""
+    find(token_file, lambda why: f"--token-file {token_file}: cannot be read: {why}")
+    from fairseq_async.launch.shard import hold  # start-up time
+
+    hold(address, token_file, tls)
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def worker(
     worker_command: Annotated[
@@ -166,9 +191,9 @@ def ray_(
         ),
     ] = "",
     shards: Annotated[
-        int | None,
-        typer.Option(metavar="S", min=1, help="Number of processes of fairseq-train's server.", show_default="1"),
-    ] = None,
+        int,
+        typer.Option(metavar="S", min=1, max=64, help="Shards of fairseq-train's server, each on a node of its own."),
+    ] = 1,
     address: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address of the Ray cluster; auto is that of this machine.")
     ] = "auto",
@@ -184,14 +209,15 @@ def ray_(
     ] = False,
 ) -> None:
     """Train one job on a Ray cluster; or, with scale +2 or scale -1, change how many workers it has meanwhile."""
-    from fairseq_async.ray_launch.resources import parse_change, parse_workers, with_shards  # start-up time
+    from fairseq_async.ray_launch.resources import check_shards, parse_change, parse_workers  # start-up time
 
     if not name:
         raise ConfigurationError("--name is empty: give a name, or leave the flag out")
     scales = worker_command[0] == "scale" and not workers
     change = parse_change(worker_command[1:]) if scales else 0
     wanted = [] if scales else parse_workers(workers)
-    line = [] if scales else with_shards(worker_command, shards)
+    if not scales:
+        check_shards(worker_command, shards)
     try:
         from fairseq_async.ray_launch.run import RayOptions, scale, train
     except ModuleNotFoundError as error:  # ray is an extra
@@ -200,7 +226,7 @@ def ray_(
     if scales:
         scale(change, address, name)
     else:
-        train(line, wanted, RayOptions(address, name, max_restarts, resume))
+        train(worker_command, wanted, RayOptions(address, name, max_restarts, resume, shards))
 
 
 @app.command()

@@ -8,6 +8,7 @@ connection does not use the whole bandwidth, a worker may have several: then eac
 import select
 import socket
 import struct
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -89,6 +90,12 @@ class Channel:
         while not self.flush():
             _wait([stream for stream in self.streams if stream.unsent], select.POLLOUT)
 
+    def hold_back(self) -> Callable[[], None]:
+        """Lets the peer wait for the end of the message that was queued last; returns what queues that end."""
+        stream = next(stream for stream in reversed(self.streams) if stream.unsent)
+        end = stream.hold_back()
+        return lambda: stream.queue(end)
+
     def queue(self, body: bytes, tensor: Tensor | None = None) -> None:
         """Queues one message for :meth:`flush`; the tensor must not change before it is sent."""
         bulk = memoryview(b"") if tensor is None else _bytes(tensor)
@@ -117,21 +124,36 @@ class Channel:
             stream.drop()
         self.end()
 
-    def receive(self) -> bytes:
+    def receive(self, meanwhile: Sequence["Channel"] = ()) -> bytes:
         """Waits for the next message, and returns its body.
+
+        Args:
+            meanwhile: channels that receive their own next message at the same time; their :meth:`receive` returns it.
 
         Raises:
             ExchangeError: the peer closed the connection; as a ProtocolError: it announced a message or tensor whose
                 size is not allowed.
         """
         while (message := self._next()) is None:
-            awaited = self.awaited
+            others = [other for other in meanwhile if not other._is_whole]
+            awaited = [*self.awaited, *(stream for other in others for stream in other.awaited)]
             if len(awaited) == 1:
                 self._read(awaited[0])
-            else:
-                _wait(awaited, select.POLLIN)
-                self._read_what_is_there()
+                continue
+            _wait(awaited, select.POLLIN)
+            for channel in (self, *others):
+                channel._gather()
         return message
+
+    def _gather(self) -> None:
+        """Receives what is there of the next message."""
+        self._read_what_is_there()
+        if self._body is None:
+            self._begin_message()
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._body is not None and self._complete
 
     def messages(self, most: int = AT_A_TIME) -> list[bytes]:
         """Reads without waiting, and returns the messages that are complete, at most ``most`` of them.
@@ -254,6 +276,12 @@ def _sizes(size: int, streams: int) -> list[int]:
         return [size] + [0] * (streams - 1)
     each, more = divmod(size, streams)
     return [each + (number < more) for number in range(streams)]
+
+
+def flush_all(channels: Sequence[Channel]) -> None:
+    """Sends the queues of all channels at the same time; returns when the kernel has taken all of them."""
+    while unsent := [channel for channel in channels if not channel.flush()]:
+        _wait([stream for channel in unsent for stream in channel.streams if stream.unsent], select.POLLOUT)
 
 
 def _wait(streams: list[Stream], event: int) -> None:

@@ -38,6 +38,12 @@ class Stream:
         if part.nbytes:
             self._outgoing.append(part)
 
+    def hold_back(self) -> memoryview:
+        """Takes the last byte out of the queue: until it is queued again, the peer waits for the end of the message."""
+        last = self._outgoing.pop()
+        self.queue(last[:-1])
+        return last[-1:]
+
     def send(self) -> None:
         """Sends the whole queue; returns when the kernel has taken all of it."""
         with _closed_by_the_peer():

@@ -341,13 +341,13 @@ class Coordinator:
             "merged": self._merged,
         }
 
-    def snapshot(self) -> State:
-        """Returns :meth:`state_dict` with what a new server needs for waiting workers: the answers that they may ask
-        for again, and which workers have left for good."""
-        return self.state_dict() | {"answered": self._answered, "left": self.membership.left_for_good}
+    def of_waiting(self) -> State:
+        """Returns what a new server needs besides for waiting workers: the answers that they may ask for again, and
+        which workers have left for good."""
+        return {"answered": self._answered, "left": self.membership.left_for_good}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on from :meth:`state_dict` or :meth:`snapshot`."""
+        """Goes on from :meth:`state_dict`, with or without :meth:`of_waiting`."""
         self.server.load_state_dict(state["server"])
         self.plan.load_state_dict(state["plan"])
         self.positions = dict(state["positions"])

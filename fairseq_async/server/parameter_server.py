@@ -193,8 +193,7 @@ class ParameterServer:
         if self.staleness.drops(self.version - update.base_version):
             self._use_up(update, rejected=True)
             return self._receipt(update, Status.STALE)
-        norm = float(torch.linalg.vector_norm(update.delta)) if norm is None else norm
-        receipt = self._receipt(update, Status.APPLIED, norm)
+        receipt = self._receipt(update, Status.APPLIED, self._norm(update) if norm is None else norm)
         if not math.isfinite(receipt.norm):
             return self._refuse(update, receipt, Status.REFUSED)
         if self.gate.refuses(update.worker, receipt.norm):
@@ -324,6 +323,10 @@ class ParameterServer:
             copy_in_threads(self.before_last_step, self.parameters)
         rule.apply(parameters, worth)
         return cosine
+
+    def _norm(self, update: Update) -> float:
+        rule, _ = self._part(update.sequence)
+        return rule.norm(update) if isinstance(rule, ComparingRule) else float(torch.linalg.vector_norm(update.delta))
 
     def _part(self, sequence: int) -> tuple[Rule, Tensor]:
         """Returns rule and parameters for the update of this number: those of its fragment, where there are several."""

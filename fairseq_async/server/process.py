@@ -144,7 +144,7 @@ class ServerProcess:
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
         self._supervisor.start()
         if tls is None and not is_loopback(host):
-            say(_exposed(self.address))
+            say(exposed(self.address))
 
     def poll(self) -> int | None:
         """Returns the exit code of a server that has ended and is not started again; else None."""
@@ -270,7 +270,8 @@ class ServerProcess:
         self._code = code
 
 
-def _exposed(address: str) -> str:
+def exposed(address: str) -> str:
+    """Returns the warning for an address that other machines can reach, without TLS."""
     return (
         f"warning: other machines can reach {address}, and nothing on its way there is encrypted; give {option('tls')} "
         f"DIR, which fairseq-async certificates makes, or let the server listen on {LOOPBACK} behind an SSH tunnel"

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import select
 import signal
 import socket
 import sys
@@ -10,13 +11,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fairseq_async.environment import TOKEN
-from fairseq_async.errors import RefusedError
+from fairseq_async.errors import HalfAppliedError, RefusedError
 from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.notices import Notices, Tell, tell_log
 from fairseq_async.server.plan import Build
+from fairseq_async.server.run import Run
 from fairseq_async.server.run_files.state_files import ending_path, meeting_path
 from fairseq_async.server.service import Service
+from fairseq_async.server.shards.remote import Reach
 
 MakeService = Callable[[argparse.Namespace, Build, Tell], Service]
 
@@ -39,6 +42,7 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
     tell = tell_log if options.notices is None else Notices(options.notices)
     service = make(options, build, tell)
     service.resumes = options.resume
+    service.reach = Reach(os.environ[TOKEN], _program(), options.tls, tell, _is_abandoned)
     if options.recover is not None:
         _recover(service, options.recover)
     elif not options.resume:
@@ -48,8 +52,21 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
     tell_log("the server listens at {}:{} for {} workers".format(*listener.getsockname()[:2], options.workers))
     if EventLoop(listener, service, sys.stdin, options.ends_with_workers, encryption).run():
         _finish(service)
+        if service.begun is not None:
+            service.begun.hosts.finish()
     else:
         _keep(service)
+
+
+def _is_abandoned() -> bool:
+    """Whether the process that started the server is gone, which the event loop finds too."""
+    return bool(select.select([sys.stdin], [], [], 0)[0])
+
+
+def _program() -> str:
+    """Returns the name of the module that is this process's program."""
+    spec = sys.modules["__main__"].__spec__
+    return "" if spec is None else spec.name
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -75,6 +92,9 @@ def _recover(service: Service, descriptor: int) -> None:
         except RefusedError as error:
             report.write(f"error: {error}")
             raise SystemExit(2) from None
+        except HalfAppliedError:  # a shard on another machine has died again
+            report.write("its last snapshot")
+            raise
 
 
 def _finish(service: Service) -> None:
@@ -92,7 +112,7 @@ def _finish(service: Service) -> None:
                 service.snapshots.clear()
             meeting_path(service.run_dir).unlink(missing_ok=True)
         return
-    service.snapshots.take_last(run.snapshot(), version)
+    _take_last(service, run)
     where = f"{service.snapshots.directory}; fairseq-async export {service.run_dir} OUT writes them for use"
     why = "" if kept else "worker 0 was not there at the end: "
     service.tell(f"{why}the last parameters are kept in {where}")
@@ -111,7 +131,7 @@ def _keep(service: Service) -> None:
         return
     with suppress(OSError):  # as on a full disk: the last snapshot may still find room, or says why not
         ending.touch()  # it stays: this process holds the directory until it is gone, and the next run removes the file
-    service.snapshots.take_last(service.begun.snapshot(), server.version)
+    _take_last(service, service.begun)
     tell_log(f"whoever has started the server is gone: it ends at version {server.version:,}")
 
 
@@ -123,3 +143,12 @@ def _or_told(service: Service) -> Iterator[None]:
     except OSError as error:
         where = service.snapshots.directory
         service.tell(f"the snapshots of this run cannot be removed: {error}; remove {where} before another run there")
+
+
+def _take_last(service: Service, run: Run) -> None:
+    try:
+        state = run.snapshot()
+    except HalfAppliedError as error:  # a shard was stopped together with this server
+        service.tell(f"the last snapshot could not be written: {error}")
+        return
+    service.snapshots.take_last(state, run.coordinator.server.version)

@@ -107,7 +107,7 @@ class RegionalService(Service):
             raise
         self._upstream(run).join(above, self.clock(), fresh=True)
         for worker in self.membership.waiting("hello"):
-            self.answer(self.peers[worker], self._welcome(run, worker))
+            self.answer(self.peers[worker], run.welcome(worker, self.membership.capacity, self.clock()))
 
     def _fail(self, error: str) -> None:
         """Tells all workers that wait for the run why it cannot begin."""

@@ -25,6 +25,9 @@ from fairseq_async.server.receipt import SETTLED, Status
 from fairseq_async.server.run_files.event_log import EventLog, Recorder, merge_path, update_path
 from fairseq_async.server.run_files.state_files import restored_path, saved_path, write_state
 from fairseq_async.server.shards.build import build_sharded, shared_copy
+from fairseq_async.server.shards.division import kept_here
+from fairseq_async.server.shards.hosts import Hosts
+from fairseq_async.server.shards.remote import Reach, RemoteShard, connect_hosts
 from fairseq_async.server.upstream import Upstream
 
 _REMEDIES = {
@@ -39,18 +42,31 @@ class Run:
         run_dir: where ``events.jsonl`` and ``run.json`` go.
         slots: how many workers there can be at one time.
         tell: passes a line to the user who runs the server.
+        reach: how to reach the hosts of shards on other machines; not needed where there are none.
 
     Attributes:
+        hosts: the shards on other machines.
         upstream: the run as a worker of a global server; None without one.
         from_checkpoint: whether the run has begun from a checkpoint that every worker is to read.
     """
 
-    def __init__(self, run_dir: Path, spec: MethodSpec, layout: Layout, slots: int, tell: Tell = tell_log) -> None:
-        self.run_dir, self.spec, self.layout, self._tell = run_dir, spec, layout, tell
+    def __init__(
+        self,
+        run_dir: Path,
+        spec: MethodSpec,
+        layout: Layout,
+        slots: int,
+        tell: Tell = tell_log,
+        reach: Reach | None = None,
+    ) -> None:
+        self.run_dir, self.spec, self.layout, self._tell, self._reach = run_dir, spec, layout, tell, reach
         self._starts = compressed_starts(spec, layout)
-        self.memory = SharedMemory.create(layout.size, slots, spec.publishes and self._starts is None)
-        self._fragments = layout.fragments(spec.fragments)
+        publishes = spec.publishes and self._starts is None and not spec.server.hosts
+        self.memory = SharedMemory.create(layout.size, slots, publishes)
+        self._here = kept_here(spec, layout)  # all of the model, but for the shards on other machines
+        self._fragments = (self._here,) if spec.server.hosts else layout.fragments(spec.fragments)
         self.payloads = Payloads(spec, layout, self._fragments)
+        self.hosts = Hosts()
         self._coordinator: Coordinator | None = None
         self.upstream: Upstream | None = None
         self.from_checkpoint = False
@@ -99,27 +115,39 @@ class Run:
             source: the name of the beginning in the log of rollbacks.
             time: seconds since 1970.
         """
-        if self.spec.server.server_shards > 1:
+        if self.spec.server.shards > 1:
             read = {"state": state, "parameters": parameters}
-            parameters = shared_copy(parameters)  # no other copy may be in memory at the fork: the shards would keep it
-            rule, plan = build_sharded(build, self.spec, self.layout, parameters, self.memory.slot, self.run_dir, read)
+            remote = self._remote_shards(parameters)
+            # no other copy may be in memory at the fork: the shards would keep it
+            parameters = shared_copy(self._here.of(parameters))
+            shared = (parameters, self.memory.slot, self.run_dir)
+            rule, plan = build_sharded(build, self.spec, self.layout, *shared, read, remote)
+            self.hosts = Hosts(remote)
         else:
             parameters = parameters.clone()
             rule, plan = build(self.spec, self.layout, parameters)
         coordinator = build_coordinator(self.spec, rule, plan, parameters, membership)
         if state is not None:
             self._check_state(state)
-            coordinator.load_state_dict(state)
+            coordinator.load_state_dict(state | {"server": self.hosts.restored(state["server"], self._here.elements)})
             if isinstance(self._starts, CompressedFragments) and "starts" in state:
                 self._starts.load_state_dict(state["starts"])
         self.upstream = self._upstream(coordinator, state or {})
         server = coordinator.server
-        self._recorder = Recorder(self.run_dir, server, state is not None) if self.spec.server.record else None
+        resumed = state is not None
+        self._recorder = Recorder(self.run_dir, server, self.hosts, resumed) if self.spec.server.record else None
         self._events = EventLog(self.run_dir, server.sequences, source, time, self._tell)
         description = {"workers": self.spec.workers, "method": self.spec.to_json(), "layout": self.layout.to_json()}
         (self.run_dir / "run.json").write_text(json.dumps(description, indent=1) + "\n")
         self._coordinator = coordinator
         self.publish()
+
+    def _remote_shards(self, parameters: Tensor) -> list[RemoteShard]:
+        if not self.spec.server.hosts:
+            return []
+        if self._reach is None:
+            raise RefusedError(f"this server reaches no {option('shard_hosts')}")
+        return connect_hosts(self._reach, self.spec, self.layout, parameters)
 
     def _upstream(self, coordinator: Coordinator, state: State) -> Upstream | None:
         given = self.spec.upstream
@@ -162,7 +190,7 @@ class Run:
             if server.staleness.compensation:
                 server.note_pull(worker, starts.decode(payload))
             return PullReply(server.version, compressed=True, adds=starts.adds), payload
-        given = self.memory.slot(worker)
+        given = self._here.of(self.memory.slot(worker))
         if sequence is None:
             server.give(worker, given, pull.look_ahead, pull.starts)
         else:
@@ -170,7 +198,7 @@ class Run:
             copy(given, server.dispatch_fragment(sequence))
         if compressed is not None:
             compressed.took(worker, given, sequence)
-        return PullReply(server.version), given
+        return PullReply(server.version, number=self.hosts.give(worker, pull, server.version)), given
 
     def _takes_again(self, worker: int) -> bool:
         """Notes that a worker takes compressed parameters; returns whether it does so again without an update in
@@ -253,18 +281,22 @@ class Run:
     def state_dict(self) -> State:
         """Returns all that another server needs to go on, besides the method's options, which its workers bring."""
         own: State = {"method": self.spec.name, "inner_optimizer": inner_optimizer(self.spec)}
-        own["fragments"], own["server_shards"] = self.spec.fragments, self.spec.server.server_shards
+        own["fragments"], own["server_shards"] = self.spec.fragments, self.spec.server.shards
         own["layout"] = self.layout.to_json()  # an export takes the names of the tensors from it
         if isinstance(self._starts, CompressedFragments):  # starts of single workers are not kept: they are sent anew
             own["starts"] = self._starts.state_dict()
         if self.upstream is not None:
             own["upstream"] = self.upstream.state_dict()
-        return own | self.coordinator.state_dict()
+        return own | self._completed(self.coordinator.state_dict())
+
+    def _completed(self, state: State) -> State:
+        """Returns the coordinator's state with the hosts' parts of the parameters."""
+        return state | {"server": self.hosts.completed(state["server"])}
 
     def snapshot(self) -> State:
         """Returns all that another server needs to go on by itself, while the workers wait for it."""
         own = {"spec": self.spec.to_json(), "from_checkpoint": self.from_checkpoint}
-        return self.state_dict() | self.coordinator.snapshot() | own
+        return self.state_dict() | self.coordinator.of_waiting() | own
 
     def save_state(self, worker: int) -> StateSaved:
         """Writes :meth:`state_dict` into a file, which the worker then takes away."""
@@ -280,16 +312,15 @@ class Run:
                 f"the checkpoint's momentum is of {count} fragments, this run has {self.spec.fragments}: give "
                 f"{option('fragments')} {count}, or {option('reset_optimizer')}"
             )
-        if (count := state.get("server_shards", 1)) != self.spec.server.server_shards:
+        if (count := state.get("server_shards", 1)) != (now := self.spec.server.shards):
             raise RefusedError(
-                f"the checkpoint's state is of a server in {count} shards, this run's is in "
-                f"{self.spec.server.server_shards}: give {option('server_shards')} {count}, or "
-                f"{option('reset_optimizer')}"
+                f"the checkpoint's state is of a server in {count} shards, this run's is in {now}: give "
+                f"{option('server_shards')} {count}, or {option('reset_optimizer')}"
             )
-        before, now = state.get("inner_optimizer"), inner_optimizer(self.spec)
-        if before != now and before is not None:
+        before, own = state.get("inner_optimizer"), inner_optimizer(self.spec)
+        if before != own and before is not None:
             raise RefusedError(
-                f"the checkpoint's inner optimizer is {before}, this run's is {now}: give "
+                f"the checkpoint's inner optimizer is {before}, this run's is {own}: give "
                 f"{option('inner_optimizer')} {before}, or {option('reset_optimizer')}"
             )
 

@@ -26,6 +26,7 @@ from fairseq_async.server.run import Run
 from fairseq_async.server.run_files.resume import check_snapshot, newest_state
 from fairseq_async.server.run_files.snapshots import Snapshots
 from fairseq_async.server.run_files.state_files import read_state, restored_path
+from fairseq_async.server.shards.remote import Reach
 
 # what a worker may send while its update waits in its slot; everything else could open the slot, or write into it
 _WHILE_HELD = (protocol.Alive, protocol.Leave, protocol.ScheduleEvent, protocol.SaveState)
@@ -48,6 +49,7 @@ class Service(Connections):
         resumes: whether the run goes on from a snapshot of an earlier run in the directory, unless worker 0 brings a
             newer state.
         applying: returns the context in which an update is applied; while it is, only parameters and rule change.
+        reach: how to reach hosts of shards on other machines; None where that is not possible.
         bell: a socket that can be read when :meth:`tick` has something to do before its time; None where there is none.
         busy: whether there is something left to do when the workers of a finished run have left.
     """
@@ -68,6 +70,7 @@ class Service(Connections):
         self.journal = self.snapshots.journal
         self.run: Run | None = None
         self.resumes = self.busy = False
+        self.reach: Reach | None = None
         self.applying: Callable[[], AbstractContextManager[object]] = nullcontext
         self.bell: socket | None = None
 
@@ -282,16 +285,13 @@ class Service(Connections):
         if not run.begun and peer.worker != 0:
             self.membership.wait(peer.id, "hello")
             return None
-        return self._welcome(run, peer.id)
+        return run.welcome(peer.id, self.membership.capacity, self.clock())
 
     def _describe(self, spec: MethodSpec, layout: Layout) -> Run:
         """Makes the run that worker 0, or a snapshot, describes."""
-        self.run = Run(self.run_dir, spec, layout, self.membership.capacity, self.tell)
+        self.run = Run(self.run_dir, spec, layout, self.membership.capacity, self.tell, self.reach)
         self.membership.timeout = spec.server.worker_timeout
         return self.run
-
-    def _welcome(self, run: Run, worker: int) -> protocol.Answer:
-        return run.welcome(worker, self.membership.capacity, self.clock())
 
     def _initialise(self, peer: Peer, request: protocol.Initialise) -> protocol.Answer | None:
         """Takes the parameters that worker 0 brings: in its slot or, with the rest of the state, in a file."""
@@ -299,7 +299,7 @@ class Service(Connections):
         if peer.worker != 0:
             raise RefusedError("worker 0 brings the parameters")
         if run.begun:  # the answer was lost, and worker 0 asks again
-            return self._welcome(run, 0)
+            return run.welcome(0, self.membership.capacity, self.clock())
         restored = read_state(restored_path(self.run_dir)) if request.restored else None
         source, state = newest_state(run, restored, self.snapshots, self.resumes, self.tell)
         run.payloads.take_parameters(peer, run.memory.slot(0))
@@ -314,8 +314,8 @@ class Service(Connections):
         self._keep_snapshots(run)
         self.snapshots.wait()  # no worker gets parameters before: a server that dies until then begins anew
         for worker in self.membership.waiting("hello"):
-            self.answer(self.peers[worker], self._welcome(run, worker))
-        return self._welcome(run, 0)
+            self.answer(self.peers[worker], run.welcome(worker, self.membership.capacity, self.clock()))
+        return run.welcome(0, self.membership.capacity, self.clock())
 
     def _recount(self, changed: bool = False) -> None:
         if (run := self.begun) is not None:

@@ -17,6 +17,7 @@ from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, Status, protocol
 from fairseq_async.server.protocol import Push, PushReply, Welcome
 from fairseq_async.server.run_files.state_files import placed
+from fairseq_async.server.shards.division import kept_here
 from fairseq_async.worker.compressor import Compressor
 from fairseq_async.worker.lasting_connection import LastingConnection
 
@@ -52,7 +53,8 @@ class Client(LastingConnection):
 
     def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
         """Introduces the worker; waits until the server has parameters, unless this is worker 0, which brings them."""
-        codec, self._fragments = spec.compress.push, layout.fragments(spec.fragments)
+        codec, hosts = spec.compress.push, spec.server.hosts
+        self._fragments = (kept_here(spec, layout),) if hosts else layout.fragments(spec.fragments)
         self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
         self._may_reject = spec.server.max_update_norm_ratio is not None or spec.staleness_limit is not None
         return super().join(layout, spec)
@@ -86,8 +88,8 @@ class Client(LastingConnection):
         return answer
 
     def _push(self, push: Push) -> PushReply:
-        report = replace(push.report, bytes_sent=4 * self._part(push.sequence).numel())
-        push = replace(push, report=report)
+        sent = self._part(push.sequence) if self._lines is None else self.slot
+        push = replace(push, report=replace(push.report, bytes_sent=4 * sent.numel()))
         return self._ask(push, PushReply, lambda: self._part(push.sequence) if self.remote else None)
 
     def _push_compressed(self, push: Push, compressor: Compressor) -> PushReply:
@@ -116,12 +118,17 @@ class Client(LastingConnection):
         return waited
 
     def _part(self, sequence: int | None) -> Tensor:
-        """The slot's view of the fragment that the update of this number is of; the whole slot for None."""
-        return self.slot if sequence is None else in_turn(self._fragments, sequence).of(self.slot)
+        """The slot's view of the fragment that the update of this number is of, or for None of all fragments, without
+        the parts of shards on other machines."""
+        if sequence is None:
+            return self.slot if self._lines is None else self._fragments[0].of(self.slot)
+        return in_turn(self._fragments, sequence).of(self.slot)
 
     def _make_room(self, fragment_of: int | None) -> None:
         """Sets where the tensor behind the next answer is received. Runs at each attempt to send a request, since the
         connection may be another after the server has come back; returns None: no tensor goes with the request."""
+        if self._lines is not None:
+            self._lines.open(self.slot)
         self._receiver.open(self._channel, self._part(fragment_of) if self.remote else None)
 
     def pull(
@@ -159,10 +166,24 @@ class Client(LastingConnection):
             if brought is not None and brought[0] == request and self._restored_version is None:
                 version = brought[1]
             else:
-                reply = self._ask(request, protocol.PullReply, lambda: self._make_room(fragment_of))
-                version = self._take(reply, request)
+                version = self._pull(request)
         copy(self.slot)
         return version
+
+    def _pull(self, request: protocol.Pull) -> int:
+        while True:
+            reply = self._ask(request, protocol.PullReply, lambda: self._make_room(request.fragment_of))
+            try:
+                self._take_parts(reply)
+            except ExchangeError as error:
+                self._reconnect(error)
+            else:
+                return self._take(reply, request)
+
+    def _take_parts(self, reply: protocol.PullReply) -> None:
+        """Writes the parts from shards on other machines into the slot."""
+        if self._lines is not None:
+            self._lines.take(reply, self.slot)
 
     def _take_brought(self, push: Push, answer: PushReply) -> None:
         """Takes the parameters behind an answer to a push, for the next :meth:`pull`, which otherwise requests them."""
@@ -170,7 +191,9 @@ class Client(LastingConnection):
         request = protocol.Pull(answer.assignment.look_ahead, starts=True, fragment_of=fragment_of)
         try:
             self._make_room(fragment_of)
-            self._brought = request, self._take(self._channel.answer(protocol.PullReply), request)
+            reply = self._channel.answer(protocol.PullReply, self._receiving)
+            self._take_parts(reply)
+            self._brought = request, self._take(reply, request)
         except ExchangeError as error:
             self._reconnect(error)
 

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from fairseq_async.addresses import LOOPBACK
 from fairseq_async.errors import ExchangeError, RefusedError
-from fairseq_async.exchange import SharedMemory
+from fairseq_async.exchange import Channel, SharedMemory
 from fairseq_async.exchange.tls import worker_context
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, protocol
 from fairseq_async.server.network.client_connection import CONNECT_SECONDS, Connection, Endpoint
 from fairseq_async.server.protocol import Push, PushReply, Request, Welcome
 from fairseq_async.worker.receiver import ParameterReceiver
+from fairseq_async.worker.shard_lines import ShardLines
 from fairseq_async.worker.signs_of_life import SignsOfLife
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class LastingConnection:
         self._state_path = ""  # the file in which worker 0 may give the server a whole state
         self._in_slot = -1  # sequence number of an update that was answered early: it may still be in the slot
         self._receiver: ParameterReceiver
+        self._lines: ShardLines | None = None  # to shards on other machines; None where there are none
         # version at which a server that was started again continues; None once this worker has pulled from it
         self._restored_version: int | None = None
         # guards connection and slot; held for a request and its answer, or for a sign of life
@@ -91,6 +93,8 @@ class LastingConnection:
     def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
         """Introduces the worker; waits until the server has parameters, unless this is worker 0, which brings them."""
         self._receiver = ParameterReceiver(spec, layout)
+        if spec.server.hosts:
+            self._lines = ShardLines(self._endpoint, self.worker, spec, layout)
         self._joined_with = layout, spec  # last: from now on the second thread may join again
         with self.lock:
             try:
@@ -138,10 +142,21 @@ class LastingConnection:
         with self.lock:
             while True:
                 try:
-                    self._channel.send(protocol.encode(self._rebased(request)), tensor())
-                    return self._outdated(self._channel.answer(expected))
+                    self._send(protocol.encode(self._rebased(request)), tensor(), request)
+                    return self._outdated(self._channel.answer(expected, self._receiving))
                 except ExchangeError as error:
                     self._reconnect(error)
+
+    def _send(self, body: bytes, tensor: Tensor | None, request: Request) -> None:
+        if self._lines is not None and isinstance(request, Push):
+            self._lines.send(request.sequence, self.slot, self._channel, body, tensor)
+        else:
+            self._channel.send(body, tensor)
+
+    @property
+    def _receiving(self) -> Sequence[Channel]:
+        """The connections on which parts of the parameters may come together with an answer."""
+        return () if self._lines is None else self._lines.connections
 
     def _rebased(self, request: Request) -> Request:
         """Lowers a push's base version to that of a server that came back, which may be at an earlier version."""
@@ -168,7 +183,7 @@ class LastingConnection:
             except ExchangeError:
                 pass  # the server had ended before this worker
             finally:
-                self._channel.close()
+                self._close_connections()
         self._end_signs()
 
     def _end_signs(self) -> None:
@@ -179,8 +194,13 @@ class LastingConnection:
         """Closes the connection without a message: to the server, this worker has died and may come back."""
         self.left.set()
         with self.lock:
-            self._channel.close()
+            self._close_connections()
         self._end_signs()
+
+    def _close_connections(self) -> None:
+        self._channel.close()
+        if self._lines is not None:
+            self._lines.close()
 
     # The connection
 
@@ -233,7 +253,7 @@ class LastingConnection:
         raise ExchangeError(self.loss) from error
 
     def _connect_again(self) -> Welcome:
-        self._channel.close()
+        self._close_connections()
         self._channel = self._connect(self.worker)
         begun = self._initialised
         welcome = self._hello()

@@ -1,7 +1,7 @@
 """Rules of local SGD that look ahead, or average a round: what a real server has recorded is repeated to the bit."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +21,7 @@ from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Push, Report
 from fairseq_async.worker.client import Client
 from scripts.faults.thread_server import ThreadServer
+from tests.helpers.shard_hosts import TOKEN, ShardHosts, shard_hosts
 
 LAYOUT = Layout.of([("embed", torch.zeros(2)), ("w", torch.zeros(3))])
 PULL = torch.tensor([[0.3, -0.2, 0.5, 0.1, -0.4], [-0.1, 0.4, 0.2, -0.3, 0.6]])  # where each worker pulls to
@@ -56,9 +57,9 @@ class LocalRun:
 class Live:
     """The same workers with a real server."""
 
-    def __init__(self, run_dir: Path, spec: MethodSpec) -> None:
+    def __init__(self, run_dir: Path, spec: MethodSpec, host: str = "127.0.0.1", token: str | None = None) -> None:
         self.run = LocalRun(spec)
-        self.server = ThreadServer(2, run_dir, build=local_sgd_main.build)
+        self.server = ThreadServer(2, run_dir, host, build=local_sgd_main.build, token=token)
         self.clients = [Client(self.server.address, self.server.token, worker) for worker in (0, 1)]
         for client in self.clients:
             if not client.join(LAYOUT, spec).initialised:
@@ -114,6 +115,41 @@ def test_each_version_of_the_replay_is_that_of_the_run(
         work(live)
         expected = live.server.service.described.coordinator.server.parameters.clone()
     finally:
+        live.server.stop()
+    with closing(Replay(Recording.read(tmp_path), LocalRun(spec))) as replay:
+        versions = list(replay.steps())
+    assert len(versions) == replay.compared >= 4
+    assert torch.equal(replay.parameters, expected)
+
+
+@pytest.fixture(scope="module")
+def one_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardHosts]:
+    with shard_hosts(tmp_path_factory.mktemp("host"), 1) as host:
+        yield host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"], ids=["shared memory", "TCP"])
+@pytest.mark.parametrize("outer", ["mla", "delayed_nesterov", "direction_averaging"])
+def test_a_run_with_a_shard_on_another_machine_is_repeated_on_one(
+    tmp_path: Path, outer: str, host: str, one_host: ShardHosts
+) -> None:
+    options: dict[str, Any] = {"outer": outer}
+    if rounds := outer == "direction_averaging":
+        options |= {"quorum": 2, "grace_period": 60.0}
+    given = ServerOptions(record=True, shard_hosts=one_host.option)
+    spec = local_sgd_spec(methods.parse(LocalSGDOptions, options, "test"), 2, [], given, {})
+    live = Live(tmp_path, spec, host, TOKEN)
+    try:
+        (in_rounds if rounds else one_by_one)(live)
+        run = live.server.service.described
+        server = run.coordinator.server
+        assert server.parameters.numel() < LAYOUT.size
+        expected = run.hosts.completed(server.state_dict())["parameters"].clone()
+    finally:
+        for client in live.clients:
+            client.close()
+        for shard in live.server.service.described.hosts.shards:
+            shard.close()
         live.server.stop()
     with closing(Replay(Recording.read(tmp_path), LocalRun(spec))) as replay:
         versions = list(replay.steps())

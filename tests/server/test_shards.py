@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fairseq_async import method_spec
 from fairseq_async.algorithms import Rule, StalenessPolicy, Update, in_turn
-from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
+from fairseq_async.config import HybridOptions, ServerOptions
 from fairseq_async.errors import ConfigurationError, HalfAppliedError, RefusedError
 from fairseq_async.exchange import SharedMemory
 from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
@@ -30,35 +30,16 @@ from fairseq_async.server.protocol import Hello, Initialise, Welcome
 from fairseq_async.server.receipt import Status
 from fairseq_async.server.shards import build as building
 from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy
+from fairseq_async.server.shards.messages import Norm, NormOfAll, encode, parse
 from fairseq_async.server.shards.process import ShardProcess
 from fairseq_async.server.shards.rule import ShardedRule
 from tests.helpers.in_process import Connection, end, new_service
-
-SIZES = (7, 70_001, 33, 1, 65_537, 900)
-LAYOUT = Layout.of([(f"t{number}", torch.zeros(size)) for number, size in enumerate(SIZES)])
-ADAM = OptimizerSpec("Adam", [ParameterGroup([0, 1, 3], {"lr": 0.1}), ParameterGroup([2, 4, 5], {"lr": 0.02})])
-OUTER: dict[str, dict[str, Any]] = {
-    "diloco": {},
-    "nesterov": {"look_ahead": True},
-    "buffered_nesterov": {},
-    "delayed_nesterov": {"look_ahead": True},
-    "sgd": {},
-    "mla": {},  # looks ahead by default, as the next two
-    "heloco": {},
-    "direction_averaging": {"quorum": 2},
-    "heavy_ball": {},
-    "adam": {},
-    "adamw": {},
-}
+from tests.helpers.sharded import ADAM, LAYOUT, OUTER, SIZES, options_of
 
 
 def hybrid(shards: int, inner: OptimizerSpec = ADAM) -> MethodSpec:
     options = HybridOptions(updates_per_step=2)
     return hybrid_spec(options, 2, ServerOptions(server_shards=shards), inner.to_json(), 0)
-
-
-def options_of(outer: str) -> LocalSGDOptions:
-    return outer_rule(outer).options(outer=outer, **OUTER[outer])
 
 
 def local_sgd(shards: int, outer: str, **changes: Any) -> MethodSpec:
@@ -162,6 +143,13 @@ def test_a_gradient_is_clipped_by_the_norm_of_all_shards(tmp_path: Path) -> None
         noise = [torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(100 + n)).double() for n in (0, 1)]
         mean = (noise[0] + 2 * noise[1]) / 3
         torch.testing.assert_close(step, 0.5 * mean / mean.norm(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", [float("inf"), float("nan")])
+def test_the_norm_of_a_gradient_that_overflows_reaches_the_other_shards(norm: float) -> None:
+    (sent, told) = (parse(encode(each)) for each in (Norm(norm), NormOfAll(norm)))
+    assert isinstance(sent, Norm) and isinstance(told, NormOfAll)
+    assert repr(sent.squared) == repr(told.squared) == repr(norm)
 
 
 def test_a_nan_in_one_shard_keeps_the_update_out_of_all(tmp_path: Path) -> None:

@@ -12,27 +12,9 @@ from tests.helpers.commands import HELPERS, ROOT, Processes, command
 from tests.helpers.forking import command_line
 from tests.helpers.launched import count
 from tests.helpers.run_files import snapshot_versions
+from tests.helpers.sharded import SCRIPT
 from tests.helpers.waiting import wait_until
 
-SCRIPT = """
-import time
-import torch
-from fairseq_async.torch import HybridAsync
-
-torch.manual_seed(1)
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-with METHOD as worker:
-    torch.manual_seed(worker.worker)
-    while not worker.finished:
-        inputs = torch.randn(16, 8)
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)).backward()
-        optimizer.step()
-        time.sleep(0.01)
-if worker.worker == 0:
-    torch.save(model(torch.eye(8)), "answers.pt")
-"""
 INT8 = "local_steps=5, compress={'push': 'int8', 'pull': 'int8'}"
 IN_FRAGMENTS = "local_steps=6, fragments=3, fragment_delay=1, compress={'pull': 'int8'}"
 HYBRID = "HybridAsync(model, optimizer, total_steps=200, server_shards=2, snapshot_seconds=0.5)"

@@ -35,7 +35,7 @@ class Payloads:
     def open(self, peer: Peer, slot: Tensor) -> None:
         """Makes room for the tensors behind the messages of a worker that has joined."""
         channel = peer.channel
-        channel.any_length = self.codec is not None or len(self._fragments) > 1
+        channel.any_length = self.codec is not None or self._fragments[0].size < self._size
         if self.codec is not None:  # the system gives no memory for it before something arrives
             channel.room = torch.empty(self._room_bytes, dtype=torch.uint8, device="cpu")
         else:

@@ -97,11 +97,13 @@ class PullReply:
     Attributes:
         compressed: whether the parameters are a payload behind this answer.
         adds: whether the payload is to be added to what this connection has brought before.
+        number: the parts from shards on other machines, which they send by themselves, have the same number.
     """
 
     version: int
     compressed: bool = False
     adds: bool = False
+    number: int = 0
     kind: Literal["pull_reply"] = "pull_reply"
 
 

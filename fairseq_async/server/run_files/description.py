@@ -93,10 +93,13 @@ class RunDescription(BaseModel):
 
     @property
     def shards(self) -> int:
-        """Number of shards of the server, each of which is a process."""
+        """Number of shards of the server, each of which is a process, here or on another machine."""
         server = self.method.get("server")
-        given = server.get("server_shards", 1) if isinstance(server, dict) else 1
-        return given if isinstance(given, int) and given > 0 else 1
+        given, hosts = (
+            (server.get("server_shards", 1), server.get("shard_hosts")) if isinstance(server, dict) else (1, "")
+        )
+        here = given if isinstance(given, int) and given > 0 else 1
+        return here + (len(hosts.split(",")) if isinstance(hosts, str) and hosts else 0)
 
     @property
     def unit(self) -> str:

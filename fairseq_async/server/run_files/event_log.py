@@ -21,6 +21,7 @@ from fairseq_async.server.protocol import Report
 from fairseq_async.server.receipt import SETTLED, Receipt
 from fairseq_async.server.run_files.finite import finite, measured
 from fairseq_async.server.run_files.state_files import private
+from fairseq_async.server.shards.hosts import Hosts
 
 EVENTS, ROLLED_BACK, ROLLBACKS = "events.jsonl", "events.rolled-back.jsonl", "rollbacks.jsonl"
 BAD = "events.bad.jsonl"
@@ -162,12 +163,14 @@ class Recorder:
     """Writes the server's first state, and adds to events the fields that a replay needs besides.
 
     Args:
+        hosts: the shards on other machines.
         resumed: whether the first state is a checkpoint's or a snapshot's.
     """
 
-    def __init__(self, run_dir: Path, server: ParameterServer, resumed: bool) -> None:
-        self._server, self._version = server, server.version
-        state = {"server": server.state_dict(), "resumed": resumed, "threads": torch.get_num_threads()}
+    def __init__(self, run_dir: Path, server: ParameterServer, hosts: Hosts, resumed: bool) -> None:
+        self._server, self._hosts, self._version = server, hosts, server.version
+        whole = hosts.completed(server.state_dict())
+        state = {"server": whole, "resumed": resumed, "threads": torch.get_num_threads()}
         with open(run_dir / START, "wb", opener=private) as file:
             torch.save(state, file)
 
@@ -181,7 +184,7 @@ class Recorder:
             added["control_events"] = [_described(event) for event in settled.control_events]
         if settled.receipt.version == self._server.version != self._version:
             self._version = settled.receipt.version
-            added["checksum"] = checksum(self._server.parameters)
+            added["checksum"] = self._hosts.checksum(self._server.parameters)
         return added
 
 

@@ -9,15 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Fragment, FragmentedRule, Rule, fragments_of
+from fairseq_async.algorithms import Fragment, FragmentedRule, Rule
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import RefusedError, option
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.optimizers.torch_optimizer import of_tensors
 from fairseq_async.server.plan import Build, EpochPlan, Plan
-from fairseq_async.server.shards.process import ShardPart, ShardProcess
-from fairseq_async.server.shards.rule import ShardedRule
+from fairseq_async.server.shards.division import at_hosts, divided, kept_here
+from fairseq_async.server.shards.part import ShardPart
+from fairseq_async.server.shards.process import ShardProcess
+from fairseq_async.server.shards.remote import RemoteShard
+from fairseq_async.server.shards.rule import Shard, ShardedRule
 
 
 def shared_copy(parameters: Tensor) -> Tensor:
@@ -38,15 +40,17 @@ def build_sharded(
     slot: Callable[[int], Tensor],
     directory: Path,
     read: State | None = None,
+    remote: Sequence[RemoteShard] = (),
 ) -> tuple[Rule, Plan]:
     """Builds the rule and the plan of a server in shards, and starts their processes; this process has the first shard.
 
     Args:
         build: builds the rule and the plan of a server that is one process.
-        parameters: the parameters from :func:`shared_copy`.
+        parameters: the parameters from :func:`shared_copy`; without those of ``remote`` shards.
         slot: returns the slot of a worker, in memory that all shards share.
         directory: where the processes exchange the states of shards, in files without a name.
         read: tensors that this process has in memory only for the start; the other processes give their copies back.
+        remote: the shards on other machines; a replay has them in processes of its own, without this argument.
 
     Raises:
         RefusedError: the model has fewer tensors than there are shards.
@@ -54,8 +58,9 @@ def build_sharded(
     """
     parts = _Parts(build, spec, layout, parameters, slot)
     first = [parts.build(fragment, 0) for fragment in range(len(parts.shards))]
-    count = spec.server.server_shards
-    others = [ShardProcess(number, partial(parts.build_all, number), read) for number in range(1, count)]
+    count = spec.server.server_shards if remote else spec.server.shards
+    here = [ShardProcess(number, partial(parts.build_all, number), read) for number in range(1, count)]
+    others: list[Shard] = [*here, *remote]
     rules = [parts.rule(fragment, part.rule, others, directory) for fragment, (_, part) in enumerate(first)]
     plan, _ = first[0]
     if isinstance(plan, EpochPlan):
@@ -68,6 +73,12 @@ def close_shards(rule: Rule) -> None:
     rules = rule.rules if isinstance(rule, FragmentedRule) else [rule]
     for shard in {other for each in rules if isinstance(each, ShardedRule) for other in each.others}:
         shard.close()
+
+
+def part_of(spec: MethodSpec, layout: Layout, tensors: slice) -> tuple[MethodSpec, Layout]:
+    """Returns method and layout as if these tensors of the model were all of it."""
+    own = replace(spec.of_a_fragment(), framework=of_tensors(spec.framework, tensors))
+    return own, Layout(layout.segments[tensors])
 
 
 class _Parts:
@@ -83,8 +94,8 @@ class _Parts:
         self._build, self._spec, self._layout = build, spec, layout
         self._parameters, self._slot = parameters, slot
         self.fragments = layout.fragments(spec.fragments)
-        self.shards = _divided(layout, self.fragments, spec.server.server_shards)
-        self._starts, self._weighed = shared_zeros(layout.size), shared_zeros(layout.size)
+        self.shards = divided(spec, layout)
+        self._starts, self._weighed = shared_zeros(parameters.numel()), shared_zeros(parameters.numel())
         self._looks_ahead = spec.method == "local_sgd" and bool(spec.options.get("look_ahead"))
 
     def build(self, fragment: int, shard: int) -> tuple[Plan, ShardPart]:
@@ -93,12 +104,11 @@ class _Parts:
         first = whole.tensors.start
         tensors = slice(first + its.tensors.start, first + its.tensors.stop)
         part = torch.from_numpy(its.of(whole.of(self._parameters)).numpy())  # a storage that begins with the shard
-        own = replace(self._spec.of_a_fragment(), framework=of_tensors(self._spec.framework, tensors))
-        rule, plan = self._build(own, Layout(self._layout.segments[tensors]), part)
+        rule, plan = self._build(*part_of(self._spec, self._layout, tensors), part)
         return plan, ShardPart(
             rule=rule,
             parameters=part,
-            slots=lambda worker: its.of(whole.of(self._slot(worker))),
+            slots=lambda worker, sequence: its.of(whole.of(self._slot(worker))),
             weighed=its.of(whole.of(self._weighed)),
             starts=its.of(whole.of(self._starts)),
         )
@@ -108,7 +118,7 @@ class _Parts:
         having = [number for number, shards in enumerate(self.shards) if shard < len(shards)]
         return {number: self.build(number, shard)[1] for number in having}
 
-    def rule(self, fragment: int, own: Rule, others: Sequence[ShardProcess], directory: Path) -> ShardedRule:
+    def rule(self, fragment: int, own: Rule, others: Sequence[Shard], directory: Path) -> ShardedRule:
         """Returns the rule of a fragment; ``own`` is the first shard's, ``others`` are the processes of the others."""
         whole, shards = self.fragments[fragment], self.shards[fragment]
         return ShardedRule(
@@ -120,19 +130,13 @@ class _Parts:
             starts=whole.of(self._starts) if self._looks_ahead else None,
             directory=directory,
             fragment=fragment,
+            measured=self._measured(),
         )
 
-
-def _divided(layout: Layout, fragments: Sequence[Fragment], count: int) -> list[tuple[Fragment, ...]]:
-    """Divides each fragment into ``count`` shards, or fewer where it has fewer tensors.
-
-    Raises:
-        RefusedError: the model has fewer tensors than ``count``.
-    """
-    sizes = [segment.size for segment in layout.segments]
-    try:
-        fragments_of(sizes, count)
-    except ValueError as error:
-        raise RefusedError(f"{option('server_shards')} is {count}: {error}".replace("fragments", "shards")) from error
-    of_each = [sizes[fragment.tensors] for fragment in fragments]
-    return [fragments_of(own, min(count, sum(size > 0 for size in own))) for own in of_each]
+    def _measured(self) -> list[Fragment]:
+        """The parts in memory here whose norms make up an update's, where hosts measure the others: in a replay these
+        parts are here too, and the sum is the same."""
+        if not self._spec.server.hosts:
+            return []
+        parts = [kept_here(self._spec, self._layout), *at_hosts(self._spec, self._layout)]
+        return [part for part in parts if part.elements.stop <= self._parameters.numel()]

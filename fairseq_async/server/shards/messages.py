@@ -1,12 +1,16 @@
-"""The messages between the server and the processes of its shards, over a socket that keeps messages apart."""
+"""The messages between the server and the processes of its shards, and between these and workers."""
 
 from functools import cache
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter
 
+from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.layout import Layout
 from fairseq_async.server.protocol.message import message
 
+Held: TypeAlias = Literal["parameters", "before", "state"]
+Size: TypeAlias = Annotated[int, Field(ge=0, le=1 << 46)]
 LARGEST = 1 << 16  # bytes of a message; the text of an error is cut to fit
 
 
@@ -50,6 +54,7 @@ class Compare:
 
     worker: int
     weighed: bool
+    sequence: int
     kind: Literal["compare"] = "compare"
 
 
@@ -117,6 +122,131 @@ class Compared:
 
 
 @message
+class Begin:
+    """To a shard on another machine: build this shard of a model.
+
+    Attributes:
+        program: the module that is the server's program.
+    """
+
+    program: str
+    spec: MethodSpec
+    layout: Layout
+    shard: int
+    kind: Literal["begin"] = "begin"
+
+
+@message
+class Store:
+    """To a shard on another machine: replace this by the :class:`Bytes` that come next; see :class:`Fetch`."""
+
+    what: Held
+    size: Size
+    kind: Literal["store"] = "store"
+
+
+@message
+class Fetch:
+    """Asks a shard on another machine for its part of the parameters, for that of the parameters before the last step,
+    or for its rule's state; the answer is :class:`Sized`, then :class:`Bytes`."""
+
+    what: Held
+    kind: Literal["fetch"] = "fetch"
+
+
+@message
+class Sized:
+    """So many bytes come next."""
+
+    size: Size
+    kind: Literal["sized"] = "sized"
+
+
+@message
+class Bytes:
+    """The bytes are behind this message."""
+
+    kind: Literal["bytes"] = "bytes"
+
+
+@message
+class Measure:
+    """Asks for the squared norm of the shard's part of an update."""
+
+    worker: int
+    sequence: int
+    kind: Literal["measure"] = "measure"
+
+
+@message
+class Measured:
+    """The squared norm; NaN if the update is not there."""
+
+    squared: float
+    kind: Literal["measured"] = "measured"
+
+
+@message
+class Give:
+    """Send a worker the shard's part of the parameters, as the pull of this number asks for them; no answer."""
+
+    worker: int
+    number: int
+    version: int
+    look_ahead: float
+    starts: bool
+    kind: Literal["give"] = "give"
+
+
+@message
+class Digest:
+    """Continue the CRC-32 of the shards before with the bytes of this shard's parameters."""
+
+    before: int
+    kind: Literal["digest"] = "digest"
+
+
+@message
+class Digested:
+    """The CRC-32 up to here."""
+
+    value: int
+    kind: Literal["digested"] = "digested"
+
+
+@message
+class Finish:
+    """The run is finished; no answer."""
+
+    kind: Literal["finish"] = "finish"
+
+
+@message
+class Place:
+    """From a worker: its part of an update is in the :class:`Bytes` that come next."""
+
+    sequence: Annotated[int, Field(ge=0)]
+    kind: Literal["place"] = "place"
+
+
+@message
+class Placed:
+    """To a worker: the part of the update is there, so that the server may be told of the update."""
+
+    sequence: int
+    kind: Literal["placed"] = "placed"
+
+
+@message
+class Given:
+    """To a worker: the shard's part of the parameters is behind this message; see :class:`Give`."""
+
+    number: int
+    version: int
+    kind: Literal["given"] = "given"
+
+
+@message
 class Done:
     """The command was carried out."""
 
@@ -150,6 +280,20 @@ Message: TypeAlias = (
     | EndEpoch
     | Save
     | Load
+    | Begin
+    | Store
+    | Fetch
+    | Sized
+    | Bytes
+    | Measure
+    | Measured
+    | Give
+    | Digest
+    | Digested
+    | Finish
+    | Place
+    | Placed
+    | Given
     | Norm
     | Compared
     | Done
@@ -160,13 +304,20 @@ Message: TypeAlias = (
 
 def encode(message: Message) -> bytes:
     """Returns the bytes of a message; NaN and Inf as Python's ``json`` writes them."""
-    return _adapter().dump_json(message)
+    kind: Any = type(message)
+    return _of_class(kind).dump_json(message)
 
 
 def parse(body: bytes) -> Message:
     """Parses the bytes of :func:`encode`; raises a pydantic ``ValidationError`` for other bytes."""
     parsed: Message = _adapter().validate_json(body)
     return parsed
+
+
+@cache
+def _of_class(kind: Any) -> TypeAdapter[Any]:
+    """Returns what writes messages of a class as it is configured: the union would write null for NaN and Inf."""
+    return TypeAdapter(kind)
 
 
 @cache

@@ -7,30 +7,21 @@ import socket
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import HybridAccumulation, Rule, Update
 from fairseq_async.algorithms.rule import State
-from fairseq_async.algorithms.threads import forget_threads, set_threads
+from fairseq_async.algorithms.threads import forget_threads
 from fairseq_async.errors import HalfAppliedError
-from fairseq_async.exchange.linux import end_with_parent, give_back, trim
-from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
+from fairseq_async.exchange.linux import end_with_parent, give_back
 from fairseq_async.server.shards.messages import (
     LARGEST,
     Apply,
-    BeginEpoch,
-    Compare,
-    Compared,
-    Dispatch,
     Done,
-    EndEpoch,
     Failed,
-    LimitRound,
     Load,
     Message,
     Norm,
@@ -41,28 +32,7 @@ from fairseq_async.server.shards.messages import (
     encode,
     parse,
 )
-
-
-@dataclass(frozen=True)
-class ShardPart:
-    """One shard's part of the model, or of one fragment of it: its rule, and its slices of the tensors that all
-    processes share.
-
-    Attributes:
-        slots: returns the slot of a worker, the memory that holds its update.
-        weighed: memory for an update that differs from the one in its worker's slot, as staleness has changed it.
-        starts: memory for the tensor that local steps start from, where that is not the parameters.
-    """
-
-    rule: Rule
-    parameters: Tensor
-    slots: Callable[[int], Tensor]
-    weighed: Tensor
-    starts: Tensor
-
-    def delta(self, command: Apply | Compare) -> Tensor:
-        """Returns this shard's part of the update that the command refers to."""
-        return self.weighed if command.weighed else self.slots(command.worker)
+from fairseq_async.server.shards.part import ShardPart, Trimming, accumulation, root_of_all
 
 
 class ShardProcess:
@@ -77,6 +47,8 @@ class ShardProcess:
         build: returns the shard's part of each fragment, by the fragment's number; it is called in the process.
         forgets: tensors that the server holds only for its start; the process gives the memory of its copy back.
     """
+
+    shares_memory = True
 
     def __init__(self, number: int, build: Callable[[], dict[int, ShardPart]], forgets: State | None = None) -> None:
         self.number = number
@@ -142,17 +114,6 @@ def nameless_file(directory: Path) -> IO[bytes]:
     return cast(IO[bytes], tempfile.TemporaryFile(dir=directory))
 
 
-def accumulation(rule: Rule) -> HybridAccumulation | None:
-    """Returns the part of a rule that clips the gradient by the norm over all shards; None where nothing clips."""
-    inner = rule.rule if isinstance(rule, ScheduledRule) else rule
-    return inner if isinstance(inner, HybridAccumulation) else None
-
-
-def compare(delta: Tensor, momentum: Tensor) -> Compared:
-    """Compares an update with the momentum, in one shard's part: see :class:`Compared`."""
-    return Compared(float(torch.dot(delta, momentum)), float(torch.linalg.vector_norm(momentum)) ** 2)
-
-
 def _run(
     connection: socket.socket, server: int, build: Callable[[], dict[int, ShardPart]], forgets: State | None
 ) -> None:
@@ -190,7 +151,7 @@ class _Shard:
     """Carries out the server's commands until the server is gone."""
 
     def __init__(self, connection: socket.socket, parts: dict[int, ShardPart]) -> None:
-        self.connection, self.parts, self._stepped = connection, parts, False
+        self.connection, self.parts, self._trimming = connection, parts, Trimming()
         self._part: ShardPart
         for part in parts.values():
             if (clips := accumulation(part.rule)) is not None:
@@ -210,19 +171,6 @@ class _Shard:
     def _answer(self, command: Message, files: list[int]) -> Message:
         part, rule = self._part, self._part.rule
         match command:
-            case Compare():
-                assert rule.momentum_buffer is not None
-                return compare(part.delta(command), rule.momentum_buffer)
-            case Apply():
-                self._apply(command)
-            case LimitRound():
-                rule.limit_round(command.updates)
-            case Dispatch():
-                part.starts.copy_(rule.dispatch(part.parameters))
-            case BeginEpoch() if isinstance(rule, ScheduledRule):
-                rule.begin_epoch(command.epoch)
-            case EndEpoch() if isinstance(rule, ScheduledRule):
-                rule.end_epoch(command.epoch, command.loss)
             case Save():
                 try:
                     with open(files[0], "wb") as file:
@@ -233,21 +181,14 @@ class _Shard:
                 with open(files[0], "rb") as file:
                     rule.load_state_dict(state_from_file(file))
             case _:
-                raise AssertionError(f"{command} is no command")
+                steps = isinstance(command, Apply) and rule.moves_parameters()
+                answer = part.carry_out(command)
+                self._trimming.after(steps)
+                return answer
         return Done()
-
-    def _apply(self, command: Apply) -> None:
-        set_threads(command.threads)
-        delta, rule = self._part.delta(command), self._part.rule
-        update = Update(command.worker, command.sequence, command.base_version, command.weight, delta, command.tokens)
-        steps = rule.moves_parameters()
-        rule.apply(self._part.parameters, update)
-        if steps and not self._stepped:
-            trim()  # the first step leaves the heap in pieces between the optimizer's moments
-        self._stepped = self._stepped or steps
 
     def _norm_of_all(self, norm: Tensor) -> Tensor:
         self.connection.send(encode(Norm(float(norm) ** 2)))
         answer = parse(self.connection.recv(LARGEST))
         assert isinstance(answer, NormOfAll)
-        return torch.tensor(answer.squared, dtype=torch.float64, device=norm.device).sqrt().to(norm.dtype)
+        return root_of_all(answer.squared, norm)

@@ -1,10 +1,11 @@
 """A rule whose tensors are divided among the processes of a server's shards."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import torch
 from torch import Tensor
@@ -24,22 +25,44 @@ from fairseq_async.server.shards.messages import (
     EndEpoch,
     LimitRound,
     Load,
+    Measure,
+    Measured,
     Message,
     Norm,
     NormOfAll,
     NotSaved,
     Save,
 )
-from fairseq_async.server.shards.process import (
-    ShardProcess,
-    accumulation,
-    compare,
-    nameless_file,
-    state_from_file,
-    state_to_file,
-)
+from fairseq_async.server.shards.part import accumulation, compare, root_of_all, squared_norm
+from fairseq_async.server.shards.process import nameless_file, state_from_file, state_to_file
 
 _SHARDS = "shards"
+
+
+class Shard(Protocol):
+    """A shard in another process.
+
+    Attributes:
+        shares_memory: whether it is on this machine, and writes into the memory that its processes share.
+    """
+
+    shares_memory: bool
+
+    def select(self, fragment: int) -> None:
+        """Tells it which fragment the next commands refer to."""
+        ...
+
+    def send(self, command: Message, file: IO[bytes] | None = None) -> None:
+        """Sends a command; raises a HalfAppliedError if the shard is gone."""
+        ...
+
+    def receive(self) -> Message:
+        """Returns the next answer; raises a HalfAppliedError if the shard has failed or is gone."""
+        ...
+
+    def close(self) -> None:
+        """Ends it."""
+        ...
 
 
 class ShardedRule(ComparingRule):
@@ -52,27 +75,33 @@ class ShardedRule(ComparingRule):
     Args:
         own: the rule of the first shard. Counts and learning rates, the same in all shards, are read from it.
         shard: the first shard.
-        others: the processes of the other shards.
+        others: the other shards.
         slot: returns the slot of a worker, in shared memory. It keeps the update as it came, for a record or a second
             attempt.
         weighed: shared memory for an update as staleness has changed it.
         starts: shared memory for the tensor that local steps start from; None where that is the parameters.
         directory: where the processes exchange their states.
         fragment: number of the fragment.
+        measured: parts of the update, as far as it is in memory here, whose norms are added up with those that shards
+            on other machines measure; empty where there are no such shards.
     """
 
     def __init__(
         self,
         own: Rule,
         shard: Fragment,
-        others: Sequence[ShardProcess],
+        others: Sequence[Shard],
         slot: Callable[[int], Tensor],
         weighed: Tensor,
         starts: Tensor | None,
         directory: Path,
         fragment: int,
+        measured: Sequence[Fragment] = (),
     ) -> None:
         self.own, self.shard, self.others, self.fragment = own, shard, others, fragment
+        self._here = [other for other in others if other.shares_memory]
+        self._elsewhere = [other for other in others if not other.shares_memory]
+        self._measured = measured
         self._slot, self._weighed, self.starts, self.directory = slot, weighed, starts, directory
         if (clips := accumulation(own)) is not None:
             clips.norm_of_all = self._norm_of_all
@@ -80,7 +109,7 @@ class ShardedRule(ComparingRule):
     def apply(self, parameters: Tensor, update: Update) -> float:
         """Applies one update to every shard; returns the share of a step that was taken."""
         weighed, threads = self._share(update), thread_count()
-        each = max(1, threads // (1 + len(self.others)))
+        each = max(1, threads // (1 + len(self._here)))
         self._send(
             Apply(update.worker, weighed, update.sequence, update.base_version, update.weight, update.tokens, each)
         )
@@ -100,17 +129,31 @@ class ShardedRule(ComparingRule):
         """Returns the parameters, or the shared memory into which every shard has written its part."""
         if self.starts is None:
             return parameters
-        self._send(Dispatch())
+        for shard in self._here:
+            self._send_to(shard, Dispatch())
         self.shard.of(self.starts).copy_(self.own.dispatch(self.shard.of(parameters)))
-        self._receive_done()
+        for shard in self._here:
+            _check_done(shard.receive())
         return self.starts
+
+    def norm(self, update: Update) -> float:
+        """Returns the L2 norm of the whole update; NaN where a part of it is missing."""
+        if not self._measured:
+            return super().norm(update)
+        for shard in self._elsewhere:
+            self._send_to(shard, Measure(update.worker, update.sequence))
+        squared = [squared_norm(part.of(update.delta)) for part in self._measured]
+        for answer in [shard.receive() for shard in self._elsewhere]:
+            assert isinstance(answer, Measured)
+            squared.append(answer.squared)
+        return math.sqrt(sum(squared))
 
     def cosine(self, update: Update, norm: float) -> float:
         """Returns the cosine of the update, of this norm, and the momentum of all shards; NaN without momentum."""
         momentum = self.own.momentum_buffer
         if momentum is None:
             return float("nan")
-        self._send(Compare(update.worker, self._share(update)))
+        self._send(Compare(update.worker, self._share(update), update.sequence))
         parts = [compare(self.shard.of(update.delta), momentum)]
         for answer in self._receive():
             assert isinstance(answer, Compared)
@@ -187,13 +230,13 @@ class ShardedRule(ComparingRule):
             assert isinstance(answer, Norm)
             squared += answer.squared
         self._send(NormOfAll(squared))
-        return torch.tensor(squared, dtype=torch.float64, device=norm.device).sqrt().to(norm.dtype)
+        return root_of_all(squared, norm)
 
     def _send(self, command: Message) -> None:
         for shard in self.others:
             self._send_to(shard, command)
 
-    def _send_to(self, shard: ShardProcess, command: Message, file: IO[bytes] | None = None) -> None:
+    def _send_to(self, shard: Shard, command: Message, file: IO[bytes] | None = None) -> None:
         shard.select(self.fragment)
         shard.send(command, file)
 
@@ -203,8 +246,12 @@ class ShardedRule(ComparingRule):
 
     def _receive_done(self) -> None:
         for answer in self._receive():
-            if not isinstance(answer, Done):
-                raise HalfAppliedError(f"a shard of the server answers {answer}")
+            _check_done(answer)
+
+
+def _check_done(answer: Message) -> None:
+    if not isinstance(answer, Done):
+        raise HalfAppliedError(f"a shard of the server answers {answer}")
 
 
 def _as_the_first(state: State, first: State) -> State:

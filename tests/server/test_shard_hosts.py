@@ -1,0 +1,350 @@
+"""Shards on other machines take the steps of a server that is a single process; each is a real process here."""
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_async.algorithms import Update
+from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
+from fairseq_async.errors import ConfigurationError, ExchangeError, HalfAppliedError, RefusedError
+from fairseq_async.exchange import SharedMemory
+from fairseq_async.exchange.channel import Channel
+from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
+from fairseq_async.methods import outer_rule
+from fairseq_async.server import gradient_main, local_sgd_main
+from fairseq_async.server.coordinator import build_server
+from fairseq_async.server.network.client_connection import Endpoint
+from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
+from fairseq_async.server.plan import Build
+from fairseq_async.server.protocol import Pull, PullReply
+from fairseq_async.server.receipt import Status
+from fairseq_async.server.run_files.event_log import checksum
+from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy
+from fairseq_async.server.shards.division import kept_here
+from fairseq_async.server.shards.hosts import Hosts
+from fairseq_async.server.shards.messages import Apply, Bytes, Place, encode
+from fairseq_async.server.shards.remote import Reach, connect_hosts
+from fairseq_async.worker.shard_lines import ShardLines
+from tests.helpers.shard_hosts import TOKEN, ShardHosts, shard_hosts
+from tests.helpers.sharded import ADAM, LAYOUT, OUTER, SIZES, options_of
+
+PROGRAMS = {build: build.__module__ for build in (gradient_main.build, local_sgd_main.build)}
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardHosts]:
+    """Two hosts, which hold the shards of one server after another."""
+    with shard_hosts(tmp_path_factory.mktemp("hosts"), 2) as both:
+        yield both
+
+
+def server_options(addresses: list[str], shards: int = 1, **options: Any) -> ServerOptions:
+    return ServerOptions(server_shards=shards, shard_hosts=",".join(addresses), **options)
+
+
+def hybrid(server: ServerOptions, inner: OptimizerSpec = ADAM, **options: Any) -> MethodSpec:
+    return hybrid_spec(HybridOptions(**{"updates_per_step": 2} | options), 2, server, inner.to_json(), 0)
+
+
+def local_sgd(server: ServerOptions, outer: str) -> MethodSpec:
+    return local_sgd_spec(options_of(outer), 2, [], server, {})
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        return here, listener.accept()[0]
+
+
+class Served:
+    """A parameter server with two workers; ``remote`` are its shards at the hosts, none in a replay."""
+
+    def __init__(self, build: Build, spec: MethodSpec, directory: Path, replayed: bool = False) -> None:
+        self.memory, self.spec = SharedMemory.create(LAYOUT.size, 2), spec
+        whole = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(1))
+        reach = Reach(TOKEN, PROGRAMS[build], None, print)
+        self.remote = [] if replayed else connect_hosts(reach, spec, LAYOUT, whole)
+        self.here = kept_here(spec, LAYOUT).elements if self.remote else slice(None)
+        self.parameters = shared_copy(whole[self.here])
+        if spec.server.shards > 1:
+            shared = (self.parameters, self.memory.slot, directory)
+            self.rule, self.plan = build_sharded(build, spec, LAYOUT, *shared, None, self.remote)
+        else:
+            self.rule, self.plan = build(spec, LAYOUT, self.parameters)
+        self.server, self.hosts = build_server(spec, self.rule, self.parameters), Hosts(self.remote)
+        endpoint = Endpoint("", TOKEN, joins=False, instance="test")
+        self.lines = [ShardLines(endpoint, worker, spec, LAYOUT) for worker in (0, 1) if self.remote]
+
+    def push(self, first: int, count: int, change: Callable[[Tensor], object] = lambda delta: None) -> list[Any]:
+        """So many updates, from both workers in turn; what their receipts say."""
+        receipts = []
+        for number in range(first, first + count):
+            worker = number % 2
+            slot = self.memory.slot(worker)
+            slot.copy_(torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(100 + number)))
+            change(slot)
+            sequence = self.server.sequences.get(worker, -1) + 1
+            if self.lines:
+                self.place(worker, sequence)
+            receipts.append(self.server.push(Update(worker, sequence, 0, 1.0 + number, slot[self.here])))
+            receipts += self.server.released()
+        return receipts
+
+    def place(self, worker: int, sequence: int) -> None:
+        """Brings the hosts their parts of the update in the worker's slot; the message to the server goes nowhere."""
+        here, there = connected()
+        with here, there:
+            self.lines[worker].send(sequence, self.memory.slot(worker), Channel(here), b"push", None)
+            assert there.recv(100).endswith(b"push")
+
+    def start(self, worker: int, look_ahead: float = 0.0, starts: bool = False) -> Tensor:
+        """The parameters that a worker gets."""
+        slot, pull = self.memory.slot(worker), Pull(look_ahead, starts)
+        if self.lines:
+            self.lines[worker].open(slot)
+        self.server.give(worker, slot[self.here], look_ahead, starts)
+        if self.lines:
+            self.lines[worker].take(PullReply(self.server.version, number=self.hosts.give(worker, pull, 0)), slot)
+        return slot.clone()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.hosts.completed(self.server.state_dict())
+
+    def close(self) -> None:
+        close_shards(self.rule)
+        for line in self.lines:
+            line.close()
+        self.memory.close()
+
+
+@contextmanager
+def served(build: Build, spec: MethodSpec, directory: Path, replayed: bool = False) -> Iterator[Served]:
+    made = Served(build, spec, directory, replayed)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(("shards", "count"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "SGD"])
+def test_an_optimizer_steps_as_in_one_process(
+    optimizer: str, shards: int, count: int, hosts: ShardHosts, tmp_path: Path
+) -> None:
+    groups = [replace(each, options=each.options | {"weight_decay": 0.01}) for each in ADAM.parameter_groups]
+    inner = OptimizerSpec(optimizer, groups)
+    found = []
+    for given in (ServerOptions(), server_options(hosts.addresses[:count], shards)):
+        with served(gradient_main.build, hybrid(given, inner), tmp_path) as made:
+            receipts = made.push(0, 7)
+            found.append((made.state["parameters"].clone(), made.start(1), receipts))
+            assert made.hosts.checksum(made.parameters) == checksum(made.start(0))
+    (alone, start, said), (divided, its_start, told) = found
+    assert torch.equal(divided, alone) and torch.equal(its_start, start) and torch.equal(start, alone)
+    for ours, theirs in zip(told, said, strict=True):
+        assert ours.norm == pytest.approx(theirs.norm, rel=1e-5)
+        assert repr(replace(ours, norm=0.0)) == repr(replace(theirs, norm=0.0))
+
+
+@pytest.mark.parametrize("outer", OUTER)
+def test_an_outer_rule_and_its_starts_are_those_of_one_process(outer: str, hosts: ShardHosts, tmp_path: Path) -> None:
+    found = []
+    for given in (ServerOptions(), server_options(hosts.addresses)):
+        with served(local_sgd_main.build, local_sgd(given, outer), tmp_path) as made:
+            receipts = made.push(0, 8)
+            found.append((torch.stack([made.start(0), made.start(1, starts=True)]), receipts))
+    (alone, said), (divided, told) = found
+    assert torch.equal(divided, alone)
+    assert getattr(options_of(outer), "look_ahead", False) != torch.equal(*alone)
+    for ours, theirs in zip(told, said, strict=True):
+        assert ours.cosine == pytest.approx(theirs.cosine, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+def test_a_start_ahead_is_that_of_one_process(hosts: ShardHosts, tmp_path: Path) -> None:
+    found = []
+    for given in (ServerOptions(), server_options(hosts.addresses)):
+        with served(gradient_main.build, hybrid(given, look_ahead="auto"), tmp_path) as made:
+            made.push(0, 6)
+            found.append(torch.stack([made.start(1, look_ahead=1.5), made.start(1)]))
+    assert torch.equal(*found) and not torch.equal(*found[0])
+
+
+@pytest.mark.parametrize("method", ["clipped", "delayed_nesterov"])
+def test_shards_here_in_place_of_hosts_as_in_a_replay_have_equal_norms_and_clipping(
+    method: str, hosts: ShardHosts, tmp_path: Path
+) -> None:
+    inner = OptimizerSpec("SGD", [ParameterGroup(list(range(len(SIZES))), {"lr": 1.0})], clip_norm=0.5)
+    given = server_options(hosts.addresses)
+    build: Build = gradient_main.build if method == "clipped" else local_sgd_main.build
+    spec = hybrid(given, inner) if method == "clipped" else local_sgd(given, method)
+    found = []
+    for replayed in (False, True):
+        with served(build, spec, tmp_path, replayed) as made:
+            receipts = made.push(0, 6)
+            said = [repr(replace(each, cosine=0.0)) for each in receipts]  # its last bits are of torch.dot
+            found.append((made.state["parameters"].clone(), said))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("method", ["hybrid", "delayed_nesterov"])
+def test_a_server_goes_on_from_a_state_also_with_other_hosts(method: str, hosts: ShardHosts, tmp_path: Path) -> None:
+    """Also one whose shards are all here."""
+    path = tmp_path / "state.pt"
+    build: Build = gradient_main.build if method == "hybrid" else local_sgd_main.build
+
+    def spec(given: ServerOptions) -> MethodSpec:
+        return hybrid(given, look_ahead="auto") if method == "hybrid" else local_sgd(given, method)
+
+    with served(build, spec(server_options(hosts.addresses)), tmp_path) as first:
+        first.push(0, 3)  # one waits for its step
+        torch.save(first.state, path)
+        first.push(3, 4)
+        expected = torch.stack([first.start(0), first.start(1, look_ahead=2.0 * (method == "hybrid"))])
+    for given in (server_options(hosts.addresses[::-1]), ServerOptions(server_shards=3)):
+        with served(build, spec(given), tmp_path) as second:
+            state = torch.load(path, weights_only=True)
+            second.server.load_state_dict(second.hosts.restored(state, second.here))
+            second.push(3, 4)
+            found = torch.stack([second.start(0), second.start(1, look_ahead=2.0 * (method == "hybrid"))])
+            assert torch.equal(found, expected)
+
+
+def test_a_nan_at_one_host_keeps_the_update_out_of_all(hosts: ShardHosts, tmp_path: Path) -> None:
+    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
+        before = made.start(0)
+        (receipt,) = made.push(0, 1, lambda delta: delta[-1].fill_(float("nan")))
+        assert receipt.status is Status.REFUSED
+        assert torch.equal(made.start(0), before)
+        made.push(1, 3)
+        assert not torch.equal(made.start(0), before) and torch.isfinite(made.start(0)).all()
+
+
+def test_an_update_whose_part_is_at_no_host_is_refused(hosts: ShardHosts, tmp_path: Path) -> None:
+    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
+        slot = made.memory.slot(0).zero_()
+        assert made.server.push(Update(0, 0, 0, 1.0, slot[made.here])).status is Status.REFUSED
+        made.place(0, 0)  # of an earlier number
+        assert made.server.push(Update(0, 1, 0, 1.0, slot[made.here])).status is Status.REFUSED
+        made.place(0, 2)
+        assert made.server.push(Update(0, 2, 0, 1.0, slot[made.here])).status is Status.APPLIED
+
+
+def test_the_update_after_one_that_waits_does_not_overwrite_it(hosts: ShardHosts, tmp_path: Path) -> None:
+    """Its sender was answered early, and is ahead of the server."""
+    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
+        slot = made.memory.slot(0)
+        for number, value in enumerate((1.0, 5.0)):
+            slot.fill_(value)
+            made.place(0, number)
+        here = slot[made.here]
+        first = made.server.push(Update(0, 0, 0, 1.0, here.fill_(1.0)))
+        second = made.server.push(Update(0, 1, 0, 1.0, here.fill_(5.0)))
+        assert [first.norm, second.norm] == pytest.approx([LAYOUT.size**0.5, 5 * LAYOUT.size**0.5])
+
+
+def test_a_worker_that_lies_loses_its_connection_and_no_other(hosts: ShardHosts, tmp_path: Path) -> None:
+    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
+        for lie in (Bytes(), Apply(0, False, 0, 0, 1.0, 1.0, 1), None, "long"):
+            made.lines[1].open(made.memory.slot(1))
+            channel: Channel = made.lines[1].connections[0]
+            with pytest.raises(ExchangeError):
+                if lie == "long":
+                    channel.queue(encode(Place(0)))
+                    channel.send(encode(Bytes()), torch.zeros(LAYOUT.size + 1))
+                else:
+                    channel.send(b"{}" if lie is None else encode(lie))  # type: ignore[arg-type]
+                channel.receive()
+            made.lines[1].close()
+        assert [receipt.status for receipt in made.push(0, 4)].count(Status.APPLIED) == 4
+
+
+def test_strangers_second_servers_and_other_programs_are_refused(hosts: ShardHosts, tmp_path: Path) -> None:
+    spec = hybrid(server_options(hosts.addresses))
+    parameters = torch.zeros(LAYOUT.size)
+    with pytest.raises(RefusedError, match="wrong token"):
+        connect_hosts(Reach("another token than theirs", "", None, print), spec, LAYOUT, parameters)
+    with pytest.raises(RefusedError, match="os: not a server that has shards on other machines"):
+        connect_hosts(Reach(TOKEN, "os", None, print), spec, LAYOUT, parameters)
+    with served(gradient_main.build, spec, tmp_path) as made:
+        with pytest.raises(RefusedError, match="this shard belongs to another server, which is there"):
+            connect_hosts(Reach(TOKEN, PROGRAMS[gradient_main.build], None, print), spec, LAYOUT, parameters)
+        assert len(made.push(0, 2)) == 2
+
+
+def test_a_server_that_is_gone_leaves_a_shard_for_the_next(hosts: ShardHosts, tmp_path: Path) -> None:
+    spec = hybrid(server_options(hosts.addresses))
+    for _ in range(2):
+        with served(gradient_main.build, spec, tmp_path) as made:
+            made.push(0, 2)
+            for shard in made.remote:
+                shard.close()
+            with pytest.raises(ExchangeError):
+                made.place(0, 1)
+
+
+def test_a_host_that_was_killed_ends_the_server(tmp_path: Path) -> None:
+    with shard_hosts(tmp_path, 1) as own:
+        with served(gradient_main.build, hybrid(server_options(own.addresses)), tmp_path) as made:
+            made.push(0, 2)
+            own.kill(0)
+            with pytest.raises(HalfAppliedError, match="shard 1 of the server"):
+                made.server.push(Update(0, 1, 0, 1.0, made.memory.slot(0)[made.here]))
+
+
+def test_a_host_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fairseq_async.server.shards import remote
+
+    monkeypatch.setattr(remote, "_ARRIVAL_SECONDS", 0.3)
+    monkeypatch.setattr(remote, "_QUIET_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    said: list[str] = []
+    spec = hybrid(server_options([address]))
+    with pytest.raises(RefusedError, match=f"no shard at {address}; start it there with: fairseq-async shard"):
+        connect_hosts(Reach(TOKEN, "", None, said.append), spec, LAYOUT, torch.zeros(LAYOUT.size))
+    assert said == [f"the run waits: no shard at {address}; start it there with: fairseq-async shard {address}"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"outer": "sgd", "compress": {"push": "int8"}}, "compress"),
+        ({"outer": "sgd", "fragments": 2}, "fragments"),
+        ({"outer": "sgd", "staleness_power": -0.5}, "staleness-power"),
+        ({"outer": "sgd", "delay_compensation": 0.5}, "delay-compensation"),
+        ({"outer": "sgd", "upstream": "10.0.0.1:1,region=0"}, "upstream"),
+    ],
+)
+def test_what_needs_the_whole_model_in_one_process_is_refused(options: dict[str, Any], named: str) -> None:
+    chosen = outer_rule("sgd").options(**options)
+    assert isinstance(chosen, LocalSGDOptions)
+    with pytest.raises(ConfigurationError, match=f"--{named} does not go with --shard-hosts"):
+        local_sgd_spec(chosen, 2, [], server_options(["10.0.0.2:1"]), {})
+
+
+@pytest.mark.parametrize("given", ["here", "a:1,a:1", "a:1,,b:1", "a:0x1"])
+def test_addresses_are_checked(given: str) -> None:
+    with pytest.raises(ValueError):
+        ServerOptions(shard_hosts=given)
+
+
+def test_more_shards_than_tensors_are_refused() -> None:
+    spec = hybrid(server_options([f"a:{port}" for port in range(1, 7)]))
+    with pytest.raises(RefusedError, match="--server-shards and --shard-hosts make 7 shards: the model has 6 tensors"):
+        kept_here(spec, LAYOUT)
+
+
+def test_an_older_description_has_no_hosts() -> None:
+    described = json.loads(json.dumps(hybrid(ServerOptions()).to_json()))
+    del described["server"]["shard_hosts"]
+    assert MethodSpec.from_json(described).server.hosts == []
