@@ -12,6 +12,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.ray_launch.registry import Ended, Registry, State
 from fairseq_async.ray_launch.resources import Resources
 from fairseq_async.ray_launch.server import RayServer, ServerTask
+from fairseq_async.ray_launch.shard import RayShard, ShardTask
 from fairseq_async.ray_launch.worker import RayWorker, WorkerTask
 from fairseq_async.validation import split_address
 
@@ -63,6 +64,7 @@ class Actors:
 
     Attributes:
         runs: numbers of the workers that have not ended, by the Ray reference to their call of ``run``.
+        shards: references to the ends of the shards on other nodes.
 
     Raises:
         ConfigurationError: another run has this name.
@@ -76,6 +78,7 @@ class Actors:
         except ValueError as error:
             raise ConfigurationError(f"--name {name}: another run has this name; give this one its own") from error
         self.runs: dict[ray.ObjectRef, int] = {}
+        self.shards: list[ray.ObjectRef] = []
         self._workers: dict[int, ActorHandle] = {}
         self._server: ActorHandle | None = None
 
@@ -100,6 +103,13 @@ class Actors:
         server = _actor(RayServer, f"{self._name}-server", **placing, **restarts)
         self._server = server.remote(self._name, task)
         return self._server.follow.remote()
+
+    def start_shard(self, task: ShardTask) -> None:
+        """Starts a shard of the server, on another node than the last one if there are several."""
+        restarts = {"max_restarts": self._restarts, "max_task_retries": -1}
+        placing = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
+        shard = _actor(RayShard, f"{self._name}-shard-{task.number}", **placing, **restarts)
+        self.shards.append(shard.remote(self._name, task).run.remote())
 
     def start_worker(self, task: WorkerTask, wanted: Resources) -> None:
         """Starts a worker on a node with room for it; without room, also after a node is lost, the worker waits."""

@@ -57,6 +57,7 @@ class State:
         request: the server that worker 0 asks for; None until it asks.
         node: the node of worker 0.
         place: where the server listens; None until it does.
+        shards: where the shards on other nodes listen, by their numbers.
     """
 
     workers: list[int]
@@ -64,6 +65,7 @@ class State:
     request: ServerRequest | None = None
     node: str = ""
     place: Place | None = None
+    shards: dict[int, Place] = field(default_factory=dict)
 
 
 class Registry:
@@ -104,6 +106,14 @@ class Registry:
     def serve(self, place: Place) -> None:
         """Called by the server's actor: records where the server listens."""
         self._state.place = place
+
+    def hold(self, shard: int, place: Place) -> None:
+        """Called by a shard's actor: records where the shard listens."""
+        self._state.shards[shard] = place
+
+    def place_of_shard(self, shard: int) -> Place | None:
+        """Returns where a shard's actor before has listened; None for the first."""
+        return self._state.shards.get(shard)
 
     def scale(self, change: int) -> str:
         """Adds workers, or removes those that were added last; returns why this is refused, or an empty text."""

@@ -8,7 +8,15 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.programs import is_fairseq
 
 _GROUP = re.compile(r"([1-9]\d*)\*(CPU|GPU)(?::([1-9]\d*))?")
-_SHARDS = "--server-shards"
+_SHARDS, _HOSTS = "--server-shards", "--shard-hosts"
+_NEEDING_ONE_PROCESS = (
+    "--compress",
+    "--fragments",
+    "--fragment-delay",
+    "--upstream",
+    "--staleness-power",
+    "--delay-compensation",
+)
 _CHANGE = re.compile(r"[+-][1-9]\d*")
 
 
@@ -47,22 +55,28 @@ def parse_workers(text: str) -> list[Resources]:
     return found
 
 
-def with_shards(command: list[str], shards: int | None) -> list[str]:
-    """Returns the workers' command with the number of the server's shards added; worker 0 passes it to the server.
+def check_shards(command: list[str], shards: int) -> None:
+    """Checks that the server of a command can have shards on other nodes.
 
     Raises:
-        ConfigurationError: the command has the number already, or is a script, which gives it to its optimizer.
+        ConfigurationError: the command is a script, which gives its shards to its optimizer, or an option needs the
+            whole model in one process.
     """
-    if shards is None:
-        return command
+    if shards == 1:
+        return
     if not is_fairseq(command):
         raise ConfigurationError(
             f"--shards {shards}: is for fairseq-train; give a script's optimizer server_shards={shards}, and "
-            f'DeepSpeed\'s JSON "server_shards": {shards}'
+            f'DeepSpeed\'s JSON "server_shards": {shards}, for shards on one node'
         )
-    if any(word.partition("=")[0] == _SHARDS for word in command):
-        raise ConfigurationError(f"--shards {shards}: the command has {_SHARDS}; give one of them")
-    return [*command, _SHARDS, str(shards)]
+    for flag in (word.partition("=")[0] for word in command):
+        if flag == _HOSTS:
+            raise ConfigurationError(f"--shards {shards}: the command has {_HOSTS}; give one of them")
+        if flag in _NEEDING_ONE_PROCESS:
+            raise ConfigurationError(
+                f"--shards {shards}: {flag} does not go with shards on other nodes; leave it out, or give the command "
+                f"{_SHARDS} {shards} instead, for shards on one node"
+            )
 
 
 def parse_change(words: list[str]) -> int:

@@ -23,9 +23,10 @@ from fairseq_async.launch.programs import is_fairseq
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.script import ScriptCommand
 from fairseq_async.ray_launch.cluster import Actors, connect, ended, find_registry
-from fairseq_async.ray_launch.registry import Ended, State
+from fairseq_async.ray_launch.registry import Ended, Place, State
 from fairseq_async.ray_launch.resources import Resources
 from fairseq_async.ray_launch.server import ServerTask
+from fairseq_async.ray_launch.shard import ShardTask
 from fairseq_async.ray_launch.worker import WorkerTask
 from fairseq_async.server.process import manner
 from fairseq_async.server.run_files.leftovers import Leftovers
@@ -46,12 +47,14 @@ class RayOptions:
         name: name of the run in the cluster.
         max_restarts: how often each process, and each actor, may be started again.
         resume: whether to go on with a script's interrupted run.
+        shards: number of shards of the server, each on a node of its own if there are enough.
     """
 
     address: str
     name: str
     max_restarts: int
     resume: bool
+    shards: int = 1
 
 
 def train(arguments: list[str], workers: list[Resources], options: RayOptions) -> None:
@@ -116,6 +119,7 @@ class RayRun:
         self._server: ray.ObjectRef | None = None
         self._numbers: set[int] = set()  # of the workers that were started, and not removed by a scale
         self._invited, self._places_at = False, time.monotonic() + _PLACING
+        self._shards: dict[int, Place] = {}  # the places of shards on other nodes, which the workers' command has
 
     def run(self) -> None:
         """Runs until the run is finished.
@@ -144,17 +148,22 @@ class RayRun:
         while True:
             state = self._actors.state()
             self._follow(state)
-            waited = [*self._actors.runs, *([] if self._server is None else [self._server])]
+            waited = [*self._actors.runs, *self._actors.shards, *([] if self._server is None else [self._server])]
             for run in ray.wait(waited, timeout=_PAUSE)[0]:
                 if run == self._server:
                     return self._after_server(ended(run))
-                self._after_worker(self._actors.runs.pop(run), ended(run))
+                if run in self._actors.shards:
+                    self._after_shard(run)
+                else:
+                    self._after_worker(self._actors.runs.pop(run), ended(run))
             self._display.refresh()
-            if not self._actors.runs:
+            if self._numbers and not self._actors.runs:
                 return self._after_workers()
 
     def _follow(self, state: State) -> None:
         """Follows the registry's state: starts and removes workers, starts the server, and prints what has changed."""
+        if not self._has_shards(state):
+            return
         for number in state.workers:
             if number not in self._numbers:
                 self._start_worker(number)
@@ -180,6 +189,30 @@ class RayRun:
             wanted = self._wanted(min(waiting))
             self._display.say(f"{_names(waiting)}: no node of the Ray cluster has room yet, as for {wanted}")
 
+    def _has_shards(self, state: State) -> bool:
+        """Whether every shard on another node has a place, which the command of the workers needs.
+
+        Raises:
+            RunFailedError: a shard has another place than the one that the workers know.
+        """
+        others = self._options.shards - 1
+        if others and not self._actors.shards and not self._shards:
+            logs, tls = self._command.run_dir.resolve() / "logs", self._command.tls
+            for number in range(1, 1 + others):
+                certificates = None if tls is None else Path(tls).resolve()
+                log = logs / f"shard-{number}.log"
+                self._actors.start_shard(ShardTask(number, self._options.max_restarts, certificates, log))
+        if len(state.shards) < others:
+            return False
+        self._shards = self._shards or dict(state.shards)
+        moved = [number for number, place in self._shards.items() if state.shards[number] != place]
+        if moved:
+            raise RunFailedError(
+                f"the node of shard {moved[0]} is lost; give the same command again: the run goes on from its last "
+                "snapshot, with the shard on another node"
+            )
+        return True
+
     def _wanted(self, number: int) -> Resources:
         return self._resources[min(number, len(self._resources) - 1)]
 
@@ -190,7 +223,7 @@ class RayRun:
             number,
             announced,
             joins=number >= announced,
-            line=command.line(None),
+            line=self._line(),
             cwd=os.getcwd(),
             directory=self._directory,
             logs=command.run_dir.resolve() / "logs",
@@ -203,6 +236,16 @@ class RayRun:
         if task.joins:
             self._places_at = time.monotonic() + _PLACING
             self._display.say(f"added: worker {number}")
+
+    def _line(self) -> list[str]:
+        line = self._command.line(None)
+        hosts = ",".join(f"{place.host}:{place.port}" for _, place in sorted(self._shards.items()))
+        return [*line, "--shard-hosts", hosts] if hosts else line
+
+    def _after_shard(self, run: ray.ObjectRef) -> None:
+        self._actors.shards.remove(run)
+        if (how := ended(run)).code != 0:
+            raise RunFailedError(f"{how.said} (logs: {self._run_dir / 'logs'})")
 
     def _after_worker(self, number: int, how: Ended) -> None:
         if how.code == 0:

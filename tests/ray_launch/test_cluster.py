@@ -129,7 +129,8 @@ def test_a_run_outlives_a_node_a_shard_and_the_servers_actor_and_goes_on_after_i
 def test_fairseq_trains_to_the_same_bits_as_on_one_machine(
     cluster: Cluster, processes: Processes, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int
 ) -> None:
-    """A barrier makes the order in which the workers' gradients come the same to it."""
+    """A barrier makes the order in which the workers' gradients come the same to it. On the cluster, the second shard
+    is on another node."""
     monkeypatch.chdir(tmp_path)
     flags = [*HYBRID, "--barrier", "--inner-optimizer", "adam", "--max-update", 8, "--record", "--no-save"]
     launchers = {
@@ -145,6 +146,45 @@ def test_fairseq_trains_to_the_same_bits_as_on_one_machine(
         sums[name] = {event["version_after"]: event.get("checksum") for event in events(tmp_path / name)}
     assert sums["ray"] == sums["launch"] and len(sums["ray"]) > 7
     audit(tmp_path / "ray")
+    logs = sorted(path.name for path in (tmp_path / "ray" / "logs").glob("shard-*.log"))
+    assert logs == [f"shard-{number}.log" for number in range(1, shards)]
+
+
+def test_a_run_outlives_a_shard_on_another_node_and_its_actor(
+    cluster: Cluster, processes: Processes, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = [*HYBRID, "--inner-optimizer", "adam", "--max-update", 400, "--snapshot-seconds", 1, "--no-save"]
+    ray = under_ray(cluster, "--workers", "2*CPU", "--shards", 2)
+    driver = processes.start([*ray, "--", "fairseq-train", data, *MODEL, *flags, "--save-dir", tmp_path / "run"])
+    wait_for_updates(tmp_path / "run", workers=2)
+    for victim in ("shard", "its actor"):
+        (shard,) = _shards_below(tmp_path / "run")
+        os.kill(shard if victim == "shard" else _parent(shard), signal.SIGKILL)
+        wait_until(lambda gone=shard: _shards_below(tmp_path / "run") not in ([], [gone]), 90)  # type: ignore[misc]
+        wait_for_updates(tmp_path / "run", workers=2)
+    said, _ = driver.communicate(timeout=180)
+    assert driver.returncode == 0 and "finished: update 400 of 400" in said, said
+    assert audit(tmp_path / "run").rolled_back
+    assert not _shards_below(tmp_path / "run")
+
+
+def _shards_below(run: Path) -> list[int]:
+    """The processes of ``fairseq-async shard`` whose output goes to this run's directory."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "fd" / "1").readlink().is_relative_to(run / "logs") and b"\0shard\0" in (
+                folder / "cmdline"
+            ).read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_a_script_that_fails_at_once_is_not_started_for_ever(

@@ -7,7 +7,7 @@ import pytest
 from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.ray_launch.registry import Place, Registry
-from fairseq_async.ray_launch.resources import Resources, parse_change, parse_workers, with_shards
+from fairseq_async.ray_launch.resources import Resources, check_shards, parse_change, parse_workers
 from fairseq_async.worker.rendezvous import ServerRequest
 
 
@@ -23,9 +23,12 @@ def test_groups_that_are_none_are_named(text: str) -> None:
         parse_workers(text)
 
 
-def test_shards_are_an_option_of_the_command() -> None:
+def test_shards_on_other_nodes_are_for_fairseq_and_for_what_needs_no_whole_model() -> None:
     job = ["fairseq-train", "data", "--optimizer", "local_sgd"]
-    assert with_shards(job, None) == job and with_shards(job, 2) == [*job, "--server-shards", "2"]
+    check_shards([*job, "--server-shards", "2"], 3)
+    check_shards([*job, "--compress", "int8"], 1)
+    with pytest.raises(ConfigurationError, match="--compress does not go with .* --server-shards 3 instead"):
+        check_shards([*job, "--compress=int8"], 3)
 
 
 @pytest.mark.parametrize("words", [[], ["2"], ["+0"], ["+2", "-1"], ["more"]])
@@ -93,7 +96,7 @@ def test_mistakes_are_one_line_each(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert '--workers "4*TPU"' in said(monkeypatch, capsys, "--workers", "4*TPU", *job)
     assert "COMMAND" in said(monkeypatch, capsys, "--workers", "2*CPU", "--")
     assert "server_shards=2" in said(monkeypatch, capsys, "--workers", "2*CPU", "--shards", "2", *job)
-    twice = ["--", "fairseq-train", "data", "--server-shards=3"]
+    twice = ["--", "fairseq-train", "data", "--shard-hosts=a:1"]
     assert "give one of them" in said(monkeypatch, capsys, "--workers", "2*CPU", "--shards", "2", *twice)
     assert "scale two: how many workers more or fewer" in said(monkeypatch, capsys, "scale", "two")
     assert "--name is empty" in said(monkeypatch, capsys, "--name", "", "scale", "+2")
