@@ -16,11 +16,13 @@ from fairseq_async.algorithms import Rule
 from fairseq_async.config import LocalSGDOptions, ServerOptions
 from fairseq_async.method_spec import MethodSpec, local_sgd_spec
 from fairseq_async.replay import Recording, Replay
+from fairseq_async.reporting.audit import audit
 from fairseq_async.server import Layout, local_sgd_main
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.protocol import Push, Report
 from fairseq_async.worker.client import Client
 from scripts.faults.thread_server import ThreadServer
+from tests.helpers.cutting import CuttingRelay
 from tests.helpers.shard_hosts import TOKEN, ShardHosts, shard_hosts
 
 LAYOUT = Layout.of([("embed", torch.zeros(2)), ("w", torch.zeros(3))])
@@ -60,7 +62,7 @@ class Live:
     def __init__(self, run_dir: Path, spec: MethodSpec, host: str = "127.0.0.1", token: str | None = None) -> None:
         self.run = LocalRun(spec)
         self.server = ThreadServer(2, run_dir, host, build=local_sgd_main.build, token=token)
-        self.clients = [Client(self.server.address, self.server.token, worker) for worker in (0, 1)]
+        self.clients = [Client(self.server.address, self.server.token, worker, patience=30.0) for worker in (0, 1)]
         for client in self.clients:
             if not client.join(LAYOUT, spec).initialised:
                 client.slot.copy_(torch.arange(5.0))
@@ -138,9 +140,37 @@ def test_a_run_with_a_shard_on_another_machine_is_repeated_on_one(
         options |= {"quorum": 2, "grace_period": 60.0}
     given = ServerOptions(record=True, shard_hosts=one_host.option)
     spec = local_sgd_spec(methods.parse(LocalSGDOptions, options, "test"), 2, [], given, {})
-    live = Live(tmp_path, spec, host, TOKEN)
+    check_replay(tmp_path, spec, host, in_rounds if rounds else one_by_one)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"], ids=["shared memory", "TCP"])
+def test_lines_to_a_shard_that_break_again_and_again_lose_and_double_nothing(
+    tmp_path: Path, host: str, one_host: ShardHosts
+) -> None:
+    relay = CuttingRelay(
+        one_host.addresses[0], most=3000, seed=1
+    )  # an exchange takes some 600
+    given = ServerOptions(record=True, shard_hosts=relay.address)
+    spec = local_sgd_spec(methods.parse(LocalSGDOptions, {"outer": "mla"}, "test"), 2, [], given, {})
+
+    def at_the_same_time(live: Live) -> None:
+        with ThreadPoolExecutor() as threads:
+            for each in [threads.submit(lambda its=w: [live.push(its) for _ in range(40)]) for w in (0, 1)]:
+                each.result(60)
+
     try:
-        (in_rounds if rounds else one_by_one)(live)
+        check_replay(tmp_path, spec, host, at_the_same_time)
+    finally:
+        relay.close()
+    assert relay.cuts > 10
+    assert audit(tmp_path).applied == 80
+
+
+def check_replay(directory: Path, spec: MethodSpec, host: str, work: Callable[[Live], None]) -> None:
+    """Runs the workers with a server that has shards elsewhere; its replay on one machine must give the same bits."""
+    live = Live(directory, spec, host, TOKEN)
+    try:
+        work(live)
         run = live.server.service.described
         server = run.coordinator.server
         assert server.parameters.numel() < LAYOUT.size
@@ -151,7 +181,7 @@ def test_a_run_with_a_shard_on_another_machine_is_repeated_on_one(
         for shard in live.server.service.described.hosts.shards:
             shard.close()
         live.server.stop()
-    with closing(Replay(Recording.read(tmp_path), LocalRun(spec))) as replay:
+    with closing(Replay(Recording.read(directory), LocalRun(spec))) as replay:
         versions = list(replay.steps())
     assert len(versions) == replay.compared >= 4
     assert torch.equal(replay.parameters, expected)
