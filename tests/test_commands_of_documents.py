@@ -54,11 +54,13 @@ class Shell:
     path: str
     exported: list[str] = field(default_factory=list)
     port: int = 0
+    ports: dict[str, int] = field(default_factory=dict)  # in place of those of shards
 
     def start(self, command: str) -> "subprocess.Popen[str]":
         line = "\n".join([*self.exported, f"exec {command}" if re.match(r"[a-z-]+ ", command) else command])
         if "29400" in command and " join " not in command:
             self.port = free_port()
+        line = re.sub(r"2940[1-9]", lambda match: str(self.ports.setdefault(match[0], free_port())), line)
         environment = {"PATH": self.path, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "PWD": str(self.folder)}
         return self.processes.start(
             ["bash", "-c", f"cd {self.folder}\n" + line.replace("29400", str(self.port))], **environment
@@ -110,9 +112,13 @@ def test_every_command_of_a_page_does_what_it_should(shell: Shell, done: set[str
             continue
         if joins:
             run_on_two_machines(shell, wanted)
+        shards = [shell.start(command) for command in wanted if " shard " in command]
         for command in [] if joins else wanted:
-            if command not in done:
+            if command not in done and " shard " not in command:
                 run_alone(shell, command)
+        for shard in shards:
+            output, _ = shard.communicate(timeout=60)
+            assert shard.returncode == 0 and output.rstrip().endswith("the run is finished"), output
         done.update(wanted)
 
 

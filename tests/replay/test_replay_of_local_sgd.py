@@ -147,9 +147,7 @@ def test_a_run_with_a_shard_on_another_machine_is_repeated_on_one(
 def test_lines_to_a_shard_that_break_again_and_again_lose_and_double_nothing(
     tmp_path: Path, host: str, one_host: ShardHosts
 ) -> None:
-    relay = CuttingRelay(
-        one_host.addresses[0], most=3000, seed=1
-    )  # an exchange takes some 600
+    relay = CuttingRelay(one_host.addresses[0], most=3000, seed=1)  # an exchange takes some 600
     given = ServerOptions(record=True, shard_hosts=relay.address)
     spec = local_sgd_spec(methods.parse(LocalSGDOptions, {"outer": "mla"}, "test"), 2, [], given, {})
 
