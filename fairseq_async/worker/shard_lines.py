@@ -71,6 +71,7 @@ class ShardLines:
         for line in self.open(slot):
             while _next(line, Given).number != reply.number:
                 pass  # the answer to a pull whose own answer was lost
+            line.room = None  # from now on the slot may hold an update: nothing that is late must overwrite it
 
     def open(self, slot: Tensor) -> list[Connection]:
         """Makes room in the slot for parts of parameters; returns the connections, on which they come. To be called
