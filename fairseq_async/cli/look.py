@@ -62,6 +62,10 @@ def capacity(
             show_default="1,2,4,8; with --workers to 64",
         ),
     ] = "",
+    apart: Annotated[
+        bool,
+        typer.Option("--apart", help="Each shard is on a machine of its own, with a link of its own (--shard-hosts)."),
+    ] = False,
     compress: Annotated[
         str,
         typer.Option(
@@ -90,7 +94,7 @@ def capacity(
     """Say how many workers one server holds, and what sharding would give; or what a cluster needs."""
     from fairseq_async.reporting.capacity_question import read_question  # start-up time
 
-    question = read_question(run_dir, parameters, link, shards, compress, workers, step_seconds, at_most_waiting)
+    question = read_question(run_dir, parameters, link, shards, apart, compress, workers, step_seconds, at_most_waiting)
     from rich.console import Console
 
     from fairseq_async.reporting.capacity_answer import answer

@@ -28,7 +28,8 @@ def answer(question: Question) -> Iterator[str | Table]:
     if question.workers is not None:
         yield from _for_cluster(question, question.workers, measured)
     elif measured is not None:
-        yield from tables(measured, question.sizes, question.links, question.shards)
+        placed = replace(measured, costs=replace(measured.costs, apart=question.apart))
+        yield from tables(placed, question.sizes, question.links, question.shards)
 
 
 def _for_cluster(question: Question, workers: int, measured: Measured | None) -> Iterator[str | Table]:
@@ -39,9 +40,10 @@ def _for_cluster(question: Question, workers: int, measured: Measured | None) ->
         gradients, local_sgd = _costs(size, question.compress, measured)
         slower = 1.0 if measured is None or question.step_seconds else size / measured.costs.parameters
         for name, each in over(gradients, question.links):
-            own = replace(local_sgd, link=each.link, latency=each.latency)
+            own = replace(local_sgd, link=each.link, latency=each.latency, apart=question.apart)
             spread = 0.0 if measured is None else measured.server_spread
-            asked = sizing.Sizing(cluster, each, own, question.at_most_waiting, spread, slower)
+            placed = replace(each, apart=question.apart)
+            asked = sizing.Sizing(cluster, placed, own, question.at_most_waiting, spread, slower)
             where = f"{workers:,} workers, {size:,} parameters, {name if question.links else 'one machine'}"
             yield from sizing.answer(asked, question.shards, where)
     if measured is None:

@@ -21,6 +21,7 @@ class Question:
         sizes: numbers of parameters of the models; empty for the run's model.
         links: network links to look at; empty on one machine.
         shards: numbers of shards of the server to look at.
+        apart: whether each shard is on a machine of its own.
         compress: codecs on the link; empty for those of the run.
         workers: number of workers of the cluster; None where only the run's server is asked about.
         step_seconds: mean and spread of the seconds per step, for the workers in turn; empty for the run's.
@@ -31,6 +32,7 @@ class Question:
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
     shards: tuple[int, ...]
+    apart: bool
     compress: str
     workers: int | None
     step_seconds: tuple[tuple[float, float], ...]
@@ -42,6 +44,7 @@ def read_question(
     parameters: str,
     link: str,
     shards: str,
+    apart: bool,
     compress: str,
     workers: int | None,
     step_seconds: str,
@@ -57,6 +60,8 @@ def read_question(
     seconds = _pairs("--step-seconds", step_seconds, "as 0.3, or 0.3:0.2 with deviation over mean", most=WIDEST)
     if compress and not links:
         raise ConfigurationError(f"--compress {compress}: of use on a link alone: give --link too")
+    if apart and not links:
+        raise ConfigurationError("--apart: machines exchange over a link: give --link too")
     sizes = _counts("--parameters", parameters)
     if workers is None:
         _without_cluster(run_dir, step_seconds, at_most_waiting)
@@ -67,7 +72,8 @@ def read_question(
     if not 0 < share < 1:
         raise ConfigurationError(f"--at-most-waiting {share:g}: a share of the workers' time, above 0 and below 1")
     counts = _counts("--shards", shards) or (_FOR_TABLES if workers is None else _TO_CHOOSE_FROM)
-    return Question(run_dir, sizes, tuple(links), tuple(sorted(counts)), compress, workers, tuple(seconds), share)
+    sharded = (tuple(sorted(counts)), apart)
+    return Question(run_dir, sizes, tuple(links), *sharded, compress, workers, tuple(seconds), share)
 
 
 def _find(run_dir: Path | None) -> None:

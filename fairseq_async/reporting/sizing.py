@@ -15,7 +15,8 @@ _LOCAL_STEPS = tuple(2**power for power in range(11))
 _FRAGMENTS = (2, 4, 8, 16)
 _SATURATED = 0.95  # share of the time in which a server or its link is busy
 _AHEAD = 1  # steps for which a worker goes on while a fragment is exchanged
-SHARDS = "Shards (server_shards) are taken to be equal, each with a core of the server's machine; they share its link."
+_HERE = "Shards (server_shards) are taken to be equal, each with a core of the server's machine; they share its link."
+_APART = "Shards (shard_hosts) are taken to be equal, each with a core and a link of its own."
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def answer(sizing: Sizing, shards: Sequence[int], where: str) -> Iterator[str | 
     yield _table(rows, f"{where}: waiting {budget:.0%} at most")
     yield f"{where}: {_gradients(sizing, rows)}; {_local_sgd(rows)}."
     if any(row.shards > 1 for row in rows):
-        yield SHARDS
+        yield _APART if sizing.gradients.apart else _HERE
 
 
 def _table(rows: Sequence[Row], title: str) -> Table:
@@ -152,7 +153,7 @@ def _bottleneck(sizing: Sizing, row: Row) -> str:
         return f"the server's {load.bottleneck}"
     parts = {
         "a worker's own link": costs.pushing + costs.pulling,
-        "the latency": 2 * costs.latency,
+        "the latency": costs.ways * costs.latency,
         "the server's time": costs.server / costs.shards,
         "copies": costs.exchange - costs.server,
     }

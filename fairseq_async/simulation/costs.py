@@ -38,6 +38,8 @@ class Costs:
         pull: bytes of the parameters that come back, for each parameter.
         shards: number of processes of the server, with equal parts of the parameters and a core each. They share the
             server's link.
+        apart: each shard is on a machine of its own instead, with a link of its own. A worker tells the server of an
+            update when the others have their parts, which takes one way there and back more.
     """
 
     step: float
@@ -49,6 +51,17 @@ class Costs:
     push: float = 4.0
     pull: float = 4.0
     shards: int = 1
+    apart: bool = False
+
+    @property
+    def links(self) -> int:
+        """Number of the server's links."""
+        return self.shards if self.apart else 1
+
+    @property
+    def ways(self) -> int:
+        """How often a message crosses the link in an exchange."""
+        return 4 if self.links > 1 else 2
 
     @property
     def alone(self) -> float:
@@ -58,13 +71,13 @@ class Costs:
     @property
     def exchanging(self) -> float:
         """Seconds of an exchange of a single worker."""
-        sent = self.pushing + self.pulling + 2 * self.latency
+        sent = self.pushing + self.pulling + self.ways * self.latency
         return self.exchange - self.server + self.server / self.shards + sent
 
     @property
     def busiest(self) -> float:
         """Seconds per update of the bottleneck: the server's processor, or its link in one direction."""
-        return max(self.server / self.shards, self.pushing, self.pulling)
+        return max(self.server / self.shards, self.pushing / self.links, self.pulling / self.links)
 
     def updates_per_second(self, workers: int) -> float:
         """Returns the updates of all workers per second: as if each had the server alone, until the bottleneck is

@@ -7,7 +7,8 @@ there are only events, so that a thousand workers take seconds.
 
 Assumptions: links and server serve one update after another, in the order of arrival. The server's link is as fast as a
 worker's. Shards are equal, have a core each and stay in step, so that one of S shards stands for all: it has 1/S of the
-server's time. They are on one machine and share its link.
+server's time. They are on one machine and share its link, or each is on a machine of its own, and one of their links
+stands for all as well.
 """
 
 from collections import deque
@@ -217,7 +218,8 @@ class ServerQueue:
         self._totals.computing += worker.meanwhile + seconds
         worker.computed = begins + seconds
         worker.meanwhile = self._compute(worker, exchanges.delay)
-        self._schedule(worker.computed + self._way + self.costs.latency, EventKind.ARRIVES, number)
+        latencies = (self.costs.ways - 1) * self.costs.latency
+        self._schedule(worker.computed + self._way + latencies, EventKind.ARRIVES, number)
 
     def _compute(self, worker: _Worker, steps: int) -> float:
         """Returns the seconds of the worker's next steps."""
@@ -229,7 +231,7 @@ class ServerQueue:
 
     def _receive(self, worker: int) -> None:
         """Handles an update that begins to come in over the server's link."""
-        begins = self._incoming.serve(self._clock.now, self.costs.pushing)
+        begins = self._incoming.serve(self._clock.now, self.costs.pushing / self.costs.links)
         self._schedule(begins + self.costs.pushing, EventKind.IS_TAKEN, worker)
 
     def _take(self, worker: int) -> None:
@@ -293,7 +295,7 @@ class ServerQueue:
         """Sends the parameters, as they are now, to a worker."""
         now, costs = self._clock.now, self.costs
         self._workers[number].base = self._version_at(now)
-        begins = self._outgoing.serve(now, costs.pulling)
+        begins = self._outgoing.serve(now, costs.pulling / costs.links)
         self._begin(number, begins + costs.pulling + costs.latency + self._way)
 
     def _version_at(self, now: float) -> int:

@@ -219,7 +219,7 @@ def test_the_servers_steps_count_however_rare_they_are(tmp_path: Path, gradients
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert measure(run).costs.server == pytest.approx((0.02 + (gradients - 1) * 0.001) / gradients, rel=0.05)
     with (tmp_path / "answer").open("w") as file:
-        for part in answer(read_question(run, "", "", "1", "", 4, "", None)):  # however uneven its times are
+        for part in answer(read_question(run, "", "", "1", False, "", 4, "", None)):  # however uneven its times are
             Console(file=file).print(part)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from fairseq_async import cli
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.capacity_answer import answer
 from fairseq_async.reporting.capacity_question import Question, read_question
 from fairseq_async.reporting.sizing import Sizing
@@ -19,7 +20,7 @@ FAST = Link(1000)
 
 def asked(run_dir: Path | None = None, **flags: Any) -> Question:
     names = ("parameters", "link", "shards", "compress", "step_seconds")
-    given: dict[str, Any] = dict.fromkeys(names, "") | {"workers": None, "at_most_waiting": None}
+    given: dict[str, Any] = dict.fromkeys(names, "") | {"apart": False, "workers": None, "at_most_waiting": None}
     return read_question(run_dir, **given | flags)
 
 
@@ -40,6 +41,17 @@ def test_the_fewest_shards_that_fit_are_named() -> None:
     lines = said(asked(workers=16, parameters="1e7", step_seconds="1", at_most_waiting=0.14))
     assert "gradients at every step need a server in 2 shards" in lines[0]
     assert any("share its link" in line for line in lines) and any("is assumed: 10 ns" in line for line in lines)
+
+
+def test_shards_on_machines_of_their_own_divide_the_servers_link() -> None:
+    """16 workers of a second send 40 MB each second over lines of 100 MB/s: 6.4 of them."""
+    question = {"workers": 16, "parameters": "1e7", "step_seconds": "1", "link": "0.8", "at_most_waiting": 0.6}
+    here, apart = said(asked(**question, shards="1,8")), said(asked(**question, shards="1,8", apart=True))
+    assert "even with a server in 8 shards" in here[0] and any("share its link" in line for line in here)
+    assert "gradients at every step need a server in 8 shards" in apart[0]
+    assert any("a link of its own" in line for line in apart)
+    with pytest.raises(ConfigurationError, match="--apart: machines exchange over a link: give --link too"):
+        asked(**question | {"link": ""}, apart=True)
 
 
 def test_local_steps_are_the_fewest_with_which_workers_wait_little() -> None:

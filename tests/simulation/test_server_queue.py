@@ -24,6 +24,7 @@ def queue(workers: int, step: Seconds | list[Seconds], costs: Costs, **given: An
         Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000),
         Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, shards=5),
         Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, push=1.0, shards=5).over(Link(1e-5, 20)),
+        Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, shards=5, apart=True).over(Link(1e-5, 20)),
     ],
 )
 def test_one_worker_takes_its_steps_and_exchanges_one_after_another(costs: Costs) -> None:
@@ -31,19 +32,19 @@ def test_one_worker_takes_its_steps_and_exchanges_one_after_another(costs: Costs
     assert found.updates_per_second == pytest.approx(1 / costs.alone, rel=EXACT)
     assert found.waiting == pytest.approx(costs.exchanging / costs.alone, rel=EXACT)
     assert found.server == pytest.approx(costs.server / costs.shards / costs.alone, rel=EXACT)
-    assert found.incoming == pytest.approx(costs.pushing / costs.alone, abs=EXACT)
-    assert found.outgoing == pytest.approx(costs.pulling / costs.alone, abs=EXACT)
+    assert found.incoming == pytest.approx(costs.pushing / costs.links / costs.alone, abs=EXACT)
+    assert found.outgoing == pytest.approx(costs.pulling / costs.links / costs.alone, abs=EXACT)
     assert found.staleness == 0.0
 
 
-@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize(("shards", "apart"), [(1, False), (4, False), (4, True)])
 @pytest.mark.parametrize("link", [None, Link(1e-3), Link(1e-6)], ids=str)
 @pytest.mark.parametrize("workers", [2, 5, 16, 300])
 def test_steady_times_reach_the_asymptotic_bound_of_a_closed_queue(
-    workers: int, link: Link | None, shards: int
+    workers: int, link: Link | None, shards: int, apart: bool
 ) -> None:
     """What ``capacity`` says of a run's server, in the unsaturated and in the saturated end."""
-    costs = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, shards=shards)
+    costs = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, shards=shards, apart=apart)
     costs = costs if link is None else costs.over(link)
     found = queue(workers, costs.step, costs)
     assert found.updates_per_second == pytest.approx(costs.updates_per_second(workers), rel=0.002)
