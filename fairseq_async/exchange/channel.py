@@ -38,6 +38,8 @@ class Channel:
         any_length: whether the tensor behind a message may be shorter than its room, as a compressed payload is.
         with_tensor: whether the last message had a tensor behind it.
         tensor_bytes: number of bytes of that tensor.
+        companions: channels that receive their own next message while this one waits for its own; their :meth:`receive`
+            returns it.
     """
 
     def __init__(self, connection: socket.socket, largest: int = LARGEST) -> None:
@@ -48,6 +50,7 @@ class Channel:
         self.with_tensor = self.any_length = False
         self.tensor_bytes = 0
         self.room: Tensor | None = None
+        self.companions: Sequence[Channel] = ()
         self._received = bytearray()
         self._body: bytes | None = None  # body of a message whose tensor is on its way
         self._largest_sent = 0  # bytes of the largest tensor that was queued so far
@@ -124,18 +127,15 @@ class Channel:
             stream.drop()
         self.end()
 
-    def receive(self, meanwhile: Sequence["Channel"] = ()) -> bytes:
+    def receive(self) -> bytes:
         """Waits for the next message, and returns its body.
-
-        Args:
-            meanwhile: channels that receive their own next message at the same time; their :meth:`receive` returns it.
 
         Raises:
             ExchangeError: the peer closed the connection; as a ProtocolError: it announced a message or tensor whose
                 size is not allowed.
         """
         while (message := self._next()) is None:
-            others = [other for other in meanwhile if not other._is_whole]
+            others = [other for other in self.companions if not other._is_whole]
             awaited = [*self.awaited, *(stream for other in others for stream in other.awaited)]
             if len(awaited) == 1:
                 self._read(awaited[0])

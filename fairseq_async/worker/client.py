@@ -128,7 +128,7 @@ class Client(LastingConnection):
         """Sets where the tensor behind the next answer is received. Runs at each attempt to send a request, since the
         connection may be another after the server has come back; returns None: no tensor goes with the request."""
         if self._lines is not None:
-            self._lines.open(self.slot)
+            self._channel.companions = self._lines.open(self.slot)
         self._receiver.open(self._channel, self._part(fragment_of) if self.remote else None)
 
     def pull(
@@ -184,6 +184,7 @@ class Client(LastingConnection):
         """Writes the parts from shards on other machines into the slot."""
         if self._lines is not None:
             self._lines.take(reply, self.slot)
+            self._channel.companions = ()  # until the next pull there is no room for what comes
 
     def _take_brought(self, push: Push, answer: PushReply) -> None:
         """Takes the parameters behind an answer to a push, for the next :meth:`pull`, which otherwise requests them."""
@@ -191,7 +192,7 @@ class Client(LastingConnection):
         request = protocol.Pull(answer.assignment.look_ahead, starts=True, fragment_of=fragment_of)
         try:
             self._make_room(fragment_of)
-            reply = self._channel.answer(protocol.PullReply, self._receiving)
+            reply = self._channel.answer(protocol.PullReply)
             self._take_parts(reply)
             self._brought = request, self._take(reply, request)
         except ExchangeError as error:

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fairseq_async.addresses import LOOPBACK
 from fairseq_async.errors import ExchangeError, RefusedError
-from fairseq_async.exchange import Channel, SharedMemory
+from fairseq_async.exchange import SharedMemory
 from fairseq_async.exchange.tls import worker_context
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, protocol
@@ -143,7 +143,7 @@ class LastingConnection:
             while True:
                 try:
                     self._send(protocol.encode(self._rebased(request)), tensor(), request)
-                    return self._outdated(self._channel.answer(expected, self._receiving))
+                    return self._outdated(self._channel.answer(expected))
                 except ExchangeError as error:
                     self._reconnect(error)
 
@@ -152,11 +152,6 @@ class LastingConnection:
             self._lines.send(request.sequence, self.slot, self._channel, body, tensor)
         else:
             self._channel.send(body, tensor)
-
-    @property
-    def _receiving(self) -> Sequence[Channel]:
-        """The connections on which parts of the parameters may come together with an answer."""
-        return () if self._lines is None else self._lines.connections
 
     def _rebased(self, request: Request) -> Request:
         """Lowers a push's base version to that of a server that came back, which may be at an earlier version."""

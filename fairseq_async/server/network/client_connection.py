@@ -5,7 +5,6 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -115,11 +114,8 @@ class Connection(Channel):
         self.timeout = seconds
         self.notice_death(seconds)
 
-    def answer(self, expected: type[_Answer], meanwhile: Sequence[Channel] = ()) -> _Answer:
+    def answer(self, expected: type[_Answer]) -> _Answer:
         """Waits for the answer to the last request, and logs from time to time that it still waits.
-
-        Args:
-            meanwhile: channels that receive at the same time; see :meth:`~fairseq_async.exchange.Channel.receive`.
 
         Raises:
             RefusedError: the server has refused the request.
@@ -127,7 +123,7 @@ class Connection(Channel):
         asked_at = time.monotonic()
         while not self.is_readable(_SILENCE):
             logger.warning("no answer from the server since %.0f s; still waiting", time.monotonic() - asked_at)
-        return parse_answer(self.receive(meanwhile), expected)
+        return parse_answer(self.receive(), expected)
 
     def is_readable(self, seconds: float) -> bool:
         """Whether data is there or arrives within this time, or the connection ends."""
