@@ -183,7 +183,8 @@ class Replay:
             try:
                 self._repeat(group)
             except DifferenceError as error:
-                raise self._missing() or error from None
+                known = all(event.worker in self.run.workers for event in group)
+                raise (self._missing() if known else None) or error from None
             if group[-1].checksum is not None:
                 self.compared += 1
                 yield self.server.version
