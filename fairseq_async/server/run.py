@@ -135,7 +135,7 @@ class Run:
         self.upstream = self._upstream(coordinator, state or {})
         server = coordinator.server
         resumed = state is not None
-        self._recorder = Recorder(self.run_dir, server, self.hosts, resumed) if self.spec.server.record else None
+        self._recorder = Recorder(self.run_dir, server, resumed, self.hosts) if self.spec.server.record else None
         self._events = EventLog(self.run_dir, server.sequences, source, time, self._tell)
         description = {"workers": self.spec.workers, "method": self.spec.to_json(), "layout": self.layout.to_json()}
         (self.run_dir / "run.json").write_text(json.dumps(description, indent=1) + "\n")

@@ -163,13 +163,13 @@ class Recorder:
     """Writes the server's first state, and adds to events the fields that a replay needs besides.
 
     Args:
-        hosts: the shards on other machines.
         resumed: whether the first state is a checkpoint's or a snapshot's.
+        hosts: the shards on other machines; None where there are none.
     """
 
-    def __init__(self, run_dir: Path, server: ParameterServer, hosts: Hosts, resumed: bool) -> None:
-        self._server, self._hosts, self._version = server, hosts, server.version
-        whole = hosts.completed(server.state_dict())
+    def __init__(self, run_dir: Path, server: ParameterServer, resumed: bool, hosts: Hosts | None = None) -> None:
+        self._server, self._hosts, self._version = server, hosts or Hosts(), server.version
+        whole = self._hosts.completed(server.state_dict())
         state = {"server": whole, "resumed": resumed, "threads": torch.get_num_threads()}
         with open(run_dir / START, "wb", opener=private) as file:
             torch.save(state, file)
