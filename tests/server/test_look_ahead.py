@@ -31,6 +31,18 @@ def test_a_number_is_for_all_workers_whatever_their_staleness() -> None:
     assert look_ahead.of(0) == look_ahead.of(1) == 1.5
 
 
+def test_versions_of_another_part_of_the_model_are_compared_with_none() -> None:
+    """A server with shards on other machines has a part of the model; the next one may have all of it."""
+    part, whole = walked(*[[1.0, 2.0]] * 4), LookAhead(None)
+    whole.load_state_dict(part.state_dict())
+    whole.follow(4, torch.zeros(5))
+    whole.follow(5, torch.ones(5))
+    whole.note(0, 2, 3)
+    assert whole.of(0) == 0.0
+    whole.note(0, 4, 1)
+    assert whole.of(0) == 1.0
+
+
 def walked(*steps: list[float]) -> LookAhead:
     """The parameters have taken these steps."""
     look_ahead, place = LookAhead(None), torch.zeros(len(steps[0]))

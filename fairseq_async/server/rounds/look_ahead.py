@@ -32,9 +32,13 @@ class LookAhead:
         self._staleness: dict[int, float] = {}
         self._steps: dict[int, float] = {}
         self._path: dict[int, Tensor] = {}  # a sample of the parameters at each of the last versions
+        self._parameters: int | None = None  # how many the samples are of; None if that was not kept
 
     def follow(self, version: int, parameters: Tensor) -> None:
         """Keeps a sample of the parameters at the server's present version."""
+        if self._parameters not in (None, parameters.numel()):
+            self._path = {}  # of a server that had another part of the model, or all of it
+        self._parameters = parameters.numel()
         if self.versions is None and version not in self._path:
             stride = max(1, parameters.numel() // _SAMPLE)
             self._path[version] = parameters[::stride].detach().clone()
@@ -73,10 +77,12 @@ class LookAhead:
         return float((end.double() - start) @ step) / size if size > 0 else None
 
     def state_dict(self) -> State:
-        return {"staleness": self._staleness, "steps": self._steps, "path": self._path}
+        kept = {"staleness": self._staleness, "steps": self._steps, "path": self._path}
+        return kept | {"parameters": self._parameters}
 
     def load_state_dict(self, state: State) -> None:
         self._staleness, self._steps, self._path = (dict(state[key]) for key in ("staleness", "steps", "path"))
+        self._parameters = state.get("parameters")  # not in an older snapshot
 
 
 def _moved(mean: float | None, newest: float) -> float:
