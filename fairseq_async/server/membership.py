@@ -110,7 +110,9 @@ class Membership:
                 raise RefusedError(f"{JOINERS} workers have joined this run already; there is room for no more")
             return free[0]
         known = range(self.announced, self.capacity) if joins else range(self.announced)
-        if asked is None or asked not in known:
+        if asked is None:
+            raise RefusedError("this is the server of a run, not a shard of one")
+        if asked not in known:
             raise RefusedError(f"this run has {self.announced} workers; there is no worker {asked}")
         here = self.members.get(asked)
         if here is not None and here.instance != instance and not self.is_silent(asked, now):

@@ -315,7 +315,7 @@ class Run:
         if (count := state.get("server_shards", 1)) != (now := self.spec.server.shards):
             raise RefusedError(
                 f"the checkpoint's state is of a server in {count} shards, this run's is in {now}: give "
-                f"{option('server_shards')} {count}, or {option('reset_optimizer')}"
+                f"{as_many(count, len(self.spec.server.hosts))}, or {option('reset_optimizer')}"
             )
         before, own = state.get("inner_optimizer"), inner_optimizer(self.spec)
         if before != own and before is not None:
@@ -323,6 +323,13 @@ class Run:
                 f"the checkpoint's inner optimizer is {before}, this run's is {own}: give "
                 f"{option('inner_optimizer')} {before}, or {option('reset_optimizer')}"
             )
+
+
+def as_many(shards: int, hosts: int) -> str:
+    """Returns what gives a server in so many shards to a user who has given so many hosts of shards."""
+    if shards > hosts:
+        return f"{option('server_shards')} {shards - hosts}"
+    return f"{option('shard_hosts')} with {shards - 1}" if shards > 1 else f"no {option('shard_hosts')}"
 
 
 def inner_optimizer(spec: MethodSpec) -> str | None:

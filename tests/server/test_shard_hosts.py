@@ -2,10 +2,12 @@
 
 import json
 import socket
+import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread, Timer
 from typing import Any
 
 import pytest
@@ -21,11 +23,12 @@ from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.methods import outer_rule
 from fairseq_async.server import gradient_main, local_sgd_main
 from fairseq_async.server.coordinator import build_server
-from fairseq_async.server.network.client_connection import Endpoint
+from fairseq_async.server.network.client_connection import Connection, Endpoint
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
 from fairseq_async.server.plan import Build
 from fairseq_async.server.protocol import Pull, PullReply
 from fairseq_async.server.receipt import Status
+from fairseq_async.server.run import as_many
 from fairseq_async.server.run_files.event_log import checksum
 from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy
 from fairseq_async.server.shards.division import kept_here
@@ -219,6 +222,22 @@ def test_a_server_goes_on_from_a_state_also_with_other_hosts(method: str, hosts:
             assert torch.equal(found, expected)
 
 
+def test_a_start_ahead_of_the_first_version_is_that_version(hosts: ShardHosts, tmp_path: Path) -> None:
+    """Also of one whose state has no step before it; of a state that has one, no more is kept than is needed."""
+    given = server_options(hosts.addresses)
+    with served(gradient_main.build, hybrid(given, look_ahead="auto"), tmp_path) as first:
+        start = first.start(0)
+        assert torch.equal(first.start(1, look_ahead=1.5), start)
+        first.push(0, 4)
+        whole = {name: value.clone() if torch.is_tensor(value) else value for name, value in first.state.items()}
+    with served(gradient_main.build, hybrid(given, look_ahead="off"), tmp_path) as second:
+        second.server.load_state_dict(second.hosts.restored(whole, second.here))
+        assert torch.equal(second.start(0), whole["parameters"])
+    with served(gradient_main.build, hybrid(given, look_ahead="auto"), tmp_path) as third:
+        third.server.load_state_dict(third.hosts.restored(whole | {"before_last_step": None}, third.here))
+        assert torch.equal(third.start(0, look_ahead=1.5), whole["parameters"])
+
+
 def test_a_nan_at_one_host_keeps_the_update_out_of_all(hosts: ShardHosts, tmp_path: Path) -> None:
     with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
         before = made.start(0)
@@ -252,6 +271,27 @@ def test_the_update_after_one_that_waits_does_not_overwrite_it(hosts: ShardHosts
         assert [first.norm, second.norm] == pytest.approx([LAYOUT.size**0.5, 5 * LAYOUT.size**0.5])
 
 
+def test_what_is_left_of_a_lost_connection_changes_no_update(hosts: ShardHosts, tmp_path: Path) -> None:
+    """A worker is killed in the middle of an update, and started again with another batch."""
+    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
+        made.lines[0].connect()
+        lost: Channel = made.lines[0].connections[0]
+        half, rest = torch.full((made.remote[0].place.size,), 7.0).view(torch.uint8).split(8000)[:2]
+        lost.send(encode(Place(0)))
+        lost.connection.sendall(struct.pack("!IQ", len(encode(Bytes())), 4 * made.remote[0].place.size))
+        lost.connection.sendall(encode(Bytes()) + bytes(half.numpy().data))
+        made.lines[0].connections = []
+        assert made.push(0, 1)[0].status is Status.APPLIED
+        with suppress(OSError):
+            lost.connection.sendall(bytes(rest.numpy().data))
+        lost.close()
+        made.push(1, 1)
+        found = made.start(0)
+    with served(gradient_main.build, hybrid(ServerOptions()), tmp_path) as alone:
+        alone.push(0, 2)
+        assert torch.equal(alone.start(0), found)
+
+
 def test_a_worker_that_lies_loses_its_connection_and_no_other(hosts: ShardHosts, tmp_path: Path) -> None:
     with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
         for lie in (Bytes(), Apply(0, False, 0, 0, 1.0, 1.0, 1), None, "long"):
@@ -269,7 +309,7 @@ def test_a_worker_that_lies_loses_its_connection_and_no_other(hosts: ShardHosts,
 
 
 def test_strangers_second_servers_and_other_programs_are_refused(hosts: ShardHosts, tmp_path: Path) -> None:
-    spec = hybrid(server_options(hosts.addresses))
+    spec = hybrid(server_options(hosts.addresses, worker_timeout=0.5))
     parameters = torch.zeros(LAYOUT.size)
     with pytest.raises(RefusedError, match="wrong token"):
         connect_hosts(Reach("another token than theirs", "", None, print), spec, LAYOUT, parameters)
@@ -292,11 +332,42 @@ def test_a_server_that_is_gone_leaves_a_shard_for_the_next(hosts: ShardHosts, tm
                 made.place(0, 1)
 
 
+@pytest.mark.parametrize(
+    ("worker", "joins", "said"),
+    [
+        (-1, False, "worker -1: the workers"),
+        (1000, False, "from 0 to 17"),
+        (None, True, "join at the address of the se"),
+    ],
+)
+def test_a_host_takes_no_worker_that_the_server_would_not_take(
+    worker: int | None, joins: bool, said: str, hosts: ShardHosts, tmp_path: Path
+) -> None:
+    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
+        with pytest.raises(RefusedError, match=said):
+            Connection(Endpoint(hosts.addresses[0], TOKEN, joins, instance="another"), worker)
+        assert len(made.push(0, 2)) == 2
+
+
+def test_a_server_waits_until_its_host_finds_that_the_one_before_is_gone(hosts: ShardHosts, tmp_path: Path) -> None:
+    """The machine of that one has failed, so the host still has its connection."""
+    spec = hybrid(server_options(hosts.addresses))
+    with served(gradient_main.build, spec, tmp_path) as first:
+        found = Timer(1.0, lambda: [shard.close() for shard in first.remote])
+        found.start()
+        with served(gradient_main.build, spec, tmp_path) as second:
+            assert len(second.push(0, 2)) == 2
+        found.join()
+
+
 def test_a_host_that_was_killed_ends_the_server(tmp_path: Path) -> None:
     with shard_hosts(tmp_path, 1) as own:
         with served(gradient_main.build, hybrid(server_options(own.addresses)), tmp_path) as made:
             made.push(0, 2)
+            made.hosts.check()
             own.kill(0)
+            with pytest.raises(HalfAppliedError, match="shard 1 of the server, at .* is gone"):
+                made.hosts.check()
             with pytest.raises(HalfAppliedError, match="shard 1 of the server"):
                 made.server.push(Update(0, 1, 0, 1.0, made.memory.slot(0)[made.here]))
 
@@ -310,9 +381,35 @@ def test_a_host_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         address = f"127.0.0.1:{closed.getsockname()[1]}"
     said: list[str] = []
     spec = hybrid(server_options([address]))
-    with pytest.raises(RefusedError, match=f"no shard at {address}; start it there with: fairseq-async shard"):
+    with pytest.raises(RefusedError, match=rf"no shard at {address} \(.*\); start it there with"):
         connect_hosts(Reach(TOKEN, "", None, said.append), spec, LAYOUT, torch.zeros(LAYOUT.size))
-    assert said == [f"the run waits: no shard at {address}; start it there with: fairseq-async shard {address}"]
+    lacks = f"no shard at {address} (Connection refused); start it there with: fairseq-async shard {address}"
+    assert said == [f"the run waits: {lacks}"]
+
+
+def test_a_host_that_has_encrypted_connections_is_not_said_to_be_missing_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fairseq_async.server.shards import remote
+
+    monkeypatch.setattr(remote, "_ARRIVAL_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        Thread(target=lambda: listener.accept()[0].close()).start()  # as a TLS host does, after its ten seconds
+        with pytest.raises(RefusedError, match="does it need --tls?"):
+            connect_hosts(Reach(TOKEN, "", None, print), hybrid(server_options([address])), LAYOUT, torch.zeros(9))
+
+
+def test_what_says_nothing_holds_a_server_up_no_longer_than_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program's port, or the server's own: it must still end when nobody waits for it."""
+    from fairseq_async.server.shards import remote
+
+    monkeypatch.setattr(remote, "_GREETING_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        reach = Reach(TOKEN, "", None, print, abandoned=lambda: True)
+        with pytest.raises(RefusedError, match=rf"no shard at {address} \(.*says nothing.*\); start it there with"):
+            connect_hosts(reach, hybrid(server_options([address])), LAYOUT, torch.zeros(LAYOUT.size))
 
 
 @pytest.mark.parametrize(
@@ -342,6 +439,13 @@ def test_more_shards_than_tensors_are_refused() -> None:
     spec = hybrid(server_options([f"a:{port}" for port in range(1, 7)]))
     with pytest.raises(RefusedError, match="--server-shards and --shard-hosts make 7 shards: the model has 6 tensors"):
         kept_here(spec, LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("before", "remedy"), [(4, "--server-shards 2"), (2, "--shard-hosts with 1"), (1, "no --shard-hosts")]
+)
+def test_a_state_of_another_number_of_shards_names_what_gives_as_many(before: int, remedy: str) -> None:
+    assert as_many(before, hosts=2) == remedy
 
 
 def test_an_older_description_has_no_hosts() -> None:

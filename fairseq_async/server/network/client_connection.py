@@ -31,6 +31,7 @@ class Endpoint:
         joins: whether the worker was not announced.
         instance: identifies the worker's process, which may connect again.
         encryption: TLS context of the connections; None for no encryption.
+        patience: seconds for the first message; None for what a server may need that has just been started.
     """
 
     address: str
@@ -38,6 +39,7 @@ class Endpoint:
     joins: bool
     instance: str
     encryption: ssl.SSLContext | None = None
+    patience: float | None = None
 
 
 class Connection(Channel):
@@ -61,8 +63,9 @@ class Connection(Channel):
 
     def __init__(self, endpoint: Endpoint, worker: int | None, streams: int = 1, stream_of: str | None = None) -> None:
         address, token = endpoint.address, endpoint.token
-        super().__init__(_open(address, endpoint.encryption))
-        theirs = self._greeting(address).challenge
+        patience = _GREETING_SECONDS if endpoint.patience is None else endpoint.patience
+        super().__init__(_open(address, endpoint.encryption, patience))
+        theirs = self._greeting(address, patience).challenge
         self.connection.settimeout(CONNECT_SECONDS)
         ours = challenge()
         own = proof(token, "worker", theirs, ours)
@@ -90,12 +93,12 @@ class Connection(Channel):
                 f"not all connections to the server at {endpoint.address} could be made: {error}"
             ) from error
 
-    def _greeting(self, address: str) -> Greeting:
+    def _greeting(self, address: str, seconds: float) -> Greeting:
         """Receives the first message. A server that refuses this side's certificate says so after the handshake."""
-        deadline = time.monotonic() + _GREETING_SECONDS
-        while not self.is_readable(_SILENCE) and time.monotonic() < deadline:
+        deadline = time.monotonic() + seconds
+        while not self.is_readable(min(_SILENCE, seconds)) and time.monotonic() < deadline:
             logger.warning("the server at %s says nothing yet; still waiting", address)
-        self.connection.settimeout(max(CONNECT_SECONDS, deadline - time.monotonic()))
+        self.connection.settimeout(max(min(CONNECT_SECONDS, seconds), deadline - time.monotonic()))
         try:
             return parse_answer(self.receive(), Greeting)
         except ExchangeError as error:
@@ -130,12 +133,12 @@ class Connection(Channel):
         return self.has_message or self.happens(select.POLLIN, seconds)
 
 
-def _open(address: str, encryption: ssl.SSLContext | None) -> socket.socket:
+def _open(address: str, encryption: ssl.SSLContext | None, patience: float) -> socket.socket:
     """Returns a new connection, with the timeout for the server's first message."""
     host, _, port = address.rpartition(":")
     try:
         connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
     except (OSError, ValueError, OverflowError) as error:
         raise ExchangeError(f"no server at {address} ({option('server')}): {error}") from error
-    connection.settimeout(_GREETING_SECONDS)
+    connection.settimeout(patience)
     return connection if encryption is None else tls.connected(encryption, connection, address)

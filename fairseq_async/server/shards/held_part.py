@@ -47,10 +47,10 @@ class HeldPart:
             clips.norm_of_all = lambda norm: root_of_all(squared_of_all(norm), norm)
 
     def place_for(self, worker: int, sequence: int) -> Tensor:
-        """Returns the memory for a worker's part of an update, which is not whole before :meth:`note_placed`."""
+        """Returns the memory for a worker's part of an update, which is not whole before :meth:`note_placed`. Where the
+        part before was not whole, a connection that is lost may still have bytes for it: this is other memory."""
         key = worker, sequence % 2
-        self._numbers.pop(key, None)
-        if key not in self._updates:
+        if self._numbers.pop(key, None) is None:
             self._updates[key] = torch.empty_like(self.parameters)
         return self._updates[key]
 
@@ -89,6 +89,14 @@ class HeldPart:
         if give.look_ahead and self.before is not None:
             return torch.lerp(self.before, self.parameters, 1.0 + give.look_ahead)
         return (self.rule.dispatch(self.parameters) if give.starts else self.parameters).clone()
+
+    def take(self, store: Store, content: Tensor) -> None:
+        """Goes on from what the server has sent, which is in the memory that :meth:`room` has given."""
+        if store.what == "state":
+            loaded = torch.load(io.BytesIO(content.numpy().data), map_location="cpu", weights_only=True)
+            self.rule.load_state_dict(loaded)
+        elif store.what == "parameters" and self.before is not None:
+            self.before.copy_(self.parameters)  # those before the last step come next, if there was one
 
     def room(self, store: Store) -> Tensor:
         """Returns the memory for what the server sends: a vector in its place, or the bytes of a state."""

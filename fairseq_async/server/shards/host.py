@@ -1,6 +1,5 @@
 """A process that holds one shard of a run's server on another machine, with its own part of the workers' traffic."""
 
-import io
 import select
 import socket
 import ssl
@@ -16,7 +15,7 @@ from fairseq_async.algorithms.threads import forget_threads
 from fairseq_async.errors import AsyncError, ExchangeError, ProtocolError, RefusedError
 from fairseq_async.exchange.channel import LARGEST
 from fairseq_async.server import protocol
-from fairseq_async.server.membership import Membership
+from fairseq_async.server.membership import JOINERS, Membership
 from fairseq_async.server.network.connection_loop import ConnectionLoop
 from fairseq_async.server.network.peers import Handshake, Peer, RefusalLog
 from fairseq_async.server.notices import Tell, tell_log
@@ -25,6 +24,7 @@ from fairseq_async.server.shards.build import part_of
 from fairseq_async.server.shards.division import at_hosts
 from fairseq_async.server.shards.held_part import HeldPart
 from fairseq_async.server.shards.messages import (
+    TAKEN,
     Begin,
     Bytes,
     Digest,
@@ -78,7 +78,7 @@ class ShardHost:
         self._server: Peer | None = None
         self._workers: dict[int, Peer] = {}
         self._held: HeldPart | None = None
-        self._timeout = 60.0
+        self._timeout, self._room_for = 60.0, 0  # seconds, and workers, as the run's server has them
         self._stored: tuple[Store, Tensor] | None = None  # what the next bytes from the server are
         self._placed: dict[Peer, int] = {}  # number of the update of which the next bytes from a worker are
 
@@ -129,10 +129,7 @@ class ShardHost:
 
     def _introduce(self, peer: Peer, body: bytes) -> None:
         try:
-            introduce = self.handshake.checked(peer, protocol.parse_request(body))
-            is_server = introduce.worker is None
-            if is_server and self._server is not None and not self._server.channel.is_closed():
-                raise RefusedError("this shard belongs to another server, which is there")
+            introduce = self._checked(peer, body)
         except RefusedError as error:
             self.refusals.count("introduction", peer.name, error)
             self._answer(peer, protocol.encode(protocol.ErrorReply(str(error))))
@@ -147,6 +144,17 @@ class ShardHost:
             self._enter_server(peer)
         else:
             self._enter_worker(peer, worker)
+
+    def _checked(self, peer: Peer, body: bytes) -> protocol.Introduce:
+        introduce = self.handshake.checked(peer, protocol.parse_request(body))
+        worker = introduce.worker
+        if introduce.joins:
+            raise RefusedError("this is a shard of a run's server: join at the address of the server itself")
+        if worker is None and self._server is not None and not self._server.channel.is_closed():
+            raise RefusedError(TAKEN)
+        if worker is not None and self._held is not None and not 0 <= worker < self._room_for:
+            raise RefusedError(f"worker {worker}: the workers of this run have numbers from 0 to {self._room_for - 1}")
+        return introduce
 
     def _enter_server(self, peer: Peer) -> None:
         if self._server is not None:
@@ -200,16 +208,15 @@ class ShardHost:
         rule, _ = build(*part_of(spec, layout, place.tensors), parameters)
         looks_ahead = spec.look_ahead != 0.0
         self._held = HeldPart(place, rule, parameters, looks_ahead, lambda norm: self._norm_of_all(server, norm))
-        self._timeout = spec.server.worker_timeout
+        self._timeout, self._room_for = spec.server.worker_timeout, spec.workers + JOINERS
+        server.channel.notice_death(self._timeout)
         self.tell(f"shard {begin.shard} of {spec.server.shards}, {place.size:,} of {layout.size:,} parameters")
 
     def _take_stored(self, server: Peer, held: HeldPart) -> None:
         if self._stored is None or not server.channel.with_tensor:
             raise ProtocolError("bytes that were not announced")
         (store, content), self._stored, server.channel.room = self._stored, None, None
-        if store.what == "state":
-            loaded = torch.load(io.BytesIO(content.numpy().data), map_location="cpu", weights_only=True)
-            held.rule.load_state_dict(loaded)
+        held.take(store, content)
         self._send(server, Done())
 
     def _give(self, held: HeldPart, give: Give) -> None:
@@ -242,8 +249,8 @@ class ShardHost:
 
     def _serve_worker(self, peer: Peer, message: Message) -> None:
         held = self._held
-        if held is None:
-            raise ExchangeError("the server is gone")
+        if held is None or self._workers.get(peer.id) is not peer:
+            raise ExchangeError("the server is gone, or the worker has another connection")
         if isinstance(message, Place):
             self._placed[peer] = message.sequence
             peer.channel.room = held.place_for(peer.id, message.sequence)

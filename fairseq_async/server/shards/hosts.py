@@ -59,8 +59,14 @@ class Hosts:
         given = {name: server[name] for name in _VECTORS if server.get(name) is not None}
         for shard in self.shards:
             for name, whole in given.items():
-                shard.store(_VECTORS[name], shard.place.of(whole))
+                if name == "parameters" or shard.keeps_last_step:
+                    shard.store(_VECTORS[name], shard.place.of(whole))
         return server | {name: whole[own] for name, whole in given.items()}
+
+    def check(self) -> None:
+        """Notices a host that is gone: without their parts at a host, workers send no updates, which would tell."""
+        for shard in self.shards:
+            shard.check()
 
     def finish(self) -> None:
         """Tells the hosts that the run is finished, those that are still there."""

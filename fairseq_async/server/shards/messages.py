@@ -12,6 +12,7 @@ from fairseq_async.server.protocol.message import message
 Held: TypeAlias = Literal["parameters", "before", "state"]
 Size: TypeAlias = Annotated[int, Field(ge=0, le=1 << 46)]
 LARGEST = 1 << 16  # bytes of a message; the text of an error is cut to fit
+TAKEN = "this shard belongs to another server, which is there"  # of the machine of a server that is gone no host knows
 
 
 @message

@@ -19,6 +19,7 @@ from fairseq_async.server.layout import Layout
 from fairseq_async.server.network.client_connection import Connection, Endpoint
 from fairseq_async.server.shards.division import at_hosts
 from fairseq_async.server.shards.messages import (
+    TAKEN,
     Begin,
     Bytes,
     Done,
@@ -37,6 +38,7 @@ from fairseq_async.server.shards.messages import (
 )
 
 _ARRIVAL_SECONDS = 600.0  # that a server waits for its hosts: someone may have to start one again
+_GREETING_SECONDS = 5.0  # for a host's first message: meanwhile the server does nothing else, and does not end either
 _PAUSE = 0.5  # seconds between two attempts to connect
 _QUIET_SECONDS = 5.0  # of waiting, after which the user is told
 _Answer = TypeVar("_Answer", bound=Message)
@@ -70,27 +72,33 @@ class Reach:
             RefusedError: the host refuses the server, or does not come.
         """
         encryption = None if self.tls is None else worker_context(self.tls)
-        endpoint = Endpoint(address, self.token, joins=False, instance="server", encryption=encryption)
-        began, told = time.monotonic(), False
+        endpoint = Endpoint(address, self.token, False, "server", encryption, _GREETING_SECONDS)
+        began, told, cause = time.monotonic(), False, AsyncError()
         while True:
             try:
                 connection = Connection(endpoint, None)
                 connection.give_up_after(seconds)
                 return connection
             except RefusedError as error:
-                raise RefusedError(f"the shard at {address} ({option('shard_hosts')}): {error}") from error
+                lacks, cause, patience = f"the shard at {address}: {error}", error, 0.0
+                if TAKEN in str(error):  # by the server before this one, until the host finds that it is gone
+                    patience = 2 * seconds
             except ExchangeError as error:
-                waited = time.monotonic() - began
-                if waited > _ARRIVAL_SECONDS or self.abandoned():
-                    raise RefusedError(f"{option('shard_hosts')}: {_missing(address)}: {error}") from error
-                if waited > _QUIET_SECONDS and not told:
-                    self.tell(f"the run waits: {_missing(address)}")
-                    told = True
-                time.sleep(_PAUSE)
+                lacks, cause, patience = _missing(address, error), error, _ARRIVAL_SECONDS
+            waited = time.monotonic() - began
+            if waited > patience or self.abandoned():
+                raise RefusedError(f"{option('shard_hosts')}: {lacks}") from cause
+            if waited > _QUIET_SECONDS and not told:
+                self.tell(f"the run waits: {lacks}")
+                told = True
+            time.sleep(_PAUSE)
 
 
-def _missing(address: str) -> str:
-    return f"no shard at {address}; start it there with: fairseq-async shard {address}"
+def _missing(address: str, error: ExchangeError) -> str:
+    """Says why there is no shard: nothing answers, or what answers is none, or does not speak as the server does."""
+    cause = error.__cause__
+    reason = cause.strerror or cause if isinstance(cause, OSError) else error
+    return f"no shard at {address} ({reason}); start it there with: fairseq-async shard {address}"
 
 
 class RemoteShard:
@@ -101,9 +109,11 @@ class RemoteShard:
 
     Attributes:
         place: the shard's place in the model.
+        keeps_last_step: whether it keeps the parameters before the last step.
     """
 
     shares_memory = False
+    keeps_last_step = False
 
     def __init__(self, address: str, number: int, place: Fragment, connection: Connection) -> None:
         self.address, self.number, self.place, self._channel = address, number, place, connection
@@ -115,13 +125,18 @@ class RemoteShard:
 
         Raises:
             RefusedError: it cannot.
+            HalfAppliedError: it is gone.
         """
-        self.send(Begin(program, spec, layout, self.number))
-        try:
-            self.ask(None, Done)
-        except HalfAppliedError as error:  # nothing was applied yet
-            raise RefusedError(str(error)) from error
+        self._send(Begin(program, spec, layout, self.number))
+        if isinstance(answer := self._next(), Failed):
+            raise RefusedError(f"{self._name} cannot begin: {answer.error}")
+        self.keeps_last_step = spec.look_ahead != 0.0
         self.store("parameters", self.place.of(parameters))
+
+    def check(self) -> None:
+        """Raises a HalfAppliedError if the host is gone: of its own accord it sends nothing."""
+        if self._channel.is_closed():
+            raise HalfAppliedError(f"{self._name} is gone")
 
     def select(self, fragment: int) -> None:
         """Does nothing: there is one fragment, the whole model."""
@@ -188,13 +203,15 @@ class RemoteShard:
             raise self._gone(error) from error
 
     def _receive(self) -> Message:
-        try:
-            answer = parse(self._channel.receive())
-        except (ExchangeError, ValidationError) as error:
-            raise self._gone(error) from error
-        if isinstance(answer, Failed):
+        if isinstance(answer := self._next(), Failed):
             raise HalfAppliedError(f"{self._name} has failed: {answer.error}")
         return answer
+
+    def _next(self) -> Message:
+        try:
+            return parse(self._channel.receive())
+        except (ExchangeError, ValidationError) as error:
+            raise self._gone(error) from error
 
     def _receive_bytes(self, announced: Sized) -> Tensor:
         content = torch.empty(announced.size, dtype=torch.uint8, device="cpu")
