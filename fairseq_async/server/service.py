@@ -151,9 +151,9 @@ class Service(Connections):
             return 1.0
 
     def _tick(self) -> float:
-        run = self.begun
-        if run is None:
+        if (run := self.begun) is None:
             return 1.0
+        run.hosts.check()
         coordinator = run.coordinator
         use_idle_cores(self.peers, self.membership, run.spec.server.server_threads)
         began, outcome = time.perf_counter(), coordinator.tick(self.clock())

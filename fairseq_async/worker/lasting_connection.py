@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.addresses import LOOPBACK
-from fairseq_async.errors import ExchangeError, RefusedError
+from fairseq_async.errors import ExchangeError, RefusedError, option
 from fairseq_async.exchange import SharedMemory
 from fairseq_async.exchange.tls import worker_context
 from fairseq_async.method_spec import MethodSpec
@@ -254,6 +254,8 @@ class LastingConnection:
         welcome = self._hello()
         if begun and not welcome.initialised:
             raise RefusedError(f"the server at {self.address} came back without the run's state, see server.log")
+        if self._lines is not None and welcome.initialised:  # here, and not at the next request, for pauses between
+            self._lines.connect()  # the attempts
         if self._channel.server != self._server:
             self._server, self._restored_version = self._channel.server, welcome.version
         return welcome
@@ -272,7 +274,12 @@ class LastingConnection:
 
     @property
     def loss(self) -> str:
-        """The message for the case that the server stays away."""
+        """The message for the case that the server stays away, or a shard on another machine."""
+        if self._lines is not None and self._lines.missing:
+            return (
+                f"the server at {self.address} is there, and its shard at {self._lines.missing} "
+                f"({option('shard_hosts')}) cannot be reached from this machine"
+            )
         return f"the server at {self.address} is gone; the run continues from its last checkpoint when started again"
 
     # Signs of life, from another thread

@@ -33,12 +33,23 @@ class ShardLines:
 
     Attributes:
         connections: those that are open, in the order of the hosts.
+        missing: the address that could not be reached at the last attempt; empty where all could.
     """
 
     def __init__(self, endpoint: Endpoint, worker: int, spec: MethodSpec, layout: Layout) -> None:
         self._endpoints = [replace(endpoint, address=host, joins=False) for host in spec.server.hosts]
         self._worker, self._places, self._timeout = worker, at_hosts(spec, layout), spec.server.worker_timeout
         self.connections: list[Connection] = []
+        self.missing = ""
+
+    def connect(self) -> None:
+        """Makes the connections that are not there; raises an ExchangeError if a host cannot be reached."""
+        for endpoint in self._endpoints[len(self.connections) :]:
+            self.missing = endpoint.address
+            connection = Connection(endpoint, self._worker)
+            connection.give_up_after(self._timeout)
+            self.connections.append(connection)
+        self.missing = ""
 
     def send(self, sequence: int, slot: Tensor, server: Channel, push: bytes, own: Tensor | None) -> None:
         """Brings the shards their parts of the update in the slot, and then the server the message of the update.
@@ -88,10 +99,7 @@ class ShardLines:
         self.connections = []
 
     def _lines(self) -> Sequence[tuple[Connection, Fragment]]:
-        for endpoint in self._endpoints[len(self.connections) :]:
-            connection = Connection(endpoint, self._worker)
-            connection.give_up_after(self._timeout)
-            self.connections.append(connection)
+        self.connect()
         return list(zip(self.connections, self._places, strict=True))
 
 
