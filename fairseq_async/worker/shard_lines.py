@@ -96,7 +96,7 @@ class ShardLines:
         """Closes the connections; the next exchange makes them again."""
         for connection in self.connections:
             connection.close()
-        self.connections = []
+        self.connections, self.missing = [], ""
 
     def _lines(self) -> Sequence[tuple[Connection, Fragment]]:
         self.connect()

@@ -387,6 +387,18 @@ def test_a_host_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert said == [f"the run waits: {lacks}"]
 
 
+def test_a_worker_names_the_host_that_it_misses_until_it_tries_again() -> None:
+    """The next attempt begins with the server, which may be what is gone then."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    lines = ShardLines(Endpoint("", TOKEN, joins=False, instance="test"), 0, hybrid(server_options([address])), LAYOUT)
+    with pytest.raises(ExchangeError):
+        lines.connect()
+    assert lines.missing == address
+    lines.close()
+    assert lines.missing == ""
+
+
 def test_a_host_that_has_encrypted_connections_is_not_said_to_be_missing_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
