@@ -343,7 +343,7 @@ class Service(Connections):
             self.membership.wait(peer.id, "push")
         use_idle_cores(self.peers, self.membership, run.spec.server.server_threads)
         report = replace(push.report, server_seconds=peer.server_seconds, payload=payload)
-        norm = None if peer.channel.with_tensor else push.norm  # of what was sent: what arrived may differ
+        norm = None if peer.channel.with_tensor or run.hosts.shards else push.norm  # what has arrived may differ
         receipt = coordinator.admit(update, report, waits, norm)
         if receipt.status is Status.APPLIED:
             with self.applying():

@@ -26,7 +26,7 @@ from fairseq_async.server.coordinator import build_server
 from fairseq_async.server.network.client_connection import Connection, Endpoint
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
 from fairseq_async.server.plan import Build
-from fairseq_async.server.protocol import Pull, PullReply
+from fairseq_async.server.protocol import Pull, PullReply, Push, Report
 from fairseq_async.server.receipt import Status
 from fairseq_async.server.run import as_many
 from fairseq_async.server.run_files.event_log import checksum
@@ -35,10 +35,13 @@ from fairseq_async.server.shards.division import kept_here
 from fairseq_async.server.shards.hosts import Hosts
 from fairseq_async.server.shards.messages import Apply, Bytes, Place, encode
 from fairseq_async.server.shards.remote import Reach, connect_hosts
+from fairseq_async.worker.client import Client
 from fairseq_async.worker.shard_lines import ShardLines
+from scripts.faults.thread_server import ThreadServer
 from tests.helpers.shard_hosts import TOKEN, ShardHosts, shard_hosts
 from tests.helpers.sharded import ADAM, LAYOUT, OUTER, SIZES, options_of
 
+REPORT = Report(local_steps=1, step_seconds=0.1)
 PROGRAMS = {build: build.__module__ for build in (gradient_main.build, local_sgd_main.build)}
 
 
@@ -256,6 +259,29 @@ def test_an_update_whose_part_is_at_no_host_is_refused(hosts: ShardHosts, tmp_pa
         assert made.server.push(Update(0, 1, 0, 1.0, slot[made.here])).status is Status.REFUSED
         made.place(0, 2)
         assert made.server.push(Update(0, 2, 0, 1.0, slot[made.here])).status is Status.APPLIED
+
+
+def test_a_worker_that_claims_a_norm_and_leaves_a_host_out_is_refused(
+    hosts: ShardHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker on the server's machine, whose own norm counts where there are no hosts."""
+    server = ThreadServer(1, tmp_path, build=local_sgd_main.build, token=TOKEN)
+    client = Client(server.address, TOKEN, 0)
+    try:
+        given = server_options(hosts.addresses)
+        client.join(LAYOUT, local_sgd_spec(options_of("sgd"), 1, [], given, {}))
+        client.slot.zero_()
+        client.initialise(None)
+        assert client._lines is not None
+        with monkeypatch.context() as lying:
+            lying.setattr(client._lines, "send", lambda number, slot, channel, push, own: channel.send(push, own))
+            assert client.push(torch.Tensor.zero_, Push(0, 0, 1.0, REPORT, norm=1.0)).status is Status.REFUSED
+        assert client.push(torch.Tensor.zero_, Push(1, 0, 1.0, REPORT)).status is Status.APPLIED
+    finally:
+        client.close()
+        for shard in server.service.described.hosts.shards:
+            shard.close()
+        server.stop()
 
 
 def test_the_update_after_one_that_waits_does_not_overwrite_it(hosts: ShardHosts, tmp_path: Path) -> None:

@@ -119,9 +119,9 @@ class ShardHost:
             return self._serve_worker(peer, message)
         try:
             self._command(peer, message)
-        except ExchangeError:
-            raise  # the server is gone
         except Exception as error:  # whatever it is, the server is to know
+            if isinstance(error, ExchangeError) and not isinstance(error, ProtocolError):
+                raise  # the server is gone
             self._send(peer, Failed(f"{type(error).__name__}: {error}"[:1000]))
             self._held = None
 
