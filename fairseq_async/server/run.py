@@ -198,7 +198,7 @@ class Run:
             copy(given, server.dispatch_fragment(sequence))
         if compressed is not None:
             compressed.took(worker, given, sequence)
-        return PullReply(server.version, number=self.hosts.give(worker, pull, server.version)), given
+        return PullReply(server.version, number=self.hosts.give(worker, pull)), given
 
     def _takes_again(self, worker: int) -> bool:
         """Notes that a worker takes compressed parameters; returns whether it does so again without an update in

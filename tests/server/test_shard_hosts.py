@@ -119,7 +119,7 @@ class Served:
             self.lines[worker].open(slot)
         self.server.give(worker, slot[self.here], look_ahead, starts)
         if self.lines:
-            self.lines[worker].take(PullReply(self.server.version, number=self.hosts.give(worker, pull, 0)), slot)
+            self.lines[worker].take(PullReply(self.server.version, number=self.hosts.give(worker, pull)), slot)
         return slot.clone()
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Fragment, Rule
+from fairseq_async.algorithms import Rule
 from fairseq_async.algorithms.threads import copy_in_threads
 from fairseq_async.errors import ProtocolError
 from fairseq_async.server.shards.messages import Apply, Give, Held, Measure, Message, Store
@@ -23,20 +23,18 @@ class HeldPart:
     worker. The one after that comes only when the first is applied.
 
     Args:
-        place: the shard's place in the model.
         keeps_last_step: whether to keep the parameters before the last step, for starts ahead of the present ones.
         squared_of_all: returns the squared norm over all shards, given the norm of this one.
     """
 
     def __init__(
         self,
-        place: Fragment,
         rule: Rule,
         parameters: Tensor,
         keeps_last_step: bool,
         squared_of_all: Callable[[Tensor], float],
     ) -> None:
-        self.place, self.rule, self.parameters = place, rule, parameters
+        self.rule, self.parameters = rule, parameters
         self.before = parameters.clone() if keeps_last_step else None
         self._updates: dict[tuple[int, int], Tensor] = {}  # by worker, and whether its number is odd
         self._numbers: dict[tuple[int, int], int] = {}  # of the updates that are whole

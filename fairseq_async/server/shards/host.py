@@ -207,7 +207,7 @@ class ShardHost:
         build = self._load_build(begin.program)
         rule, _ = build(*part_of(spec, layout, place.tensors), parameters)
         looks_ahead = spec.look_ahead != 0.0
-        self._held = HeldPart(place, rule, parameters, looks_ahead, lambda norm: self._norm_of_all(server, norm))
+        self._held = HeldPart(rule, parameters, looks_ahead, lambda norm: self._norm_of_all(server, norm))
         self._timeout, self._room_for = spec.server.worker_timeout, spec.workers + JOINERS
         server.channel.notice_death(self._timeout)
         self.tell(f"shard {begin.shard} of {spec.server.shards}, {place.size:,} of {layout.size:,} parameters")
@@ -222,7 +222,7 @@ class ShardHost:
     def _give(self, held: HeldPart, give: Give) -> None:
         """Sends a worker its part. One that is not connected asks the server again when it is."""
         if (peer := self._workers.get(give.worker)) is not None:
-            self._send(peer, Given(give.number, give.version), held.start(give))
+            self._send(peer, Given(give.number), held.start(give))
 
     def _norm_of_all(self, server: Peer, norm: Tensor) -> float:
         """Returns the squared norm over all shards, in the middle of a step; meanwhile nobody else is served."""

@@ -26,12 +26,12 @@ class Hosts:
         self.shards = shards
         self._given = 0
 
-    def give(self, worker: int, pull: Pull, version: int) -> int:
+    def give(self, worker: int, pull: Pull) -> int:
         """Lets every host send the worker its part of the parameters; returns the number by which the worker knows
         which parts belong together."""
         self._given += 1
         for shard in self.shards:
-            shard.send(Give(worker, self._given, version, pull.look_ahead, pull.starts))
+            shard.send(Give(worker, self._given, pull.look_ahead, pull.starts))
         return self._given
 
     def checksum(self, own: Tensor) -> str:

@@ -193,7 +193,6 @@ class Give:
 
     worker: int
     number: int
-    version: int
     look_ahead: float
     starts: bool
     kind: Literal["give"] = "give"
@@ -243,7 +242,6 @@ class Given:
     """To a worker: the shard's part of the parameters is behind this message; see :class:`Give`."""
 
     number: int
-    version: int
     kind: Literal["given"] = "given"
 
 

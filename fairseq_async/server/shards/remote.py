@@ -162,10 +162,12 @@ class RemoteShard:
             return _written(state, file)
         return answer
 
-    def ask(self, command: Message | None, expected: type[_Answer]) -> _Answer:
-        """Sends a command, if it is not sent yet, and returns its answer."""
-        if command is not None:
-            self._send(command)
+    def ask(self, command: Message, expected: type[_Answer]) -> _Answer:
+        """Sends a command and returns its answer."""
+        self._send(command)
+        return self._answer(expected)
+
+    def _answer(self, expected: type[_Answer]) -> _Answer:
         answer = self._receive()
         if not isinstance(answer, expected):
             raise HalfAppliedError(f"{self._name} answers {answer.kind}")
@@ -178,7 +180,7 @@ class RemoteShard:
     def store(self, what: Held, part: Tensor) -> None:
         """Replaces the shard's part of a vector."""
         self._send_bytes(what, part.contiguous().view(torch.uint8))
-        self.ask(None, Done)
+        self._answer(Done)
 
     def finish(self) -> None:
         """Tells the host that the run is finished."""
@@ -217,7 +219,7 @@ class RemoteShard:
         content = torch.empty(announced.size, dtype=torch.uint8, device="cpu")
         self._channel.room = content
         try:
-            self.ask(None, Bytes)
+            self._answer(Bytes)
         finally:
             self._channel.room = None
         return content
