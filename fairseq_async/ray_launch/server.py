@@ -61,7 +61,7 @@ class RayServer:
             return
         if not (again or task.resumes):
             # the server does so too, but after an actor that dies before, its successor would take them for this run's
-            Snapshots(Path(task.request.run_dir)).clear()
+            Snapshots(Path(task.request.run_dir)).begin_anew()
         port = split_address(self._process.address)[1]
         ray.get(registry.serve.remote(Place(host, port)))
 

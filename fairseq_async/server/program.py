@@ -46,7 +46,7 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
     if options.recover is not None:
         _recover(service, options.recover)
     elif not options.resume:
-        service.snapshots.clear()  # of a run before
+        service.snapshots.begin_anew()
     listener = socket.socket(fileno=options.listener)
     encryption = None if options.tls is None else server_context(options.tls)
     tell_log("the server listens at {}:{} for {} workers".format(*listener.getsockname()[:2], options.workers))

@@ -60,9 +60,11 @@ def test_a_run_that_is_interrupted_goes_on_by_the_same_command_and_no_bit_differ
     assert torch.equal(*moments) and audit(tmp_path / "parts").rolled_back.total() == 0
 
 
-def begin(run_dir: Path, first: float, state: Path | None = None, workers: int = 2) -> tuple[ServerProcess, Client]:
+def begin(
+    run_dir: Path, first: float, state: Path | None = None, workers: int = 2, resumes: bool = True
+) -> tuple[ServerProcess, Client]:
     """A server that goes on where it can, and its worker, which brings these parameters or this state."""
-    process = ServerProcess(SGD_SERVER, workers, run_dir, run_dir / "server.log", resumes=True)
+    process = ServerProcess(SGD_SERVER, workers, run_dir, run_dir / "server.log", resumes=resumes)
     client = Client(process.address, process.token, 0)
     client.join(LAYOUT, sgd_spec(workers=workers))
     client.slot.fill_(first)
@@ -126,6 +128,27 @@ def test_a_snapshot_of_another_number_of_workers_is_set_aside(tmp_path: Path) ->
         (aside,) = (tmp_path / "run" / "snapshots").glob("*.other")
         said = (tmp_path / "run" / "server.log").read_text()
         assert f"{aside.stem}.pt is set aside as .other: it is of 2 workers, this run has 3" in said
+    finally:
+        process.stop()
+
+
+def test_a_run_that_begins_anew_keeps_the_newest_state_of_the_interrupted_ones(tmp_path: Path) -> None:
+    """Of three runs with 4, 2 and 1 updates, of which the last two began anew, that of the first stays."""
+    snapshots = tmp_path / "run" / "snapshots"
+    interrupted_after(tmp_path / "run", 4, save_at=0)
+    for updates in (2, 1):
+        process, client = begin(tmp_path / "run", 9.0, resumes=False)
+        assert pull(client) == (0, 9.0)
+        said = (tmp_path / "run" / "server.log").read_text()
+        assert f"this run begins anew; {snapshots}/version-000000000004.before is kept" in said
+        for sequence in range(updates):
+            push(client, sequence, 0.5)
+        process.end(30)
+    (kept,) = snapshots.glob("*.before")
+    kept.rename(kept.with_suffix(".pt"))
+    process, client = begin(tmp_path / "run", 9.0)
+    try:
+        assert pull(client)[0] == 4
     finally:
         process.stop()
 

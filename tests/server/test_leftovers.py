@@ -51,3 +51,12 @@ def test_directories_with_something_in_them_stay(tmp_path: Path) -> None:
     begin(tmp_path / "run")
     leftovers.remove_directories()
     assert "run/logs/server.log" in files(tmp_path) and "run/run.json" in files(tmp_path)
+
+
+def test_what_is_kept_of_a_run_before_stays_though_this_launch_has_renamed_it(tmp_path: Path) -> None:
+    begin(tmp_path)
+    leftovers = Leftovers(tmp_path)
+    path = tmp_path / "snapshots/version-000000000000.pt"
+    path.rename(path.with_suffix(".before"))
+    leftovers.remove(logs=True)
+    assert "snapshots/version-000000000000.before" in files(tmp_path)

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fairseq_async.server.run_files.event_log import EVENTS
-from fairseq_async.server.run_files.snapshots import DIRECTORY
+from fairseq_async.server.run_files.snapshots import DIRECTORY, OF_OTHER_RUNS
 
 
 class Leftovers:
@@ -39,7 +39,8 @@ class Leftovers:
                 directory.rmdir()
 
     def _files_of_run(self) -> list[Path]:
-        return [self._run_dir / "run.json", self._run_dir / EVENTS, *self._snapshots.glob("*")]
+        snapshots = [path for path in self._snapshots.glob("*") if path.suffix not in OF_OTHER_RUNS]
+        return [self._run_dir / "run.json", self._run_dir / EVENTS, *snapshots]
 
     def _unlink(self, paths: Iterable[Path]) -> None:
         for path in set(paths) - self._before:

@@ -5,7 +5,7 @@ from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.notices import Tell
 from fairseq_async.server.run import Run, inner_optimizer
-from fairseq_async.server.run_files.snapshots import Snapshots
+from fairseq_async.server.run_files.snapshots import OTHER, Snapshots
 
 
 def newest_state(
@@ -27,7 +27,7 @@ def newest_state(
         version = int(state["server"]["version"])
         misfit = _misfit(run, state)
         if misfit:
-            path.replace(path.with_suffix(".other"))
+            path.replace(path.with_suffix(OTHER))
             tell(f"{path} is set aside as .other: it is of {misfit}")
         elif restored is None or version > restored["server"]["version"]:
             tell(f"the run goes on from {path.name}, at version {version:,}: a run was interrupted there")

@@ -15,6 +15,8 @@ from fairseq_async.server.notices import Journal, Tell, tell_log
 from fairseq_async.server.run_files.state_files import private
 
 DIRECTORY = "snapshots"
+OTHER, _BEFORE = ".other", ".before"  # suffixes of a snapshot that does not fit, and of one that was not asked for
+OF_OTHER_RUNS = (OTHER, _BEFORE)
 _KEPT = 2  # snapshots; the last one may be torn by what killed the server
 
 
@@ -134,7 +136,7 @@ class Snapshots:
                 if resumes:
                     return None
                 self.tell(f"{path} is skipped: it is of another run")
-                path.replace(path.with_suffix(".other"))
+                path.replace(path.with_suffix(OTHER))
             else:
                 return path, state
         if any(self.directory.glob("*.torn")):
@@ -168,6 +170,22 @@ class Snapshots:
             self._write(state, version)
         except (OSError, RuntimeError) as error:  # torch makes one of the other when the disk is full
             self.tell(f"the last snapshot could not be written: {error}")
+
+    def begin_anew(self) -> None:
+        """Removes the snapshots of earlier runs, but for the newest, which becomes a ``.before``.
+
+        Whoever forgot ``--resume`` can rename it and go on. Of several earlier runs only the highest version stays:
+        otherwise a job that is interrupted and begins anew each night would fill the disk.
+        """
+        newest = self._files()[-1:]
+        for path in newest:
+            path.replace(path.with_suffix(_BEFORE))
+        self.clear()
+        *older, kept = [None, *sorted(self.directory.glob(f"*{_BEFORE}"))]
+        for path in filter(None, older):
+            path.unlink(missing_ok=True)
+        if newest:
+            self.tell(f"this run begins anew; {kept} is kept of the run that was interrupted in this directory")
 
     def clear(self) -> None:
         """Removes all snapshots, such as those of an earlier run."""
