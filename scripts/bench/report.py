@@ -96,7 +96,7 @@ class Report:
             raise SystemExit(1)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is printed, unrounded, with the command and the time."""
+        """Return what is printed, unrounded, with command and time; null for numbers that are NaN or infinite."""
         program = Path(sys.argv[0]).resolve()
         if program.is_relative_to(_ROOT):
             program = program.relative_to(_ROOT)
@@ -105,9 +105,21 @@ class Report:
             "command": shlex.join(["python", str(program), *sys.argv[1:]]),
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": self.machine,
-            "tables": self.tables,
-            "bounds": [vars(bound) | {"holds": bound.holds} for bound in self.bounds],
+            "tables": _finite(self.tables),
+            "bounds": _finite([vars(bound) | {"holds": bound.holds} for bound in self.bounds]),
         }
+
+
+def _finite(value: Any) -> Any:
+    """Returns the value with None for NaN and infinity, which JSON does not have."""
+    match value:
+        case dict():
+            return {key: _finite(part) for key, part in value.items()}
+        case list() | tuple():
+            return [_finite(part) for part in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value
 
 
 def perplexity(loss: float) -> float:
