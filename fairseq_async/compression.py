@@ -62,6 +62,7 @@ class DQSGDOptions(_Parameters):
     codec: Literal["dqsgd"] = "dqsgd"
     bits: int = Field(4, ge=2, le=8, description="of the values of the first update")
     block: int | None = Field(None, ge=1, le=1 << 20, description="values that share a norm; all of a tensor if off")
+    norm: Literal["l2", "max"] = Field("l2", description="what the values are divided by")
 
 
 CodecOptions = BF16Options | Int8Options | E3M0Options | TopKOptions | AdaCompOptions | DQSGDOptions
@@ -199,4 +200,4 @@ def build(options: CodecOptions) -> Codec:
             by_bin = options.scale == "bin"
             return algorithms.AdaCompBins(options.bin_size) if by_bin else algorithms.AdaComp(options.bin_size)
         case DQSGDOptions():
-            return algorithms.DQSGD(options.bits, options.block)
+            return algorithms.DQSGD(options.bits, options.block, options.norm)

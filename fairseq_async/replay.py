@@ -93,6 +93,8 @@ class Recording:
         spec, layout = description.spec, description.layout
         reader = LineReader(run_dir / EVENTS, Event.from_json)
         events = list(reader)
+        if not events:
+            raise ConfigurationError(f"{run_dir}: there is no update in {EVENTS}, so nothing to replay")
         if not any(event.checksum for event in events):
             raise ConfigurationError(f"{run_dir}: no checksums in events.jsonl; a run is recorded with --record")
         start = load_recorded(run_dir / START, "the run's first state")

@@ -27,6 +27,7 @@ SCALES = st.sampled_from([0.0, 1e-44, 1e-38, 1e-3, 1.0, 1e20, 1e38])
 def codecs() -> list[Codec]:
     small = [Int8(16), E3M0(7), TopK(100, 3), TopK(8, 8, 4), TopK(9, 2, 1), AdaComp(10), AdaComp(300), DQSGD(3, 16)]
     small += [AdaCompBins(1), AdaCompBins(10), AdaCompBins(300)]
+    small += [DQSGD(norm="max"), DQSGD(3, 16, "max")]
     return [BF16(), Int8(), E3M0(), TopK(), AdaComp(), DQSGD(), CountSketch(columns=64), *small]
 
 
@@ -301,6 +302,28 @@ def test_dqsgd_in_blocks_is_nearer_and_right_in_the_mean() -> None:
 def test_dqsgd_in_blocks_as_long_as_the_tensor_is_that_of_the_tensor() -> None:
     values = vector(300, seed=5)
     assert torch.equal(decoded(DQSGD(4, block=300), values, 7), decoded(DQSGD(4), values, 7))
+
+
+@pytest.mark.parametrize("block", [64, None])
+def test_dqsgd_by_the_largest_value_is_nearer_and_right_in_the_mean(block: int | None) -> None:
+    """Its levels are max|g_j| / s apart, by hand 1 / 7 here, where the L2 norm of a block of 64 is about 8."""
+    values = vector(4096, seed=5).clamp_(-1, 1)
+    values[::64] = 1.0
+    codec, by_norm = DQSGD(4, block, "max"), DQSGD(4, block)
+    draws = torch.stack([decoded(codec, values, seed) for seed in range(400)]).double()
+    off = draws - values.double()
+    assert bool((off.abs() <= 1 / 7 + 1e-6).all())
+    assert bool((off.mean(dim=0).abs() <= 6 / 7 / 2 / math.sqrt(400)).all())
+    assert torch.allclose(draws[0] * 7, (draws[0] * 7).round(), atol=1e-6)
+    assert float(off[0].norm()) < 0.4 * float((decoded(by_norm, values).double() - values.double()).norm())
+
+
+def test_dqsgd_by_the_largest_value_has_the_same_number_of_bits() -> None:
+    """The paper's rule is of the L2 norm, whatever the values are divided by."""
+    by_norm, by_largest = DQSGD(4, 8), DQSGD(4, 8, "max")
+    for scale in (1.0, 0.1, 3.0, 40.0):
+        values = vector(200, scale, 3)
+        assert len(by_norm.encode(values)) == len(by_largest.encode(values)) and by_norm.t == by_largest.t
 
 
 def test_sketches_add_as_vectors_do_and_find_the_largest_values() -> None:

@@ -23,7 +23,18 @@ from fairseq_async.algorithms import (
 from fairseq_async.algorithms.adasum import combine
 from fairseq_async.worker.shards import ShardOrder
 
-CODECS = [BF16, Int8, E3M0, TopK, AdaComp, AdaCompBins, DQSGD, lambda: DQSGD(3, block=4), CountSketch]
+CODECS = [
+    BF16,
+    Int8,
+    E3M0,
+    TopK,
+    AdaComp,
+    AdaCompBins,
+    DQSGD,
+    lambda: DQSGD(3, block=4),
+    lambda: DQSGD(norm="max"),
+    CountSketch,
+]
 
 
 @pytest.fixture(params=[torch.float64, torch.bfloat16, "meta"], ids=str)

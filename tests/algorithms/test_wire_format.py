@@ -155,7 +155,16 @@ READERS = {
     8: read_adacomp_bins,
 }
 CODECS = [BF16(), Int8(100), E3M0(25), TopK(300, 9), TopK(64, 5, 4), TopK(64, 5, 1)]
-CODECS += [AdaComp(300), AdaComp(20), AdaCompBins(300), AdaCompBins(7), DQSGD(4), DQSGD(4, 100), CountSketch(3, 50, 11)]
+CODECS += [
+    AdaComp(300),
+    AdaComp(20),
+    AdaCompBins(300),
+    AdaCompBins(7),
+    DQSGD(4),
+    DQSGD(4, 100),
+    DQSGD(4, 100, "max"),
+    CountSketch(3, 50, 11),
+]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
