@@ -34,6 +34,7 @@ def check_inputs(method: str, arguments: Sequence[str]) -> None:
     if given.user_dir is not None and not os.path.exists(given.user_dir):
         raise ConfigurationError(f"--user-dir {given.user_dir}: no such directory")
     _check_restore_file(given)
+    _check_model(given)
     if arguments and not arguments[0].startswith("-"):
         paths = [Path(path) for path in arguments[0].split(os.pathsep)]
         for path in paths:
@@ -49,6 +50,8 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--user-dir")
     parser.add_argument("--restore-file", default=_LAST)
+    parser.add_argument("--finetune-from-model")
+    parser.add_argument("--continue-once")
     parser.add_argument("--save-dir", default="checkpoints")  # fairseq's defaults, as those below
     parser.add_argument("--checkpoint-suffix", default="")
     parser.add_argument("--task", default="translation")
@@ -77,6 +80,16 @@ def _check_restore_file(given: Namespace) -> None:
     own = given.restore_file == _LAST or path.resolve().parent == Path(given.save_dir).resolve()
     if not (own or "://" in given.restore_file or path.exists()):
         raise ConfigurationError(f"--restore-file {given.restore_file}: no such file")
+
+
+def _check_model(given: Namespace) -> None:
+    """Checks that a model to fine-tune is there; fairseq looks for it only if --save-dir has no checkpoint to go on
+    from."""
+    model, last = given.finetune_from_model, _LAST.replace(".pt", given.checkpoint_suffix + ".pt")
+    if model is None or given.continue_once is not None or Path(given.save_dir, last).exists():
+        return
+    if not ("://" in model or Path(model).exists()):
+        raise ConfigurationError(f"--finetune-from-model {model}: no such file")
 
 
 def _check_directory(path: Path) -> None:
