@@ -1,6 +1,7 @@
 """All commands, and what becomes of a user's mistake."""
 
 import errno
+import io
 import logging
 import os
 import sys
@@ -24,6 +25,8 @@ def description() -> None:
 
 def main() -> None:
     """Runs the command line; a mistake of the user's is one line and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding may not have every character
     try:
         os.getcwd()
     except FileNotFoundError:  # torch would not even load

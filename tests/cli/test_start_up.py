@@ -128,6 +128,13 @@ def test_the_package_is_a_program_too(tmp_path: Path) -> None:
     assert ended.returncode == 2 and ended.stderr.startswith("fairseq-async: error: none: there is no events.jsonl")
 
 
+def test_help_is_shown_where_the_terminal_lacks_a_character() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
+    line = [sys.executable, "-m", "fairseq_async", "launch", "--help"]
+    ended = subprocess.run(line, capture_output=True, encoding="latin-1", env=environment)
+    assert ended.returncode == 0 and "A,B,?" in ended.stdout, ended.stderr
+
+
 def test_a_working_directory_that_was_removed_is_one_line(tmp_path: Path) -> None:
     line = f"rmdir {tmp_path} && exec {sys.executable} -m fairseq_async audit none"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
