@@ -145,6 +145,10 @@ def prepare(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     if "fairseq" not in sys.modules:  # else what is registered with it would be registered twice
         for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
             del sys.modules[name]
+    # what the parent's streams know of their files, such as that one can seek in them, is not true of these
+    encoding, _, errors = variables.get("PYTHONIOENCODING", "utf-8").partition(":")
+    sys.stdout = open(1, "w", encoding=encoding, errors=errors or None, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(variables)
     sys.path[:] = [*filter(None, variables.get("PYTHONPATH", "").split(":")), *INSTALLED]
