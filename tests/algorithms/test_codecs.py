@@ -167,6 +167,20 @@ def test_top_k_sends_the_largest_of_each_chunk_at_the_best_two_levels(size: int)
         assert error <= best_two_levels(part[largest].abs().numpy()) + float((sent**2).sum()) * 2**-16 + 1e-12
 
 
+@given(st.integers(0, 2**32 - 1), st.sampled_from([(512, 3), (4096, 64), (100, 12), (100, 13)]), st.integers(1, 40))
+def test_topk_sends_the_largest_values_of_each_chunk(seed: int, lengths: tuple[int, int], levels: int) -> None:
+    """Values in few levels are equal in many places, and some chunks have fewer values than are sent."""
+    chunk, keep = lengths
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randn(3, chunk, generator=draw).mul_(levels / 4).round_()
+    values[1] *= torch.rand(chunk, generator=draw) < keep / chunk
+    back = decoded(TopK(chunk, keep, 3), values.view(-1)).view_as(values)
+    for exact, sent in zip(values.abs(), back != 0, strict=True):
+        assert int(sent.sum()) == keep or int((exact > 0).sum()) < keep
+        if bool(sent.any()):
+            assert float(exact[sent].min()) >= float(exact[~sent].max())
+
+
 def test_top_k_has_141_times_fewer_bytes() -> None:
     assert 4 * (1 << 20) / len(TopK().encode(vector(1 << 20))) >= 140
 

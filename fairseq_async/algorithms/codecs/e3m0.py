@@ -4,7 +4,15 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.codecs import blocks
-from fairseq_async.algorithms.codecs.codec import Codec, Vector, as_bytes, check_length, check_parameter, from_bytes
+from fairseq_async.algorithms.codecs.codec import (
+    Codec,
+    Vector,
+    as_bytes,
+    check_finite,
+    check_length,
+    check_parameter,
+    from_bytes,
+)
 from fairseq_async.algorithms.codecs.memory import new_vector
 from fairseq_async.algorithms.codecs.payload import Bytes
 from fairseq_async.errors import CodecError
@@ -13,14 +21,15 @@ _LARGEST = torch.finfo(torch.float32).max
 _LEVELS = torch.tensor([0.0, *(2.0**level for level in range(-6, 1))], dtype=torch.float32, device="cpu")
 _VALUES = torch.cat([_LEVELS, -_LEVELS])  # of the 16 codes
 _BORDERS = (_LEVELS[1:] + _LEVELS[:-1]) / 2  # between levels; a value on a border goes to the upper level
+_LOWER = 22  # bits of a float below its sign, its exponent and one bit of its mantissa
 
 
-def _code_of_upper_half() -> Tensor:
-    """Returns a table of the codes of all floats in [−1, 1], by their upper 16 bits, counted from −2¹⁵.
+def _code_of_upper_bits() -> Tensor:
+    """Returns a table of the codes of all floats in [−1, 1], by their upper ten bits, counted from −2⁹.
 
-    The upper 16 bits are enough: the borders between levels have zeros in their lower half.
+    Sign, exponent and one bit of the mantissa are enough: the other bits of the borders between levels are zeros.
     """
-    floats = (torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cpu") << 16).view(torch.float32)
+    floats = (torch.arange(-(1 << 9), 1 << 9, dtype=torch.int32, device="cpu") << _LOWER).view(torch.float32)
     levels = torch.bucketize(floats.abs(), _BORDERS, right=True)
     return (levels + 8 * torch.signbit(floats)).to(torch.uint8)
 
@@ -46,21 +55,29 @@ class E3M0(Codec):
         # both values of a byte, as one number of 8 bytes, so that decoding looks up a byte at a time
         codes = torch.arange(256, device="cpu")
         self._pairs = torch.stack([_VALUES[codes % 16], _VALUES[codes // 16]], dim=1).view(torch.int64).view(-1)
-        self._codes = _code_of_upper_half()
+        self._codes = _code_of_upper_bits()
 
     def _pack(self, vector: Vector) -> list[Bytes]:
-        values = vector.values
-        scales = blocks.largest(values, self.block)
-        divisors = torch.where(scales > 0, scales, 1.0).unsqueeze(1)
-        packed = torch.empty((values.numel() + 1) // 2, dtype=torch.uint8, device="cpu")
-        for part, rows in blocks.parts(values.numel(), self.block):
-            shares = blocks.rows(values[part], self.block) / divisors[rows]
-            upper = (shares.view(-1).view(torch.int32) >> 16).add_(1 << 15)
-            here = packed[part.start // 2 : (part.stop + 1) // 2]
-            here.copy_(_in_pairs(self._codes.index_select(0, upper))[: here.numel()])
-        if values.numel() % 2:
+        values, size = vector.values, vector.values.numel()
+        largest, room = new_vector(blocks.count_blocks(size, self.block)), blocks.new_room(size, self.block)
+        codes = torch.empty(room.numel() + room.numel() % 2, dtype=torch.uint8, device="cpu")
+        pairs = codes.view(torch.int16)  # a code in each byte
+        of_byte = torch.empty_like(pairs)
+        packed = new_vector((size + 7) // 8).view(torch.uint8)[: (size + 1) // 2]  # eight to a float
+        for part, rows in blocks.parts(size, self.block):
+            here = blocks.rows(values[part], self.block)
+            shares = room[: here.numel()].view_as(here)
+            blocks.largest_(largest[rows], here, shares)
+            torch.div(here, torch.where(largest[rows] > 0, largest[rows], 1.0).unsqueeze(1), out=shares)
+            upper = shares.view(-1).view(torch.int32).bitwise_right_shift_(_LOWER).add_(1 << 9)
+            torch.index_select(self._codes, 0, upper, out=codes[: here.numel()])
+            torch.bitwise_right_shift(pairs, 4, out=of_byte).bitwise_or_(pairs)  # its lower byte has both codes
+            packed_here = packed[part.start // 2 : (part.stop + 1) // 2]
+            packed_here.copy_(of_byte[: packed_here.numel()])
+        check_finite(largest)
+        if size % 2:
             packed[-1] &= 15  # the upper half is of the padding of the last block
-        return [self.block.to_bytes(4, "little"), as_bytes(scales), as_bytes(packed)]
+        return [self.block.to_bytes(4, "little"), as_bytes(largest), as_bytes(packed)]
 
     def _unpack(self, body: memoryview, sizes: tuple[int, ...]) -> Tensor:
         (size,) = sizes
@@ -80,11 +97,3 @@ class E3M0(Codec):
     def _most_body_bytes(self, sizes: tuple[int, ...]) -> int:
         (size,) = sizes
         return 4 + 4 * blocks.count_blocks(size, self.block) + (size + 1) // 2
-
-
-def _in_pairs(codes: Tensor) -> Tensor:
-    """Returns integers that have two neighbouring codes in their lower 8 bits."""
-    if codes.numel() % 2:
-        codes = torch.nn.functional.pad(codes, (0, 1))
-    both = codes.view(torch.int16)
-    return both | both >> 4

@@ -66,11 +66,9 @@ class TopK(Codec):
 
     def _encoded(self, matrix: Floats, keep: int) -> tuple[Floats, bits.Numbers, bits.Numbers]:
         """Returns levels, places and codes of chunks of one length."""
-        others = matrix.shape[1] - keep
         places = np.empty((len(matrix), keep), np.int64)
         for row in range(0, len(matrix), _ROWS):  # a part at a time, which stays in the cache
-            part = np.argpartition(np.abs(matrix[row : row + _ROWS]), others, axis=1)
-            places[row : row + _ROWS] = np.sort(part[:, others:], axis=1)
+            places[row : row + _ROWS] = _largest(np.abs(matrix[row : row + _ROWS]), keep)
         kept = np.take_along_axis(matrix, places, axis=1)
         largest, negative = np.abs(kept), kept < 0
         ends = _rounded(self._ends(largest))
@@ -128,7 +126,33 @@ class TopK(Codec):
         return 12 + 4 * self._chunks(size) + packed
 
 
-_ROWS = 16  # chunks whose largest values are looked for at a time
+_ROWS = 32  # chunks whose largest values are looked for at a time
+_GROUPS = 4  # in which the values of a chunk are divided, for each value that is kept
+
+
+def _largest(values: Floats, keep: int) -> NDArray[np.int64]:
+    """Returns the places of the ``keep`` largest values of each row, in ascending order.
+
+    A row is divided in groups. The ``keep`` largest maxima of groups are so many values: those below the least of them
+    are left out of the selection, which would take four times as long among all values.
+    """
+    length, groups = values.shape[1], _GROUPS * keep
+    if length < 2 * groups:
+        return _selected(values, keep)
+    maxima = values[:, : length // groups * groups].reshape(len(values), -1, groups).max(axis=1)
+    least = np.partition(maxima, groups - keep, axis=1)[:, groups - keep]
+    row, place = np.divmod(np.flatnonzero(values >= least[:, None]), length)
+    counts = np.bincount(row)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    candidates = np.full((len(values), counts.max()), -1.0, np.float32)
+    places = np.zeros(candidates.shape, np.int64)
+    candidates[row, nth], places[row, nth] = values[row, place], place
+    return np.take_along_axis(places, _selected(candidates, keep), axis=1)
+
+
+def _selected(values: Floats, keep: int) -> NDArray[np.int64]:
+    others = values.shape[1] - keep
+    return np.sort(np.argpartition(values, others, axis=1)[:, others:], axis=1)
 
 
 def _two_means(largest: Floats) -> Floats:
