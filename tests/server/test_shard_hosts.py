@@ -1,6 +1,7 @@
 """Shards on other machines take the steps of a server that is a single process; each is a real process here."""
 
 import json
+import signal
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -396,6 +397,24 @@ def test_a_host_that_was_killed_ends_the_server(tmp_path: Path) -> None:
                 made.hosts.check()
             with pytest.raises(HalfAppliedError, match="shard 1 of the server"):
                 made.server.push(Update(0, 1, 0, 1.0, made.memory.slot(0)[made.here]))
+
+
+def test_a_host_that_hangs_is_named_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fairseq_async.server.shards import remote
+
+    monkeypatch.setattr(remote, "_SILENT_SECONDS", 0.2)
+    with shard_hosts(tmp_path, 1) as own:
+        with served(gradient_main.build, hybrid(server_options(own.addresses)), tmp_path) as made:
+            made.push(0, 2)
+            own.running[0].send_signal(signal.SIGSTOP)
+            goes_on = Timer(1.0, lambda: own.running[0].send_signal(signal.SIGCONT))
+            goes_on.start()
+            made.hosts.checksum(made.parameters)
+            goes_on.join()
+    said = f"the run waits: shard 1 of the server, at {own.addresses[0]}, has not answered for 0 s"
+    assert said in capsys.readouterr().out.splitlines()
 
 
 def test_a_host_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

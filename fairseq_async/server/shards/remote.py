@@ -40,7 +40,8 @@ from fairseq_async.server.shards.messages import (
 _ARRIVAL_SECONDS = 600.0  # that a server waits for its hosts: someone may have to start one again
 _GREETING_SECONDS = 5.0  # for a host's first message: meanwhile the server does nothing else, and does not end either
 _PAUSE = 0.5  # seconds between two attempts to connect
-_QUIET_SECONDS = 5.0  # of waiting, after which the user is told
+_QUIET_SECONDS = 5.0  # of waiting for a host to come, after which the user is told
+_SILENT_SECONDS = 60.0  # the same, of waiting for an answer; a host may write a large state meanwhile
 _Answer = TypeVar("_Answer", bound=Message)
 
 
@@ -115,8 +116,10 @@ class RemoteShard:
     shares_memory = False
     keeps_last_step = False
 
-    def __init__(self, address: str, number: int, place: Fragment, connection: Connection) -> None:
-        self.address, self.number, self.place, self._channel = address, number, place, connection
+    def __init__(
+        self, address: str, number: int, place: Fragment, connection: Connection, tell: Callable[[str], object]
+    ) -> None:
+        self.address, self.number, self.place, self._channel, self._tell = address, number, place, connection, tell
         self._file: IO[bytes] | None = None  # for the state that was asked for
         connection.any_length = True
 
@@ -211,6 +214,8 @@ class RemoteShard:
 
     def _next(self) -> Message:
         try:
+            if not self._channel.is_readable(_SILENT_SECONDS):  # it hangs, and its machine still answers for it
+                self._tell(f"the run waits: {self._name} has not answered for {_SILENT_SECONDS:.0f} s")
             return parse(self._channel.receive())
         except (ExchangeError, ValidationError) as error:
             raise self._gone(error) from error
@@ -247,8 +252,9 @@ def connect_hosts(reach: Reach, spec: MethodSpec, layout: Layout, parameters: Te
     try:
         for number, (address, place) in enumerate(zip(spec.server.hosts, at_hosts(spec, layout), strict=True)):
             connection = reach.connect(address, spec.server.worker_timeout)
-            shards.append(RemoteShard(address, spec.server.server_shards + number, place, connection))
-            shards[-1].begin(reach.program, spec, layout, parameters)
+            shard = RemoteShard(address, spec.server.server_shards + number, place, connection, reach.tell)
+            shards.append(shard)
+            shard.begin(reach.program, spec, layout, parameters)
     except AsyncError:
         for shard in shards:
             shard.close()
