@@ -75,7 +75,7 @@ def local_sgd_server(upstream: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class Upstream:
+class UpstreamOption:
     """The parsed option ``upstream``: the global server above this run's own server, and this run's region.
 
     Attributes:
@@ -98,7 +98,7 @@ class _Region(BaseModel):
     streams: int = Field(1, ge=1, le=MOST_STREAMS)
 
 
-def parse_upstream(text: str) -> Upstream:
+def parse_upstream(text: str) -> UpstreamOption:
     """Parses ``HOST:PORT,region=1,updates=32,merge=0.25,outer=delayed_nesterov,outer_lr=0.15``; each key is optional.
 
     Raises:
@@ -115,4 +115,4 @@ def parse_upstream(text: str) -> Upstream:
     own = checked(_Region, {key: values.pop(key) for key in _Region.model_fields if key in values}, where)
     above = global_server("local_sgd", values, where)
     assert above is not None  # values are given
-    return Upstream(address, own.region, own.streams, above)
+    return UpstreamOption(address, own.region, own.streams, above)

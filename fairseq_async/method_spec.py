@@ -12,7 +12,7 @@ from fairseq_async import compression, methods
 from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.fragment_options import FragmentOptions
-from fairseq_async.global_server import Upstream, parse_upstream
+from fairseq_async.global_server import UpstreamOption, parse_upstream
 from fairseq_async.validation import checked
 
 JsonObject = dict[str, JsonValue]
@@ -111,7 +111,7 @@ class MethodSpec:
         return self.barrier > 0 and not self.closes_early and not self.quorum
 
     @property
-    def upstream(self) -> Upstream | None:
+    def upstream(self) -> UpstreamOption | None:
         """The global server above this run's own server, and this run's region; None where there is none."""
         given = self.options.get("upstream")
         return None if given is None else parse_upstream(str(given))
@@ -238,7 +238,7 @@ def local_sgd_spec(
     )
 
 
-def global_spec(spec: MethodSpec, upstream: Upstream, regions: int) -> MethodSpec:
+def global_spec(spec: MethodSpec, upstream: UpstreamOption, regions: int) -> MethodSpec:
     """Returns the description of the global server's run, in which the run of ``spec`` is one region; it is equal in
     all regions.
 

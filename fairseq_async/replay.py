@@ -164,7 +164,7 @@ class Replay:
         self.coordinator = build_coordinator(held, rule, plan, self.parameters, membership)
         self.server = self.coordinator.server
         self.server.load_state_dict(recording.start["server"])
-        self._level = Region(self.parameters, merge=spec.upstream.above.merge) if spec.upstream else None
+        self._region = Region(self.parameters, merge=spec.upstream.above.merge) if spec.upstream else None
         self._starts, self._fragments = starts.compressed_starts(spec, layout), layout.fragments(spec.fragments)
         self._started: dict[int, tuple[int, Tensor | None]] = {}  # by worker: an update's number, its compressed start
         self._recorded = {w: [event for event in recording.events if event.worker == w] for w in run.workers}
@@ -308,10 +308,10 @@ class Replay:
         """Repeats the merges of a global server's parameters since the previous round; workers started from their
         results."""
         for version in [version for event in group for version in event.merged]:
-            if self._level is None:
+            if self._region is None:
                 raise _first(group[0], "it comes after a merge, and the run has no global server")
             path = merge_path(self.recording.run_dir, version)
-            self.coordinator.merge(self._level, read_vector(path, self.recording.layout.size))
+            self.coordinator.merge(self._region, read_vector(path, self.recording.layout.size))
             self._begin()
 
     def _repeat_control_events(self, event: Event) -> None:

@@ -220,9 +220,9 @@ class Coordinator:
         self.finished = True
         return Outcome(instructions=self._reject_waiting(now)) + self._wake(now)
 
-    def merge(self, level: Region, above: Tensor) -> None:
-        """Merges the parameters of the server above. That makes a version: workers start from other parameters."""
-        level.merge(self.server.parameters, above)
+    def merge(self, region: Region, above: Tensor) -> None:
+        """Merges the global server's parameters ``above``: a new version, since workers start from other parameters."""
+        region.merge(self.server.parameters, above)
         self.server.version += 1
         self._merged.append(self.server.version)
 

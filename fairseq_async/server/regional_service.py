@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.global_server import Upstream as Given
+from fairseq_async.global_server import UpstreamOption
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import protocol
 from fairseq_async.server.layout import Layout
@@ -21,7 +21,7 @@ from fairseq_async.server.run import Run
 from fairseq_async.server.service import Service
 from fairseq_async.server.upstream import Above, Left, Link, Lost, News, Upstream
 
-_BELL = 64  # bytes of the bell that are read at once; each says only that there is news
+_WAKEUP_BYTES = 64  # bytes that are read from the wake-up socket at once; each says only that there is news
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Beginning:
     source: str
 
 
-Connect = Callable[[Given, MethodSpec, Layout, Callable[[], object]], Link]
+Connect = Callable[[UpstreamOption, MethodSpec, Layout, Callable[[], object]], Link]
 """Makes the connection to a global server. The connection calls the last argument when there is news."""
 
 
@@ -53,9 +53,10 @@ class RegionalService(Service):
     def __init__(self, token: str, workers: int, run_dir: Path, build: Build, tell: Tell, connect: Connect) -> None:
         super().__init__(token, workers, run_dir, build, tell=tell)
         self._connect = connect
-        self.bell, self._ringer = self._rung, _ = socket.socketpair()
-        self._rung.setblocking(False)
-        self._ringer.setblocking(False)
+        self._wakeup_reader, self._wakeup_writer = socket.socketpair()
+        self._wakeup_reader.setblocking(False)
+        self._wakeup_writer.setblocking(False)
+        self.wakeup = self._wakeup_reader
         self._link: Link | None = None
         self._beginning: Beginning | None = None
         self._ending_at: float | None = None
@@ -71,7 +72,7 @@ class RegionalService(Service):
     def _tick(self) -> float:
         """Handles the news of the global server before the usual work."""
         while (news := self._next_news()) is not None:
-            self._hear_above(self.described, news)
+            self._handle_news(self.described, news)
         wait = super()._tick()
         self.busy = self._is_busy()
         return wait
@@ -94,7 +95,7 @@ class RegionalService(Service):
     def _join(self, run: Run, parameters: Tensor, patient: bool) -> None:
         given = run.spec.upstream
         if given is not None:
-            self._link = self._connect(given, run.spec, run.layout, self._ring)
+            self._link = self._connect(given, run.spec, run.layout, self._wake_event_loop)
             self._link.join(parameters.clone(), patient)
 
     def _begin_with(self, run: Run, beginning: Beginning, above: Above) -> None:
@@ -128,7 +129,7 @@ class RegionalService(Service):
         if drift is not None and self._link is not None:
             self._link.send(drift)
 
-    def _hear_above(self, run: Run, news: News) -> None:
+    def _handle_news(self, run: Run, news: News) -> None:
         beginning = self._beginning
         match news:
             case Left():
@@ -142,9 +143,9 @@ class RegionalService(Service):
             case Above() if beginning is not None:
                 self._begin_with(run, beginning, news)
             case Above():
-                self._take_in(run, self._upstream(run), news)
+                self._handle_parameters(run, self._upstream(run), news)
 
-    def _take_in(self, run: Run, upstream: Upstream, above: Above) -> None:
+    def _handle_parameters(self, run: Run, upstream: Upstream, above: Above) -> None:
         version = run.coordinator.server.version
         if upstream.joined:
             upstream.merge(above)
@@ -181,12 +182,12 @@ class RegionalService(Service):
         assert run.upstream is not None  # there is a link only where the run's method names a global server
         return run.upstream
 
-    def _ring(self) -> None:
-        """Rings the bell; called in the link's thread."""
-        with suppress(BlockingIOError):  # it rings already
-            self._ringer.send(b"\n")
+    def _wake_event_loop(self) -> None:
+        """Makes the event loop tick soon; called in the link's thread."""
+        with suppress(BlockingIOError):  # it is full of wake-ups that were not read yet
+            self._wakeup_writer.send(b"\n")
 
     def _next_news(self) -> News | None:
         with suppress(BlockingIOError):
-            self._rung.recv(_BELL)
+            self._wakeup_reader.recv(_WAKEUP_BYTES)
         return None if self._link is None else self._link.news()

@@ -50,7 +50,7 @@ class Service(Connections):
             newer state.
         applying: returns the context in which an update is applied; while it is, only parameters and rule change.
         reach: how to reach hosts of shards on other machines; None where that is not possible.
-        bell: a socket that can be read when :meth:`tick` has something to do before its time; None where there is none.
+        wakeup: a socket that becomes readable when :meth:`tick` has something to do before its time; None without one.
         busy: whether there is something left to do when the workers of a finished run have left.
     """
 
@@ -72,7 +72,7 @@ class Service(Connections):
         self.resumes = self.busy = False
         self.reach: Reach | None = None
         self.applying: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.bell: socket | None = None
+        self.wakeup: socket | None = None
 
     @property
     def described(self) -> Run:

@@ -108,7 +108,7 @@ class Upstream:
 
     def __init__(self, above: GlobalServer, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
-        self.level = Region(coordinator.server.parameters, above.updates, above.merge)
+        self.region = Region(coordinator.server.parameters, above.updates, above.merge)
         self.joined = self.finished = False
         self.drift: Drift | None = None
         self._sequence = self._version = self._unreported = 0
@@ -117,30 +117,30 @@ class Upstream:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to send, and no answer is awaited."""
-        return self.finished or (self.joined and self.drift is None and not self.level.count)
+        return self.finished or (self.joined and self.drift is None and not self.region.count)
 
     def count(self, settled: list[Settled]) -> None:
         """Counts settled updates of the region's workers."""
         for each in settled:
             if each.receipt.status is Status.APPLIED:
-                self.level.note_update()
+                self.region.note_update()
             if each.receipt.status in SETTLED:
                 self._unreported += each.report.local_steps or 0
 
     def due(self, now: float) -> Drift | None:
         """Returns δ if it is to be sent now, after K updates or, for the rest, at the region's end; else None."""
-        left = self.coordinator.finished and self.level.count > 0
-        if not self.joined or self.finished or self.drift is not None or not (self.level.due or left):
+        left = self.coordinator.finished and self.region.count > 0
+        if not self.joined or self.finished or self.drift is not None or not (self.region.due or left):
             return None
         steps = min(self._unreported, MOST_LOCAL_STEPS)
         self._unreported -= steps
         seconds, self._sent_at = (now - self._sent_at) / max(1, steps), now
-        values = self.level.send(self.coordinator.server.parameters)
+        values = self.region.send(self.coordinator.server.parameters)
         self.drift = Drift(self._sequence, self._version, steps, max(0.0, seconds), values)
         return self.drift
 
     def join(self, above: Above, now: float, fresh: bool) -> None:
-        """Follows a welcome of the global server; :attr:`drift`, if it is left, is to be sent again.
+        """Continues from the global server's welcome. A :attr:`drift` that is left afterwards has to be sent again.
 
         Args:
             fresh: whether the region has just begun with the global server's parameters.
@@ -159,7 +159,7 @@ class Upstream:
 
     def merge(self, above: Above) -> None:
         """Merges the global server's parameters into the region's, after which :attr:`drift` is settled."""
-        self.coordinator.merge(self.level, above.values)
+        self.coordinator.merge(self.region, above.values)
         self.drift = None
         self._sequence, self._version, self.finished = above.sequence, above.version, above.finished
 
@@ -169,7 +169,7 @@ class Upstream:
 
     def state_dict(self) -> State:
         """Returns all that another server of the region needs to go on."""
-        own = {"level": self.level.state_dict(), "sequence": self._sequence, "version": self._version}
+        own = {"level": self.region.state_dict(), "sequence": self._sequence, "version": self._version}
         drift = None
         if self.drift is not None:
             drift = {"steps": self.drift.steps, "seconds": self.drift.seconds, "values": self.drift.values}
@@ -177,6 +177,6 @@ class Upstream:
 
     def load_state_dict(self, state: State) -> None:
         """Goes on from :meth:`state_dict`."""
-        self.level.load_state_dict(state["level"])
+        self.region.load_state_dict(state["level"])
         self._sequence, self._version, self._unreported = state["sequence"], state["version"], state["unreported"]
         self.drift = None if state["drift"] is None else Drift(self._sequence, self._version, **state["drift"])

@@ -50,6 +50,7 @@ class RegionalServer:
 
     Attributes:
         number: number of the region, which is also its id as a worker of the global server.
+        merging: says when a drift is due, computes it, and merges the global parameters into the region's.
         order: order of the region's samples, in its part of the shards.
         first: number of the region's first worker among all workers.
         version: version of the global parameters that the region merged last.
@@ -59,7 +60,7 @@ class RegionalServer:
 
     number: int
     trial: Trial
-    level: Region
+    merging: Region
     order: ShardOrder
     first: int
     version: int = 0
@@ -69,16 +70,16 @@ class RegionalServer:
     @property
     def due(self) -> bool:
         """Whether the region is to send a drift: after K updates, or with those left when its workers are done."""
-        left = self.trial.finished and self.level.count > 0 and not self.level.waiting
-        return self.level.due or left
+        left = self.trial.finished and self.merging.count > 0 and not self.merging.waiting
+        return self.merging.due or left
 
     def state_dict(self) -> State:
         own = {"version": self.version, "sent": self.sent, "reported": self.reported}
-        return own | {"trial": self.trial.state_dict(), "level": self.level.state_dict()}
+        return own | {"trial": self.trial.state_dict(), "level": self.merging.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         self.trial.load_state_dict(state["trial"])
-        self.level.load_state_dict(state["level"])
+        self.merging.load_state_dict(state["level"])
         self.version, self.sent, self.reported = state["version"], state["sent"], state["reported"]
 
 
@@ -125,8 +126,8 @@ class Hierarchy:
             own = replace(experiment, head=experiment.head.model_copy(update={"seed": seed}))
             self.model.order = order = OrderOfRegion(whole, size * number, size)
             trial = Trial(own, method, self.cluster.region(number), self.model, start, self._writer(number))
-            level = Region(trial.parameters, above.updates, above.merge)
-            yield RegionalServer(number, trial, level, order, size * number)
+            merging = Region(trial.parameters, above.updates, above.merge)
+            yield RegionalServer(number, trial, merging, order, size * number)
         self.model.order = whole
 
     def _description(self, spec: MethodSpec, above: GlobalServer) -> MethodSpec:
@@ -191,7 +192,7 @@ class Hierarchy:
         def write(time: float, receipt: Receipt, report: Report, extra: JsonObject) -> None:
             region = self.regions[number]
             if receipt.status is Status.APPLIED:
-                region.level.note_update()
+                region.merging.note_update()
             shard = None if report.shard is None else region.first + report.shard
             own = replace(receipt, worker=region.first + receipt.worker)
             self.write(time, own, replace(report, shard=shard), extra)
@@ -201,7 +202,7 @@ class Hierarchy:
     def _send_if_due(self, region: RegionalServer) -> None:
         if region.due:
             steps, region.reported = region.trial.steps - region.reported, region.trial.steps
-            drift = region.level.send(region.trial.parameters)
+            drift = region.merging.send(region.trial.parameters)
             self._send(region.number, drift, region.version, steps)
 
     def _send(self, region: int, values: Tensor, version: int, steps: int | None = None) -> None:
@@ -217,7 +218,7 @@ class Hierarchy:
             region.sent += 1
             self._send(message.region, self.parameters.clone(), self.version)
         else:
-            region.level.merge(region.trial.parameters, message.values)
+            region.merging.merge(region.trial.parameters, message.values)
             region.trial.server.version += 1  # payloads are kept for each version: those for this one are out of date
             region.version = message.version
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 
 from fairseq_async.environment import TOKEN
-from fairseq_async.global_server import Upstream
+from fairseq_async.global_server import UpstreamOption
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.local_sgd_main import build
@@ -23,8 +23,8 @@ def regional_service(options: argparse.Namespace, build: Build, tell: Tell) -> R
     with socket.socket(fileno=os.dup(options.listener)) as listener:
         port = listener.getsockname()[1]
 
-    def connect(given: Upstream, spec: MethodSpec, layout: Layout, ring: Callable[[], object]) -> UpstreamLink:
-        return UpstreamLink(given, spec, layout, token, options.tls, port, tell, ring)
+    def connect(given: UpstreamOption, spec: MethodSpec, layout: Layout, on_news: Callable[[], object]) -> UpstreamLink:
+        return UpstreamLink(given, spec, layout, token, options.tls, port, tell, on_news)
 
     return RegionalService(token, options.workers, options.run_dir, build, tell, connect)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.errors import AsyncError, ExchangeError, RefusedError, option
-from fairseq_async.global_server import Upstream
+from fairseq_async.global_server import UpstreamOption
 from fairseq_async.method_spec import MethodSpec, global_spec
 from fairseq_async.server import Layout
 from fairseq_async.server.notices import Tell
@@ -48,22 +48,22 @@ class UpstreamLink:
         tls: directory of certificates; None where connections are not encrypted.
         own: the port on which the region's own server listens.
         tell: called with each line for the user who runs the server.
-        ring: called when there is news.
+        on_news: called, in the thread of this class, when there is news.
     """
 
     def __init__(
         self,
-        given: Upstream,
+        given: UpstreamOption,
         spec: MethodSpec,
         layout: Layout,
         token: str,
         tls: Path | None,
         own: int,
         tell: Tell,
-        ring: Callable[[], object],
+        on_news: Callable[[], object],
     ) -> None:
         self.given, self.spec, self.layout = given, spec, layout
-        self._token, self._tls, self._own, self._tell, self._ring = token, tls, own, tell, ring
+        self._token, self._tls, self._own, self._tell, self._on_news = token, tls, own, tell, on_news
         self._work: SimpleQueue[Drift | None] = SimpleQueue()
         self._news: SimpleQueue[News] = SimpleQueue()
         self._thread: threading.Thread
@@ -92,7 +92,7 @@ class UpstreamLink:
 
     def _post(self, news: News) -> None:
         self._news.put(news)
-        self._ring()
+        self._on_news()
 
     # In the thread
 

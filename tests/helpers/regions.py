@@ -31,9 +31,9 @@ class RegionServer(ThreadServer):
     def make_service(self, workers: int, run_dir: Path, build: Build) -> RegionalService:
         self.told: list[str] = []
 
-        def connect(given: Any, spec: MethodSpec, layout: Layout, ring: Callable[[], object]) -> UpstreamLink:
+        def connect(given: Any, spec: MethodSpec, layout: Layout, on_news: Callable[[], object]) -> UpstreamLink:
             own = int(self.address.rpartition(":")[2])
-            return UpstreamLink(given, spec, layout, self.token, None, own, self.told.append, ring)
+            return UpstreamLink(given, spec, layout, self.token, None, own, self.told.append, on_news)
 
         return RegionalService(self.token, workers, run_dir, build, self.told.append, connect)
 

@@ -42,8 +42,8 @@ class EventLoop(ConnectionLoop):
         self.service, self.lifeline, self.ends_with_workers = service, lifeline, ends_with_workers
         self.reader = BackgroundReader(service)
         self._selector.register(lifeline, selectors.EVENT_READ)
-        if service.bell is not None:
-            self._selector.register(service.bell, selectors.EVENT_READ)  # it only makes the loop tick
+        if service.wakeup is not None:
+            self._selector.register(service.wakeup, selectors.EVENT_READ)  # it only makes the loop tick
         self._finished_at: float | None = None
 
     def run(self) -> bool:
