@@ -7,12 +7,12 @@ from pathlib import Path
 from fairseq_async.launch.command import WorkerCommand, without_beginning
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.script import ScriptCommand
-from fairseq_async.server.run_files.leftovers import Leftovers
+from fairseq_async.server.run_files.created_files import CreatedFiles
 from fairseq_async.server.run_files.snapshots import DIRECTORY
 
 
 def what_is_kept(
-    progress: Progress, run_dir: Path, leftovers: Leftovers, command: WorkerCommand | ScriptCommand
+    progress: Progress, run_dir: Path, created: CreatedFiles, command: WorkerCommand | ScriptCommand
 ) -> str:
     """Returns the message of an interrupted run: how far it is kept, and the command to go on with. Removes
     the files of a run that never began.
@@ -21,7 +21,7 @@ def what_is_kept(
     """
     progress.poll()
     if not any(progress.updates.values()):
-        leftovers.remove(logs=False)
+        created.remove(logs=False)
     if not progress.version:
         return "interrupted before the first update: there is nothing to go on from"
     if not has_snapshot(run_dir):

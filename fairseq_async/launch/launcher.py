@@ -18,7 +18,7 @@ from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.script import ScriptCommand
 from fairseq_async.server.process import ServerProcess, manner
-from fairseq_async.server.run_files.leftovers import Leftovers
+from fairseq_async.server.run_files.created_files import CreatedFiles
 from fairseq_async.worker.invitation import invitation
 from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 
@@ -64,7 +64,7 @@ class Launcher:
         self.processes = Processes(command, workers)
         self.run_dir = command.run_dir
         self.server: ServerProcess | None = None
-        self._leftovers = Leftovers(self.run_dir)
+        self._created = CreatedFiles(self.run_dir)
 
     def run(self) -> None:
         """Runs until the run is finished.
@@ -87,7 +87,7 @@ class Launcher:
         except KeyboardInterrupt:
             self.display.say("interrupted: the server writes what was done")
             self._end()
-            self.display.say(what_is_kept(self.display.progress, self.run_dir, self._leftovers, self.command))
+            self.display.say(what_is_kept(self.display.progress, self.run_dir, self._created, self.command))
             raise
         finally:
             self._end()
@@ -102,13 +102,13 @@ class Launcher:
         self.run_dir = Path(wanted.run_dir)
         if wanted.tls is not None:  # the workers' own command or script names it, so all workers have it
             self.tls = Path(wanted.tls).resolve()
-        self._leftovers = Leftovers(self.run_dir)
+        self._created = CreatedFiles(self.run_dir)
         if self.command.rendezvous is not None and self.command.resumes and not has_snapshot(self.run_dir):
             self.display.say(f"--resume: no run was interrupted in {self.run_dir}; this one begins at its beginning")
         try:
             self.server = self._new_server(wanted)
         except ConfigurationError:
-            self._leftovers.remove_directories()
+            self._created.remove_directories()
             raise
         token_file = self.token_file or self.server.token_file
         self.display.say(invitation(self.server.address, token_file.resolve(), self.command.given, self.tls))
@@ -213,7 +213,7 @@ class Launcher:
             says_all = False
         else:
             self._end()
-            self._leftovers.remove(logs=says_all)
+            self._created.remove(logs=says_all)
         return RunFailedError(error if says_all else f"{error} (log: {worker.log})")
 
     def _after_server(self, code: int) -> None:

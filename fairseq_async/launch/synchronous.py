@@ -13,7 +13,7 @@ from fairseq_async.exchange.ports import free_port
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import LINE_EVERY, say
 from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt_on_signals
-from fairseq_async.server.run_files.leftovers import Leftovers
+from fairseq_async.server.run_files.created_files import CreatedFiles
 
 _DYING = 10.0  # seconds for the other ranks to end by themselves after one has died
 _STARTING = "starting"
@@ -28,7 +28,7 @@ class GroupLauncher:
 
     def __init__(self, command: WorkerCommand, workers: int, port: int) -> None:
         self.processes, self.port = Processes(command, workers), port
-        self._leftovers = Leftovers(command.run_dir)
+        self._created = CreatedFiles(command.run_dir)
 
     def run(self) -> None:
         """Runs until the run is finished.
@@ -81,7 +81,7 @@ class GroupLauncher:
         if worker.process.returncode != USER_ERROR or self._progress() != _STARTING:
             return RunFailedError(f"{error} (log: {worker.log})")
         self.processes.end()
-        self._leftovers.remove(logs=True)
+        self._created.remove(logs=True)
         return RunFailedError(error)
 
     def _progress(self) -> str:

@@ -29,7 +29,7 @@ from fairseq_async.ray_launch.server import ServerTask
 from fairseq_async.ray_launch.shard import ShardTask
 from fairseq_async.ray_launch.worker import WorkerTask
 from fairseq_async.server.process import manner
-from fairseq_async.server.run_files.leftovers import Leftovers
+from fairseq_async.server.run_files.created_files import CreatedFiles
 from fairseq_async.worker.invitation import invitation
 
 _PAUSE = 0.5  # seconds between two looks at the registry
@@ -114,7 +114,7 @@ class RayRun:
         self, command: WorkerCommand | ScriptCommand, directory: Path, workers: list[Resources], options: RayOptions
     ) -> None:
         self._command, self._directory, self._resources, self._options = command, directory, workers, options
-        self._run_dir, self._leftovers = command.run_dir.resolve(), Leftovers(command.run_dir)
+        self._run_dir, self._created = command.run_dir.resolve(), CreatedFiles(command.run_dir)
         self._actors = Actors(options.name, new_token(), len(workers), options.max_restarts)
         self._server: ray.ObjectRef | None = None
         self._numbers: set[int] = set()  # of the workers that were started, and not removed by a scale
@@ -137,7 +137,7 @@ class RayRun:
         except KeyboardInterrupt:
             self._display.say("interrupted: the server writes what was done")
             self._actors.end(_LEAVING)
-            self._display.say(what_is_kept(self._display.progress, self._run_dir, self._leftovers, self._command))
+            self._display.say(what_is_kept(self._display.progress, self._run_dir, self._created, self._command))
             raise
         except RayError as error:
             raise RunFailedError(f"the Ray cluster, or the registry in it, is lost: {_first_line(error)}") from error
@@ -174,7 +174,7 @@ class RayRun:
             self._display.say(f"taken: {_names(taken)}")
         if state.request is not None and self._server is None:
             self._run_dir = Path(state.request.run_dir)
-            self._leftovers = Leftovers(self._run_dir)
+            self._created = CreatedFiles(self._run_dir)
             resumes = self._command.resumes
             task = ServerTask(state.request, len(self._resources), self._options.max_restarts, resumes)
             self._display.progress = Progress(self._run_dir, len(self._resources))
@@ -260,7 +260,7 @@ class RayRun:
         begun = any(self._display.progress.updates.values())
         if not begun:
             self._actors.end(_LEAVING)
-            self._leftovers.remove(logs=how.code == USER_ERROR)
+            self._created.remove(logs=how.code == USER_ERROR)
         if begun or how.code != USER_ERROR:
             error += f" (log: {log})"
         raise RunFailedError(error)

@@ -18,7 +18,7 @@ from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.exchange.authentication import new_token, write_token
 from fairseq_async.exchange.linux import environment
 from fairseq_async.exchange.tls import server_context
-from fairseq_async.server.run_files.leftovers import Leftovers
+from fairseq_async.server.run_files.created_files import CreatedFiles
 from fairseq_async.server.run_files.state_files import ending_path
 
 _BACKLOG = 128  # connections that may wait until the server has imported its modules
@@ -121,7 +121,7 @@ class ServerProcess:
     ) -> None:
         if tls is not None:
             server_context(tls)
-        self._leftovers = Leftovers(run_dir)
+        self._created = CreatedFiles(run_dir)
         named = run_dir_option or option("run_dir")
         _make_directories(run_dir, log.parent, named)
         self.token, self.log, self.restarts = token or new_token(), log, restarts
@@ -138,7 +138,7 @@ class ServerProcess:
             self._claimed = _claim(run_dir, named)  # first: a server that ends here may still have the port
             self._start_first(host, port, recovers)
         except ConfigurationError:
-            self._leftovers.remove_directories()
+            self._created.remove_directories()
             raise
         write_token(self.token_file, self.token)
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
@@ -198,7 +198,7 @@ class ServerProcess:
     def discard(self) -> None:
         """Kills a server whose run has not begun, and removes the files that its start has made."""
         self.stop()
-        self._leftovers.remove(logs=True)
+        self._created.remove(logs=True)
 
     def _start_first(self, host: str, port: int, recovers: bool) -> None:
         try:

@@ -18,7 +18,7 @@ from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.progress import Progress
 from fairseq_async.reporting.audit import audit
 from fairseq_async.server.process import ServerProcess
-from fairseq_async.server.run_files.leftovers import Leftovers
+from fairseq_async.server.run_files.created_files import CreatedFiles
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.rendezvous import ServerRequest
 from scripts.faults.sgd_server import sgd_spec
@@ -210,7 +210,7 @@ def test_a_run_that_is_interrupted_before_its_first_update_keeps_nothing(tmp_pat
 
 def said_to_be_kept(run_dir: Path, command: Any, version: int = 3) -> str:
     progress = SimpleNamespace(poll=lambda: None, updates=Counter({0: 3}), version=version, position="update 2 of 9")
-    return what_is_kept(cast(Progress, progress), run_dir, Leftovers(run_dir), command)
+    return what_is_kept(cast(Progress, progress), run_dir, CreatedFiles(run_dir), command)
 
 
 def test_an_interrupt_after_the_runs_end_promises_no_snapshot(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fairseq_async.server.run_files.leftovers import Leftovers
+from fairseq_async.server.run_files.created_files import CreatedFiles
 
 
 def begin(run_dir: Path) -> None:
@@ -23,40 +23,40 @@ def files(folder: Path) -> set[str]:
 
 
 def test_of_a_run_that_never_began_nothing_is_left(tmp_path: Path) -> None:
-    leftovers = Leftovers(tmp_path / "new" / "run")
+    created = CreatedFiles(tmp_path / "new" / "run")
     begin(tmp_path / "new" / "run")
-    leftovers.remove(logs=True)
+    created.remove(logs=True)
     assert files(tmp_path) == set()
 
 
 def test_logs_stay_where_an_error_names_them(tmp_path: Path) -> None:
-    leftovers = Leftovers(tmp_path / "run")
+    created = CreatedFiles(tmp_path / "run")
     begin(tmp_path / "run")
-    leftovers.remove(logs=False)
+    created.remove(logs=False)
     assert files(tmp_path) == {"run", "run/logs", "run/logs/server.log", "run/logs/worker-0.log"}
 
 
 def test_what_was_there_before_stays(tmp_path: Path) -> None:
     begin(tmp_path)
     (tmp_path / "checkpoint_last.pt").touch()
-    before, leftovers = files(tmp_path), Leftovers(tmp_path)
+    before, created = files(tmp_path), CreatedFiles(tmp_path)
     (tmp_path / "logs" / "worker-1.log").touch()
     (tmp_path / "snapshots" / "version-000000000007.pt").touch()
-    leftovers.remove(logs=True)
+    created.remove(logs=True)
     assert files(tmp_path) == before
 
 
 def test_directories_with_something_in_them_stay(tmp_path: Path) -> None:
-    leftovers = Leftovers(tmp_path / "run")
+    created = CreatedFiles(tmp_path / "run")
     begin(tmp_path / "run")
-    leftovers.remove_directories()
+    created.remove_directories()
     assert "run/logs/server.log" in files(tmp_path) and "run/run.json" in files(tmp_path)
 
 
 def test_what_is_kept_of_a_run_before_stays_though_this_launch_has_renamed_it(tmp_path: Path) -> None:
     begin(tmp_path)
-    leftovers = Leftovers(tmp_path)
+    created = CreatedFiles(tmp_path)
     path = tmp_path / "snapshots/version-000000000000.pt"
     path.rename(path.with_suffix(".before"))
-    leftovers.remove(logs=True)
+    created.remove(logs=True)
     assert "snapshots/version-000000000000.before" in files(tmp_path)

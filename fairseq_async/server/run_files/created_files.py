@@ -8,7 +8,7 @@ from fairseq_async.server.run_files.event_log import EVENTS
 from fairseq_async.server.run_files.snapshots import DIRECTORY, OF_OTHER_RUNS
 
 
-class Leftovers:
+class CreatedFiles:
     """Remembers which of a run's files and directories exist when a launch begins, and removes those made later.
 
     Args:
