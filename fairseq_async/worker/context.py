@@ -43,10 +43,11 @@ class WorkerContext:
 
     Attributes:
         slowdown: factor by which this worker is made slower, for experiments.
-        rank: this process among the ``island_size`` ranks that form the worker; rank 0 speaks for them.
+        rank: this process among the ``island_size`` ranks that form the worker; rank 0 alone connects to the server.
         several_machines: whether the workers are on more than one machine.
-        has_store: torchrun or deepspeed has started the ranks, and the store at MASTER_ADDR:MASTER_PORT connects them.
-        joins: the worker was not announced; the server assigns its id.
+        has_store: whether torchrun or deepspeed has started the ranks, which the store at MASTER_ADDR:MASTER_PORT
+            connects.
+        joins: whether the worker was not announced; the server then assigns its id.
     """
 
     worker: int = 0

@@ -46,21 +46,21 @@ class TensorReplica:
     """The replica of a model whose own parameters are in fp32 where an optimizer steps them; on any device.
 
     Args:
-        speaks: whether this rank writes its parameters into ``flat``; of several ranks with the same ones, one does.
+        is_writer: whether this rank writes its parameters into ``flat``; of several ranks with the same ones, one does.
     """
 
-    def __init__(self, named: Sequence[tuple[str, Tensor]], speaks: bool = True) -> None:
+    def __init__(self, named: Sequence[tuple[str, Tensor]], is_writer: bool = True) -> None:
         self.layout = Layout.of(named)
         self._named, self._tensors = named, [tensor for _, tensor in named]
-        self._speaks = speaks
+        self._is_writer = is_writer
         self.device = device_of(self._tensors)
 
     def read(self, flat: Tensor) -> None:
-        if self._speaks:
+        if self._is_writer:
             between(self.device, flat).begin(flat, self._tensors).synchronize()
 
     def subtract(self, flat: Tensor) -> None:
-        if self._speaks:
+        if self._is_writer:
             local = between(self.device, flat).fetch(self._tensors)
             for view, tensor in zip(self.layout.views(flat), local, strict=True):
                 view.sub_(tensor.detach().to(view))
@@ -69,7 +69,7 @@ class TensorReplica:
         unpack(self._tensors, between(self.device, flat).upload(flat))
 
     def part(self, tensors: slice) -> "TensorReplica":
-        return TensorReplica(self._named[tensors], self._speaks)
+        return TensorReplica(self._named[tensors], self._is_writer)
 
 
 class MasterReplica:
@@ -79,13 +79,13 @@ class MasterReplica:
         named: the whole low-precision parameters, with their names.
         masters: for each parameter, the offset of this rank's part in it and that part's flat fp32 master; None where
             this rank has no part of it.
-        speaks: whether this rank writes its part into ``flat``; of several ranks with the same part, one does.
+        is_writer: whether this rank writes its part into ``flat``; of several ranks with the same part, one does.
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, Tensor]], masters: Sequence[tuple[int, Tensor] | None], speaks: bool = True
+        self, named: Sequence[tuple[str, Tensor]], masters: Sequence[tuple[int, Tensor] | None], is_writer: bool = True
     ) -> None:
-        self._speaks = speaks
+        self._is_writer = is_writer
         self.layout = Layout.of(named)
         self._named, self._given = named, masters
         self._parameters = [tensor for _, tensor in named]
@@ -111,12 +111,12 @@ class MasterReplica:
         copy_fused(self._parameters, list(self.layout.views(near)))
 
     def part(self, tensors: slice) -> "MasterReplica":
-        return MasterReplica(self._named[tensors], self._given[tensors], self._speaks)
+        return MasterReplica(self._named[tensors], self._given[tensors], self._is_writer)
 
     def _local_parts(self, flat: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """Pairs of a view of ``flat`` and this rank's master for it, in memory or on the device as ``flat`` is; none
-        if this rank does not speak."""
-        if not self._speaks:
+        if this rank is no writer."""
+        if not self._is_writer:
             return []
         return zip(self._parts(flat), between(self.device, flat).fetch(self._masters), strict=True)
 
