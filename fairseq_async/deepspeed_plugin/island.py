@@ -175,6 +175,6 @@ def _share_slot(client: Client, size: int) -> _SlotLocation:
     if client.memory is None:
         client.use(SharedMemory.create(size, 1, publishes=False))
         assert client.memory is not None
-        client.memory.open(0)
+        client.memory.allocate_slot(0)
     memory, slot = client.memory, 0 if client.remote else client.worker
     return _SlotLocation(memory.path, memory.inode, memory.workers, memory.publishes, slot)

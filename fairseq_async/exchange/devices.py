@@ -57,8 +57,10 @@ def device_of(tensors: Sequence[Tensor]) -> Device:
 
 
 class _Arrived:
+    """A transfer that is done already."""
+
     def synchronize(self) -> None:
-        pass
+        """Does nothing."""
 
 
 class PlainDevice:

@@ -51,7 +51,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, parameters: int, workers: int, publishes: bool = True) -> "SharedMemory":
-        """Creates the server's side, for up to ``workers`` workers; a slot takes no memory before :meth:`open`.
+        """Creates the server's side, for up to ``workers`` workers; :meth:`allocate_slot` allocates their slots.
 
         Raises:
             ExchangeError: there is no room in /dev/shm.
@@ -99,7 +99,7 @@ class SharedMemory:
         assert self.publishes
         return self._vector(0)
 
-    def open(self, worker: int) -> None:
+    def allocate_slot(self, worker: int) -> None:
         """Allocates the memory of a worker's slot, so that no write to it can fail.
 
         Raises:
@@ -122,10 +122,10 @@ class SharedMemory:
         return _pages(8 * (2 + self.workers)) + _pages(4 * self.parameters) * index
 
     def publish(self, parameters: Tensor, version: int) -> None:
-        self._count()
+        self._advance_counter()
         copy_in_threads(self.published, parameters, copy)
         self._header[1] = version
-        self._count()
+        self._advance_counter()
 
     def read(self, copy: Callable[[Tensor], object], gone: Callable[[], bool] = _never) -> int:
         """Calls ``copy(published)`` until the server published nothing meanwhile; returns the version that was copied.
@@ -139,10 +139,10 @@ class SharedMemory:
         seen, deadline = -1, 0.0
         while True:
             before, version = int(self._header[0]), int(self._header[1])
-            self._order()
+            self._memory_barrier()
             if before % 2 == 0:
                 copy(self.published)
-                self._order()
+                self._memory_barrier()
                 if int(self._header[0]) == before:
                     return version
             elif before != seen:  # another publication than the one that this reader waited for
@@ -154,7 +154,7 @@ class SharedMemory:
 
     def mark_taken(self, worker: int, sequence: int) -> None:
         """Marks the update as taken: the server has read it and will not read the slot again before the next update."""
-        self._order()
+        self._memory_barrier()
         self._header[2 + worker] = sequence
 
     def wait_until_taken(self, worker: int, sequence: int, gone: Callable[[], bool] = _never) -> None:
@@ -171,17 +171,17 @@ class SharedMemory:
             if time.monotonic() > deadline or gone():
                 raise ExchangeError("the server does not take updates any more")
             time.sleep(0.0002)
-        self._order()
+        self._memory_barrier()
 
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def _count(self) -> None:
-        self._order()
+    def _advance_counter(self) -> None:
+        self._memory_barrier()
         self._header[0] += 1
-        self._order()
+        self._memory_barrier()
 
-    def _order(self) -> None:
+    def _memory_barrier(self) -> None:
         # Taking a lock is a memory barrier: without it a processor with weak ordering (Arm) may move the copy
         # past the counter.
         with self._fence:

@@ -274,7 +274,7 @@ class Service(Connections):
 
     def _admit(self, run: Run, peer: Peer, hello: protocol.Hello) -> protocol.Answer | None:
         run.check(peer.name, hello.spec, hello.layout)
-        run.memory.open(peer.id)
+        run.memory.allocate_slot(peer.id)
         peer.admitted, peer.remote, peer.hello = True, hello.remote, None
         run.payloads.open(peer, run.memory.slot(peer.id))
         run.meet(peer.id)

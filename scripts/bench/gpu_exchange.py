@@ -27,7 +27,7 @@ def main() -> None:
     """Prints one line for each direction."""
     model = [torch.randn(SIZE, device="cuda") for _ in range(TENSORS)]
     memory, plain = SharedMemory.create(TENSORS * SIZE, 1), torch.zeros(TENSORS * SIZE)
-    memory.open(0)
+    memory.allocate_slot(0)
     slot, device = memory.slot(0), CudaDevice(torch.device("cuda", torch.cuda.current_device()))
     device.pin("slot", slot)
     down = milliseconds(lambda: device.begin(slot, model).synchronize())

@@ -77,14 +77,14 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
 def test_a_reader_waits_through_many_publications(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fairseq_async.exchange.shared_memory._PATIENCE", 0.2)
     memory = SharedMemory.create(5, 1)
-    memory._count()
+    memory._advance_counter()
 
     def publish_slowly() -> None:
         for _ in range(5):
             time.sleep(0.1)
-            memory._count()  # ends one publication ...
-            memory._count()  # ... and begins the next
-        memory._count()
+            memory._advance_counter()  # ends one publication ...
+            memory._advance_counter()  # ... and begins the next
+        memory._advance_counter()
 
     thread = threading.Thread(target=publish_slowly)
     thread.start()
@@ -95,6 +95,6 @@ def test_a_reader_waits_through_many_publications(monkeypatch: pytest.MonkeyPatc
 def test_a_server_that_died_while_it_published_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fairseq_async.exchange.shared_memory._PATIENCE", 0.1)
     memory = SharedMemory.create(5, 1)
-    memory._count()  # begun, never ended
+    memory._advance_counter()  # begun, never ended
     with pytest.raises(ExchangeError, match="stopped while it published"):
         memory.read(torch.empty(5).copy_)

@@ -31,7 +31,7 @@ def test_a_gpu_and_the_cpu_write_the_same_bits(
     given = tensors(dtype)
     size = sum(each.numel() for each in given)
     memory = SharedMemory.create(size, 1)
-    memory.open(0)
+    memory.allocate_slot(0)
     expected = torch.zeros(size)
     PLAIN.begin(expected, given, factor)
     there = [each.cuda() for each in given]
