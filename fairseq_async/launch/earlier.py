@@ -17,7 +17,7 @@ class EarlierEvents:
 
     def __init__(self, run_dir: Path) -> None:
         self._rollbacks = LineReader(run_dir / ROLLBACKS, Rollback.model_validate_json, skip=lambda _: None)
-        self._rollbacks.skip()
+        self._rollbacks.skip_to_end()
         self._last_before = self._rollbacks.number
         self._any = _has_a_line(run_dir / EVENTS)
         self._kept: Mapping[int, int] | None = None  # the number of each worker's last one; None until a server begins

@@ -19,7 +19,7 @@ def last_words(log: Path, start: int = 0) -> str:
     """Returns our own error, or the exception of the last traceback, or else the last line; empty without output.
 
     Lines after an error, such as a library's warnings at the end of the process, are ignored. A log on a full disk may
-    have lost its end: if no exception of another reason is there as a whole, the words are that the disk is full.
+    have lost its end: unless it has a whole exception with another reason, the result is that the disk is full.
 
     Args:
         start: offset in the log, in bytes, at which the process's output begins.

@@ -203,7 +203,7 @@ class Launcher:
     def _failure(self, worker: Worker) -> RunFailedError:
         """Returns the error of a run that this worker's end has ended; removes the files of a run that never began,
         and its logs too where the error says all that they have."""
-        error = self.processes.epitaph(worker)
+        error = self.processes.describe_end(worker)
         if self.server is None:
             for line in traceback(worker.log):  # the log is removed with the script's first directory
                 self.display.say(line)
@@ -227,4 +227,4 @@ class Launcher:
             if worker.process.poll() is None:
                 self.display.say(f"worker {worker.id} did not end with the run, and is killed")
             if worker.process.poll() != 0 and (worker.id == 0 or worker.process.returncode == USER_ERROR):
-                raise RunFailedError(f"{self.processes.epitaph(worker)} (log: {worker.log})")
+                raise RunFailedError(f"{self.processes.describe_end(worker)} (log: {worker.log})")

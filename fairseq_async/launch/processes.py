@@ -117,8 +117,8 @@ class Processes:
         """Waits until these workers, or all of them, have ended, but not longer than this."""
         _wait([worker for worker in self.workers if ids is None or worker.id in ids], seconds)
 
-    def epitaph(self, worker: Worker) -> str:
-        """Returns a line with how the worker ended and its last words, which say more than its exit code."""
+    def describe_end(self, worker: Worker) -> str:
+        """Returns a line that says how the worker ended, with the last words of its log, which say more than a code."""
         said = last_words(worker.log, worker.log_start) or "no output"
         return f"worker {worker.id} {manner(worker.process.returncode)}: {said}"
 

@@ -74,7 +74,7 @@ class Progress:
         # lines that cannot be read are skipped here; an audit names them
         self._events = LineReader(run_dir / EVENTS, Event.from_json, skip=lambda _: None)
         self._log = LineReader(run_dir / _SERVER_LOG, _text)
-        self._log.skip()
+        self._log.skip_to_end()
         self._said = "the processes start"
         self._validations = LineReader(run_dir / VALIDATIONS, parse_validation, skip=lambda _: None)
         self._began = self._seen_at = clock()

@@ -36,13 +36,15 @@ def serve(address: str, regions: int, run_dir: Path, token_file: Path, tls: Path
     interrupt_on_signals()
     if resume and not has_snapshot(run_dir):
         say(f"--resume: no run was interrupted in {run_dir}; this one begins at its beginning")
-    own = (port, host, token, _RESTARTS)
     server = ServerProcess(
         _SERVER,
         regions,
         run_dir,
         log,
-        *own,
+        port=port,
+        host=host,
+        token=token,
+        restarts=_RESTARTS,
         ends_with_workers=True,
         resumes=resume,
         tls=tls,

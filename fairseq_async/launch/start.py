@@ -94,5 +94,13 @@ def _launch(command: WorkerCommand | ScriptCommand, options: Launch) -> None:
     command.check_inputs()
     from fairseq_async.launch.launcher import Launcher  # start-up time
 
-    restarts, address = options.max_restarts, (options.port, options.host)
-    Launcher(command, options.workers, options.slowdown, restarts, *address, options.token_file, options.tls).run()
+    Launcher(
+        command,
+        options.workers,
+        options.slowdown,
+        options.max_restarts,
+        port=options.port,
+        host=options.host,
+        token_file=options.token_file,
+        tls=options.tls,
+    ).run()

@@ -77,7 +77,7 @@ class GroupLauncher:
     def _failure(self, worker: Worker) -> RunFailedError:
         """Returns the error of the run; removes the files of a run that never began, where the error says all that its
         logs have."""
-        error = self.processes.epitaph(worker)
+        error = self.processes.describe_end(worker)
         if worker.process.returncode != USER_ERROR or self._progress() != _STARTING:
             return RunFailedError(f"{error} (log: {worker.log})")
         self.processes.end()

@@ -131,7 +131,7 @@ class LineReader(Generic[_Line]):
                     raise
                 self._skip(str(error))
 
-    def skip(self) -> None:
+    def skip_to_end(self) -> None:
         """Skips all lines that are there now."""
         for _ in self._new_lines():
             pass
