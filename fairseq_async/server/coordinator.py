@@ -31,7 +31,7 @@ class Coordinator:
     can answer early and publish in between: :meth:`admit`, :meth:`apply`, :meth:`settle`; or one, :meth:`push`.
 
     Args:
-        membership: the workers; the caller lets them enter and leave.
+        membership: the workers; the caller notes in it who connects and who leaves.
         waiting: decides how long a round, or a step, stays open.
         look_ahead: decides how far ahead workers start whose updates are stale.
 

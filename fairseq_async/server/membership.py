@@ -96,7 +96,7 @@ class Membership:
         """The connected workers that wait for no answer."""
         return {worker for worker, member in self.members.items() if member.pending is None}
 
-    def number(self, asked: int | None, joins: bool, instance: str, now: float) -> int:
+    def assign_id(self, asked: int | None, joins: bool, instance: str, now: float) -> int:
         """Returns the id of a worker that comes in, or comes back.
 
         A worker that ``joins`` was not announced; where it asks for no id it gets a free one.
@@ -129,8 +129,8 @@ class Membership:
         """The workers that are connected but not ready."""
         return {worker for worker, member in self.members.items() if not member.ready}
 
-    def enter(self, worker: int, instance: str, now: float, ready: bool = True) -> None:
-        """Notes that a worker is connected. One that is not ready yet becomes so by :meth:`begin`."""
+    def connect(self, worker: int, instance: str, now: float, ready: bool = True) -> None:
+        """Notes that a worker is connected. One that is not ready yet becomes so by :meth:`make_ready`."""
         self.members[worker] = Member(worker, instance, now, now, ready=ready)
         before = self._conduct.get(worker)
         if before is None or before.instance != instance:
@@ -141,7 +141,7 @@ class Membership:
         if ready:
             self.joined.add(worker)
 
-    def begin(self, worker: int) -> None:
+    def make_ready(self, worker: int) -> None:
         """Notes that a worker is ready."""
         if worker in self.members:
             self.members[worker].ready = True

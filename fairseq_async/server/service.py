@@ -259,7 +259,7 @@ class Service(Connections):
     # Coming in
 
     def _hello(self, peer: Peer, hello: protocol.Hello) -> protocol.Answer | None:
-        self.membership.begin(peer.id)
+        self.membership.make_ready(peer.id)
         if self.run is None and peer.worker != 0:  # only worker 0 says what is trained
             peer.hello = hello
             self.membership.wait(peer.id, "hello")

@@ -141,7 +141,7 @@ class Trial:
         if worker.optimizer is not None and worker.incarnation > 1:
             worker.optimizer = make_optimizer(self.method.optimizer, self.model.parameters)
         now = self.clock.now
-        self.membership.enter(worker.id, str(worker.incarnation), now)
+        self.membership.connect(worker.id, str(worker.incarnation), now)
         self._deliver(self.coordinator.recount(now, changed=True))
         self._begin(worker, self.coordinator.instruct(worker.id, None, now).assignment, since=now)
 

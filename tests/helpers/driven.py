@@ -14,7 +14,7 @@ class Driven:
     def __init__(self, coordinator: Coordinator, workers: int) -> None:
         self.coordinator, self.sequences = coordinator, [0] * workers
         for worker in range(workers):
-            coordinator.membership.enter(worker, "x", 0.0)
+            coordinator.membership.connect(worker, "x", 0.0)
         coordinator.recount(0.0, changed=True)
         for worker in range(workers):
             coordinator.instruct(worker, None, 0.0)

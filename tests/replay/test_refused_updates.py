@@ -69,7 +69,7 @@ def record(run_dir: Path, bad: int, late: bool) -> Tensor:
                 run.workers[told.worker].start_from(parameters, coordinator.server.version)
 
     for number, worker in run.workers.items():
-        membership.enter(number, str(number), 0.0)
+        membership.connect(number, str(number), 0.0)
         coordinator.instruct(number, None, 0.0)
         worker.start_from(parameters, 0)
     for now in (1.0, 2.0, 3.0, 4.0):

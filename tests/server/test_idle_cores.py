@@ -33,7 +33,7 @@ def used(waiting: list[int], remote: list[int], asked: int | None = None) -> int
     """Threads with three workers, of which some wait and some are on other machines."""
     membership = Membership(3, 0.0)
     for worker in range(3):
-        membership.enter(worker, f"process {worker}", 0.0)
+        membership.connect(worker, f"process {worker}", 0.0)
     for worker in waiting:
         membership.wait(worker, "push")
     peers = {worker: cast(Peer, OnAMachine(worker in remote)) for worker in range(3)}

@@ -165,7 +165,7 @@ def test_a_worker_that_leaves_is_waited_for_no_more() -> None:
 def test_who_joins_beyond_those_announced_is_in_the_step() -> None:
     run = steps(workers=1)
     run.sequences += [0]
-    run.coordinator.membership.enter(1, "x", 0.0)
+    run.coordinator.membership.connect(1, "x", 0.0)
     run.coordinator.instruct(1, None, 0.0)
     assert run.push(0, 1.0, now=1.0).settled == []
     assert len(run.push(1, 3.0, now=1.2).settled) == 2 and run.version == 1 and run.parameter == -2.0

@@ -350,7 +350,7 @@ def test_a_worker_whose_update_takes_long_on_its_way_is_not_silent(tmp_path: Pat
         connection, _ = listener.accept()
         peer = service.peers[0] = Peer(Channel(connection), worker=0)
         membership = service.membership
-        membership.enter(0, "x", now)
+        membership.connect(0, "x", now)
         loop = EventLoop(listener, service, connection)
         now = membership.timeout + 1
         assert membership.is_silent(0, now)
@@ -379,7 +379,7 @@ def test_a_worker_whose_turn_comes_later_is_not_silent(tmp_path: Path, monkeypat
             theirs.sendall(header(100))
             select.select([ours], [], [], 10)
             service.peers[worker] = Peer(Channel(ours), worker=worker)
-            service.membership.enter(worker, "x", now)
+            service.membership.connect(worker, "x", now)
             loop.peers.append(service.peers[worker])
         now = service.membership.timeout + 1
         loop._serve_all([(peer, selectors.EVENT_READ) for peer in loop.peers])

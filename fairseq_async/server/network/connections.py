@@ -62,11 +62,11 @@ class Connections:
             return self._add_stream(peer, introduce, introduce.stream_of)
         self._notice_death(introduce.worker)
         now, instance = self.clock(), introduce.instance[:64]
-        worker = self.membership.number(introduce.worker, introduce.joins, instance, now)
+        worker = self.membership.assign_id(introduce.worker, introduce.joins, instance, now)
         if (before := self.peers.get(worker)) is not None:  # its connection broke, or it was silent
             self._replace(before)
         self.peers[worker] = peer
-        self.membership.enter(worker, instance, now, ready=False)
+        self.membership.connect(worker, instance, now, ready=False)
         return self.handshake.complete(peer, introduce, worker, self.membership)
 
     def _notice_death(self, worker: int | None) -> None:
