@@ -341,13 +341,13 @@ class Coordinator:
             "merged": self._merged,
         }
 
-    def of_waiting(self) -> State:
-        """Returns what a new server needs besides for waiting workers: the answers that they may ask for again, and
-        which workers have left for good."""
+    def state_for_waiting_workers(self) -> State:
+        """Returns what a new server needs, besides :meth:`state_dict`, if the workers stay and wait for it: the answers
+        that they may ask for again, and which workers have left for good."""
         return {"answered": self._answered, "left": self.membership.left_for_good}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on from :meth:`state_dict`, with or without :meth:`of_waiting`."""
+        """Goes on from :meth:`state_dict`, with or without :meth:`state_for_waiting_workers`."""
         self.server.load_state_dict(state["server"])
         self.plan.load_state_dict(state["plan"])
         self.positions = dict(state["positions"])
@@ -360,11 +360,16 @@ class Coordinator:
 
 def build_server(spec: MethodSpec, rule: Rule, parameters: Tensor) -> ParameterServer:
     """Builds the parameter server of a method; ``parameters`` (flat) change in place."""
-    staleness = StalenessPolicy(spec.staleness_power, spec.staleness_limit, spec.delay_compensation)
-    gate = NormGate(spec.server.max_update_norm_ratio)
-    barrier = OPEN if spec.closes_early or spec.quorum else spec.barrier
-    looks_ahead, in_rounds = spec.look_ahead != 0.0, spec.counts_in_rounds
-    return ParameterServer(parameters, rule, barrier, spec.last_version, staleness, gate, looks_ahead, in_rounds)
+    return ParameterServer(
+        parameters,
+        rule,
+        barrier=OPEN if spec.closes_early or spec.quorum else spec.barrier,
+        last_version=spec.last_version,
+        staleness=StalenessPolicy(spec.staleness_power, spec.staleness_limit, spec.delay_compensation),
+        gate=NormGate(spec.server.max_update_norm_ratio),
+        keeps_last_step=spec.look_ahead != 0.0,
+        counts_in_rounds=spec.counts_in_rounds,
+    )
 
 
 def build_coordinator(

@@ -215,7 +215,7 @@ class Run:
         fragment_of = push.sequence if len(self._fragments) > 1 else None
         return Pull(reply.assignment.look_ahead, starts=True, fragment_of=fragment_of)
 
-    def meet(self, worker: int) -> None:
+    def forget_sent(self, worker: int) -> None:
         """Forgets what was sent to a worker that connects: with a lost connection, an answer may have been lost."""
         if self._starts is not None:
             self._starts.forget(worker)
@@ -296,7 +296,7 @@ class Run:
     def snapshot(self) -> State:
         """Returns all that another server needs to go on by itself, while the workers wait for it."""
         own = {"spec": self.spec.to_json(), "from_checkpoint": self.from_checkpoint}
-        return self.state_dict() | self.coordinator.of_waiting() | own
+        return self.state_dict() | self.coordinator.state_for_waiting_workers() | own
 
     def save_state(self, worker: int) -> StateSaved:
         """Writes :meth:`state_dict` into a file, which the worker then takes away."""

@@ -277,7 +277,7 @@ class Service(Connections):
         run.memory.allocate_slot(peer.id)
         peer.admitted, peer.remote, peer.hello = True, hello.remote, None
         run.payloads.open(peer, run.memory.slot(peer.id))
-        run.meet(peer.id)
+        run.forget_sent(peer.id)
         peer.channel.largest = USUAL
         peer.channel.notice_death(self.membership.timeout)
         self.journal("joined", f"worker {peer.id} has joined, {self.membership.ready} of {run.spec.workers} are there")

@@ -83,14 +83,18 @@ class Snapshots:
     @property
     def busy(self) -> bool:
         """Whether a snapshot is being written."""
-        return not self._ends(os.WNOHANG)
+        return not self._writer_has_ended(os.WNOHANG)
 
     def wait(self) -> None:
         """Waits until the snapshot that is being written, if any, is whole."""
-        self._ends(0)
+        self._writer_has_ended(0)
 
-    def _ends(self, options: int) -> bool:
-        """Whether no snapshot is being written; if the writer failed it only tells so, and nothing else happens."""
+    def _writer_has_ended(self, options: int) -> bool:
+        """Whether no snapshot is being written; tells the user if the writer has failed.
+
+        Args:
+            options: of ``os.waitpid``: 0 waits for the writer's end.
+        """
         if self._child:
             child, status = os.waitpid(self._child, options)
             if not child:
