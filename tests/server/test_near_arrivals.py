@@ -97,11 +97,11 @@ def test_an_odd_step_does_not_move_what_is_expected_and_a_change_of_speed_does()
     for took in (1.0, 1.0, 1.0, 1.0, 9.0):
         waiting.begin_work(0, 0.0)
         waiting.arrive(0, took)
-    assert waiting._paces[0].seconds == 1.0
+    assert waiting._step_times[0].seconds == 1.0
     for took in (9.0, 9.0):
         waiting.begin_work(0, 0.0)
         waiting.arrive(0, took)
-    assert waiting._paces[0].seconds == 9.0
+    assert waiting._step_times[0].seconds == 9.0
 
 
 def test_in_the_first_step_all_are_taken_to_be_as_fast_as_the_first() -> None:

@@ -14,7 +14,8 @@ NOTHING_MEASURED: State = {"staleness": {}, "steps": {}, "path": {}}
 
 
 class LookAhead:
-    """Measures how far ahead each worker starts, in multiples of the server's last step; 0 for one in step with it.
+    """Decides how far ahead of the parameters each worker starts, in multiples of the server's last step: 0 for a
+    worker whose updates are not stale.
 
     An update that is τ versions late should be computed where the parameters are τ versions later. Their last step
     predicts that place: the nearest point along it is s steps ahead, and s is measured when the update comes. If all
@@ -32,13 +33,13 @@ class LookAhead:
         self._staleness: dict[int, float] = {}
         self._steps: dict[int, float] = {}
         self._path: dict[int, Tensor] = {}  # a sample of the parameters at each of the last versions
-        self._parameters: int | None = None  # how many the samples are of; None if that was not kept
+        self._size: int | None = None  # number of the parameters that the samples are of; None where it was not saved
 
     def follow(self, version: int, parameters: Tensor) -> None:
         """Keeps a sample of the parameters at the server's present version."""
-        if self._parameters not in (None, parameters.numel()):
+        if self._size not in (None, parameters.numel()):
             self._path = {}  # of a server that had another part of the model, or all of it
-        self._parameters = parameters.numel()
+        self._size = parameters.numel()
         if self.versions is None and version not in self._path:
             stride = max(1, parameters.numel() // _SAMPLE)
             self._path[version] = parameters[::stride].detach().clone()
@@ -78,11 +79,11 @@ class LookAhead:
 
     def state_dict(self) -> State:
         kept = {"staleness": self._staleness, "steps": self._steps, "path": self._path}
-        return kept | {"parameters": self._parameters}
+        return kept | {"parameters": self._size}
 
     def load_state_dict(self, state: State) -> None:
         self._staleness, self._steps, self._path = (dict(state[key]) for key in ("staleness", "steps", "path"))
-        self._parameters = state.get("parameters")  # not in an older snapshot
+        self._size = state.get("parameters")  # not in an older snapshot
 
 
 def _moved(mean: float | None, newest: float) -> float:

@@ -12,19 +12,19 @@ _ROUNDING = 1e-9  # of the time that work takes
 
 
 @dataclass(frozen=True)
-class _Pace:
-    """The pace of a worker, from its last steps.
+class _StepTime:
+    """The time that a worker's steps take, from its last ones.
 
     Attributes:
-        seconds: their median time.
-        spread: how uneven their times are, in seconds.
+        seconds: their median.
+        spread: how uneven they are, in seconds: an estimate of the standard deviation.
     """
 
     seconds: float
     spread: float = 0.0
 
     @classmethod
-    def of(cls, took: list[float]) -> "_Pace":
+    def of(cls, took: list[float]) -> "_StepTime":
         seconds = median(took)
         return cls(seconds, _DEVIATION * median(abs(each - seconds) for each in took))
 
@@ -32,15 +32,18 @@ class _Pace:
 class NearArrivals:
     """Keeps a step open while another worker is near, and closes it when no worker is.
 
-    A worker is due at the time when it was given its work plus the median time of its last steps, from an answer of the
-    server to the arrival of the next gradient. It is near if it is due within a grace after the arrival of each waiting
-    gradient. The grace of a gradient is a share of its worker's own step, and more if its steps are uneven: by the
-    spread of its last steps (1.48 times their median absolute deviation, which is the standard deviation of normal
-    ones), up to the share again. So workers of about equal speed step together, however uneven their batches are; a
-    fast worker never waits for one that is much slower; and a slow worker, for which half a step is long, waits for the
-    fast ones. A near worker that does not come is waited for until a grace after it was due. A wrong estimate costs
-    that much once: afterwards the worker is not near any more. In the first step no pace is known, and all workers are
-    taken to be as fast as the first that comes; later no step waits for a worker's first gradient.
+    A worker is *due* at the time when it was given its work plus the median time of its last steps. A step's time is
+    taken from an answer of the server to the arrival of the next gradient. A worker is *near* if it is due within the
+    *grace* of each waiting gradient, which begins at the gradient's arrival. The grace is a share of the sender's own
+    step, and longer if the sender's steps are uneven: by the spread of its last ones (1.48 times their median absolute
+    deviation, which is the standard deviation of normal ones), up to the share again.
+
+    So workers of about equal speed step together, however uneven their batches are; a fast worker never waits for one
+    that is much slower; and a slow worker, for which half a step is long, waits for the fast ones.
+
+    A near worker that does not come is waited for until a grace after it was due. A wrong estimate costs that much
+    once: afterwards the worker is not near any more. In the first step no time is known, and all workers are taken to
+    be as fast as the first that comes; later no step waits for a worker's first gradient.
 
     Args:
         share: the grace as a share of a worker's own step.
@@ -58,7 +61,7 @@ class NearArrivals:
         self.deadline: float | None = None
         self._begun: dict[int, float] = {}
         self._took: dict[int, list[float]] = {}
-        self._paces: dict[int, _Pace] = {}  # from _took; kept, since each arrival needs those of all workers
+        self._step_times: dict[int, _StepTime] = {}  # from _took; kept, since each arrival needs those of all workers
         self._waiting: dict[int, float] = {}  # since when the gradient of each worker waits
         self._first_step = True
 
@@ -72,24 +75,24 @@ class NearArrivals:
             took = self._took.setdefault(worker, [])
             took.append(now - self._begun.pop(worker))
             del took[:-_REMEMBERED]
-            self._paces[worker] = _Pace.of(took)
+            self._step_times[worker] = _StepTime.of(took)
         self._waiting[worker] = now
 
     def continues(self, others: Iterable[int], now: float) -> bool:
         """Whether the step stays open for any of the others, which are at work."""
         fastest = self._fastest()
-        graces = {worker: self._grace(self._paces.get(worker, fastest)) for worker in self._waiting}
+        graces = {worker: self._grace(self._step_times.get(worker, fastest)) for worker in self._waiting}
         until = min((since + graces[worker] for worker, since in self._waiting.items()), default=now)
         grace = min(graces.values(), default=0.0)
         expected = [worker for worker in others if worker in self._begun and self._is_known(worker)]
-        due = [self._begun[worker] + self._paces.get(worker, fastest).seconds for worker in expected]
+        due = [self._begun[worker] + self._step_times.get(worker, fastest).seconds for worker in expected]
         near = [at + grace for at in due if at <= until + _ROUNDING * grace and at + grace > now]
         self.deadline = max(near, default=now)
         return bool(near)
 
     def forget(self, worker: int) -> None:
         """Forgets a worker that is gone; its successor may have another speed."""
-        for known in (self._begun, self._took, self._paces, self._waiting):
+        for known in (self._begun, self._took, self._step_times, self._waiting):
             known.pop(worker, None)
 
     def close(self) -> None:
@@ -101,15 +104,15 @@ class NearArrivals:
     def _is_known(self, worker: int) -> bool:
         return self._first_step or worker in self._took
 
-    def _grace(self, pace: _Pace) -> float:
+    def _grace(self, step: _StepTime) -> float:
         if self.seconds is not None:
             return self.seconds
-        share = self.share * pace.seconds
-        return share + min(pace.spread, share)
+        share = self.share * step.seconds
+        return share + min(step.spread, share)
 
-    def _fastest(self) -> _Pace:
-        """Returns the pace of the fastest worker, for workers of unknown pace in the first step."""
-        return _Pace(min((pace.seconds for pace in self._paces.values()), default=0.0))
+    def _fastest(self) -> _StepTime:
+        """Returns the step time of the fastest worker, for workers without one in the first step."""
+        return _StepTime(min((each.seconds for each in self._step_times.values()), default=0.0))
 
     def state_dict(self) -> State:
         waiting = {"deadline": self.deadline, "waiting": self._waiting, "first_step": self._first_step}
@@ -119,4 +122,4 @@ class NearArrivals:
         self.deadline, self._begun, self._waiting = state["deadline"], dict(state["begun"]), dict(state["waiting"])
         self._first_step = state["first_step"]
         self._took = {worker: list(took) for worker, took in state["took"].items()}
-        self._paces = {worker: _Pace.of(took) for worker, took in self._took.items()}
+        self._step_times = {worker: _StepTime.of(took) for worker, took in self._took.items()}
