@@ -12,12 +12,12 @@ from fairseq_async.errors import CodecError
 from fairseq_async.server.parameter_server import ParameterServer
 
 
-class WorkersChanges:
-    """Encodes the change that takes one worker, in one fragment of the model, to the present version.
+class WorkerFragment:
+    """One worker's copy of one fragment, and the encoder of the changes that bring this copy to the present version.
 
     Args:
         options: options of the codec for changes.
-        known: the parameters that the worker has, by fragment, as far as they are known; kept up to date here.
+        known: the worker's copies, by fragment, as far as the server knows them; this class keeps them up to date.
         turn: the number of the fragment.
 
     Attributes:
@@ -48,7 +48,8 @@ class WorkersChanges:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def decode(self, payload: Tensor) -> Tensor:
-        """Returns the worker's parameters after the last payload: flat, fp32; the tensor is not changed later."""
+        """Returns the worker's parameters after its last payload, ``payload``: flat, fp32; the tensor is not changed
+        later. They are known here already, so nothing is decoded."""
         return self._known[self._turn]
 
 
@@ -63,9 +64,10 @@ class CompressedChanges:
     the next difference. A difference has a smaller range than the parameters: four bits a value are enough for it, and
     too few for parameters. This takes one copy of the parameters for each worker in the server, and one in the worker.
 
-    A worker takes all parameters when it joins, comes back, connects again, or takes them twice without an update in
-    between, in int8 or, where it takes several fragments at once, in fp32, and both sides begin from these. So they
-    agree without further messages: on one connection answers come in order, and each once.
+    The two copies must agree. A worker takes all parameters anew when it joins, comes back or connects again, and when
+    it takes parameters twice without an update in between. They come in int8, or, of several fragments at once, in
+    fp32, and both copies begin from what came. From then on the copies agree without further messages, because answers
+    on one connection come in order, and each once.
     """
 
     def __init__(self, options: compression.PullOptions, fragments: Sequence[Fragment]) -> None:
@@ -75,12 +77,13 @@ class CompressedChanges:
     def follow(self, server: ParameterServer) -> None:
         """Does nothing: changes are encoded when a worker asks."""
 
-    def of(self, worker: int, sequence: int | None) -> WorkersChanges | None:
-        """Returns the changes for the fragment of the worker's update of this number; None for several at once."""
+    def of(self, worker: int, sequence: int | None) -> WorkerFragment | None:
+        """Returns the encoder for the fragment that the worker's update of this number is of; None where the worker
+        takes several fragments at once, which come in fp32."""
         if sequence is None and len(self._fragments) > 1:
             return None
         turn = (sequence or 0) % len(self._fragments)
-        return WorkersChanges(self._options, self._known.setdefault(worker, {}), turn)
+        return WorkerFragment(self._options, self._known.setdefault(worker, {}), turn)
 
     def took(self, worker: int, values: Tensor, sequence: int | None) -> None:
         """Notes the values, of all parameters or of a fragment, that the worker has taken in fp32."""

@@ -34,6 +34,7 @@ class CompressedStarts:
     Parameters with NaN or Inf have no payload: they are sent in fp32.
 
     Args:
+        options: options of the codec.
         turn: the fragment's number, which is the sequence number of an update of it.
 
     Attributes:
@@ -62,10 +63,11 @@ class CompressedStarts:
         self._payload = self._encoded(start)
 
     def payload(self, server: ParameterServer, look_ahead: float = 0.0) -> Tensor | None:
-        """Returns the payload (uint8) of the server's present version, or of so many versions ahead of it; None where
-        that has NaN or Inf.
+        """Returns the payload (uint8) of the server's present version; None where its parameters have NaN or Inf.
 
-        Parameters ahead are for one worker alone: they are encoded with the carried loss, but do not change it.
+        Args:
+            look_ahead: how many versions ahead of the present one to go. Parameters ahead are for one worker alone:
+                they are encoded with the carried loss, but do not change it.
         """
         self.follow(server)
         if not look_ahead:
@@ -121,8 +123,8 @@ class CompressedFragments:
             each.follow(server)
 
     def of(self, worker: int, sequence: int | None) -> CompressedStarts | None:
-        """Returns the starts of the fragment of an update of this number; for None those of the whole model, or None if
-        it has several fragments. They are the same for every worker."""
+        """Returns the encoder of the fragment that an update of this number is of; for None that of the whole model, or
+        None if the model has several fragments. It is the same for every worker."""
         if sequence is not None:
             return in_turn(self._fragments, sequence)
         return self._fragments[0] if len(self._fragments) == 1 else None
