@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -108,13 +108,20 @@ def default_rule(method: str) -> str:
     return str(METHODS[method].model_fields[_RULE_KEYS[method]].default)
 
 
-def parse(base: type[_Options], values: Mapping[str, object], where: str, spell: Spell = '"{}"'.format) -> _Options:
+def parse(
+    base: type[_Options],
+    values: Mapping[str, object],
+    where: str,
+    spell: Spell = '"{}"'.format,
+    also_known: Iterable[str] = (),
+) -> _Options:
     """Parses the options of a method from flags or keys, with the model of the rule that they name.
 
     Args:
         base: the model that those of the method's rules extend; one of :data:`METHODS`.
         where: name of the place of the options, for errors.
         spell: spells a key in errors.
+        also_known: options that are known there besides those of the method, for the error of an unknown one.
 
     Raises:
         ConfigurationError: a rule or key is unknown, a value is not valid, or an option is only for other rules.
@@ -122,13 +129,13 @@ def parse(base: type[_Options], values: Mapping[str, object], where: str, spell:
     method = str(base.model_fields["method"].default)
     known, key = models(method), rule_key(method)
     if key is None:
-        return checked(base, values, where, spell)
+        return checked(base, values, where, spell, also_known)
     name = values.get(key, default_rule(method))
     if not isinstance(name, str) or name not in known:
         raise ConfigurationError(f"{where}: {spell(key)}: Input should be {_one_of(list(known))} (it is {name!r})")
     of_others = {field for model in known.values() for field in model.model_fields} - set(known[name].model_fields)
     given = {option: value for option, value in values.items() if option not in of_others}
-    options = checked(cast("type[_Options]", known[name]), given | {key: name}, where, spell)
+    options = checked(cast("type[_Options]", known[name]), given | {key: name}, where, spell, also_known)
     for option in values:
         if option in of_others and values[option]:
             raise ConfigurationError(f"{where}: {spell(option)} is of no use with {spell(key)} {name}: leave it out")

@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 from fairseq_async import methods
 from fairseq_async.config import HybridOptions, LocalSGDOptions, Options, ServerOptions
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, as_flag
 from fairseq_async.global_server import parse_upstream
 from fairseq_async.validation import checked
 
@@ -40,7 +40,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        return flag_of(self.name)
+        return as_flag(self.name)
 
     @property
     def help(self) -> str:
@@ -147,7 +147,7 @@ def server_options_of(method: str, args: Namespace) -> ServerOptions:
     """
     values = {name: getattr(args, name) for name in ServerOptions.model_fields}
     given = {name: value for name, value in values.items() if value is not None}
-    return checked(ServerOptions, given, f"--optimizer {method}", flag_of)
+    return checked(ServerOptions, given, f"--optimizer {method}", as_flag)
 
 
 def check_command(method: str, arguments: Sequence[str], workers: int | None) -> None:
@@ -170,16 +170,11 @@ def check_command(method: str, arguments: Sequence[str], workers: int | None) ->
         options.for_workers(workers)
 
 
-def flag_of(name: str) -> str:
-    """Spells an option as a flag: ``outer_lr`` as ``--outer-lr``."""
-    return "--" + name.replace("_", "-")
-
-
 def spelling(method: str, name: str) -> str:
     """Returns the flag of a method's option; the flags of a synchronous method begin with the method's name."""
     if name in _OF_FAIRSEQ:
         return _OF_FAIRSEQ[name]
-    return flag_of(f"{method}_{name}" if method in methods.SYNCHRONOUS else name)
+    return as_flag(f"{method}_{name}" if method in methods.SYNCHRONOUS else name)
 
 
 def _option(name: str, field: FieldInfo) -> Option:

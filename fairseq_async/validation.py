@@ -1,6 +1,6 @@
 """Checks values against a model, and says in one line what is wrong with them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -39,12 +39,19 @@ def first_mistake(error: ValidationError) -> str:
     return f"{key}: {first['msg']}" if key else first["msg"]
 
 
-def checked(model: type[_Model], values: Mapping[str, object], where: str, spell: Spell = '"{}"'.format) -> _Model:
+def checked(
+    model: type[_Model],
+    values: Mapping[str, object],
+    where: str,
+    spell: Spell = '"{}"'.format,
+    also_known: Iterable[str] = (),
+) -> _Model:
     """Validates the values, and returns them as an instance of the model.
 
     Args:
         where: name of the place of the values, for errors.
         spell: spells a key in errors.
+        also_known: keys that are known there besides those of the model, for the error of an unknown one.
 
     Raises:
         ConfigurationError: a key is unknown or a value is bad; the message is one line.
@@ -56,7 +63,8 @@ def checked(model: type[_Model], values: Mapping[str, object], where: str, spell
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         key = spell(".".join(map(str, first["loc"]))) + ": " if first["loc"] else ""
         if first["type"] == "extra_forbidden":
-            known = f"; known are {', '.join(sorted(model.model_fields))}" if len(first["loc"]) == 1 else ""
+            names = [*sorted(model.model_fields), *sorted(also_known)]
+            known = f"; known are {', '.join(names)}" if len(first["loc"]) == 1 else ""
             raise ConfigurationError(f"{where}: unknown key {key.removesuffix(': ')}{known}") from error
         said = first["msg"].removeprefix("Value error, ")
         value = "" if not first["loc"] or first["type"] == "missing" else f" (it is {first['input']!r})"

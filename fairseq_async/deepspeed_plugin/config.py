@@ -29,14 +29,14 @@ def read(args: Any, config: str | dict[str, Any] | None) -> tuple[dict[str, Any]
     if not isinstance(given, str | PathLike):
         raise ConfigurationError(f"config= is {given!r}: give the name of a DeepSpeed JSON, or a dictionary")
     try:
-        read = json.loads(Path(given).read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
+        parsed = json.loads(Path(given).read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
     except OSError as error:
         raise ConfigurationError(f"--deepspeed_config {given}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigurationError(f"--deepspeed_config {given}: not JSON ({error})") from error
-    if not isinstance(read, dict):
+    if not isinstance(parsed, dict):
         raise ConfigurationError(f'--deepspeed_config {given}: it must hold an object, as in {{"key": value}}')
-    return read, str(given)
+    return parsed, str(given)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -65,11 +65,7 @@ def split(config: dict[str, Any], name: str) -> tuple[dict[str, Any], Section, M
     if not isinstance(method, str) or method not in methods.METHODS:
         raise ConfigurationError(f'{where}: "method": {method!r} is none of {", ".join(sorted(methods.METHODS))}')
     section = checked(Section, common, where)
-    try:
-        return theirs, section, methods.parse(methods.METHODS[method], given, where)
-    except ConfigurationError as error:  # the known keys are those of both
-        extra = ", ".join(sorted(Section.model_fields))
-        raise ConfigurationError(f"{error}, {extra}" if "known are" in str(error) else str(error)) from error
+    return theirs, section, methods.parse(methods.METHODS[method], given, where, also_known=Section.model_fields)
 
 
 def check(config: dict[str, Any], options: MethodOptions, section: Section, name: str) -> None:

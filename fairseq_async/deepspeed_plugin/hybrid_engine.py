@@ -8,10 +8,10 @@ from typing import Any
 from fairseq_async.deepspeed_plugin.compat import count_step
 from fairseq_async.deepspeed_plugin.engine import AsyncEngine, ClientState
 from fairseq_async.deepspeed_plugin.schedules import NamedSchedule
-from fairseq_async.deepspeed_plugin.served import SCHEDULER, check_rates
+from fairseq_async.deepspeed_plugin.served import SCHEDULER
 from fairseq_async.errors import fail
 from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.optimizers.learning_rates import RateTable, StepSchedule, present_rates
+from fairseq_async.server.optimizers.learning_rates import RateTable, StepSchedule, check_rates, present_rates
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec
 from fairseq_async.server.plan import whole_steps
 from fairseq_async.worker.context import WorkerContext
@@ -109,7 +109,8 @@ class HybridEngine(AsyncEngine):
             ConfigurationError: it does.
         """
         if not self._has_schedule:
-            check_rates(self.optimizer, self._rates)
+            remedy = 'give a schedule as "scheduler" in the configuration, or as lr_scheduler='
+            check_rates(self.optimizer, self._rates, remedy)
 
     def _set_learning_rates(self) -> None:
         """Sets the learning rates as the server sets those of its optimizer."""

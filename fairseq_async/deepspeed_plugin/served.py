@@ -10,7 +10,6 @@ from fairseq_async.deepspeed_plugin import schedules
 from fairseq_async.deepspeed_plugin.tensors import trainable
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
-from fairseq_async.server.optimizers import learning_rates
 from fairseq_async.server.optimizers.learning_rates import tabulate
 from fairseq_async.server.optimizers.torch_optimizer import describe
 
@@ -59,10 +58,3 @@ def equal_of_torch(optimizer: torch.optim.Optimizer) -> str:
         name = type(optimizer).__name__
         raise ConfigurationError(f"{name} with bias_correction False has no equal in the server; leave that out")
     return "AdamW" if vars(optimizer)["adam_w_mode"] else "Adam"
-
-
-def check_rates(optimizer: torch.optim.Optimizer, before: list[float]) -> None:
-    """See :func:`fairseq_async.server.optimizers.learning_rates.check_rates`; with the remedy of DeepSpeed's users."""
-    learning_rates.check_rates(
-        optimizer, before, 'give a schedule as "scheduler" in the configuration, or as lr_scheduler='
-    )

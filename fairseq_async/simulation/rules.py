@@ -16,7 +16,7 @@ from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan, Plan
 from fairseq_async.simulation.experiment import AdaScaleOptions, AdasumOptions, Experiment, GsSGDOptions, Method
 from fairseq_async.simulation.gs_sgd import GsSGD, SketchedBytes
-from fairseq_async.simulation.schedule import LearningRate, StepSchedule, make_optimizer, set_lr
+from fairseq_async.simulation.schedule import LearningRate, RateSchedule, make_optimizer, set_lr
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def build_method(
     spec = hybrid_spec(options, workers, None, {}, steps)
     context = methods.GradientRuleContext(inner, method.optimizer.clip_norm, None, workers)
     gradient_rule = methods.gradient_rule(options.gradient_rule).build(options, context)
-    rule = ScheduledRule(gradient_rule, StepSchedule(inner, rate))
+    rule = ScheduledRule(gradient_rule, RateSchedule(inner, rate))
     return SimulatedMethod(rule, EpochPlan(rule, spec.max_epoch, spec.whole_steps), spec, sends_gradients=True)
 
 
@@ -86,7 +86,7 @@ def _gs_sgd(
     accumulation = HybridAccumulation(inner, 1, method.optimizer.clip_norm)
     largest = GsSGD(accumulation, workers, sketch, options.keep, options.candidates)
     rate = LearningRate(experiment.schedule, method.optimizer.lr, experiment.steps)
-    rule = ScheduledRule(largest, StepSchedule(inner, rate))
+    rule = ScheduledRule(largest, RateSchedule(inner, rate))
     plan = EpochPlan(rule, max_epoch=0, total_steps=experiment.steps)
     return SimulatedMethod(rule, plan, spec, sends_gradients=True, sketched=largest.bytes_of(parameters.numel()))
 

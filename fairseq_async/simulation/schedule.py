@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms.rule import State
+from fairseq_async.server.optimizers.learning_rates import StepSchedule
 from fairseq_async.simulation.experiment import OptimizerOptions, ScheduleOptions
 
 
@@ -53,27 +53,13 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-class StepSchedule:
-    """The learning rate of an optimizer in the server; the progress of its schedule ``rate`` is the server's steps."""
+class RateSchedule(StepSchedule):
+    """The schedule ``rate`` for an optimizer in the server; its progress is the server's steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rate: LearningRate) -> None:
-        self.optimizer, self.rate = optimizer, rate
-        self.learning_rate = 0.0
+        super().__init__(optimizer)
+        self.rate = rate
 
     def follow(self, steps: int) -> None:
         """Sets the learning rate for the next step, after so many steps."""
-        self.learning_rate = self.rate(steps)
-        set_lr(self.optimizer, self.learning_rate)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Does nothing: the rate follows steps."""
-
-    def end_epoch(self, epoch: int, loss: float | None) -> None:
-        """Does nothing: the rate follows steps."""
-
-    def state_dict(self) -> State:
-        """Returns nothing: the rate is a function of the steps."""
-        return {}
-
-    def load_state_dict(self, state: State) -> None:
-        """Does nothing: nothing was kept."""
+        set_lr(self.optimizer, self.rate(steps))

@@ -31,8 +31,4 @@ def parse_options(base: type[_Options], given: Mapping[str, object], where: str)
     of_server = {name: value for name, value in given.items() if name in ServerOptions.model_fields}
     of_method = {name: value for name, value in given.items() if name not in of_server}
     server = checked(ServerOptions, of_server, where, str)
-    try:
-        return server, methods.parse(base, of_method, where, str)
-    except ConfigurationError as error:  # the known arguments are those of both
-        extra = ", ".join(sorted(ServerOptions.model_fields))
-        raise ConfigurationError(f"{error}, {extra}" if "known are" in str(error) else str(error)) from error
+    return server, methods.parse(base, of_method, where, str, also_known=ServerOptions.model_fields)

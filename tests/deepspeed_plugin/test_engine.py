@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fairseq_async.deepspeed_plugin.engine import AsyncEngine, LocalEngine
 from fairseq_async.deepspeed_plugin.hybrid_engine import HybridEngine
-from fairseq_async.deepspeed_plugin.served import check_rates
 from fairseq_async.deepspeed_plugin.tensors import replica_of
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.server.optimizers.learning_rates import present_rates
@@ -304,4 +303,4 @@ def test_a_scheduler_of_the_scripts_own_is_one_line() -> None:
     optimizer = SGD([Parameter(torch.zeros(1))], lr=0.1)
     LambdaLR(optimizer, lambda step: 1.0)
     with pytest.raises(ConfigurationError, match="the optimizer has a scheduler, but it steps in the server"):
-        check_rates(optimizer, [0.1])
+        hybrid_engine(optimizer, has_schedule=False)._check_rates()

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from fairseq_async import methods
 from fairseq_async.config import DelayedNesterovOptions, LocalSGDOptions, OuterSGDOptions, ServerOptions
-from fairseq_async.errors import AsyncError, ConfigurationError, RefusedError
+from fairseq_async.errors import AsyncError, ConfigurationError, RefusedError, as_flag
 from fairseq_async.method_spec import local_sgd_spec
-from fairseq_async.option_flags import flag_of
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.server.protocol import Push, PushReply
 from fairseq_async.validation import checked
@@ -283,4 +282,4 @@ def test_c_must_fit_the_number_of_workers() -> None:
 @pytest.mark.parametrize("given", ["10.0.0.1", ":29400", "10.0.0.1:port", "10.0.0.1:70000", "a..b:29400", "node1:²"])
 def test_a_server_address_that_is_none_names_its_flag(given: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--server: an address is written HOST:PORT, .*'{given}'"):
-        checked(ServerOptions, {"server": given}, "local_sgd", flag_of)
+        checked(ServerOptions, {"server": given}, "local_sgd", as_flag)
