@@ -96,7 +96,7 @@ class _Cycle:
         held: of these, those for which the second update was held for other workers.
         exchange: seconds of the exchange, without the hold of the first update.
         server: seconds for which the server worked on the first update.
-        steps: whether it took a step then.
+        steps: whether the server took a step with the first update.
     """
 
     gap: float
@@ -130,11 +130,11 @@ def _cycles(events: Sequence[Event], stepping: Collection[tuple[int, int]]) -> l
     """
     return [
         _Cycle(
-            after.time - before.time,
-            after.held_seconds or 0.0,
-            max(0.0, after.exchange_seconds - (before.held_seconds or 0.0)),
-            after.server_seconds or 0.0,
-            (before.worker, before.sequence) in stepping,
+            gap=after.time - before.time,
+            held=after.held_seconds or 0.0,
+            exchange=max(0.0, after.exchange_seconds - (before.held_seconds or 0.0)),
+            server=after.server_seconds or 0.0,
+            steps=(before.worker, before.sequence) in stepping,
         )
         for before, after in pairwise(events[_WARM_UP:])
     ]

@@ -55,7 +55,7 @@ def read_question(
     Raises:
         ConfigurationError: a flag has no such value, or the flags do not go together.
     """
-    _find(run_dir)
+    _check_run(run_dir)
     links = [Link(*pair) for pair in _pairs("--link", link, "as 10, or 0.1:50 with 50 ms one way")]
     seconds = _pairs("--step-seconds", step_seconds, "as 0.3, or 0.3:0.2 with deviation over mean", most=WIDEST)
     if compress and not links:
@@ -64,7 +64,7 @@ def read_question(
         raise ConfigurationError("--apart: machines exchange over a link: give --link too")
     sizes = _counts("--parameters", parameters)
     if workers is None:
-        _without_cluster(run_dir, step_seconds, at_most_waiting)
+        _check_without_cluster(run_dir, step_seconds, at_most_waiting)
     elif run_dir is None and not (sizes and seconds):
         missing = "--step-seconds" if sizes else "--parameters"
         raise ConfigurationError(f"--workers {workers}: without RUN_DIR, nothing says what they train: give {missing}")
@@ -72,11 +72,21 @@ def read_question(
     if not 0 < share < 1:
         raise ConfigurationError(f"--at-most-waiting {share:g}: a share of the workers' time, above 0 and below 1")
     counts = _counts("--shards", shards) or (_FOR_TABLES if workers is None else _TO_CHOOSE_FROM)
-    sharded = (tuple(sorted(counts)), apart)
-    return Question(run_dir, sizes, tuple(links), *sharded, compress, workers, tuple(seconds), share)
+    return Question(
+        run_dir=run_dir,
+        sizes=sizes,
+        links=tuple(links),
+        shards=tuple(sorted(counts)),
+        apart=apart,
+        compress=compress,
+        workers=workers,
+        step_seconds=tuple(seconds),
+        at_most_waiting=share,
+    )
 
 
-def _find(run_dir: Path | None) -> None:
+def _check_run(run_dir: Path | None) -> None:
+    """Refuses a directory without a run: at once, since reading the run imports torch."""
     try:
         if run_dir is not None:
             (run_dir / "run.json").stat()
@@ -84,7 +94,8 @@ def _find(run_dir: Path | None) -> None:
         raise ConfigurationError(f"{run_dir}: no run that can be read there (run.json): {error.strerror}") from error
 
 
-def _without_cluster(run_dir: Path | None, step_seconds: str, at_most_waiting: float | None) -> None:
+def _check_without_cluster(run_dir: Path | None, step_seconds: str, at_most_waiting: float | None) -> None:
+    """Refuses flags of a cluster where --workers is not given, and no flags at all."""
     if step_seconds:
         raise ConfigurationError(f"--step-seconds {step_seconds}: of a cluster: give --workers too")
     if at_most_waiting is not None:

@@ -40,13 +40,13 @@ class OptimizerOptions(_Strict):
 
     @model_validator(mode="after")
     def _fits(self) -> "OptimizerOptions":
-        for name in _OF_OTHERS[self.type]:
+        for name in _UNUSED[self.type]:
             if name in self.model_fields_set:
                 raise ValueError(f"{name} is of no use with {self.type}: leave it out")
         return self
 
 
-_OF_OTHERS = {"sgd": ["betas"], "adam": ["momentum"], "adamw": ["momentum"]}
+_UNUSED = {"sgd": ["betas"], "adam": ["momentum"], "adamw": ["momentum"]}
 
 
 class ScheduleOptions(_Strict):
@@ -138,14 +138,8 @@ _SYNCHRONOUS: dict[str, type[AdasumOptions] | type[AdaScaleOptions] | type[GsSGD
     "gs_sgd": GsSGDOptions,
 }
 _METHODS = tuple(dict.fromkeys([*methods.METHODS, *_SYNCHRONOUS]))
-_THE_EXPERIMENTS = (
-    "total_steps",
-    "seed",
-    "shards",
-    "max_refused",
-    "overlap",
-    "upstream",
-)  # not for a single method to say
+# options that the experiment sets for all methods, or that a simulation does not have
+_NOT_OF_A_METHOD = ("total_steps", "seed", "shards", "max_refused", "overlap", "upstream")
 
 
 @dataclass(frozen=True)
@@ -278,7 +272,7 @@ def _method(path: Path, name: str, given: dict[str, Any], common: dict[str, Any]
     if kind not in _METHODS:
         what = " is missing" if kind is None else f": {kind}: there is no such method"
         raise ConfigurationError(f'{where}: "method"{what}; there are {", ".join(_METHODS)}')
-    for key in _THE_EXPERIMENTS:
+    for key in _NOT_OF_A_METHOD:
         if key in values:
             raise ConfigurationError(f'{where}: "{key}" cannot be set for one method of a simulation: leave it out')
     if not isinstance(own, dict):

@@ -56,7 +56,7 @@ class SimulatedRun(Protocol):
         ...
 
     def state_dict(self) -> State:
-        """Returns the whole state, between two calls of :meth:`advance`, in types that torch loads without trust."""
+        """Returns the whole state, between two calls of :meth:`advance`; torch loads it with ``weights_only``."""
         ...
 
     def load_state_dict(self, state: State) -> None:

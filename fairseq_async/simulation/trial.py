@@ -227,14 +227,12 @@ class Trial:
         payload = None if starts is None else starts.payload(self.server, assignment.look_ahead)
         if starts is not None and payload is not None:
             return starts.decode(payload).to(self.parameters), payload
-        whole = self._start(assignment, None) if sequence is None else self.server.dispatch_fragment(sequence)
+        whole = self._start(assignment) if sequence is None else self.server.dispatch_fragment(sequence)
         self.starts.took(worker.id, whole, sequence)
         return whole, None
 
-    def _start(self, assignment: Assignment, given: Tensor | None) -> Tensor:
-        """Returns the parameters that a worker starts from; they must be copied, or used at once."""
-        if given is not None:
-            return given
+    def _start(self, assignment: Assignment) -> Tensor:
+        """Returns the server's parameters for a worker, ahead where told; they must be copied, or used at once."""
         if not assignment.look_ahead:
             return self.server.dispatch()
         ahead = torch.empty_like(self.parameters)
@@ -246,7 +244,7 @@ class Trial:
         compressed."""
         if self.fragments is not None:
             return self.fragments.compute(worker, assignment, self.server, given)
-        start = self._start(assignment, given)
+        start = self._start(assignment) if given is None else given
         self.server.note_pull(worker.id, start)
         if self.sends_gradients:
             with self._computing_at(start):
@@ -319,7 +317,7 @@ class Trial:
     _PLAIN = ("line_ends", "answers_at", "grace_ends", "steps", "tokens")
 
     def state_dict(self) -> State:
-        """Returns the whole state, between two calls of :meth:`advance`, in types that torch loads without trust."""
+        """Returns the whole state, between two calls of :meth:`advance`; torch loads it with ``weights_only``."""
         state = {name: getattr(self, name) for name in self._PLAIN}
         since = self.coordinator.held_since
         return state | {
