@@ -43,9 +43,9 @@ class TopKOptions(_Parameters):
     """Codec ``topk``: sends the largest values of each chunk."""
 
     codec: Literal["topk"] = "topk"
-    chunk: int = Field(4096, ge=1, le=1 << 16, description="neighbouring values of which the largest are sent")
-    keep: int = Field(64, ge=1, description="how many of them")
-    bits: int = Field(2, ge=1, le=8, description="of each value that is sent")
+    chunk: int = Field(4096, ge=1, le=1 << 16, description="neighbouring values, of which the largest are sent")
+    keep: int = Field(64, ge=1, description="values of a chunk that are sent")
+    bits: int = Field(2, ge=1, le=8, description="bits of each value that is sent")
 
 
 class AdaCompOptions(_Parameters):
@@ -53,14 +53,14 @@ class AdaCompOptions(_Parameters):
 
     codec: Literal["adacomp"] = "adacomp"
     bin_size: int = Field(500, ge=1, lt=1 << 16, description="neighbouring values in a bin")
-    scale: Literal["tensor", "bin"] = Field("tensor", description="what has one size for all values that are sent")
+    scale: Literal["tensor", "bin"] = Field("tensor", description="what has a scale of its own")
 
 
 class DQSGDOptions(_Parameters):
     """Codec ``dqsgd``: stochastic rounding to a number of bits that follows the norm."""
 
     codec: Literal["dqsgd"] = "dqsgd"
-    bits: int = Field(4, ge=2, le=8, description="of the values of the first update")
+    bits: int = Field(4, ge=2, le=8, description="bits of each value of the first update")
     block: int | None = Field(None, ge=1, le=1 << 20, description="values that share a norm; all of a tensor if off")
     norm: Literal["l2", "max"] = Field("l2", description="what the values are divided by")
 

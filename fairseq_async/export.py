@@ -158,9 +158,7 @@ def _read_snapshot(paths: list[Path], run_dir: Path) -> Source:
             return _with_server_parameters(state, path)
         base = _read_file(run_dir / _FAIRSEQ_LAST)
         newest = _completed(_server_parameters(state, path), base.tensors)
-        kinds = {
-            name: tensor.dtype for name, tensor in base.tensors.items()
-        }  # fairseq's model may be in half precision
+        kinds = {name: tensor.dtype for name, tensor in base.tensors.items()}  # of fairseq's model, maybe fp16
         return Source({name: value.to(kinds.get(name)) for name, value in newest.items()}, run_dir, base.fairseq)
     raise AssertionError("there is at least one")
 

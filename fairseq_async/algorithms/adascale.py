@@ -126,6 +126,9 @@ class AdaScaleGain:
             gradients: number of gradients g_i, at least two.
             mean_square_norm: |ḡ|².
             batches: number of single batches in ḡ; by default S. Each g_i is the mean of ``batches / gradients`` ones.
+
+        Raises:
+            ValueError: there is one gradient, or a square norm is negative, infinite or NaN.
         """
         if gradients < 2:
             raise ValueError(f"{gradients} gradient in an iteration of scale {self.scale:g}; noise shows from two on")

@@ -37,11 +37,17 @@ class StalenessPolicy:
             raise ValueError(f"compensation is {self.compensation}; it must not be negative")
 
     def drops(self, staleness: int) -> bool:
+        """Whether an update of this staleness is dropped."""
         return self.limit is not None and staleness > self.limit
 
     def adjusted(self, update: Update, staleness: int, now: Tensor, then: Tensor | None) -> Update:
-        """Returns the compensated and weighted update. ``now`` are the current parameters, ``then`` those that the
-        update was computed from."""
+        """Returns the compensated and weighted update.
+
+        Args:
+            now: the current parameters, flat.
+            then: the parameters from which the update was computed; None, where these are not known, does not
+                compensate.
+        """
         delta = update.delta
         if self.compensation and then is not None:
             delta = delta + self.compensation * delta * delta * (now - then)
@@ -50,7 +56,7 @@ class StalenessPolicy:
         return update if delta is update.delta else replace(update, delta=delta)
 
 
-_WINDOW = 101
+_WINDOW = 101  # last norms whose median is the usual one
 _FEWEST = 11  # norms; a median of fewer says little
 _SEVERAL = 3  # workers; with fewer, one worker alone decides the median of their medians
 

@@ -14,8 +14,8 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class DirectionAveraging(MomentumRule):
-    """Takes one Nesterov step for each round, on Δ, in which the lengths and the directions of the round's updates are
-    averaged separately (Decoupled DiLoCo, arXiv 2604.21428).
+    """Averages the lengths and the directions of a round's updates separately, and takes one Nesterov step on the
+    result Δ (Decoupled DiLoCo, arXiv 2604.21428).
 
     For each tensor, with sums over the updates v of a round, and the tokens and local steps of each update::
 

@@ -30,7 +30,7 @@ class Fragment:
 
     Attributes:
         tensors: which of the model's tensors it has.
-        elements: the place of these tensors in the flat parameters.
+        elements: where these tensors lie in the flat parameters.
     """
 
     tensors: slice
@@ -53,6 +53,7 @@ def fragments_of(sizes: Sequence[int], count: int) -> tuple[Fragment, ...]:
 
     Args:
         sizes: number of elements of each tensor, in the order of the flat parameters.
+        count: number of fragments.
 
     Raises:
         ValueError: there are fewer tensors than fragments.

@@ -21,6 +21,7 @@ class Lamb(torch.optim.Optimizer):
     The ratio |θ|/|u| is 1 where one of the norms is 0, as for a bias at its start.
 
     Args:
+        params: the parameters, or groups of them, as of any optimizer of torch.
         lr: learning rate.
         betas: decay of the two moments.
         eps: added to √v̂.

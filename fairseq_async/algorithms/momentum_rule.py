@@ -17,6 +17,7 @@ class MomentumRule:
     Args:
         lr: ε, the outer learning rate; finite, above 0.
         momentum: β in [0, 1).
+        look_ahead: whether workers start ahead, along the momentum.
 
     Raises:
         ValueError: an argument is out of its range.

@@ -12,9 +12,9 @@ from fairseq_async.server.service import Service
 class GlobalService(Service):
     """Answers the servers of regions.
 
-    Regions go on while no global server is there, and bring no parameters when it is back. So a run that was
-    interrupted goes on from its snapshot as soon as any region has come: a region that has left for good, such as
-    region 0, never comes.
+    Regions go on while no global server is there, and bring no parameters when it is back. So an interrupted run goes
+    on from its snapshot as soon as any region says hello. It does not wait for region 0, as other servers wait for
+    worker 0: that region may have left for good.
     """
 
     def _hello(self, peer: Peer, hello: protocol.Hello) -> Answer | None:

@@ -50,6 +50,7 @@ class Layout:
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, Tensor]]) -> "Layout":
+        """Returns the layout of these tensors, end to end in this order."""
         return cls(tuple(Segment(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in named))
 
     @property
@@ -73,7 +74,7 @@ class Layout:
             raise ConfigurationError(f"{option('fragments')} is {count}: {error}") from error
 
     def difference(self, other: "Layout") -> str | None:
-        """Returns in words the first tensor in which this layout differs from the others'; None if they are equal."""
+        """Returns in words the first tensor in which this layout differs from the other; None if they are equal."""
         for index in range(max(len(self.segments), len(other.segments))):
             ours, theirs = self._at(index), other._at(index)
             if ours != theirs:

@@ -94,8 +94,8 @@ class LocalStepPlan:
     def expected_seconds(self, worker: int) -> float | None:
         """Returns the time of the worker's steps at the speed of its last rounds; None where the speed is not known.
 
-        A worker without work is still to begin: it may be just behind in the first round (None), and will not be in
-        time in a later one (Inf).
+        A worker without work is still to begin. In the first round it may be only just behind the others (None); in a
+        later round it will not be in time (Inf).
         """
         if worker not in self.assigned:
             return math.inf if self.steps else None
@@ -197,7 +197,8 @@ class LocalStepPlan:
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
     def _progress(self, shard: int | None) -> float:
-        """Returns the position of the schedule: the shard's own steps say it, as shards are used evenly."""
+        """Returns the position of the schedule: by the steps on the shard, if there is one, since shards are used
+        evenly; else by the steps of the run."""
         if shard is None:
             return self.steps / self.workers
         share = self.shards[shard] / sum(self.shards)

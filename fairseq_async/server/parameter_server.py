@@ -301,6 +301,7 @@ class ParameterServer:
         try:
             cosine = self._change(rule, parameters, update, receipt, changes)
         except Exception as error:  # of any kind: out of memory, or a mistake of the rule's
+            # In the middle of a round, the updates before this one are applied and their workers have no answers.
             raise HalfAppliedError(f"the update of worker {update.worker} was not applied to its end") from error
         self._use_up(update)
         self.version += changes
@@ -309,10 +310,7 @@ class ParameterServer:
         return replace(receipt, version=self.version, cosine=cosine)
 
     def _change(self, rule: Rule, parameters: Tensor, update: Update, receipt: Receipt, changes: bool) -> float:
-        """Applies the update by the rule; returns its cosine with the momentum before.
-
-        An error in the middle of a round would leave the updates before it applied, and their workers without answers.
-        """
+        """Applies the update by the rule; returns its cosine with the momentum before."""
         if isinstance(rule, ComparingRule):
             cosine = rule.cosine(update, receipt.norm)
         else:

@@ -83,7 +83,10 @@ class ServerProcess:
 
     Args:
         module: the module whose ``__main__`` calls :func:`~fairseq_async.server.program.serve` with its own ``build``.
+        workers: number of workers that are announced.
+        run_dir: the run's directory; made if it is not there, and locked against other runs.
         log: the file for the server's output.
+        port: the port to listen on; 0 takes a free one.
         host: the address to listen on, for workers on other machines.
         token: the secret that workers must know; a new one by default.
         restarts: how often the server is started again at most.
@@ -92,8 +95,10 @@ class ServerProcess:
             brings no newer state.
         tls: directory of the certificates with which connections are encrypted.
         recovers: the server goes on from the newest snapshot as after its own death, with the workers that are there.
-        given: the address for an error about it, as its user gave it; by default with its flags.
-        run_dir_option: how the user names the run's directory; by default as this process spells options.
+        given: host and port as the user has written them, for an error about them; by default with the names of the
+            options that set them.
+        run_dir_option: name of the option that sets the run's directory, for errors; by default as this process spells
+            options.
 
     Attributes:
         token_file: where other processes of the same user on this machine find the token.

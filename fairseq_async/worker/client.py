@@ -72,8 +72,7 @@ class Client(LastingConnection):
         """Calls ``write(slot)`` with this worker's flat slot, then tells the server that the update is there.
 
         The answer comes when the update is applied; or at once, if the update will be added to others without a step
-        and ``push.wait`` is not set. After an answer at once the server still uses the slot for a moment; the next push
-        waits until it does not.
+        and ``push.wait`` is not set. The server may then still read the slot: the next push waits until it has done so.
         """
         with self.lock:
             self.prepare(write)

@@ -16,8 +16,8 @@ _MASK = (1 << 64) - 1
 
 
 class CountSketch(Codec):
-    """Encodes a vector as a table of ``rows`` · ``columns`` sums (Charikar et al. 2002), as gs-SGD sends it. Sketches
-    add up as their vectors do.
+    """Encodes a vector as a table of ``rows`` · ``columns`` sums (Charikar, Chen and Farach-Colton 2002, "Finding
+    Frequent Items in Data Streams"). The sum of two sketches is the sketch of the sum of their vectors.
 
     In each row r, value i is added to one column, h_r(i), with a sign, s_r(i). The median over the rows of
     s_r(i) · table[r, h_r(i)] estimates value i. With 64-bit numbers a_r, b_r, a'_r, b'_r from the seed:

@@ -11,12 +11,14 @@ from fairseq_async.errors import CodecError
 
 
 class ErrorFeedback:
-    """Adds to each update what was lost of earlier ones: e ← residual + update; Q(e) is sent; residual ← e − Q(e)
-    (Seide et al. 2014; Karimireddy et al. 2019).
+    """Adds to each update what the codec lost of earlier ones (Seide et al. 2014, "1-Bit Stochastic Gradient Descent";
+    Karimireddy et al. 2019, arXiv 1901.09847)::
 
-    All that was acknowledged and the residual add up to the sum of all updates. So the residual changes only when an
-    update is acknowledged or refused, and takes a refused update back in. The residual is kept in float64, in which
-    sums of fp32 values lose nothing that fp32 could show; the codec encodes e in fp32.
+        e ← residual + update;  Q(e) is sent;  residual ← e − Q(e)
+
+    The acknowledged payloads and the residual add up to the sum of all updates. Therefore the residual changes only
+    when an update is acknowledged or refused; a refused update goes back into it whole. The residual is kept in
+    float64, in which sums of fp32 values lose nothing that fp32 could show; the codec encodes e in fp32.
 
     Args:
         codec: Q, the codec.

@@ -27,7 +27,7 @@ def _is_over(began: float) -> bool:
 
 
 class Listening(Protocol):
-    """What answers the peers of a loop.
+    """The service that answers the peers of a :class:`ConnectionLoop`.
 
     Attributes:
         refusals: counts what is refused.

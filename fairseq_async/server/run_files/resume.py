@@ -11,7 +11,8 @@ from fairseq_async.server.run_files.snapshots import OTHER, Snapshots
 def newest_state(
     run: Run, restored: State | None, snapshots: Snapshots, resumes: bool, tell: Tell
 ) -> tuple[str, State | None]:
-    """Returns the state to go on from, None to begin anew, and before it the state's name for the log of rollbacks.
+    """Returns the state to go on from, or None to begin anew; and before it the name of this beginning, for the log of
+    rollbacks.
 
     A checkpoint and a snapshot may be of the same training, which was interrupted after the checkpoint: the higher
     version is the newer one. A snapshot that does not fit this run is set aside. Unless the run goes on from a

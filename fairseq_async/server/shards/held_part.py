@@ -45,8 +45,11 @@ class HeldPart:
             clips.norm_of_all = lambda norm: root_of_all(squared_of_all(norm), norm)
 
     def place_for(self, worker: int, sequence: int) -> Tensor:
-        """Returns the memory for a worker's part of an update, which is not whole before :meth:`note_placed`. Where the
-        part before was not whole, a connection that is lost may still have bytes for it: this is other memory."""
+        """Returns the memory for a worker's part of an update, which is whole when :meth:`note_placed` is called.
+
+        Hazard: where a part before was never whole, its lost connection may still write to its memory. So the memory
+        of such a part is not used again.
+        """
         key = worker, sequence % 2
         if self._numbers.pop(key, None) is None:
             self._updates[key] = torch.empty_like(self.parameters)
@@ -88,7 +91,7 @@ class HeldPart:
             return torch.lerp(self.before, self.parameters, 1.0 + give.look_ahead)
         return (self.rule.dispatch(self.parameters) if give.starts else self.parameters).clone()
 
-    def take(self, store: Store, content: Tensor) -> None:
+    def restore(self, store: Store, content: Tensor) -> None:
         """Goes on from what the server has sent, which is in the memory that :meth:`room` has given."""
         if store.what == "state":
             loaded = torch.load(io.BytesIO(content.numpy().data), map_location="cpu", weights_only=True)

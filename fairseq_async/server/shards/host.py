@@ -216,7 +216,7 @@ class ShardHost:
         if self._stored is None or not server.channel.with_tensor:
             raise ProtocolError("bytes that were not announced")
         (store, content), self._stored, server.channel.room = self._stored, None, None
-        held.take(store, content)
+        held.restore(store, content)
         self._send(server, Done())
 
     def _give(self, held: HeldPart, give: Give) -> None:
