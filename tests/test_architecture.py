@@ -191,7 +191,7 @@ def test_functions_and_files_are_short() -> None:
     assert not long
 
 
-def test_any_is_rare() -> None:
+def test_the_type_any_is_rare() -> None:
     texts = [path.read_text(encoding="utf-8") for path in modules().values()]
     anys, lines = sum(len(re.findall(r"\bAny\b", text)) for text in texts), sum(text.count("\n") for text in texts)
     assert 1000 * anys / lines <= 12

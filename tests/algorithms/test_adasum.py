@@ -67,7 +67,7 @@ def test_five_vectors_are_folded_and_then_combined_in_pairs_of_pairs() -> None:
     assert distance(adasum([torch.tensor(v) for v in (a, b, c, d, e)]), expected) < 1e-7
 
 
-def test_the_order_matters() -> None:
+def test_the_result_depends_on_the_order_of_four_vectors() -> None:
     vectors = [torch.tensor(v) for v in ([1.0, 0], [1.0, 1], [0.0, 2], [3.0, 1])]
     assert not torch.allclose(adasum(vectors), adasum([vectors[i] for i in (0, 2, 1, 3)]))
 

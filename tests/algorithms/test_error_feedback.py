@@ -114,7 +114,7 @@ def test_adacomp_gets_the_newest_gradient_besides_the_sum() -> None:
     assert codec.decode(payload, 3).tolist() == [0.0, 4.0, 4.0]
 
 
-def test_it_goes_on_from_its_state() -> None:
+def test_error_feedback_goes_on_from_its_state() -> None:
     updates = [torch.randn(30, generator=torch.Generator().manual_seed(n)) for n in range(4)]
     first = ErrorFeedback(DQSGD(3))
     for update in updates[:2]:

@@ -351,7 +351,7 @@ def test_of_two_workers_the_claim_of_one_leaves_the_other_a_step() -> None:
 
 
 @pytest.mark.parametrize("claim", [{"local_steps": 10**6}, {"local_steps": 1, "epochs": 1e9}])
-def test_a_claim_ends_no_run(claim: dict[str, Any]) -> None:
+def test_a_report_that_cannot_be_is_refused_and_does_not_end_the_run(claim: dict[str, Any]) -> None:
     plan = LocalStepPlan(workers=2, maximum=20, total_steps=1000, dynamic=False, shards=[], seed=1, max_epoch=10)
     with pytest.raises(RefusedError):
         plan.check(Report(**{"step_seconds": 0.1} | claim))

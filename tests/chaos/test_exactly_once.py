@@ -110,7 +110,9 @@ schedules = st.lists(faults, min_size=1, max_size=20, unique_by=lambda fault: (f
 @HOSTS
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(given=schedules.map(Schedule.of))
-def test_so_it_is_with_any_schedule(tmp_path: Path, host: str, method: MethodSpec, given: Schedule) -> None:
+def test_any_schedule_of_faults_ends_as_a_quiet_run(
+    tmp_path: Path, host: str, method: MethodSpec, given: Schedule
+) -> None:
     expected, _ = run(tmp_path / "quiet", host, method, QUIET)
     found, struck = run(tmp_path / "faults", host, method, given)
     assert struck == Counter(fault.kind for fault in given.faults), "each fault has happened"

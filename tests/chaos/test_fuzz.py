@@ -22,7 +22,7 @@ from tests.helpers.in_process import server as parameter_server
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_noise_changes_nothing(tmp_path: Path, seed: int) -> None:
+def test_malformed_messages_do_not_change_the_server(tmp_path: Path, seed: int) -> None:
     server = ThreadServer(2, tmp_path, "127.0.0.2")
     try:
         adder = Adder(Client(server.address, server.token, 0, 30.0))

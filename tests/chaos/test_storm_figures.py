@@ -63,7 +63,7 @@ def test_a_worker_could_have_worked_when_it_was_there(log: Log) -> None:
     assert useful_share(log) == pytest.approx((90 - 7 + 80 - 7) / (90 + 79.75), abs=0.01)
 
 
-def test_times(log: Log) -> None:
+def test_entrances_waits_and_gaps_are_those_of_the_log(log: Log) -> None:
     assert entrances(log) == pytest.approx([40.75 - 21])
     assert waits(log, log.kills(None)) == pytest.approx([4.25])
     assert waits(log, log.rollbacks) == pytest.approx([0.75])

@@ -29,7 +29,7 @@ def test_what_eval_bleu_has_counted_is_in_types_that_torch_loads_without_trust()
     metrics.reset_meters("of this test")
 
 
-def test_values_keep_their_structure() -> None:
+def test_plain_values_have_the_structure_of_what_was_given() -> None:
     given = {"a": [(1, "x", {"b": np.float64(0.5)})], "t": torch.ones(2), "n": None}
     plain = plain_values(given)
     assert plain["a"] == [(1, "x", {"b": 0.5})] and type(plain["a"][0][2]["b"]) is float and plain["t"] is given["t"]

@@ -104,7 +104,7 @@ def test_a_version_is_encoded_once_for_all_who_ask() -> None:
         max_size=12,
     )
 )
-def test_no_error_adds_up(steps: list[list[float]]) -> None:
+def test_errors_of_encoding_do_not_add_up(steps: list[list[float]]) -> None:
     """What was given of all versions, and the last loss, are the sum of all versions; each loss is below one level."""
     it = Server("int8:block=5", [3.0, -1.0, 0.25, 0.0, 1e-3])
     truth, total, largest = it.parameters.double(), it.given().double(), 3.0

@@ -72,7 +72,7 @@ def test_every_value_arrives_at_its_place_in_both_directions(server: ThreadServe
     wait_until(lambda: connections(server) == [])
 
 
-def test_encrypted_streams(tmp_path: Path) -> None:
+def test_parameters_arrive_over_encrypted_streams(tmp_path: Path) -> None:
     certificates.make(tmp_path / "tls", ["127.0.0.2"])
     server = ThreadServer(2, tmp_path / "run", "127.0.0.2", tls=tmp_path / "tls")
     worker = Worker(Client(server.address, server.token, 0, tls=tmp_path / "tls", streams=3))

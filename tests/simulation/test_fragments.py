@@ -134,7 +134,7 @@ def test_a_longer_way_than_the_delay_is_waited_for(tmp_path: Path) -> None:
     assert [report.waiting_seconds for _, _, report in log.events] == pytest.approx([0.75] + [0.5] * 5)
 
 
-def test_training_helps(tmp_path: Path) -> None:
+def test_training_in_fragments_lowers_the_loss(tmp_path: Path) -> None:
     simulated = trial(experiment(tmp_path, methods={"it": STREAMING | {"fragments": 4}}, steps=150))
     before = simulated.evaluate()
     finish(simulated)
