@@ -39,7 +39,7 @@ class Costs:
         shards: number of processes of the server, with equal parts of the parameters and a core each. They share the
             server's link.
         apart: each shard is on a machine of its own instead, with a link of its own. A worker tells the server of an
-            update when the others have their parts, which takes one way there and back more.
+            update when the others have their parts, which takes one more round trip.
     """
 
     step: float
