@@ -157,7 +157,7 @@ class AsynchronousTrainer(Trainer, ABC):
         with checkpoint_errors(filename):
             try:
                 extra_state: StateDict | None = super().load_checkpoint(filename, *args, **kwargs)
-            except Exception as error:
+            except Exception as error:  # fairseq and torch raise whatever the file's bytes lead them to
                 if not running:
                     raise
                 logger.warning("%s is not read: %s", filename, error)

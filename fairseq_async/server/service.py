@@ -128,7 +128,7 @@ class Service(Connections):
             answer = self._respond(peer, request, accepted)
         except HalfAppliedError:
             raise
-        except Exception as error:
+        except Exception as error:  # of any kind: it is this worker's alone, and the run goes on
             self.answer_failure(peer, error)
         else:
             if answer is not None:

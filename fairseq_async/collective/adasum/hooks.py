@@ -62,7 +62,7 @@ def adasum_hook(state: AdasumState, bucket: dist.GradBucket) -> Future[Tensor]:
 def _combine_in_thread(state: AdasumState, gradients: Sequence[Tensor], buffer: Tensor, future: Future[Tensor]) -> None:
     try:
         state.combine(gradients)
-    except Exception as error:
+    except Exception as error:  # whatever it is: raised where backward waits for the future
         future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
     else:
         future.set_result(buffer)
