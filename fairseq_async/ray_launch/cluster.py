@@ -119,7 +119,7 @@ class Actors:
         self._workers[task.number] = worker
         self.runs[worker.run.remote()] = task.number
 
-    def take(self, numbers: Sequence[int], placed: set[int], seconds: float) -> None:
+    def remove_workers(self, numbers: Sequence[int], placed: set[int], seconds: float) -> None:
         """Waits this long for workers that were told to leave, except those without a node, then kills the actors of
         all that were told so."""
         leaving = [run for run, number in self.runs.items() if number in numbers]
@@ -135,7 +135,7 @@ class Actors:
             return  # all have ended already, and a further call to Ray would start a local cluster
         try:
             ray.get(self.registry.end.remote(), timeout=_ANSWER)
-            self.take(list(self.runs.values()), self.state().placed, seconds)
+            self.remove_workers(list(self.runs.values()), self.state().placed, seconds)
             if self._server is not None:
                 ray.get(self._server.end.remote(), timeout=4 * _ANSWER)
         except (RayError, GetTimeoutError):

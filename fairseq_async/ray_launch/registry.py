@@ -89,7 +89,8 @@ class Registry:
         return self._state
 
     def check_in(self, worker: int, host: str, node: str, request: ServerRequest | None) -> Orders:
-        """Called by a worker's actor: records its node, and the request of worker 0; returns the actor's orders."""
+        """Called by a worker's actor: records that it has a node, and what worker 0 requests; returns the actor's
+        orders."""
         state = self._state
         state.placed.add(worker)
         if request is not None and state.request is None:
@@ -103,11 +104,11 @@ class Registry:
         before, self._server_began = self._server_began, True
         return before
 
-    def serve(self, place: Place) -> None:
+    def record_server(self, place: Place) -> None:
         """Called by the server's actor: records where the server listens."""
         self._state.place = place
 
-    def hold(self, shard: int, place: Place) -> None:
+    def record_shard(self, shard: int, place: Place) -> None:
         """Called by a shard's actor: records where the shard listens."""
         self._state.shards[shard] = place
 

@@ -167,11 +167,11 @@ class RayRun:
         for number in state.workers:
             if number not in self._numbers:
                 self._start_worker(number)
-        taken = self._numbers - set(state.workers)
-        if taken:
-            self._actors.take(sorted(taken), state.placed, _LEAVING)
-            self._numbers -= taken
-            self._display.say(f"taken: {_names(taken)}")
+        removed = self._numbers - set(state.workers)
+        if removed:
+            self._actors.remove_workers(sorted(removed), state.placed, _LEAVING)
+            self._numbers -= removed
+            self._display.say(f"taken: {_names(removed)}")
         if state.request is not None and self._server is None:
             self._run_dir = Path(state.request.run_dir)
             self._created = CreatedFiles(self._run_dir)

@@ -63,7 +63,7 @@ class RayServer:
             # the server does so too, but after an actor that dies before, its successor would take them for this run's
             Snapshots(Path(task.request.run_dir)).begin_anew()
         port = split_address(self._process.address)[1]
-        ray.get(registry.serve.remote(Place(host, port)))
+        ray.get(registry.record_server.remote(Place(host, port)))
 
     def follow(self) -> Ended:
         """Waits for the server's end, and returns how it has ended."""

@@ -58,7 +58,7 @@ class RayShard:
         self._directory = tempfile.TemporaryDirectory(prefix="fairseq-async-")
         self._token_file = Path(self._directory.name) / "token"
         write_token(self._token_file, ray.get(registry.token.remote()))
-        ray.get(registry.hold.remote(task.number, Place(host, self._port)))
+        ray.get(registry.record_shard.remote(task.number, Place(host, self._port)))
 
     def run(self) -> Ended:
         """Runs until the run is finished. Runs in the main thread: the kernel ends the process together with it."""

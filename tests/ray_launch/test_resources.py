@@ -73,7 +73,7 @@ def test_a_worker_learns_from_the_registry_where_the_server_is() -> None:
     assert registry.check_in(0, "a", "first", request).run_dir == "/run"
     assert registry.state().request == request and registry.state().node == "first"
     assert [registry.begin_server(), registry.begin_server()] == [False, True], "the second goes on from a snapshot"
-    registry.serve(Place("a", 7))
+    registry.record_server(Place("a", 7))
     assert registry.check_in(1, "b", "second", None).address == "a:7"
 
 
