@@ -72,7 +72,17 @@ def launch(
     restarts = _MAX_RESTARTS if max_restarts is None else max_restarts
     asynchronous = {"--slowdown": slowdown, "--max-restarts": max_restarts, "--host": host, "--token-file": token_file}
     given = [flag for flag, value in (asynchronous | {"--tls": tls}).items() if value not in (None, "")]
-    options = Launch(workers, _factors(slowdown), restarts, port, host or LOOPBACK, token_file, tls, resume, given)
+    options = Launch(
+        workers=workers,
+        slowdown=_factors(slowdown),
+        max_restarts=restarts,
+        port=port,
+        host=host or LOOPBACK,
+        token_file=token_file,
+        tls=tls,
+        resume=resume,
+        asynchronous=given,
+    )
     (launch_fairseq if is_fairseq(worker_command) else launch_script)(worker_command, options)
 
 

@@ -120,8 +120,16 @@ class Run:
             remote = self._remote_shards(parameters)
             # no other copy may be in memory at the fork: the shards would keep it
             parameters = shared_copy(self._here.of(parameters))
-            shared = (parameters, self.memory.slot, self.run_dir)
-            rule, plan = build_sharded(build, self.spec, self.layout, *shared, read, remote)
+            rule, plan = build_sharded(
+                build,
+                self.spec,
+                self.layout,
+                parameters,
+                self.memory.slot,
+                directory=self.run_dir,
+                read=read,
+                remote=remote,
+            )
             self.hosts = Hosts(remote)
         else:
             parameters = parameters.clone()
