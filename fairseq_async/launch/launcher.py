@@ -128,7 +128,7 @@ class Launcher:
             run_dir_option=wanted.run_dir_option,
         )
 
-    def _meet(self, rendezvous: Rendezvous) -> None:
+    def _start_server_of_script(self, rendezvous: Rendezvous) -> None:
         """Starts a script's server, once worker 0 has told its module and the run's directory."""
         wanted = rendezvous.requested()
         if self.server is not None or wanted is None:
@@ -163,7 +163,7 @@ class Launcher:
         while self.processes.running:
             time.sleep(0.2)
             if self.command.rendezvous is not None:
-                self._meet(self.command.rendezvous)
+                self._start_server_of_script(self.command.rendezvous)
             self.display.refresh()
             ended = self.server.poll() if self.server else None
             if ended is not None:
@@ -208,10 +208,9 @@ class Launcher:
             for line in traceback(worker.log):  # the log is removed with the script's first directory
                 self.display.say(line)
             return RunFailedError(error)
-        says_all = worker.process.returncode == USER_ERROR
-        if any(self.display.progress.updates.values()):
-            says_all = False
-        else:
+        begun = any(self.display.progress.updates.values())
+        says_all = not begun and worker.process.returncode == USER_ERROR
+        if not begun:
             self._end()
             self._created.remove(logs=says_all)
         return RunFailedError(error if says_all else f"{error} (log: {worker.log})")

@@ -37,8 +37,11 @@ class Worker:
     """One worker's process and its log.
 
     Attributes:
+        process: the present process; this attribute is not there before :meth:`Processes.start`.
+        restarts: how often the worker was started again.
+        updates_at_start: number of the worker's updates in the log of events when its present process was started.
         log_start: offset in the log, in bytes, at which the output of its present process begins.
-        last_words: last words of its process before, if that ended with an error of its own.
+        last_words: last words of the process before the present one, if that ended with an error of its own.
     """
 
     id: int

@@ -191,7 +191,7 @@ class Run:
         written."""
         server, sequence = self.coordinator.server, pull.fragment_of
         compressed = self._starts if pull.starts else None
-        if compressed is not None and self._takes_again(worker):
+        if compressed is not None and self._pulls_again(worker):
             compressed.forget(worker)  # only updates are logged: a replay does not know when it took the last changes
         starts = None if compressed is None else compressed.of(worker, sequence)
         if starts is not None and (payload := starts.payload(server, pull.look_ahead)) is not None:
@@ -208,7 +208,7 @@ class Run:
             compressed.took(worker, given, sequence)
         return PullReply(server.version, number=self.hosts.give(worker, pull)), given
 
-    def _takes_again(self, worker: int) -> bool:
+    def _pulls_again(self, worker: int) -> bool:
         """Notes that a worker takes compressed parameters; returns whether it does so again without an update in
         between, as after a validation."""
         last = self.coordinator.server.sequences.get(worker, -1)

@@ -138,7 +138,7 @@ class Service(Connections):
 
     def disconnected(self, peer: Peer) -> None:
         """Lets the worker of a closed connection leave."""
-        self._part(peer, for_good=False)
+        self._depart(peer, for_good=False)
 
     def tick(self) -> float:
         """Does what is due by now; returns the seconds until it is to be called again. Raises as :meth:`handle`."""
@@ -384,12 +384,12 @@ class Service(Connections):
         self.snapshots.keep_up(run.snapshot, version, settings.snapshot_seconds, settings.snapshot_updates)
 
     def _leave(self, peer: Peer, finished: bool) -> protocol.Answer:
-        self._part(peer, for_good=True)
+        self._depart(peer, for_good=True)
         if self.begun is not None and finished:
             self._deliver(self.begun, self.begun.coordinator.end(self.clock()))
         return protocol.Goodbye()
 
-    def _part(self, peer: Peer, for_good: bool) -> None:
+    def _depart(self, peer: Peer, for_good: bool) -> None:
         if not self.has(peer):
             return
         super().disconnected(peer)

@@ -197,9 +197,9 @@ class ServerQueue:
             assert event is not None, "a worker that waits is answered"
             match event.kind:
                 case EventKind.ARRIVES:
-                    self._receive(event.worker)
+                    self._begin_transfer(event.worker)
                 case EventKind.IS_TAKEN:
-                    self._take(event.worker)
+                    self._handle_update(event.worker)
                 case EventKind.GRACE_ENDS if self._near is not None and self._near.deadline == event.time:
                     self._close(self._near)
                 case EventKind.PULLS:
@@ -229,12 +229,12 @@ class ServerQueue:
 
     # The server
 
-    def _receive(self, worker: int) -> None:
+    def _begin_transfer(self, worker: int) -> None:
         """Handles an update that begins to come in over the server's link."""
         begins = self._incoming.serve(self._clock.now, self.costs.pushing / self.costs.links)
         self._schedule(begins + self.costs.pushing, EventKind.IS_TAKEN, worker)
 
-    def _take(self, worker: int) -> None:
+    def _handle_update(self, worker: int) -> None:
         """Handles an update that has come in."""
         self._taken += 1
         now = self._clock.now

@@ -83,7 +83,7 @@ class Client(LastingConnection):
             self._received, self._brought = 0, None
             self._in_slot = push.sequence if answer.status is Status.ACCEPTED else -1
             if answer.with_parameters:
-                self._take_brought(push, answer)
+                self._receive_behind_answer(push, answer)
         return answer
 
     def _push(self, push: Push) -> PushReply:
@@ -173,31 +173,31 @@ class Client(LastingConnection):
         while True:
             reply = self._ask(request, protocol.PullReply, lambda: self._make_room(request.fragment_of))
             try:
-                self._take_parts(reply)
+                self._write_parts(reply)
             except ExchangeError as error:
                 self._reconnect(error)
             else:
-                return self._take(reply, request)
+                return self._write_received(reply, request)
 
-    def _take_parts(self, reply: protocol.PullReply) -> None:
+    def _write_parts(self, reply: protocol.PullReply) -> None:
         """Writes the parts from shards on other machines into the slot."""
         if self._lines is not None:
             self._lines.take(reply, self.slot)
             self._channel.companions = ()  # until the next pull there is no room for what comes
 
-    def _take_brought(self, push: Push, answer: PushReply) -> None:
+    def _receive_behind_answer(self, push: Push, answer: PushReply) -> None:
         """Takes the parameters behind an answer to a push, for the next :meth:`pull`, which otherwise requests them."""
         fragment_of = push.sequence if len(self._fragments) > 1 else None
         request = protocol.Pull(answer.assignment.look_ahead, starts=True, fragment_of=fragment_of)
         try:
             self._make_room(fragment_of)
             reply = self._channel.answer(protocol.PullReply)
-            self._take_parts(reply)
-            self._brought = request, self._take(reply, request)
+            self._write_parts(reply)
+            self._brought = request, self._write_received(reply, request)
         except ExchangeError as error:
             self._reconnect(error)
 
-    def _take(self, reply: protocol.PullReply, request: protocol.Pull) -> int:
+    def _write_received(self, reply: protocol.PullReply, request: protocol.Pull) -> int:
         """Writes received parameters into the slot; returns their version."""
         self._restored_version = None
         self._received += self._receiver.take(self._channel, reply, self.slot, request)

@@ -165,7 +165,7 @@ class WorkerContext:
         given, token_file = options.server, options.token_file
         token = read_token(Path(token_file)) if token_file else os.environ.get(TOKEN)
         if MEETING in os.environ and not self.joins:
-            return self._meet(module, options, token, run_dir, resumes)
+            return self._find_server_of_job(module, options, token, run_dir, resumes)
         if RENDEZVOUS in os.environ and token:
             return FoundServer(self._ask_launcher(module, options, run_dir), token)
         address = os.environ.get(SERVER) or given
@@ -201,7 +201,7 @@ class WorkerContext:
             rendezvous.request(ServerRequest(module, *own))
         return rendezvous.wait()
 
-    def _meet(
+    def _find_server_of_job(
         self, module: str, options: ServerOptions, token: str | None, run_dir: Path, resumes: bool
     ) -> FoundServer:
         """Starts the server if this is worker 0, or resumes it where the job was started again; other workers wait

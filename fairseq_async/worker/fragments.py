@@ -109,7 +109,7 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
             fragment = in_turn(self._fragments, self._pulled)
             if self.done:
                 slot = fragment.of(self.client.slot)
-                self._take(self._part(fragment), slot, self._room(fragment), self._moved[: fragment.size])
+                self._add_own_steps(self._part(fragment), slot, self._room(fragment), self._moved[: fragment.size])
             else:
                 self._write(fragment)
 

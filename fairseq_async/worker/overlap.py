@@ -108,9 +108,9 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
         slot.sub_(self._sent)
 
     def _go_on_from(self, answer: PushReply) -> None:
-        self._take(self.replica, self.client.slot, self._sent, self._moved)
+        self._add_own_steps(self.replica, self.client.slot, self._sent, self._moved)
 
-    def _take(self, replica: Replica, slot: Tensor, sent: Tensor, moved: Tensor) -> None:
+    def _add_own_steps(self, replica: Replica, slot: Tensor, sent: Tensor, moved: Tensor) -> None:
         """Adds the local steps that were done meanwhile to the server's parameters in the slot."""
         replica.read(moved)
         replica.write(moved.sub_(sent).add_(slot))

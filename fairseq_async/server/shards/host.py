@@ -141,9 +141,9 @@ class ShardHost:
         self._answer(peer, protocol.encode(self.handshake.complete(peer, introduce, worker, membership)))
         peer.channel.notice_death(self._timeout)
         if worker == _SERVER:
-            self._enter_server(peer)
+            self._connect_server(peer)
         else:
-            self._enter_worker(peer, worker)
+            self._connect_worker(peer, worker)
 
     def _checked(self, peer: Peer, body: bytes) -> protocol.Introduce:
         introduce = self.handshake.checked(peer, protocol.parse_request(body))
@@ -156,12 +156,12 @@ class ShardHost:
             raise RefusedError(f"worker {worker}: the workers of this run have numbers from 0 to {self._room_for - 1}")
         return introduce
 
-    def _enter_server(self, peer: Peer) -> None:
+    def _connect_server(self, peer: Peer) -> None:
         if self._server is not None:
             self.disconnected(self._server)
         self._server, peer.channel.largest, peer.channel.any_length = peer, LARGEST, True
 
-    def _enter_worker(self, peer: Peer, worker: int) -> None:
+    def _connect_worker(self, peer: Peer, worker: int) -> None:
         peer.channel.largest = _SMALL
         if (before := self._workers.get(worker)) is not None:
             before.channel.end()
@@ -185,7 +185,7 @@ class ShardHost:
                 room = held.room(command)
                 self._stored, server.channel.room = (command, room), room
             case Bytes():
-                self._take_stored(server, held)
+                self._restore_stored(server, held)
             case Fetch():
                 content = held.content(command.what)
                 self._send(server, Sized(content.numel()))
@@ -212,7 +212,7 @@ class ShardHost:
         server.channel.notice_death(self._timeout)
         self.tell(f"shard {begin.shard} of {spec.server.shards}, {place.size:,} of {layout.size:,} parameters")
 
-    def _take_stored(self, server: Peer, held: HeldPart) -> None:
+    def _restore_stored(self, server: Peer, held: HeldPart) -> None:
         if self._stored is None or not server.channel.with_tensor:
             raise ProtocolError("bytes that were not announced")
         (store, content), self._stored, server.channel.room = self._stored, None, None
