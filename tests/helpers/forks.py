@@ -112,6 +112,8 @@ def become(arguments: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
             print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()  # the interpreter writes what was printed before, and then the traceback
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
