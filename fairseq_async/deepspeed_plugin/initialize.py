@@ -152,7 +152,7 @@ class _Arguments:
         checks.check_optimizer(config, self.name, self.others["optimizer"] is not None, in_the_server)
         checks.check_scheduler(config, self.name, self.others["lr_scheduler"] is not None)
         if self.training_data is not None:
-            loading_of(config, self.name)
+            loading_of(config, self.name)  # raises where a key is wrong; read again when the loader is made
             checks.check_accumulation(config, self.name)
 
     def make_engine(self, config: Config, **more: object) -> _Made:
@@ -193,10 +193,8 @@ class _Arguments:
         if self.training_data is None:
             return None
         batch_size, micro_batches = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-        share, loading = (
-            DataShare(sizes, engine.workers, batch_size, micro_batches, *ranks),
-            loading_of(config, self.name),
-        )
+        share = DataShare(sizes, engine.workers, batch_size, micro_batches, *ranks)
+        loading = loading_of(config, self.name)
         fix_batch_size(engine)
         return ShardedLoader(
             self.training_data, share, options.seed, self.collate_fn, join, options.total_steps > 0, loading

@@ -48,18 +48,19 @@ def build_method(
         spec = local_sgd_spec(own, workers, shards, None, {})
         return SimulatedMethod(*local_sgd_main.build(spec, layout, parameters), spec, sends_gradients=False)
     if isinstance(options, AdasumOptions):
-        plan = LocalStepPlan(workers, options.local_steps, experiment.steps, False, shards, experiment.seed)
+        plan = LocalStepPlan(
+            workers,
+            options.local_steps,
+            total_steps=experiment.steps,
+            dynamic=False,
+            shards=shards,
+            seed=experiment.seed,
+        )
         spec = MethodSpec("adasum", workers, options.model_dump(), barrier=workers)
         return SimulatedMethod(AdasumOfRanks(layout, workers), plan, spec, sends_gradients=False)
     inner = make_optimizer(method.optimizer, [parameters])
     if isinstance(options, AdaScaleOptions):
-        spec = MethodSpec("adascale", workers, options.model_dump() | {"updates_per_step": workers}, barrier=workers)
-        accumulation = HybridAccumulation(inner, workers, method.optimizer.clip_norm)
-        rate = LearningRate(experiment.schedule, method.optimizer.lr, experiment.steps)
-        ada_rule = AdaScaleRule(accumulation, rate, options.smoothing)
-        return SimulatedMethod(
-            ada_rule, EpochPlan(ada_rule, max_epoch=0, total_steps=experiment.steps), spec, sends_gradients=True
-        )
+        return _adascale(options, method, experiment, workers, inner)
     if isinstance(options, GsSGDOptions):
         return _gs_sgd(options, method, experiment, workers, parameters, inner)
     assert isinstance(options, HybridOptions)
@@ -71,6 +72,17 @@ def build_method(
     gradient_rule = methods.gradient_rule(options.gradient_rule).build(options, context)
     rule = ScheduledRule(gradient_rule, RateSchedule(inner, rate))
     return SimulatedMethod(rule, EpochPlan(rule, spec.max_epoch, spec.whole_steps), spec, sends_gradients=True)
+
+
+def _adascale(
+    options: AdaScaleOptions, method: Method, experiment: Experiment, workers: int, inner: torch.optim.Optimizer
+) -> SimulatedMethod:
+    spec = MethodSpec("adascale", workers, options.model_dump() | {"updates_per_step": workers}, barrier=workers)
+    accumulation = HybridAccumulation(inner, workers, method.optimizer.clip_norm)
+    rate = LearningRate(experiment.schedule, method.optimizer.lr, experiment.steps)
+    rule = AdaScaleRule(accumulation, rate, options.smoothing)
+    plan = EpochPlan(rule, max_epoch=0, total_steps=experiment.steps)
+    return SimulatedMethod(rule, plan, spec, sends_gradients=True)
 
 
 def _gs_sgd(
