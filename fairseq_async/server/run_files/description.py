@@ -95,9 +95,8 @@ class RunDescription(BaseModel):
     def shards(self) -> int:
         """Number of shards of the server, each of which is a process, here or on another machine."""
         server = self.method.get("server")
-        given, hosts = (
-            (server.get("server_shards", 1), server.get("shard_hosts")) if isinstance(server, dict) else (1, "")
-        )
+        options = server if isinstance(server, dict) else {}
+        given, hosts = options.get("server_shards", 1), options.get("shard_hosts")
         here = given if isinstance(given, int) and given > 0 else 1
         return here + (len(hosts.split(",")) if isinstance(hosts, str) and hosts else 0)
 
