@@ -9,6 +9,7 @@ from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.adascale import AdaScaleOptimizer, AdaScaleTrainer
 from fairseq_async.fairseq_plugin.adasum import AdasumOptimizer, AdasumTrainer
 from fairseq_async.fairseq_plugin.compat.checkpoints import trust_plain_data
+from fairseq_async.fairseq_plugin.compat.numpy_names import restore_names
 from fairseq_async.fairseq_plugin.compat.shutdown import end_prefetching
 from fairseq_async.fairseq_plugin.hybrid import HybridAsync, HybridTrainer
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDFlags, LocalSGDTrainer
@@ -27,6 +28,7 @@ register_method(
 register_method("adasum", AdasumOptimizer, SynchronousMethod(AdasumTrainer, AdasumTrainer.check))
 register_method("adascale", AdaScaleOptimizer, SynchronousMethod(AdaScaleTrainer, AdaScaleTrainer.check))
 
+restore_names()
 trust_plain_data()
 atexit.register(end_prefetching)
 

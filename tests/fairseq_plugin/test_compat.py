@@ -3,8 +3,10 @@
 from argparse import Namespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from fairseq.data.token_block_dataset import TokenBlockDataset
 from fairseq.optim import FP16Optimizer
 
 from fairseq_async.errors import AsyncError, ConfigurationError
@@ -15,6 +17,7 @@ from fairseq_async.fairseq_plugin.compat.checkpoints import (
     rescale_position,
     write_ranks,
 )
+from fairseq_async.fairseq_plugin.compat.numpy_names import restore_names
 from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings
 from fairseq_async.fairseq_plugin.compat.precision import finite_norm, forget_factor, loss_scale_errors
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
@@ -98,3 +101,11 @@ def test_fairseqs_own_errors_are_errors_of_one_line() -> None:
         raise AssertionError("Optimizer does not match")
     with pytest.raises(AsyncError, match="Minimum loss scale"), loss_scale_errors():
         raise FloatingPointError("Minimum loss scale reached")
+
+
+def test_a_language_model_can_have_a_sentence_in_each_sample() -> None:
+    """fairseq's ``--sample-break-mode eos`` asks NumPy for a name that it no longer has."""
+    restore_names()
+    sentences = [torch.ones(length, dtype=torch.long) for length in (2, 3)]
+    blocks = TokenBlockDataset(sentences, np.array([2, 3]), 8, pad=0, eos=2, break_mode="eos")
+    assert [len(each) for each in blocks] == [2, 3]

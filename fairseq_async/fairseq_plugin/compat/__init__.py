@@ -1,1 +1,1 @@
-"""Workarounds for fairseq 0.12 under present versions of Python and torch, each once and with its reason."""
+"""Workarounds for fairseq 0.12 under present versions of Python, NumPy and torch, each once and with its reason."""
