@@ -22,7 +22,8 @@ def what_is_kept(
     progress.poll()
     if not any(progress.updates.values()):
         created.remove(logs=False)
-    if not progress.version:
+    newest = max(map(_version, _snapshots(run_dir)), default=0)
+    if not (progress.version or newest):
         return "interrupted before the first update: there is nothing to go on from"
     if not has_snapshot(run_dir):
         return "no snapshot is left: the run was finished, or none could be written; there is what its workers saved"
@@ -31,10 +32,11 @@ def what_is_kept(
         line = without_beginning(line)
     elif not command.resumes:
         line.insert(2, "--resume")
-    newest = max(map(_version, _snapshots(run_dir)))
     kept = f"all is kept up to {progress.position}"
     if newest < progress.version:  # as on a full disk
         kept = f"the last snapshot was not written: version {newest:,} is kept, of {progress.version:,}"
+    elif newest > progress.version:  # of the run before, where this one has begun anew and has come to no update
+        kept = f"all is kept up to version {newest:,}"
     return f"{kept}; go on with: {shlex.join(line)}"
 
 

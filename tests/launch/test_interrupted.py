@@ -19,6 +19,7 @@ from fairseq_async.launch.progress import Progress
 from fairseq_async.reporting.audit import audit
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.server.run_files.created_files import CreatedFiles
+from fairseq_async.server.run_files.snapshots import Snapshots
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.rendezvous import ServerRequest
 from scripts.faults.sgd_server import sgd_spec
@@ -132,20 +133,22 @@ def test_a_snapshot_of_another_number_of_workers_is_set_aside(tmp_path: Path) ->
         process.stop()
 
 
-def test_a_run_that_begins_anew_keeps_the_newest_state_of_the_interrupted_ones(tmp_path: Path) -> None:
-    """Of three runs with 4, 2 and 1 updates, of which the last two began anew, that of the first stays."""
+def test_a_run_that_begins_anew_keeps_the_interrupted_ones_last_and_highest_state(tmp_path: Path) -> None:
+    """Of four runs with 4, 3, 2 and 1 updates, of which the last three began anew, those of 4 and of 1 stay."""
     snapshots = tmp_path / "run" / "snapshots"
     interrupted_after(tmp_path / "run", 4, save_at=0)
-    for updates in (2, 1):
+    for before, updates in ((4, 3), (3, 2), (2, 1)):
         process, client = begin(tmp_path / "run", 9.0, resumes=False)
         assert pull(client) == (0, 9.0)
         said = (tmp_path / "run" / "server.log").read_text()
-        assert f"this run begins anew; {snapshots}/version-000000000004.before is kept" in said
+        assert f"this run begins anew; {snapshots}/version-00000000000{before}.before is kept" in said
         for sequence in range(updates):
             push(client, sequence, 0.5)
         process.end(30)
-    (kept,) = snapshots.glob("*.before")
-    kept.rename(kept.with_suffix(".pt"))
+    Snapshots(tmp_path / "run").begin_anew()
+    last, highest = sorted(snapshots.glob("*"))
+    assert (last.name, highest.name) == ("version-000000000001.before", "version-000000000004.before")
+    highest.rename(highest.with_suffix(".pt"))
     process, client = begin(tmp_path / "run", 9.0)
     try:
         assert pull(client)[0] == 4
@@ -219,6 +222,7 @@ def test_an_interrupt_after_the_runs_end_promises_no_snapshot(tmp_path: Path) ->
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots" / "version-000000000003.pt").touch()
     assert said_to_be_kept(tmp_path, command).startswith("all is kept up to update 2 of 9; go on with")
+    assert said_to_be_kept(tmp_path, command, version=0).startswith("all is kept up to version 3; go on with")
 
 
 def test_a_last_snapshot_that_was_not_written_is_not_promised(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from fairseq_async.server.run_files.created_files import CreatedFiles
 
 
@@ -53,10 +55,14 @@ def test_directories_with_something_in_them_stay(tmp_path: Path) -> None:
     assert "run/logs/server.log" in files(tmp_path) and "run/run.json" in files(tmp_path)
 
 
-def test_what_is_kept_of_a_run_before_stays_though_this_launch_has_renamed_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", [".before", ".other"])
+def test_a_snapshot_that_this_launch_has_set_aside_has_its_name_again(tmp_path: Path, suffix: str) -> None:
+    """Whoever forgot ``--resume``, or gave another model, ends the launch and gives the right command."""
     begin(tmp_path)
-    created = CreatedFiles(tmp_path)
+    earlier = tmp_path / f"snapshots/version-000000000009{suffix}"
+    earlier.touch()
+    before, created = files(tmp_path), CreatedFiles(tmp_path)
     path = tmp_path / "snapshots/version-000000000000.pt"
-    path.rename(path.with_suffix(".before"))
+    path.rename(path.with_suffix(suffix))
     created.remove(logs=True)
-    assert "snapshots/version-000000000000.before" in files(tmp_path)
+    assert files(tmp_path) == before

@@ -17,12 +17,15 @@ class CreatedFiles:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._logs, self._snapshots = run_dir, run_dir / "logs", run_dir / DIRECTORY
-        self._before = {path for path in (*self._files_of_run(), *self._logs.glob("*")) if path.exists()}
+        files = (*self._files_of_run(), *self._set_aside(), *self._logs.glob("*"))
+        self._before = {path for path in files if path.exists()}
         made = (self._logs, self._snapshots, run_dir, *run_dir.parents)
         self._missing = [path for path in made if not path.exists()]
 
     def remove(self, logs: bool) -> None:
         """Removes the files made since: a start in the same directory would take them for an interrupted run.
+
+        A snapshot that was set aside since has its name again: whoever gives the right command next goes on from it.
 
         Args:
             logs: whether to remove the logs, too, as when the error that is shown says all that they have.
@@ -30,6 +33,8 @@ class CreatedFiles:
         self._unlink(self._files_of_run())
         if logs:
             self._unlink(self._logs.glob("*"))
+        for path in set(self._set_aside()) - self._before:
+            path.replace(path.with_suffix(".pt"))
         self.remove_directories()
 
     def remove_directories(self) -> None:
@@ -41,6 +46,9 @@ class CreatedFiles:
     def _files_of_run(self) -> list[Path]:
         snapshots = [path for path in self._snapshots.glob("*") if path.suffix not in OF_OTHER_RUNS]
         return [self._run_dir / "run.json", self._run_dir / EVENTS, *snapshots]
+
+    def _set_aside(self) -> list[Path]:
+        return [path for path in self._snapshots.glob("*") if path.suffix in OF_OTHER_RUNS]
 
     def _unlink(self, paths: Iterable[Path]) -> None:
         for path in set(paths) - self._before:

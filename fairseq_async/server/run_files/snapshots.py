@@ -178,18 +178,15 @@ class Snapshots:
     def begin_anew(self) -> None:
         """Removes the snapshots of earlier runs, but for the newest, which becomes a ``.before``.
 
-        Whoever forgot ``--resume`` can rename it and go on. Of several earlier runs only the highest version stays:
-        otherwise a job that is interrupted and begins anew each night would fill the disk.
+        Whoever forgot ``--resume`` can rename it and go on. Of the runs before that one, only the highest version
+        stays: otherwise a job that is interrupted and begins anew each night would fill the disk.
         """
-        newest = self._files()[-1:]
-        for path in newest:
-            path.replace(path.with_suffix(_BEFORE))
-        self.clear()
-        *older, kept = [None, *sorted(self.directory.glob(f"*{_BEFORE}"))]
-        for path in filter(None, older):
-            path.unlink(missing_ok=True)
-        if newest:
+        for path in self._files()[-1:]:
+            for older in sorted(self.directory.glob(f"*{_BEFORE}"))[:-1]:
+                older.unlink(missing_ok=True)
+            kept = path.replace(path.with_suffix(_BEFORE))
             self.tell(f"this run begins anew; {kept} is kept of the run that was interrupted in this directory")
+        self.clear()
 
     def clear(self) -> None:
         """Removes all snapshots, such as those of an earlier run."""
