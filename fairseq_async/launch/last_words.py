@@ -2,10 +2,12 @@
 
 import os
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _OURS = "fairseq-async: error: "
 _TRACEBACK = "Traceback (most recent call last)"
+_IGNORED = "Exception ignored "  # Python's line before what a destructor has raised, which ends no process
 _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch's prefix of a traceback's lines
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,]?\d*")
 # the system's words, and torch's where it cannot write a file
@@ -74,6 +76,18 @@ def _lines(log: Path, start: int) -> list[str]:
     try:
         with log.open("rb") as file:
             file.seek(max(start, log.stat().st_size - _MOST))
-            return [_RANK.sub("", line) for line in file.read().decode(errors="replace").splitlines()]
+            lines = [_RANK.sub("", line) for line in file.read().decode(errors="replace").splitlines()]
     except FileNotFoundError:
         return []
+    return list(_without_ignored(lines))
+
+
+def _without_ignored(lines: Iterable[str]) -> Iterator[str]:
+    ignored = False
+    for line in lines:
+        if line.startswith(_IGNORED):
+            ignored = True
+        elif not ignored:
+            yield line
+        elif _TRACEBACK not in line and not line.startswith((" ", "\t")):
+            ignored = False  # this line is the exception

@@ -126,6 +126,11 @@ def test_the_command_to_join_is_that_of_this_process_without_what_belongs_to_its
         ("a\nfairseq-async: error: --lr is bad\n[W] leaked\n", "--lr is bad"),
         ('Traceback (most recent call last):\n  File "x"\n    f()\nKeyError: 3\n[W] leaked semaphore\n', "KeyError: 3"),
         ("[rank0]: Traceback (most recent call last):\n[rank0]:   File\n[rank0]: OSError: x\n", "OSError: x"),
+        (
+            "Traceback (most recent call last):\n  x\nValueError: 1\nException ignored in: <function D.__del__>\n"
+            "Traceback (most recent call last):\n  y\nAttributeError: 2\n",
+            "ValueError: 1",
+        ),
         ("Traceback (most recent call last):\n  x\nOld: 1\n" + "step\n" * 30 + "Killed by hand\n", "Killed by hand"),
         (
             "usage: fairseq-train\nfairseq-train: error: argument --lr: bad\n\n",
