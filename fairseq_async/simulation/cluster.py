@@ -174,6 +174,12 @@ class Cluster(_Strict):
                 raise ValueError(f"absences of worker {after.worker} overlap at {after.from_:g}")
         return self
 
+    def located(self, directory: Path) -> "Cluster":
+        """Returns the cluster with its traces' paths, which are relative to ``directory``."""
+        given = self.seconds_per_step
+        found = [_located(each, directory) for each in given] if isinstance(given, list) else _located(given, directory)
+        return self.model_copy(update={"seconds_per_step": found})
+
     def seconds_of(self, worker: int) -> Seconds:
         """Returns the seconds per step of one worker."""
         given = self.seconds_per_step
@@ -203,6 +209,12 @@ class Cluster(_Strict):
             exchange=self.exchange,
             absences=absences,
         )
+
+
+def _located(seconds: Seconds, directory: Path) -> Seconds:
+    if not isinstance(seconds, Trace):
+        return seconds
+    return Trace(trace=directory / seconds.trace.expanduser(), worker=seconds.worker)
 
 
 class Speed:

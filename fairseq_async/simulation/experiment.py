@@ -242,7 +242,10 @@ def read(path: Path) -> Experiment:
     if (head.cluster is None) == (head.clusters is None):
         raise ConfigurationError(f'{path}: give "cluster", or several with names as "clusters"')
     given = head.clusters or {"": head.cluster or {}}
-    clusters = {name: checked(Cluster, values, _in(path, "cluster", name)) for name, values in given.items()}
+    clusters = {
+        name: checked(Cluster, values, _in(path, "cluster", name)).located(path.parent)
+        for name, values in given.items()
+    }
     optimizer = checked(OptimizerOptions, head.optimizer, f"{path}, optimizer")
     simulated = tuple(_method(path, name, values, head.optimizer) for name, values in head.methods.items())
     target = None if head.target is None else _target(path, head.target, list(head.methods))

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.simulation.cluster import Speed
 from fairseq_async.simulation.experiment import read
 from fairseq_async.simulation.simulate import Simulator
 from tests.helpers.simulations import BASE, DN, experiment
@@ -36,7 +37,7 @@ def _speed(seconds: Any) -> dict[str, Any]:
         ({"cluster": {"workers": 2, "exchange": {"sec": 1}}}, 'unknown key "exchange.sec"'),
         ({"cluster": {"workers": 1, "absences": [{"worker": 1, "from": 2}]}}, "absences name worker 1; there are 1"),
         ({"cluster": {"workers": 1, "absences": [{"worker": 0, "from": 2, "to": 1}]}}, "it must be after from"),
-        ({"cluster": {"workers": 1, "seconds_per_step": {"trace": "nowhere"}}}, "trace nowhere cannot be read"),
+        ({"cluster": {"workers": 1, "seconds_per_step": {"trace": "nowhere"}}}, "nowhere cannot be read"),
         ({"cluster": {"workers": 1, "absences": [{"worker": 0, "from": 2, "to": math.nan}]}}, '"absences.0.to": Input'),
         (
             {"cluster": {"workers": 1, "exchange": {"seconds": math.inf}}},
@@ -104,6 +105,13 @@ def test_a_key_that_is_given_twice_is_refused_and_one_in_place_of_a_merged_one_i
     with pytest.raises(ConfigurationError, match='cannot be read: "DN" is given twice in .*, line') as caught:
         read(path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_trace_is_relative_to_the_experiment_file(tmp_path: Path) -> None:
+    (tmp_path / "trace.txt").write_text("2.5\n")
+    for given in ({"trace": "trace.txt"}, [{"trace": "trace.txt"}]):
+        (cluster,) = experiment(tmp_path, cluster={"workers": 1, "seconds_per_step": given}).clusters.values()
+        assert Speed(cluster.seconds_of(0), 0, seed=1).mean == 2.5
 
 
 @pytest.mark.parametrize("seconds", ["0", "nan", "inf"])
