@@ -68,6 +68,13 @@ def as_flag(name: str) -> str:
 _spell: list[Callable[[str], str]] = [as_flag]
 
 
+def disk_error(error: BaseException) -> BaseException:
+    """Returns the system's error where torch could not write a file: torch's own, which comes behind it, does not say
+    that the disk is full."""
+    behind = error.__context__
+    return behind if isinstance(behind, OSError) else error
+
+
 def fail(error: object) -> NoReturn:
     """Ends the process with one line of error and exit code 2, which stands for a user's mistake."""
     _failures.append(error)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, disk_error
 from fairseq_async.server import Layout
 from fairseq_async.server.run_files.snapshots import DIRECTORY
 
@@ -253,7 +253,7 @@ def _written(out: Path) -> Iterator[Path]:
         yield part
         part.replace(out)
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise ConfigurationError(f"{out} cannot be written: {error}") from error
+        raise ConfigurationError(f"{out} cannot be written: {disk_error(error)}") from error
     finally:
         with suppress(OSError):  # on a disk that cannot be written to, there is nothing to remove
             if part.is_dir():

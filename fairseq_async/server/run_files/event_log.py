@@ -12,7 +12,7 @@ from pickle import UnpicklingError
 import torch
 from torch import Tensor
 
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, disk_error
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.outcome import ControlEvent, Settled
@@ -92,7 +92,7 @@ class EventLog:
             self._lacks.discard(what)
         except (OSError, RuntimeError) as error:  # torch makes one of the other when the disk is full
             if what not in self._lacks:
-                self._tell(f"{what} are not recorded: {error}; the run goes on")
+                self._tell(f"{what} are not recorded: {disk_error(error)}; the run goes on")
             self._lacks.add(what)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import RefusedError
+from fairseq_async.errors import RefusedError, disk_error
 from fairseq_async.exchange.linux import end_with_parent
 from fairseq_async.server.notices import Journal, Tell, tell_log
 from fairseq_async.server.run_files.state_files import private
@@ -76,7 +76,8 @@ class Snapshots:
                 code = 0
             except BaseException as error:
                 if not self._failed:
-                    tell_log(f"writing the snapshot of version {version:,}: {type(error).__name__}: {error}")
+                    why = disk_error(error)
+                    tell_log(f"writing the snapshot of version {version:,}: {type(why).__name__}: {why}")
             finally:
                 os._exit(code)
 
@@ -173,7 +174,7 @@ class Snapshots:
             self.directory.mkdir(exist_ok=True)
             self._write(state, version)
         except (OSError, RuntimeError) as error:  # torch makes one of the other when the disk is full
-            self.tell(f"the last snapshot could not be written: {error}")
+            self.tell(f"the last snapshot could not be written: {disk_error(error)}")
 
     def begin_anew(self) -> None:
         """Removes the snapshots of earlier runs, but for the newest, which becomes a ``.before``.

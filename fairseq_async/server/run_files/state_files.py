@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import RefusedError
+from fairseq_async.errors import RefusedError, disk_error
 
 
 def restored_path(run_dir: Path) -> Path:
@@ -51,7 +51,7 @@ def write_state(path: Path, state: State) -> None:
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             path.unlink(missing_ok=True)  # half of a state, which would keep the last room of a full disk
-        raise RefusedError(f"the server's state cannot be written to {path}: {error}") from error
+        raise RefusedError(f"the server's state cannot be written to {path}: {disk_error(error)}") from error
 
 
 def read_state(path: Path) -> State:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.algorithms.threads import forget_threads
-from fairseq_async.errors import HalfAppliedError
+from fairseq_async.errors import HalfAppliedError, disk_error
 from fairseq_async.exchange.linux import end_with_parent, give_back
 from fairseq_async.server.shards.messages import (
     LARGEST,
@@ -176,7 +176,7 @@ class _Shard:
                     with open(files[0], "wb") as file:
                         state_to_file(rule.state_dict(), file)
                 except (OSError, RuntimeError) as error:  # torch makes one of the other when the disk is full
-                    return NotSaved(str(error)[:1000])
+                    return NotSaved(str(disk_error(error))[:1000])
             case Load():
                 with open(files[0], "rb") as file:
                     rule.load_state_dict(state_from_file(file))
