@@ -121,12 +121,15 @@ def _finish(service: Service) -> None:
 def _keep(service: Service) -> None:
     """Writes a last snapshot of an interrupted run; the next run in the directory waits until it is written."""
     if service.begun is None:
+        with _or_told(service):
+            service.snapshots.give_back()
         return
     server, ending = service.begun.coordinator.server, ending_path(service.run_dir)
     if not (server.version or server.sequences):
         service.snapshots.wait()
         with _or_told(service):
             service.snapshots.clear()  # the next run would begin with these parameters, whatever its seed
+            service.snapshots.give_back()
         tell_log("whoever has started the server is gone before the first update: nothing is kept")
         return
     with suppress(OSError):  # as on a full disk: the last snapshot may still find room, or says why not

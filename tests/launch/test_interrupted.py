@@ -156,6 +156,23 @@ def test_a_run_that_begins_anew_keeps_the_interrupted_ones_last_and_highest_stat
         process.stop()
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_that_began_anew_and_has_trained_nothing_gives_the_snapshot_back(tmp_path: Path, begun: bool) -> None:
+    """As where --resume was forgotten, which its user sees from the line and interrupts."""
+    interrupted_after(tmp_path, 3, save_at=0)
+    if begun:
+        process, _ = begin(tmp_path, 9.0, resumes=False)
+    else:
+        process = ServerProcess(SGD_SERVER, 2, tmp_path, tmp_path / "server.log")
+        wait_until(lambda: "this run begins anew" in (tmp_path / "server.log").read_text())
+    process.end(30)
+    process, client = begin(tmp_path, 9.0)
+    try:
+        assert pull(client)[0] == 3
+    finally:
+        process.stop()
+
+
 @pytest.mark.parametrize("content", [{}, [1], torch.zeros(2), {"server": {}, "spec": {}, "layout": []}])
 def test_a_file_that_is_no_snapshot_is_skipped(
     tmp_path: Path, content: object, capfd: pytest.CaptureFixture[str]

@@ -41,6 +41,7 @@ class Snapshots:
         self._taken_at: float | None = None
         self._version = self._writing = -1
         self._failed = False
+        self._before: Path | None = None
         self.journal = Journal()
 
     def keep_up(self, state: Callable[[], State], version: int, seconds: float, updates: int | None) -> None:
@@ -185,9 +186,15 @@ class Snapshots:
         for path in self._files()[-1:]:
             for older in sorted(self.directory.glob(f"*{_BEFORE}"))[:-1]:
                 older.unlink(missing_ok=True)
-            kept = path.replace(path.with_suffix(_BEFORE))
-            self.tell(f"this run begins anew; {kept} is kept of the run that was interrupted in this directory")
+            self._before = path.replace(path.with_suffix(_BEFORE))
+            self.tell(f"this run begins anew; {self._before} is kept of the run that was interrupted in this directory")
         self.clear()
+
+    def give_back(self) -> None:
+        """Gives the snapshot that :meth:`begin_anew` has kept its name again, after a run that has trained nothing:
+        whoever forgot ``--resume`` gives it next."""
+        if self._before is not None:
+            self._before.replace(self._before.with_suffix(".pt"))
 
     def clear(self) -> None:
         """Removes all snapshots, such as those of an earlier run."""
