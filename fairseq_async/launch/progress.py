@@ -19,7 +19,7 @@ from fairseq_async.server.run_files.events import Event, LineReader
 from fairseq_async.server.run_files.validations import VALIDATIONS, Validation, parse_validation
 
 _WINDOW = 15.0  # seconds over which rates and means are taken
-_SERVER_LOG = Path("logs") / "server.log"
+SERVER_LOG = Path("logs") / "server.log"
 
 
 class Row(NamedTuple):
@@ -73,7 +73,7 @@ class Progress:
         self.run_dir, self.workers, self.clock = run_dir, workers, clock
         # lines that cannot be read are skipped here; an audit names them
         self._events = LineReader(run_dir / EVENTS, Event.from_json, skip=lambda _: None)
-        self._log = LineReader(run_dir / _SERVER_LOG, _text)
+        self._log = LineReader(run_dir / SERVER_LOG, log_text)
         self._log.skip_to_end()
         self._said = "the processes start"
         self._validations = LineReader(run_dir / VALIDATIONS, parse_validation, skip=lambda _: None)
@@ -261,7 +261,7 @@ class Progress:
         return self._said
 
 
-def _text(line: bytes) -> str:
+def log_text(line: bytes) -> str:
     """Returns a line of the server's log without its time; empty for a line that a library has written."""
     _, found, text = line.decode(errors="replace").rpartition(SEPARATOR)
     return text.strip() if found else ""

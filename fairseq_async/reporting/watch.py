@@ -7,8 +7,10 @@ from pathlib import Path
 from rich.console import Console
 
 from fairseq_async.launch.display import Display
-from fairseq_async.launch.progress import Progress
+from fairseq_async.launch.progress import SERVER_LOG, Progress, log_text
+from fairseq_async.server.notices import FINISHED, LISTENS
 from fairseq_async.server.run_files.description import RunDescription
+from fairseq_async.server.run_files.events import LineReader
 
 _PAUSE = 0.5  # seconds between two looks at the files
 _QUIET = 10.0  # seconds without an update after which the summary says so
@@ -20,12 +22,24 @@ class WatchedRun(Progress):
     Args:
         monotonic: this machine's clock, in seconds.
 
+    Attributes:
+        finished: whether the run has reached its end, and no further server has been started in its directory.
+
     Raises:
         ConfigurationError: there is no run in the directory.
     """
 
     def __init__(self, run_dir: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.finished = False
+        self._lines = LineReader(run_dir / SERVER_LOG, log_text)
         super().__init__(run_dir, RunDescription.read(run_dir).workers or 0, monotonic, whole=True)
+
+    def poll(self) -> None:
+        """Reads what was added to the run's files since the last call."""
+        for line in self._lines:
+            if line.startswith((LISTENS, FINISHED)):
+                self.finished = line.startswith(FINISHED)
+        super().poll()
 
     def summary(self) -> str:
         """Returns the progress in one line, and for how long nothing new has come."""
@@ -33,14 +47,15 @@ class WatchedRun(Progress):
 
 
 def follow(run_dir: Path) -> None:
-    """Shows a run's progress until Ctrl-C."""
+    """Shows a run's progress until it is finished, or until Ctrl-C."""
     watched = WatchedRun(run_dir)
-    watched.poll()
     with Display(watched, Console()) as display:  # the view is what the command is for: not on stderr
-        display.say(watched.summary())
+        if not watched.finished:
+            display.say(watched.summary())
         try:
-            while True:
+            while not watched.finished:
                 display.refresh()
                 time.sleep(_PAUSE)
+            display.say(f"finished: {watched.result()}")
         except KeyboardInterrupt:
             pass

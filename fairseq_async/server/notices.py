@@ -9,6 +9,7 @@ from contextlib import suppress
 
 Tell = Callable[[str], None]
 SEPARATOR = " | "  # between the time and the text of a line
+LISTENS, FINISHED = "the server listens at", "the run is finished at version"  # how lines of a server begin
 _WRITTEN = 100
 
 

@@ -14,7 +14,7 @@ from fairseq_async.environment import TOKEN
 from fairseq_async.errors import HalfAppliedError, RefusedError
 from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.network.event_loop import EventLoop
-from fairseq_async.server.notices import Notices, Tell, tell_log
+from fairseq_async.server.notices import FINISHED, LISTENS, Notices, Tell, tell_log
 from fairseq_async.server.plan import Build
 from fairseq_async.server.run import Run
 from fairseq_async.server.run_files.state_files import ending_path, meeting_path
@@ -49,7 +49,8 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
         service.snapshots.begin_anew()
     listener = socket.socket(fileno=options.listener)
     encryption = None if options.tls is None else server_context(options.tls)
-    tell_log("the server listens at {}:{} for {} workers".format(*listener.getsockname()[:2], options.workers))
+    host, port = listener.getsockname()[:2]
+    tell_log(f"{LISTENS} {host}:{port} for {options.workers} workers")
     if EventLoop(listener, service, sys.stdin, options.ends_with_workers, encryption).run():
         _finish(service)
         if service.begun is not None:
@@ -104,7 +105,7 @@ def _finish(service: Service) -> None:
     run = service.begun  # None where all workers have left before
     version = 0 if run is None else run.coordinator.server.version
     if run is not None:
-        tell_log(f"the run is finished at version {version:,}")
+        tell_log(f"{FINISHED} {version:,}")
     kept = run is not None and run.spec.of_regions
     if run is None or version == 0 or (service.membership.has_left(0) and not kept):
         with _or_told(service):

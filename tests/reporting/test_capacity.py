@@ -202,6 +202,24 @@ def test_a_run_is_watched_by_its_own_clock(tmp_path: Path) -> None:
     assert watched.refused == 1 and watched.updates[5] == 1 and "1 refused" in watched.summary()
 
 
+def test_the_view_of_a_finished_run_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its log may have an earlier end, after which the run went on for more updates."""
+    run = write_timed_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05, updates=30)
+    begins, ends = "2026-11-27 10:00:00 | the server listens at 127.0.0.1:1 for 1 workers\n", "10:00:01 | the run is "
+    log = run / "logs" / "server.log"
+    log.parent.mkdir()
+    log.write_text(f"{begins}{ends}finished at version 10\n{begins}")
+    watched = WatchedRun(run)
+    assert not watched.finished
+    with log.open("a") as file:
+        file.write(f"{ends}finished at version 30\n10:00:02 | worker 0 has left\n")
+    watched.poll()
+    assert watched.finished
+    follow(run)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == f"finished: {watched.result()}"
+
+
 def test_an_empty_directory_is_not_watched(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no run that can be read there"):
         WatchedRun(tmp_path)
