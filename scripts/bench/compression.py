@@ -29,6 +29,7 @@ CODECS: dict[str, Codec] = {
     "adacomp": AdaComp(),
     "adacomp, scale=bin": AdaCompBins(32),
     "dqsgd": DQSGD(),
+    "dqsgd:bits=5,block=64,norm=max": DQSGD(5, 64, "max"),
 }
 MOST_BYTES = {"int8": 0.26, "e3m0": 0.131, "topk": 1 / 140}  # as a share of fp32's
 MOST_COPIES = {"int8": 4.0, "e3m0": 4.0, "topk": 15.0, "adacomp": 15.0, "adacomp, scale=bin": 15.0}

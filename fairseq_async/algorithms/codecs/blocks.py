@@ -9,7 +9,7 @@ from fairseq_async.algorithms.codecs.codec import check_finite, from_bytes
 from fairseq_async.algorithms.codecs.memory import new_vector
 from fairseq_async.errors import CodecError
 
-_VALUES = 1 << 18  # at a time: 1 MiB, which a core's own cache has; less would cost calls of torch
+_VALUES = 1 << 19  # at a time: 2 MiB, which stay in the cache; less would cost more calls of torch
 
 
 def count_blocks(size: int, block: int) -> int:
@@ -46,18 +46,17 @@ def largest(values: Tensor, block: int) -> Tensor:
         CodecError: a value is NaN or Inf.
     """
     size = values.numel()
-    found, room = new_vector(count_blocks(size, block)), new_room(size, block)
+    found = new_vector(count_blocks(size, block))
     for part, blocks in parts(size, block):
-        here = rows(values[part], block)
-        largest_(found[blocks], here, room[: here.numel()].view_as(here))
+        largest_(found[blocks], rows(values[part], block))
     check_finite(found)
     return found
 
 
-def largest_(found: Tensor, values: Tensor, room: Tensor) -> None:
-    """Writes the largest absolute value of each row of ``values`` to ``found``, NaN where a value is NaN; ``room`` has
-    the shape of ``values``, and is overwritten."""
-    torch.amax(torch.abs(values, out=room), dim=1, out=found)
+def largest_(found: Tensor, values: Tensor) -> None:
+    """Writes the largest absolute value of each row of ``values`` to ``found``, NaN where a value is NaN."""
+    torch.amax(values, dim=1, out=found)  # twice over the values in the cache costs less than writing |x| once
+    torch.maximum(found, torch.amin(values, dim=1).neg_(), out=found).abs_()
 
 
 def scale_(values: Tensor, scales: Tensor, block: int) -> None:

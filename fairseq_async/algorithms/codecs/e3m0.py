@@ -67,7 +67,7 @@ class E3M0(Codec):
         for part, rows in blocks.parts(size, self.block):
             here = blocks.rows(values[part], self.block)
             shares = room[: here.numel()].view_as(here)
-            blocks.largest_(largest[rows], here, shares)
+            blocks.largest_(largest[rows], here)
             torch.div(here, torch.where(largest[rows] > 0, largest[rows], 1.0).unsqueeze(1), out=shares)
             upper = shares.view(-1).view(torch.int32).bitwise_right_shift_(_LOWER).add_(1 << 9)
             torch.index_select(self._codes, 0, upper, out=codes[: here.numel()])

@@ -44,7 +44,7 @@ class Int8(Codec):
         for part, rows in blocks.parts(size, self.block):
             here = blocks.rows(values[part], self.block)
             levels = room[: here.numel()].view_as(here)
-            blocks.largest_(largest[rows], here, levels)
+            blocks.largest_(largest[rows], here)
             _quantize(here, _scales(largest[rows]), out=levels)
             quantized[part] = levels.view(-1)[: quantized[part].numel()]
         check_finite(largest)
