@@ -1,4 +1,4 @@
-"""Measures the bytes of each codec, and the cost of encoding and decoding relative to a copy of the values.
+"""Measures the bytes of each codec, what it loses, and the cost of encoding and decoding relative to a copy.
 
 The values are normal, each times the square of another one, so that a few are far larger than the rest. AdaComp adapts
 how much it sends. It therefore gets twelve such vectors in a row, with error feedback, and the last payload counts.
@@ -29,6 +29,7 @@ CODECS: dict[str, Codec] = {
     "adacomp": AdaComp(),
     "adacomp, scale=bin": AdaCompBins(32),
     "dqsgd": DQSGD(),
+    "dqsgd:bits=5,block=64": DQSGD(5, 64),
     "dqsgd:bits=5,block=64,norm=max": DQSGD(5, 64, "max"),
 }
 MOST_BYTES = {"int8": 0.26, "e3m0": 0.131, "topk": 1 / 140}  # as a share of fp32's
@@ -65,6 +66,7 @@ def measured(name: str, codec: Codec, size: int, repeats: int, copy: float) -> d
     values = vector(size, seed=0)
     payload = codec.encode(values)
     sent = bytes_of(codec, size, 12 if isinstance(codec, AdaComp) else 1)[-1]
+    lost = codec.decode(payload, size).double().sub_(values).square_().sum() / values.double().square_().sum()
     encoding = seconds(lambda: codec.encode(values), repeats) / copy
     decoding = seconds(lambda: codec.decode(payload, size), repeats) / copy
     return {
@@ -72,6 +74,7 @@ def measured(name: str, codec: Codec, size: int, repeats: int, copy: float) -> d
         "bytes": sent,
         "of fp32": sent / (4 * size),
         "times fewer": 4 * size / sent,
+        "squared error, of the squares": float(lost),
         "encode, copies": encoding,
         "decode, copies": decoding,
     }
