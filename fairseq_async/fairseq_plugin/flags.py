@@ -24,6 +24,9 @@ def add_server_method(parser: ArgumentParser, method: str) -> None:
     fairseq adds the latter by itself only where the inner optimizer is ``--optimizer``.
     """
     _add(parser, method)
+    devices = torch.cuda.device_count()
+    if devices:
+        parser.set_defaults(device_id=refused.device_of_rank(devices))
     _inner_class(method, refused.check_processes(INNER_OPTIMIZER.default)).add_args(parser)
 
 
@@ -34,12 +37,11 @@ def add_synchronous_method(parser: ArgumentParser, method: str, legacy: bool) ->
         legacy: the optimizer reduces the gradients; with ``--ddp-backend legacy_ddp`` fairseq asks it to.
     """
     _add(parser, method)
-    on_cpu = not torch.cuda.is_available() or "--cpu" in sys.argv
-    if legacy or on_cpu:  # torch's DistributedDataParallel, as fairseq calls it, is for GPUs
+    devices = 0 if "--cpu" in sys.argv else torch.cuda.device_count()
+    if legacy or not devices:  # torch's DistributedDataParallel, as fairseq calls it, is for GPUs
         parser.set_defaults(ddp_backend=refused.LEGACY[0])
-    if on_cpu:
-        parser.set_defaults(**refused.processes_on_cpus())
-    _inner_class(method, refused.check_ranks(INNER_OPTIMIZER.default, on_cpu)).add_args(parser)
+    parser.set_defaults(**refused.started_ranks(devices))
+    _inner_class(method, refused.check_ranks(INNER_OPTIMIZER.default, devices)).add_args(parser)
 
 
 def _add(parser: ArgumentParser, method: str) -> None:

@@ -1,4 +1,4 @@
-"""Checks for flags of fairseq that do not go with our methods, and the defaults that ranks on CPUs need."""
+"""Checks for flags of fairseq that do not go with our methods, and the defaults that started ranks need."""
 
 import os
 from argparse import ArgumentParser, Namespace
@@ -32,32 +32,48 @@ def check_processes(default: str) -> str:
     return str(given.inner_optimizer)
 
 
-def check_ranks(default: str, on_cpu: bool) -> str:
-    """Ends this process with one line if fairseq would look for ranks on CPUs that nobody has started.
+def check_ranks(default: str, devices: int) -> str:
+    """Ends this process with one line if fairseq would look for ranks that nobody has started.
+
+    Args:
+        devices: number of GPUs that this process sees; 0 for a run on CPUs.
 
     Returns:
         the inner optimizer's name.
     """
     given = _given(default, world_size=None)
-    if on_cpu and given.distributed_init_method is None:
+    if (not devices or _launched()) and given.distributed_init_method is None:
         _check_world_size(given.distributed_world_size)
     return str(given.inner_optimizer)
 
 
-def processes_on_cpus() -> dict[str, str | bool | int]:
-    """Returns fairseq's settings for ranks on CPUs, as torchrun or ``fairseq-async launch`` has started them.
+def started_ranks(devices: int) -> dict[str, str | bool | int]:
+    """Returns fairseq's settings for ranks that torchrun or ``fairseq-async launch`` has started.
 
-    fairseq finds started ranks by itself on GPUs only.
+    fairseq finds started ranks by itself only where each of them sees several GPUs. NCCL wants a GPU for each rank of a
+    machine; Gloo serves CPUs, and ranks that share a GPU.
+
+    Args:
+        devices: number of GPUs that this process sees; 0 for a run on CPUs.
     """
-    if not all(name in os.environ for name in _LAUNCHED):
-        return {"distributed_backend": "gloo"}
-    return {
-        "distributed_backend": "gloo",
-        "distributed_init_method": "env://",
-        "distributed_no_spawn": True,
-        "distributed_rank": int(os.environ["RANK"]),
-        "distributed_world_size": int(os.environ["WORLD_SIZE"]),
-    }
+    settings: dict[str, str | bool | int] = {}
+    if _launched():
+        settings |= {
+            "distributed_init_method": "env://",
+            "distributed_no_spawn": True,
+            "distributed_rank": int(os.environ["RANK"]),
+            "distributed_world_size": int(os.environ["WORLD_SIZE"]),
+        }
+    if devices:
+        settings["device_id"] = device_of_rank(devices)
+    if not devices or _launched() and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > devices:
+        settings["distributed_backend"] = "gloo"
+    return settings
+
+
+def device_of_rank(devices: int) -> int:
+    """Returns the number of this process's GPU, of those that it sees; ranks share them where there are more ranks."""
+    return int(os.environ.get("LOCAL_RANK", 0)) % devices
 
 
 def check_asynchronous(args: Namespace, cfg: DictConfig) -> None:
@@ -180,6 +196,11 @@ def check_synchronous(args: Namespace, cfg: DictConfig, legacy: bool) -> None:
             raise ConfigurationError(message)
 
 
+def _launched() -> bool:
+    """Whether torchrun, or a launcher that sets the same variables, has started this process."""
+    return all(name in os.environ for name in _LAUNCHED)
+
+
 def _given(inner: str, world_size: int | None) -> Namespace:
     """Parses the flags on which fairseq acts before it has parsed the others."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -190,11 +211,8 @@ def _given(inner: str, world_size: int | None) -> Namespace:
 
 
 def _check_world_size(given: int | None) -> None:
-    """Ends this process with one line if ``given`` is not the number of processes that were started.
-
-    fairseq starts processes, and looks for those that others have started, on GPUs only.
-    """
-    launched = int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _LAUNCHED) else 1
+    """Ends this process with one line if ``given`` is not the number of processes that were started."""
+    launched = int(os.environ["WORLD_SIZE"]) if _launched() else 1
     if given not in (None, launched):
         fail(
             f"--distributed-world-size is {given}, and the number of processes that were started is {launched}: "

@@ -26,6 +26,7 @@ class Command(Protocol):
 
     run_dir: Path
     on_cpu: bool
+    synchronous: bool
 
     def line(self, address: str | None) -> list[str]:
         """Returns the whole command of a worker of the server at this address."""
@@ -138,7 +139,7 @@ class Processes:
 
     def _environment(self, worker: Worker) -> dict[str, str]:
         variables = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **environment()}
-        if self.on_gpu:
+        if self.on_gpu and not self.command.synchronous:  # ranks see all GPUs, and take theirs by their numbers
             given = os.environ.get("CUDA_VISIBLE_DEVICES")
             devices = given.split(",") if given else [str(d) for d in range(torch.cuda.device_count())]
             variables["CUDA_VISIBLE_DEVICES"] = devices[worker.id % len(devices)]

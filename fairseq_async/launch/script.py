@@ -24,7 +24,8 @@ class ScriptCommand:
         ConfigurationError: there is no such program or script.
     """
 
-    on_cpu, server, tls = False, "", None  # the script itself names its server and certificates when it asks
+    on_cpu, synchronous = False, False
+    server, tls = "", None  # the script itself names its server and certificates when it asks
 
     def __init__(self, arguments: list[str], directory: Path, resumes: bool) -> None:
         self.program, self.arguments = find_program(arguments[0]), arguments[1:]

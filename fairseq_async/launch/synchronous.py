@@ -53,7 +53,7 @@ class GroupLauncher:
         size = str(len(self.processes.workers))
         return {
             "RANK": str(worker.id),
-            "LOCAL_RANK": "0" if self.processes.on_gpu else str(worker.id),  # on GPUs each rank sees only one device
+            "LOCAL_RANK": str(worker.id),
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,
             "MASTER_ADDR": LOOPBACK,

@@ -12,6 +12,7 @@ from fairseq_cli import train
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.adascale import AdaScaleTrainer
 from fairseq_async.fairseq_plugin.adasum import AdasumTrainer
+from fairseq_async.fairseq_plugin.refused import started_ranks
 from fairseq_async.fairseq_plugin.session import Main
 from tests.helpers.checkpoints import load
 from tests.helpers.commands import MODEL, PACKAGE, Processes, command
@@ -70,6 +71,32 @@ def test_flags_that_fairseq_would_act_upon_first_are_refused_while_it_parses(
         with pytest.raises(SystemExit):
             parsed(monkeypatch, *ADASCALE, *flags)
         assert message in capsys.readouterr().err
+
+
+STARTED = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "1", "LOCAL_RANK": "3"}
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks_here", "expected"),
+    [
+        (0, "4", {"distributed_backend": "gloo"}),
+        (4, "4", {"device_id": 3}),
+        (2, "4", {"device_id": 1, "distributed_backend": "gloo"}),
+    ],
+    ids=["on CPUs", "a GPU each", "ranks share a GPU"],
+)
+def test_fairseq_takes_the_ranks_that_a_launcher_has_started(
+    monkeypatch: pytest.MonkeyPatch, devices: int, ranks_here: str, expected: dict[str, object]
+) -> None:
+    for name, value in (STARTED | {"LOCAL_WORLD_SIZE": ranks_here}).items():
+        monkeypatch.setenv(name, value)
+    group = {"distributed_init_method": "env://", "distributed_no_spawn": True}
+    assert started_ranks(devices) == group | {"distributed_rank": 5, "distributed_world_size": 8} | expected
+
+
+@pytest.mark.parametrize(("devices", "expected"), [(0, {"distributed_backend": "gloo"}), (4, {"device_id": 0})])
+def test_without_a_launcher_fairseq_starts_ranks_itself(devices: int, expected: dict[str, object]) -> None:
+    assert started_ranks(devices) == expected
 
 
 def test_fairseqs_spawn_can_send_our_main_to_the_processes_that_it_starts() -> None:

@@ -12,8 +12,13 @@ from torch.optim import SGD
 
 from fairseq_async.algorithms import adasum
 from fairseq_async.collective import DistributedAdasum
+from fairseq_async.exchange.ports import free_port
 from fairseq_async.server import gradient_main
 from fairseq_async.torch import HybridAsync
+from tests.helpers.checkpoints import load
+from tests.helpers.commands import MODEL, Processes, command
+from tests.helpers.fairseq_jobs import ADAM
+from tests.helpers.run_files import events
 from tests.helpers.torch_workers import ThreadWorkers
 
 STEPS, DEVICE = 6, "cuda"
@@ -59,10 +64,10 @@ def test_a_hybrid_worker_on_a_gpu_trains_as_a_plain_loop_there(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def _adasum_rank(rank: int, port: int) -> None:
+def _adasum_rank(rank: int, port: int, backend: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=2)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, rank=rank, world_size=2)
     inputs = [torch.randn(1000, generator=torch.Generator().manual_seed(each)) for each in range(2)]
     combined = [inputs[rank].cuda()]
     DistributedAdasum()(combined)
@@ -72,4 +77,21 @@ def _adasum_rank(rank: int, port: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank, and there are not two")
 def test_adasum_by_nccl_is_the_tree() -> None:
-    torch.multiprocessing.spawn(_adasum_rank, (29_531,), nprocs=2)
+    torch.multiprocessing.spawn(_adasum_rank, (free_port(), "nccl"), nprocs=2)
+
+
+def test_adasum_of_ranks_that_share_a_gpu_is_the_tree() -> None:
+    torch.multiprocessing.spawn(_adasum_rank, (free_port(), "gloo"), nprocs=2)
+
+
+@pytest.mark.parametrize("method", ["hybrid_async", "adasum", "adascale"])
+def test_two_workers_of_fairseq_share_a_gpu(processes: Processes, data: Path, tmp_path: Path, method: str) -> None:
+    start = [command("fairseq-async"), "launch", "--workers", 2, "--", "fairseq-train", data, *MODEL, *ADAM]
+    code, output = processes.run([*start, "--save-dir", tmp_path, "--max-update", 8, "--optimizer", method, "--fp16"])
+    assert code == 0, output[-3000:]
+    trained = load(tmp_path / "checkpoint_last.pt")
+    assert trained["optimizer_history"][-1]["num_updates"] >= 8
+    if method == "hybrid_async":
+        assert {event["worker"] for event in events(tmp_path)} == {0, 1}
+    else:
+        assert "(rank 1)" in (tmp_path / "logs" / "worker-1.log").read_text()

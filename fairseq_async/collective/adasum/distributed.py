@@ -63,7 +63,8 @@ class DistributedAdasum:
         self.rank, self.size = self.messages.rank, self.messages.size
         if self.size < 2:
             raise ConfigurationError("Adasum combines the gradients of several ranks, and this process group has one")
-        if "nccl" in dist.get_backend(group):
+        self._sends_from_gpu = "nccl" in dist.get_backend(group)
+        if self._sends_from_gpu:
             # NCCL wants all ranks in a group's first operation, and our messages are between two of them.
             dist.barrier(group)
         self.power = largest_power(self.size)
@@ -89,11 +90,20 @@ class DistributedAdasum:
 
     def _combine(self, tensors: Sequence[Tensor]) -> None:
         """Combines tensors of one type on one device."""
+        if tensors[0].is_cuda and not self._sends_from_gpu:  # Gloo reads a message from memory, and aborts elsewhere
+            return self._combine_in_memory(tensors)
         shared = self.shared_memory if tensors[0].device.type == "cpu" else None
         if shared is None or not shared.combine(tensors):
             fusion = Fusion(tensors)
             self._combine_fused(fusion)
             fusion.write_back()
+
+    def _combine_in_memory(self, tensors: Sequence[Tensor]) -> None:
+        """Combines copies of a GPU's tensors, one after the other with the work of the current stream."""
+        here = [tensor.cpu() for tensor in tensors]
+        self._combine(here)
+        for tensor, combined in zip(tensors, here, strict=True):
+            tensor.copy_(combined)
 
     def _combine_fused(self, fusion: Fusion) -> None:
         """Combines by messages. Both partners of each message must reach it in the same order, or all ranks hang."""
