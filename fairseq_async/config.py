@@ -355,7 +355,7 @@ class ServerOptions(Options):
     server_threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         None,
         description="threads on which the server adds up gradients, steps and publishes",
-        json_schema_extra={"default": "cores on which no worker computes at the time", "metavar": "N"},
+        json_schema_extra={"default": "cores on which no worker computes at the time, up to 4 a shard", "metavar": "N"},
     )
     server_shards: int = Field(
         1,

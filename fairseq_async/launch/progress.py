@@ -19,6 +19,7 @@ from fairseq_async.server.run_files.events import Event, LineReader
 from fairseq_async.server.run_files.validations import VALIDATIONS, Validation, parse_validation
 
 _WINDOW = 15.0  # seconds over which rates and means are taken
+_BUSY = 0.2  # share of the time that the server works, from which on it is told
 SERVER_LOG = Path("logs") / "server.log"
 
 
@@ -234,7 +235,7 @@ class Progress:
         text = f"{self.position}{self.time_left}, {self.updates_per_second:.1f} updates/s, "
         text += f"{every.tokens:,.0f} {self.unit}/s, " if self.unit else ""
         text += f"{self.updates_in_a_step:.1f} in a step, staleness {every.staleness:.2f}"
-        return text + self._losses(every) + _sent(every.compressed, self.seconds) + self._refused()
+        return text + self._losses(every) + _sent(every.compressed, self.seconds) + self._refused() + self._busy()
 
     def result(self) -> str:
         """Returns how far the run has come, in one line: without the rates, which are those of the last seconds."""
@@ -245,6 +246,11 @@ class Progress:
 
     def _refused(self) -> str:
         return f", {self.refused} refused" if self.refused else ""
+
+    def _busy(self) -> str:
+        """Returns the share of the time in which the server works on updates as text; empty where it is small."""
+        share = sum(event.server_seconds or 0.0 for event in self._recent) / self.seconds
+        return f", server {share:.0%} busy" if share >= _BUSY else ""
 
     def _validated(self) -> str:
         """Returns the last validation's loss and score as text; empty without a validation."""

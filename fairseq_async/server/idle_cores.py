@@ -4,15 +4,20 @@ import os
 from collections.abc import Mapping
 
 from fairseq_async.algorithms.threads import set_threads
+from fairseq_async.method_spec import ServerSettings
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.peers import Peer
 
+_USEFUL = 4
+"""Threads of one process that a pass gains from. More wait for Python's interpreter lock, which each needs between two
+operations of some microseconds: eight were as slow as one. Shards have a lock each."""
 
-def use_idle_cores(peers: Mapping[int, Peer], membership: Membership, threads: int | None) -> None:
+
+def use_idle_cores(peers: Mapping[int, Peer], membership: Membership, settings: ServerSettings) -> None:
     """Lets passes over memory use the cores of this machine on which no worker computes: all, when all workers wait.
 
-    Args:
-        threads: number of threads that the user asked for instead; None for the idle cores.
+    ``settings.server_threads`` is a fixed number instead.
     """
     computing = sum(not peers[worker].remote for worker in membership.computing & set(peers))
-    set_threads(threads or max(1, len(os.sched_getaffinity(0)) - computing))
+    idle = max(1, len(os.sched_getaffinity(0)) - computing)
+    set_threads(settings.server_threads or min(idle, _USEFUL * settings.server_shards))

@@ -155,7 +155,7 @@ class Service(Connections):
             return 1.0
         run.hosts.check()
         coordinator = run.coordinator
-        use_idle_cores(self.peers, self.membership, run.spec.server.server_threads)
+        use_idle_cores(self.peers, self.membership, run.spec.server)
         began, outcome = time.perf_counter(), coordinator.tick(self.clock())
         self._deliver(run, outcome)
         if outcome.settled and (peer := self.peers.get(outcome.settled[-1].receipt.worker)):
@@ -341,7 +341,7 @@ class Service(Connections):
         else:
             waits, peer.push = True, push
             self.membership.wait(peer.id, "push")
-        use_idle_cores(self.peers, self.membership, run.spec.server.server_threads)
+        use_idle_cores(self.peers, self.membership, run.spec.server)
         report = replace(push.report, server_seconds=peer.server_seconds, payload=payload)
         norm = None if peer.channel.with_tensor or run.hosts.shards else push.norm  # what has arrived may differ
         receipt = coordinator.admit(update, report, waits, norm)

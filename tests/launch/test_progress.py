@@ -49,6 +49,18 @@ def test_progress_follows_the_log_and_leaves_half_a_line_for_later(tmp_path: Pat
     assert progress.rows()[-1].tokens == 0.0 and "1 refused" in progress.summary()
 
 
+@pytest.mark.parametrize(("seconds", "told"), [(0.5, ", server 50% busy"), (0.1, "")])
+def test_a_busy_server_is_told(tmp_path: Path, seconds: float, told: str) -> None:
+    now = 1000.0
+    (tmp_path / "events.jsonl").write_text("")
+    progress = Progress(tmp_path, 1, clock=lambda: now)
+    lines = [event(0, 1 + n, 9000.0 + n, sequence=n, server_seconds=seconds) for n in range(15)]
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    progress.poll()
+    now = 1015.0
+    assert progress.summary().endswith(f"loss 2.000{told}")
+
+
 @pytest.mark.parametrize("server", [-3600.0, 3600.0], ids=["behind", "ahead"])
 def test_the_clock_of_the_servers_machine_may_differ(tmp_path: Path, server: float) -> None:
     """It writes one update a second, of 100 tokens, after five of an earlier launch; then it dies, and loses one."""

@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 
 from fairseq_async.algorithms import threads
+from fairseq_async.method_spec import ServerSettings
 from fairseq_async.server.idle_cores import use_idle_cores
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.peers import Peer
@@ -29,7 +30,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads.set_threads(1)
 
 
-def used(waiting: list[int], remote: list[int], asked: int | None = None) -> int:
+def used(waiting: list[int], remote: list[int], asked: int | None = None, shards: int = 1) -> int:
     """Threads with three workers, of which some wait and some are on other machines."""
     membership = Membership(3, 0.0)
     for worker in range(3):
@@ -37,7 +38,7 @@ def used(waiting: list[int], remote: list[int], asked: int | None = None) -> int
     for worker in waiting:
         membership.wait(worker, "push")
     peers = {worker: cast(Peer, OnAMachine(worker in remote)) for worker in range(3)}
-    use_idle_cores(peers, membership, asked)
+    use_idle_cores(peers, membership, ServerSettings(server_threads=asked, server_shards=shards))
     return threads.thread_count()
 
 
@@ -56,6 +57,14 @@ def test_workers_of_other_machines_take_no_core_of_this_one() -> None:
 def test_there_is_one_thread_when_no_core_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     assert used(waiting=[], remote=[]) == 1
+
+
+@pytest.mark.parametrize(("cores", "shards", "threads"), [(16, 1, 4), (16, 3, 12), (16, 8, 16)])
+def test_a_process_takes_no_more_cores_than_it_gains_from(
+    monkeypatch: pytest.MonkeyPatch, cores: int, shards: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert used(waiting=[0, 1, 2], remote=[], shards=shards) == threads
 
 
 def test_server_threads_says_how_many_in_any_case() -> None:
