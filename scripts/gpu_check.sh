@@ -9,7 +9,7 @@ python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
     exit 2
 }
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader || true
-timeout 180 python -m pytest -q -rs tests/gpu
+timeout 300 python -m pytest -q -rs tests/gpu
 timeout 30 python scripts/bench/gpu_exchange.py
 if [ -n "${MULTI30K:-}" ]; then
     timeout 210 python recipes/multi30k_en_de/run.py --data "$MULTI30K" --out "$(mktemp -d)" --method hybrid --fp16 --epochs 1
