@@ -6,7 +6,6 @@ Vaswani et al. (2017), 44 million parameters and the vocabulary, in fp16, with b
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from fairseq_async.server.run_files.events import read_events  # noqa: E402
 from recipes.multi30k_en_de.presets import Preset  # noqa: E402
 from recipes.steps import RecipeError  # noqa: E402
 from recipes.training import Method, Training, statistics  # noqa: E402
@@ -55,16 +55,16 @@ def speed(job: Training, skip: float) -> float:
     return tokens / seconds
 
 
-def push_seconds(job: Training) -> float | None:
-    """Returns the median seconds of a push, which ends when the server has taken its step; None without a server.
+def exchange_seconds(job: Training) -> float | None:
+    """Returns the median seconds of an exchange with the server, which includes its step; None without a server.
 
-    The first two events are left out: the first push allocates the optimizer's state, and an event has the seconds of
-    the push before.
+    The first two events are left out: the server's first step allocates the optimizer's state, and an event has the
+    seconds of the exchange before.
     """
     if not job.events.exists():
         return None
-    events = [jsonlib.loads(line) for line in job.events.open()]
-    return median(event["push_seconds"] for event in events[2:]) if events[2:] else None
+    events = read_events(job.events)[2:]
+    return median(event.exchange_seconds for event in events) if events else None
 
 
 def main(
@@ -99,8 +99,10 @@ def main(
         speeds = {name: speed(job, skip) for name, job in runs.items()}
         for name, value in speeds.items():
             share = value / speeds["plain fairseq"]
-            push = push_seconds(runs[name])
-            rows.append({"round": number + 1, "run": name, "tokens/s": value, "of plain": share, "push s": push})
+            exchange = exchange_seconds(runs[name])
+            rows.append(
+                {"round": number + 1, "run": name, "tokens/s": value, "of plain": share, "exchange s": exchange}
+            )
     report.table(f"{jobs.parameters(local):,} parameters, fp16, {BASE.max_tokens:,} tokens a batch", rows)
     kept = min(row["of plain"] for row in rows if row["run"].startswith("local"))
     report.bound("local SGD's tokens/s, of plain fairseq's", kept, 1 - SHARE_OF_STEP, at_least=True)
