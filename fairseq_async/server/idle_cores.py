@@ -9,8 +9,8 @@ from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.peers import Peer
 
 _USEFUL = 4
-"""Threads of one process that a pass gains from. More wait for Python's interpreter lock, which each needs between two
-operations of some microseconds: eight were as slow as one. Shards have a lock each."""
+"""Threads of one process that a pass gains from: on 16 cores eight were as slow as one (docs/results/gpu.md), probably
+since each needs Python's interpreter lock between two short operations. Shards have a lock each."""
 
 
 def use_idle_cores(peers: Mapping[int, Peer], membership: Membership, settings: ServerSettings) -> None:
