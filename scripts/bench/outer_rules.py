@@ -3,9 +3,9 @@
 Every method computes the same number of local steps from the same pretrained parameters, on the same data. All
 asynchronous methods have one of three kinds of scheduling: none (updates that arrive at the same moment are applied
 together, so that equal workers have staleness 0), a grace period, and a grace period with dynamic local steps. The
-outer learning rate of each method, cluster and scheduling is the one of a grid with the least loss of the first seed:
-the search goes from neighbour to neighbour until both neighbours of the best are worse. All seeds then run at this
-rate. Results of runs are kept, and these are not run again.
+outer learning rate of each method, cluster and scheduling is the one of a grid with the least loss of the first seed,
+which runs at every rate: a search from neighbour to neighbour can stop at a minimum that is not the least. All seeds
+then run at this rate. Results of runs are kept, and these are not run again.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Bench:
 class Search:
     """The search for a method's best outer learning rate on a cluster.
 
-    It goes up and down the grid with the first seed, and then runs all seeds at the best rate.
+    The first seed runs at every rate of the grid, and then all seeds at the best one.
     """
 
     bench: Bench
@@ -186,26 +186,21 @@ class Search:
         scheduled = isinstance(self.bench.methods[self.method].options, AsyncLocalSGDOptions)
         return Run(self.method, self.cluster, self.scheduling if scheduled else SCHEDULING[0], seed, rate)
 
-    def best(self) -> int | None:
-        """Returns the grid index of the rate with the first seed's least perplexity so far; None if none was run."""
-        done, grid, first = self.bench.done, self.grid, self.seeds[0]
-        tried = {p: done[key] for p, rate in enumerate(grid) if (key := self.at(first, rate).key) in done}
-        return min(tried, key=lambda place: perplexities([tried[place]])[0], default=None)
+    def best(self) -> int:
+        """Returns the grid index of the rate with the first seed's least perplexity."""
+        found = perplexities([self.bench.done[self.at(self.seeds[0], rate).key] for rate in self.grid])
+        return found.index(min(found))
 
     def wanted(self) -> list[Run]:
         """Returns the next runs of the search; none when the search is over."""
-        best, grid = self.best(), self.grid
-        if best is None:
-            return [self.at(self.seeds[0], grid[len(grid) // 2])]
-        around = [self.at(self.seeds[0], rate) for rate in grid[max(best - 1, 0) : best + 2]]
-        missing = [run for run in around if run.key not in self.bench.done]
-        return missing or [run for run in self.at_rate(grid[best]) if run.key not in self.bench.done]
+        missing = [run for rate in self.grid if (run := self.at(self.seeds[0], rate)).key not in self.bench.done]
+        if missing:
+            return missing
+        return [run for run in self.at_rate(self.grid[self.best()]) if run.key not in self.bench.done]
 
     def found(self) -> list[Outcome]:
         """Returns the results of all seeds at the best rate."""
-        place = self.best()
-        assert place is not None
-        return [self.bench.done[run.key] for run in self.at_rate(self.grid[place])]
+        return [self.bench.done[run.key] for run in self.at_rate(self.grid[self.best()])]
 
     def at_rate(self, rate: float) -> list[Run]:
         return [self.at(seed, rate) for seed in self.seeds]
@@ -233,7 +228,6 @@ def rows(searches: Sequence[Search]) -> Iterator[dict[str, Any]]:
     first = found[searches[0].method]
     for search in searches:
         outcomes, place = found[search.method], search.best()
-        assert place is not None
         mean, seconds = fmean(perplexities(outcomes)), fmean(each.seconds for each in outcomes)
         grid, options = search.grid, search.bench.methods[search.method].options
         apart = [own.loss - other.loss for own, other in zip(outcomes, found.get(PLAIN, []), strict=False)]
