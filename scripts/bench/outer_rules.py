@@ -253,7 +253,7 @@ def standard_error(values: Sequence[float]) -> float:
 def main(
     path: Annotated[Path, typer.Argument(help="An experiment.")],
     seeds: Annotated[int, typer.Option(min=1)] = 3,
-    rates: Annotated[str, typer.Option(help="The grid: factors of outer_lr.")] = "0.043,0.1,0.21,0.43,1,1.7,2.9,5,8.6",
+    rates: Annotated[str, typer.Option(help="The grid: factors of outer_lr.")] = "0.1,0.21,0.43,1,1.7,2.9,5,8.6",
     grace: Annotated[
         float, typer.Option(min=0, help="Grace period, as a share of the fastest worker's round.")
     ] = GRACE,

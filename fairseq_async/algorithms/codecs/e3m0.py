@@ -20,18 +20,19 @@ from fairseq_async.errors import CodecError
 _LARGEST = torch.finfo(torch.float32).max
 _LEVELS = torch.tensor([0.0, *(2.0**level for level in range(-6, 1))], dtype=torch.float32, device="cpu")
 _VALUES = torch.cat([_LEVELS, -_LEVELS])  # of the 16 codes
-_BORDERS = (_LEVELS[1:] + _LEVELS[:-1]) / 2  # between levels; a value on a border goes to the upper level
-_LOWER = 22  # bits of a float below its sign, its exponent and one bit of its mantissa
+_STEPS = 128  # of a block's largest value; the borders between levels are whole numbers of them
+_BORDERS = torch.tensor([1, 3, 6, 12, 24, 48, 96], dtype=torch.int16, device="cpu")  # belong to the level above
+_MOST = 127  # steps of one byte; all from 96 on are of the highest level
 
 
-def _code_of_upper_bits() -> Tensor:
-    """Returns a table of the codes of all floats in [−1, 1], by their upper ten bits, counted from −2⁹.
+def _code_of_pairs() -> Tensor:
+    """Returns a table of the bytes of all pairs of values, by their steps, which are the bytes of a number of 16 bits.
 
-    Sign, exponent and one bit of the mantissa are enough: the other bits of the borders between levels are zeros.
+    A look-up costs more than all arithmetic of a value, so that one is made for two values.
     """
-    floats = (torch.arange(-(1 << 9), 1 << 9, dtype=torch.int32, device="cpu") << _LOWER).view(torch.float32)
-    levels = torch.bucketize(floats.abs(), _BORDERS, right=True)
-    return (levels + 8 * torch.signbit(floats)).to(torch.uint8)
+    steps = torch.arange(1 << 8, device="cpu").to(torch.int8).to(torch.int16)
+    codes = torch.bucketize(steps.abs(), _BORDERS, right=True) + 8 * (steps < 0)
+    return (codes + 16 * codes.unsqueeze(1)).to(torch.uint8).view(-1)
 
 
 class E3M0(Codec):
@@ -55,25 +56,24 @@ class E3M0(Codec):
         # both values of a byte, as one number of 8 bytes, so that decoding looks up a byte at a time
         codes = torch.arange(256, device="cpu")
         self._pairs = torch.stack([_VALUES[codes % 16], _VALUES[codes // 16]], dim=1).view(torch.int64).view(-1)
-        self._codes = _code_of_upper_bits()
+        self._codes = _code_of_pairs()
 
     def _pack(self, vector: Vector) -> list[Bytes]:
         values, size = vector.values, vector.values.numel()
         largest, room = new_vector(blocks.count_blocks(size, self.block)), blocks.new_room(size, self.block)
-        codes = torch.empty(room.numel() + room.numel() % 2, dtype=torch.uint8, device="cpu")
-        pairs = codes.view(torch.int16)  # a code in each byte
-        of_byte = torch.empty_like(pairs)
+        steps = torch.empty(room.numel() + room.numel() % 2, dtype=torch.int8, device="cpu")
+        pairs = steps.view(torch.uint16)
+        index = torch.empty_like(pairs, dtype=torch.int32)
         packed = new_vector((size + 7) // 8).view(torch.uint8)[: (size + 1) // 2]  # eight to a float
         for part, rows in blocks.parts(size, self.block):
             here = blocks.rows(values[part], self.block)
             shares = room[: here.numel()].view_as(here)
             blocks.largest_(largest[rows], here)
             torch.div(here, torch.where(largest[rows] > 0, largest[rows], 1.0).unsqueeze(1), out=shares)
-            upper = shares.view(-1).view(torch.int32).bitwise_right_shift_(_LOWER).add_(1 << 9)
-            torch.index_select(self._codes, 0, upper, out=codes[: here.numel()])
-            torch.bitwise_right_shift(pairs, 4, out=of_byte).bitwise_or_(pairs)  # its lower byte has both codes
+            steps[: here.numel()].copy_(shares.mul_(_STEPS).clamp_(-_MOST, _MOST).view(-1))  # rounds towards 0
             packed_here = packed[part.start // 2 : (part.stop + 1) // 2]
-            packed_here.copy_(of_byte[: packed_here.numel()])
+            index_here = index[: packed_here.numel()].copy_(pairs[: packed_here.numel()])
+            torch.index_select(self._codes, 0, index_here, out=packed_here)
         check_finite(largest)
         if size % 2:
             packed[-1] &= 15  # the upper half is of the padding of the last block
