@@ -76,12 +76,16 @@ class AdaComp(Codec):
     def _sent(self, values: Tensor, newest: Tensor, largest: Tensor) -> NDArray[np.int64]:
         """Returns the places in the tensor of the values to send, ascending."""
         limits = torch.where(largest > 0, largest, torch.inf).unsqueeze(1)
+        room = blocks.new_room(values.numel(), self.bin_size)
+        large = torch.empty_like(room, dtype=torch.bool)
         found = [np.empty(0, np.int64)]
         for part, bins in blocks.parts(values.numel(), self.bin_size):
-            sums = blocks.rows((values[part] + newest[part]).abs_(), self.bin_size)
-            chosen = (sums >= limits[bins]).view(-1)[: part.stop - part.start] & (values[part] != 0)
-            found.append(np.flatnonzero(chosen.numpy()) + part.start)
-        return np.concatenate(found)
+            sums = torch.add(values[part], newest[part], out=room[: part.stop - part.start]).abs_()
+            rows = blocks.rows(sums, self.bin_size)
+            torch.ge(rows, limits[bins], out=large[: rows.numel()].view_as(rows))
+            found.append(np.flatnonzero(large[: sums.numel()].numpy()) + part.start)
+        places: NDArray[np.int64] = np.concatenate(found)
+        return np.extract(values.numpy()[places] != 0, places)  # asked of the few that are large, not of all
 
     def _unpack(self, body: memoryview, sizes: tuple[int, ...]) -> Tensor:
         if int.from_bytes(body[:4], "little") != self.bin_size:
