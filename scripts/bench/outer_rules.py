@@ -3,9 +3,10 @@
 Every method computes the same number of local steps from the same pretrained parameters, on the same data. All
 asynchronous methods have one of three kinds of scheduling: none (updates that arrive at the same moment are applied
 together, so that equal workers have staleness 0), a grace period, and a grace period with dynamic local steps. The
-outer learning rate of each method, cluster and scheduling is the one of a grid with the least loss of the first seed,
-which runs at every rate: a search from neighbour to neighbour can stop at a minimum that is not the least. All seeds
-then run at this rate. Results of runs are kept, and these are not run again.
+outer learning rate of each method, cluster and scheduling is the one of a grid with the least loss of the first seed:
+it goes up the grid until a perplexity is a quarter above the least so far, since a search that stops where both
+neighbours are worse can stop at a minimum that is not the least. All seeds then run at this rate. Results of runs are
+kept, and these are not run again.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from scripts.bench.report import Report, perplexity  # noqa: E402
 PLAIN = "SGD"  # the rule without momentum, which others have to beat
 SCHEDULING = ("none", "grace", "grace and dynamic steps")
 GRACE = 0.1
+HOPELESS = 1.25  # times the least perplexity so far: higher rates are worse still
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ class Bench:
 class Search:
     """The search for a method's best outer learning rate on a cluster.
 
-    The first seed runs at every rate of the grid, and then all seeds at the best one.
+    The first seed goes up the grid until a rate is hopeless, and then all seeds run at the best one.
     """
 
     bench: Bench
@@ -187,15 +189,22 @@ class Search:
         return Run(self.method, self.cluster, self.scheduling if scheduled else SCHEDULING[0], seed, rate)
 
     def best(self) -> int:
-        """Returns the grid index of the rate with the first seed's least perplexity."""
-        found = perplexities([self.bench.done[self.at(self.seeds[0], rate).key] for rate in self.grid])
-        return found.index(min(found))
+        """Returns the grid index of the rate with the least perplexity of those that the first seed has run at."""
+        done, first = self.bench.done, self.seeds[0]
+        tried = {p: done[key] for p, rate in enumerate(self.grid) if (key := self.at(first, rate).key) in done}
+        return min(tried, key=lambda place: perplexities([tried[place]])[0])
 
     def wanted(self) -> list[Run]:
         """Returns the next runs of the search; none when the search is over."""
-        missing = [run for rate in self.grid if (run := self.at(self.seeds[0], rate)).key not in self.bench.done]
-        if missing:
-            return missing
+        least = math.inf
+        for rate in self.grid:
+            run = self.at(self.seeds[0], rate)
+            if run.key not in self.bench.done:
+                return [run]
+            (here,) = perplexities([self.bench.done[run.key]])
+            if here > HOPELESS * least:
+                break
+            least = min(least, here)
         return [run for run in self.at_rate(self.grid[self.best()]) if run.key not in self.bench.done]
 
     def found(self) -> list[Outcome]:
