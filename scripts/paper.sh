@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The papers' experiments on local SGD, simulated one after another on text in runs/c4 (recipes/c4_lm/README.md). A second
 # call goes on where the first was stopped. Results:
-# runs/outer_rules/NAME.json, and runs/simulate/ranks. About 18 hours on one core, half of that on two.
+# runs/outer_rules/NAME.json, and runs/simulate/ranks. About 19 hours on one core, half of that on two.
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"  # also changes into the project
 if [ ! -d runs/c4 ]; then
