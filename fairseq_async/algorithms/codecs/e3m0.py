@@ -20,17 +20,17 @@ from fairseq_async.errors import CodecError
 _LARGEST = torch.finfo(torch.float32).max
 _LEVELS = torch.tensor([0.0, *(2.0**level for level in range(-6, 1))], dtype=torch.float32, device="cpu")
 _VALUES = torch.cat([_LEVELS, -_LEVELS])  # of the 16 codes
-_STEPS = 128  # of a block's largest value; the borders between levels are whole numbers of them
-_BORDERS = torch.tensor([1, 3, 6, 12, 24, 48, 96], dtype=torch.int16, device="cpu")  # belong to the level above
+_STEPS = 128  # in a block's largest value; the borders between levels are whole numbers of steps: 1, 3, 6, 12, …, 96
+_BORDERS = _STEPS * (_LEVELS[1:] + _LEVELS[:-1]) / 2  # a value on a border goes to the upper level
 _MOST = 127  # steps of one byte; all from 96 on are of the highest level
 
 
 def _code_of_pairs() -> Tensor:
-    """Returns a table of the bytes of all pairs of values, by their steps, which are the bytes of a number of 16 bits.
+    """Returns a table of the byte of each pair of values. Its index has 16 bits, the steps of a value in each byte.
 
     A look-up costs more than all arithmetic of a value, so that one is made for two values.
     """
-    steps = torch.arange(1 << 8, device="cpu").to(torch.int8).to(torch.int16)
+    steps = torch.arange(1 << 8, device="cpu").to(torch.int8).float()
     codes = torch.bucketize(steps.abs(), _BORDERS, right=True) + 8 * (steps < 0)
     return (codes + 16 * codes.unsqueeze(1)).to(torch.uint8).view(-1)
 
