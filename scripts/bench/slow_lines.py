@@ -3,7 +3,9 @@
 The server and worker 0 are on this host, worker 1 in a network namespace at the other end of a cable. The method is
 synchronous local SGD, that is DiLoCo without momentum: a round waits for both workers. So a round takes as long as
 worker 1's steps and exchange, and its result for a seed does not depend on the machine's speed. Each run with a codec
-follows one in fp32 with the same seed, and is compared with it. Results of runs are kept, and these are not run again.
+follows one in fp32 with the same seed, and is compared with it. Each has its own best outer rate of those given, by the
+mean loss of the seeds after as many rounds as fp32 has; runs for this search are over a cable without limits, on which
+losses do not depend. Results of runs are kept, and these are not run again.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from scripts.faults.hosts import Cable, Host, other_host  # noqa: E402
 SERVER_MODULE = "fairseq_async.server.local_sgd_main"
 TRAIN = ROOT / "scripts" / "bench" / "slow_line_worker.py"
 FP32 = "fp32"
-METHOD = {"outer": "diloco", "outer_momentum": 0.0, "outer_lr": 1.0}
+METHOD = {"outer": "diloco", "outer_momentum": 0.0}
 COMPRESS = {
     "bf16": "bf16,pull=bf16",
     "int8": "int8,pull=int8",
@@ -53,6 +55,7 @@ COMPRESS = {
     "topk256_e3m0": "topk:keep=256,pull=e3m0",
 }
 SLOWER = ("topk", "e3m0", "adacomp", "dqsgd")  # prefixes of codecs that get more rounds, as they may need them
+UNLIMITED = 0.0  # Mbit/s; and no time from end to end
 BOUNDED, LEAST_SOONER, BOUNDED_MBIT = ("topk", "e3m0", "e3m0_both", "topk_e3m0", "topk256_e3m0"), 5.0, 10.0
 
 
@@ -139,35 +142,58 @@ def exchange_of(events: Sequence[Event], far: int = WORKERS - 1) -> float:
 
 
 class Bench:
-    """Runs pairs, and keeps their results in ``out``."""
+    """Runs pairs, each side at its best outer rate, and keeps results in ``out``."""
 
-    def __init__(self, data: Path, out: Path, rounds: int, local_steps: int, longer: float) -> None:
+    def __init__(
+        self, data: Path, out: Path, rounds: int, local_steps: int, longer: float, seeds: int, rates: Sequence[float]
+    ) -> None:
         self.data, self.out = data, out
         self.rounds, self.local_steps, self.longer = rounds, local_steps, longer
-        out.mkdir(parents=True, exist_ok=True)
-        self._file = out / "done.jsonl"
-        lines = map(jsonlib.loads, self._file.read_text().splitlines() if self._file.exists() else [])
-        self._done = {line["key"]: Pair.from_json(line["pair"]) for line in lines}
+        self.seeds, self.rates = range(1, seeds + 1), sorted(rates)
+        self._pairs = Kept(out / "pairs.jsonl")
+        self._losses = Kept(out / "losses.jsonl")
 
-    def pair(self, mbit: float, codec: str, seed: int) -> Pair:
-        """Returns the pair of a run in fp32 and one with the codec; makes it if it is not kept."""
-        key = f"{mbit:g} Mbit/s; {codec}; seed {seed}; {self._rounds(codec)} rounds of {self.local_steps}"
-        if key not in self._done:
-            self._done[key] = Pair(self._run(mbit, FP32, seed), self._run(mbit, codec, seed))
-            with self._file.open("a") as file:
-                file.write(jsonlib.dumps({"key": key, "pair": asdict(self._done[key])}) + "\n")
-            print(f"{key}: {self._done[key].sooner:.3g} times sooner", file=sys.stderr, flush=True)
-        return self._done[key]
+    def pairs(self, mbit: float, codec: str) -> list[Pair]:
+        """Returns, for each seed, the pair of a run in fp32 and one with the codec."""
+        plain, coded = self.best_rate(FP32), self.best_rate(codec)
+        found = []
+        for seed in self.seeds:
+            key = f"{mbit:g} Mbit/s; {codec}; {self._length(codec)}; outer rates {plain:g}, {coded:g}; seed {seed}"
+            if key not in self._pairs:
+                made = Pair(self._run(mbit, FP32, seed, plain), self._run(mbit, codec, seed, coded))
+                self._pairs.keep(key, asdict(made))
+            found.append(Pair.from_json(self._pairs[key]))
+            print(f"{key}: {found[-1].sooner:.3g} times sooner", file=sys.stderr, flush=True)
+        return found
+
+    def best_rate(self, name: str) -> float:
+        """Returns the rate with the least loss after as many rounds as fp32 has; of a single one, without a run."""
+        return min(self.rates, key=lambda rate: self.loss(name, rate)) if len(self.rates) > 1 else self.rates[0]
+
+    def loss(self, name: str, rate: float) -> float:
+        """Returns the mean loss of the seeds after as many rounds as fp32 has."""
+        return fmean(self._loss(name, rate, seed) for seed in self.seeds)
+
+    def _loss(self, name: str, rate: float, seed: int) -> float:
+        key = f"{name}; {self.rounds} rounds of {self.local_steps}; outer rate {rate:g}; seed {seed}"
+        if key not in self._losses:
+            self._losses.keep(key, self._run(UNLIMITED, name, seed, rate, self.rounds).points[-1].loss)
+            print(f"{key}: loss {self._losses[key]:.4g}", file=sys.stderr, flush=True)
+        return float(self._losses[key])
+
+    def _length(self, name: str) -> str:
+        return f"{self._rounds(name)} rounds of {self.local_steps}"
 
     def _rounds(self, name: str) -> int:
         return math.ceil(self.rounds * self.longer) if name.startswith(SLOWER) else self.rounds
 
-    def _run(self, mbit: float, name: str, seed: int) -> Run:
+    def _run(self, mbit: float, name: str, seed: int, rate: float, rounds: int | None = None) -> Run:
         load = round(os.getloadavg()[0], 2)
         directory = self.out / f"{name}-{seed}"
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
-        options = METHOD | {"local_steps": self.local_steps, "total_steps": self._rounds(name) * self.local_steps}
+        total = (rounds or self._rounds(name)) * self.local_steps
+        options = METHOD | {"outer_lr": rate, "local_steps": self.local_steps, "total_steps": total}
         options |= {"run_dir": str(directory)} | ({"compress": COMPRESS[name]} if name in COMPRESS else {})
         job = Job(str(self.data), str(self.out), str(directory), seed, options)
         (directory / "job.json").write_text(jsonlib.dumps(asdict(job)))
@@ -178,9 +204,30 @@ class Bench:
         return Run(points_of(curve, events), exchange_of(events), load)
 
 
+class Kept:
+    """Results by key, in a file with a line for each, which is read at the start."""
+
+    def __init__(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._file = file
+        lines = map(jsonlib.loads, file.read_text().splitlines() if file.exists() else [])
+        self._results = {line["key"]: line["result"] for line in lines}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._results
+
+    def __getitem__(self, key: str) -> Any:
+        return self._results[key]
+
+    def keep(self, key: str, result: Any) -> None:
+        self._results[key] = result
+        with self._file.open("a") as file:
+            file.write(jsonlib.dumps({"key": key, "result": result}) + "\n")
+
+
 def _cable(mbit: float) -> Cable:
-    """Returns a cable of 50 ms from end to end; for a rate of 0, a perfect one, to look at losses alone."""
-    return Cable(seconds=0.05, bytes_per_second=mbit * 1e6 / 8) if mbit else Cable()
+    """Returns a cable of 50 ms from end to end, or one without limits."""
+    return Cable() if mbit == UNLIMITED else Cable(seconds=0.05, bytes_per_second=mbit * 1e6 / 8)
 
 
 def _train(directory: Path, host: Host) -> None:
@@ -234,6 +281,11 @@ def row(codec: str, pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
+def losses(bench: Bench, name: str) -> dict[str, Any]:
+    """Returns the row of the search for an outer rate: the seeds' mean loss at each one."""
+    return {"codec": name} | {f"{rate:g}": bench.loss(name, rate) for rate in bench.rates}
+
+
 def _both(pairs: Sequence[Pair], what: Callable[[Run], str]) -> str:
     """Formats a figure of each pair's runs as fp32:codec."""
     return ", ".join(f"{what(pair.plain)}:{what(pair.coded)}" for pair in pairs)
@@ -244,11 +296,14 @@ def _rounds(pair: Pair) -> str:
     return ":".join("-" if at is None else str(run.points.index(at)) for at, run in runs)
 
 
-def _rates(given: str) -> list[float]:
+def _numbers(flag: str, given: str) -> list[float]:
     try:
-        return [float(rate) for rate in given.split(",")]
+        found = [float(number) for number in given.split(",")]
     except ValueError as error:
-        raise ConfigurationError(f"--mbit {given}: numbers with commas between them, as in 10,100") from error
+        raise ConfigurationError(f"{flag} {given}: numbers with commas between them, as in 10,100") from error
+    if any(number <= 0 for number in found):
+        raise ConfigurationError(f"{flag} {given}: numbers above 0")
+    return found
 
 
 def _names(given: str) -> list[str]:
@@ -266,19 +321,20 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of a run.")] = 12,
     longer: Annotated[float, typer.Option(min=1, help="Rounds of all but bf16 and int8, in those of fp32.")] = 2.0,
     local_steps: Annotated[int, typer.Option(min=1, help="H.")] = 10,
+    outer_lr: Annotated[str, typer.Option(help="With commas between them; of several, each takes its best.")] = "1",
     out: Annotated[Path, typer.Option(help="What was run, to go on from.")] = Path("runs/bench/slow_lines"),
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
 ) -> None:
     """Print the seconds to the loss with which the run in fp32 ends; exit code 1 if a bound is broken."""
     report = Report(f"Slow lines: C4 tiny, DiLoCo, H = {local_steps}, {rounds} rounds in fp32, 50 ms from end to end")
-    bench, numbers = Bench(data, out, rounds, local_steps, longer), range(1, seeds + 1)
     try:
-        rates, names = _rates(mbit), _names(codecs)
-        found = {
-            (rate, codec): [bench.pair(rate, codec, seed) for seed in numbers] for rate in rates for codec in names
-        }
+        rates, names = _numbers("--mbit", mbit), _names(codecs)
+        bench = Bench(data, out, rounds, local_steps, longer, seeds, _numbers("--outer-lr", outer_lr))
     except ConfigurationError as error:
         fail(error)
+    if len(bench.rates) > 1:
+        report.table("Loss by outer rate", [losses(bench, name) for name in (FP32, *names)])
+    found = {(rate, codec): bench.pairs(rate, codec) for rate in rates for codec in names}
     for rate in rates:
         report.table(f"{rate:g} Mbit/s", [row(codec, pairs) for (at, codec), pairs in found.items() if at == rate])
     for (rate, codec), pairs in found.items():

@@ -1,13 +1,14 @@
 """The arithmetic of the program that measures runs over a slow line: seconds and bytes to a loss."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from fairseq_async.server import Status
 from fairseq_async.server.run_files.events import Event
 from scripts.bench.slow_line_worker import Curve
-from scripts.bench.slow_lines import Pair, Point, Run, exchange_of, first_at, points_of, row
+from scripts.bench.slow_lines import Bench, Kept, Pair, Point, Run, exchange_of, first_at, losses, points_of, row
 
 
 def event(time: float, worker: int, version: int, sent: int, received: int, waited: float = 0.0) -> Event:
@@ -70,3 +71,20 @@ def test_a_codec_that_never_comes_to_the_loss_is_no_time_sooner() -> None:
     found = row("topk", [Pair(Run(plain, 9.0, 1.0), Run(coded, 2.0, 1.0))])
     assert (found["codec, s"], found["times sooner"], found["rounds"]) == ("never", 0.0, "1:-")
     assert math.isnan(found["fewer bytes to it"])
+
+
+def test_of_several_rates_each_side_has_the_best_by_the_mean_of_the_seeds(tmp_path: Path) -> None:
+    """Of one seed 0.5 is best in fp32, of both 1 is; what is kept is read again."""
+    made = {("fp32", 0.5): (6.0, 7.5), ("fp32", 1.0): (6.5, 6.5), ("topk", 0.5): (7.0, 7.0), ("topk", 1.0): (7.0, 7.2)}
+    kept = Kept(tmp_path / "losses.jsonl")
+    for (name, rate), seeds in made.items():
+        for seed, loss in enumerate(seeds, start=1):
+            kept.keep(f"{name}; 12 rounds of 10; outer rate {rate:g}; seed {seed}", loss)
+    bench = Bench(tmp_path, tmp_path, rounds=12, local_steps=10, longer=2.0, seeds=2, rates=[1.0, 0.5])
+    assert (bench.best_rate("fp32"), bench.best_rate("topk")) == (1.0, 0.5)
+    assert losses(bench, "fp32") == {"codec": "fp32", "0.5": 6.75, "1": 6.5}
+
+
+def test_a_single_rate_is_taken_without_a_search(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, tmp_path, rounds=12, local_steps=10, longer=2.0, seeds=2, rates=[0.7])
+    assert bench.best_rate("fp32") == 0.7
