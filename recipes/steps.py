@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ def program() -> str:
 
 
 def run_main(main: Callable[..., None]) -> None:
-    """Runs a program whose options are those of the function `main`."""
+    """Runs a program whose options are those of the function `main`. SIGTERM ends its sub-processes, too."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     app = typer.Typer(add_completion=False)
     app.command()(main)
     app(prog_name=program())
@@ -84,3 +86,19 @@ def run_step(step: str, command: Sequence[str], log: Path) -> None:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment()).returncode
     if code:
         raise RecipeError(f"{step} failed with exit code {code}: see {log}")
+
+
+def run_in_front(command: Sequence[str]) -> int:
+    """Run a program that handles interruptions itself, and return its exit code when it has ended.
+
+    Ctrl-C reaches the program from the terminal, and SIGTERM is passed on. It needs seconds to keep its work, so this
+    one may neither end before it nor kill it.
+    """
+    interrupted = signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which the program would inherit
+    process = subprocess.Popen(command, env=environment())
+    terminated = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGINT, interrupted)
+        signal.signal(signal.SIGTERM, terminated)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from fairseq_async.exchange.ports import free_port
-from recipes.steps import RecipeError, console_script, environment, write_whole
+from recipes.steps import RecipeError, console_script, environment, run_in_front, write_whole
 from recipes.translation import USER_DIR
 
 
@@ -134,7 +134,7 @@ def train_asynchronous(run: Training) -> None:
     """Run server and workers on this machine by `fairseq-async launch`, which shows progress and keeps the logs."""
     launch = [console_script("fairseq-async"), "launch", "--workers", str(run.workers)]
     slower = ["--slowdown", run.slowdown] if run.slowdown else []
-    code = subprocess.run([*launch, *slower, "--", *run.command()], env=environment()).returncode
+    code = run_in_front([*launch, *slower, "--", *run.command()])
     if code == 128 + signal.SIGINT:  # or another polite signal
         raise SystemExit(code)  # the launcher has said what is kept and how to go on
     if code:
