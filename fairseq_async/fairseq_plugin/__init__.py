@@ -5,6 +5,7 @@ Every method is registered here, once: its flags, its trainer and what else it n
 
 import atexit
 
+from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.adascale import AdaScaleOptimizer, AdaScaleTrainer
 from fairseq_async.fairseq_plugin.adasum import AdasumOptimizer, AdasumTrainer
@@ -14,6 +15,9 @@ from fairseq_async.fairseq_plugin.compat.shutdown import end_prefetching
 from fairseq_async.fairseq_plugin.hybrid import HybridAsync, HybridTrainer
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDFlags, LocalSGDTrainer
 from fairseq_async.fairseq_plugin.registry import AsynchronousMethod, SynchronousMethod, register_method
+
+if __name__ != "fairseq_async.fairseq_plugin":  # fairseq imports a --user-dir by the name of its directory
+    fail(ConfigurationError("--user-dir .../fairseq_async/fairseq_plugin: give the directory above, fairseq_async"))
 
 register_method(
     "hybrid_async",

@@ -69,3 +69,11 @@ def test_a_language_model_learns(processes: Processes, data: Path, tmp_path: Pat
 def test_hydras_program_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="fairseq-hydra-train: the methods are flags of fairseq-train"):
         is_fairseq(["/usr/bin/fairseq-hydra-train", "task.data=data"])
+
+
+def test_the_directory_of_the_plugin_itself_is_refused_as_user_dir(processes: Processes, tmp_path: Path) -> None:
+    """fairseq imports it by another name, and would register every optimizer twice."""
+    job = [command("fairseq-train"), tmp_path, "--user-dir", ROOT / "fairseq_async" / "fairseq_plugin"]
+    code, output = processes.run([*job, "--optimizer", "hybrid_async"])
+    assert code == 2
+    assert "give the directory above, fairseq_async" in output and "Traceback" not in output
