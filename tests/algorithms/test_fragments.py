@@ -19,6 +19,25 @@ from fairseq_async.algorithms import (
 )
 from tests.helpers.references import DelayedNesterov64
 
+GPT2 = [50257 * 768, 1024 * 768] + 12 * [
+    768,
+    768,
+    768 * 2304,
+    2304,
+    768**2,
+    768,
+    768,
+    768,
+    768 * 3072,
+    3072,
+    768 * 3072,
+    768,
+]
+LLAMA_1B = (
+    [32000 * 2048]
+    + 22 * [2048**2, 2048 * 256, 2048 * 256, 2048**2, *3 * [2048 * 5632], 2048, 2048]
+    + [2048, 32000 * 2048]
+)
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 
 
@@ -39,6 +58,16 @@ def test_fragments_are_whole_tensors_and_the_largest_is_as_small_as_it_can_be(
     ways = [[0, *cut, len(sizes)] for cut in combinations(range(1, len(sizes)), count - 1)]
     best = min(max(sum(sizes[a:b]) for a, b in pairwise(way)) for way in ways)
     assert max(fragment.size for fragment in fragments) == best
+
+
+@pytest.mark.parametrize("sizes", [GPT2, LLAMA_1B], ids=["gpt2", "llama_1b"])
+@pytest.mark.parametrize("count", range(2, 33))
+def test_tensors_of_a_transformer_in_their_order_are_as_evenly_divided_as_in_any_order(
+    sizes: list[int], count: int
+) -> None:
+    """The largest fragment has at most 4/3 of what no order can be below: the mean, and the largest tensor."""
+    largest = max(fragment.size for fragment in fragments_of(sizes, count))
+    assert largest <= 4 / 3 * max(sum(sizes) / count, *sizes)
 
 
 def test_there_are_no_more_fragments_than_tensors_with_elements() -> None:
