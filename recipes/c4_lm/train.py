@@ -1,7 +1,7 @@
 """Trains a language model by asynchronous local SGD, as a script of DeepSpeed's launcher:
 
     deepspeed --num_gpus 4 recipes/c4_lm/train.py --deepspeed \
-        --deepspeed_config deepspeed_config/delayed_nesterov.json --model 20m --data DIR --steps 64000
+        --deepspeed_config deepspeed_config/async_sgd.json --model 20m --data DIR --steps 64000
 
 Every process is a worker (or, with "island_size", a part of one). Worker 0 scores and saves the server's parameters.
 """
