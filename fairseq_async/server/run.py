@@ -302,9 +302,16 @@ class Run:
         return state | {"server": self.hosts.completed(state["server"])}
 
     def snapshot(self) -> State:
-        """Returns all that another server needs to go on by itself, while the workers wait for it."""
+        """Returns all that another server needs to go on by itself, while the workers wait for it.
+
+        A process that is forked from this one writes it while this one takes further updates.
+        """
         own = {"spec": self.spec.to_json(), "from_checkpoint": self.from_checkpoint}
-        return self.state_dict() | self.coordinator.state_for_waiting_workers() | own
+        state = self.state_dict() | self.coordinator.state_for_waiting_workers() | own
+        if self.spec.server.server_shards > 1 and not self.hosts.shards:
+            # Hazard: the shards' memory is shared. Unlike the rest, the parameters would change in that process too.
+            state["server"] = state["server"] | {"parameters": state["server"]["parameters"].clone()}
+        return state
 
     def save_state(self, worker: int) -> StateSaved:
         """Writes :meth:`state_dict` into a file, which the worker then takes away."""

@@ -296,6 +296,26 @@ def test_a_shard_inherits_no_copy_of_the_parameters_which_it_would_keep(
         end(service)
 
 
+def test_a_snapshot_stays_as_it_is_while_the_server_takes_further_updates(tmp_path: Path) -> None:
+    """Another process writes it, which shares the memory of the shards."""
+    service = new_service(1, tmp_path, gradient_main.build, lambda: 1000.0)
+    worker = Connection(service)
+    worker.introduce(0)
+    worker.ask(Hello(hybrid(2), LAYOUT, remote=False), Welcome)
+    worker.ask(Initialise(False), Welcome)
+    server = service.described.coordinator.server
+    try:
+        state = service.described.snapshot()
+        before = server.parameters.clone()
+        for sequence in range(2):
+            server.push(Update(0, sequence, 0, 1.0, service.described.memory.slot(0).fill_(1.0)))
+        assert not torch.equal(server.parameters, before)
+        assert torch.equal(state["server"]["parameters"], before)
+    finally:
+        close_shards(server.rule)
+        end(service)
+
+
 def own_bytes(pid: int) -> int:
     """Memory that this process has for itself: what it has written, and what those have freed who had it, too."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
