@@ -317,7 +317,11 @@ class Coordinator:
     def _reject_waiting(self, now: float) -> list[Instruction]:
         """Returns the answers to pending updates that no step will take any more."""
         waiting = [worker for worker, (_, waits) in self._pending.items() if waits]
+        for worker in self.server.held:
+            self.server.withdraw(worker)  # or a worker's leaving, or the end of the grace, would close their step
         self._pending.clear()
+        self.held_since.clear()
+        self.waiting.close()
         return [self.rejected(worker, now) for worker in waiting]
 
     def _wake(self, now: float) -> Outcome:

@@ -236,6 +236,16 @@ def test_updates_that_wait_when_a_worker_ends_the_run_are_finished() -> None:
     assert run.version == 0 and run.parameter == 0.0
 
 
+def test_an_update_that_waited_when_the_run_ended_is_in_no_later_step() -> None:
+    """Its worker was told that it was not taken: the others' leaving must not complete its round."""
+    run = synchronous()
+    run.push(0, 1.0, now=1.0)
+    run.coordinator.end(now=2.0)
+    outcome = run.leave(1, for_good=True, now=3.0) + run.leave(2, for_good=True, now=3.0) + run.tick(100.0)
+    assert not outcome.settled
+    assert run.version == 0 and run.parameter == 0.0
+
+
 def test_a_schedule_event_counts_once_and_goes_with_the_next_update_to_the_log() -> None:
     run = synchronous()
     event = ScheduleEvent("a-1", "end_epoch", 3, 0.5)
