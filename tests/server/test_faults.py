@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,22 @@ import pytest
 
 from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.exchange import Channel
-from fairseq_async.exchange.authentication import read_token, write_token
+from fairseq_async.exchange.authentication import challenge, proof, read_token, write_token
 from fairseq_async.server import Status
+from fairseq_async.server.network import connection_loop
+from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.protocol import (
     Greeting,
     Introduce,
     Introduced,
     Push,
     PushReply,
+    Request,
     ScheduleEvent,
     ScheduleReply,
     Welcome,
     encode,
+    parse_answer,
     parse_request,
 )
 from fairseq_async.worker.client import Client
@@ -302,6 +307,42 @@ def test_a_token_file_is_for_its_owner_only(tmp_path: Path) -> None:
     write_token(path, "short")
     with pytest.raises(ConfigurationError, match="at least 16 characters"):
         read_token(path)
+
+
+def test_a_worker_that_introduces_itself_during_a_long_turn_of_another_is_let_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turn lasts longer than a stranger has to prove itself, and the introduction lies unread meanwhile."""
+    monkeypatch.setattr(connection_loop, "_HANDSHAKE_SECONDS", 0.3)
+    server = ThreadServer(2, tmp_path)
+    host, _, port = server.address.rpartition(":")
+    in_turn, ends, handle = threading.Event(), threading.Event(), server.service.handle
+
+    def long_turn(peer: Peer, request: Request, **given: Any) -> None:
+        if isinstance(request, Push):
+            in_turn.set()
+            ends.wait(20)
+        handle(peer, request, **given)
+
+    try:
+        first = join_patiently(server, 0)
+        monkeypatch.setattr(server.service, "handle", long_turn)
+        pushes = threading.Thread(target=push, args=(first, 0, 0.5))
+        with ExitStack() as opened:
+            connection = Channel(opened.enter_context(socket.create_connection((host, int(port)))))
+            theirs, ours = parse_answer(connection.receive(), Greeting).challenge, challenge()
+            pushes.start()
+            in_turn.wait(20)
+            own = proof(server.token, "worker", theirs, ours)
+            connection.send(encode(Introduce(own, ours, 1, joins=False, instance="x")))
+            time.sleep(0.6)
+            ends.set()
+            assert parse_answer(connection.receive(), Introduced).worker == 1
+        pushes.join(20)
+        assert not server.service.refusals.counts["no introduction"]
+    finally:
+        ends.set()
+        server.stop()
 
 
 def test_strangers_are_closed_and_do_not_pile_up(tmp_path: Path) -> None:

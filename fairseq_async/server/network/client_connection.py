@@ -66,7 +66,7 @@ class Connection(Channel):
         patience = _GREETING_SECONDS if endpoint.patience is None else endpoint.patience
         super().__init__(_open(address, endpoint.encryption, patience))
         theirs = self._greeting(address, patience).challenge
-        self.connection.settimeout(CONNECT_SECONDS)
+        self.connection.settimeout(max(CONNECT_SECONDS, patience))  # the server may be in a long step now
         ours = challenge()
         own = proof(token, "worker", theirs, ours)
         self.send(encode(Introduce(own, ours, worker, endpoint.joins, endpoint.instance, stream_of)))

@@ -5,7 +5,7 @@ import socket
 import ssl
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -83,8 +83,9 @@ class ConnectionLoop:
     def _serve_selected(self, selected: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
         if any(key.fileobj is self.listener for key, _ in selected):
             self._accept()
-        self._serve_all([(key.data, events) for key, events in selected if key.data is not None])
-        self._close_strangers()
+        ready = [(key.data, events) for key, events in selected if key.data is not None]
+        self._close_strangers(waiting={peer for peer, _ in ready})
+        self._serve_all(ready)
 
     def _serve_all(self, ready: Sequence[tuple[Peer, int]]) -> None:
         """Serves in turn the peers whose sockets are ready, and those with messages that were read and not handled."""
@@ -183,11 +184,16 @@ class ConnectionLoop:
         self._listening.disconnected(main)
         main.channel.close()
 
-    def _close_strangers(self) -> None:
-        """Closes peers that take too long to introduce themselves, and one if there are too many of one address."""
+    def _close_strangers(self, waiting: Collection[Peer]) -> None:
+        """Closes peers that take too long to introduce themselves, and one if there are too many of one address.
+
+        Args:
+            waiting: peers that have sent something, which nobody has read: a long step, or another turn, came first.
+        """
         strangers = [peer for peer in self.peers if peer.worker is None]
         now = self._listening.clock()
-        superfluous = [peer for peer in strangers if now - peer.since > _HANDSHAKE_SECONDS]
+        late = [peer for peer in strangers if now - peer.since > _HANDSHAKE_SECONDS]
+        superfluous = [peer for peer in late if peer not in waiting and not peer.has_turn]
         counts = Counter(peer.address for peer in strangers)
         address, count = counts.most_common(1)[0] if counts else ("", 0)
         if count > _MOST_STRANGERS or len(strangers) > _MOST_IN_ALL:
