@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.errors import ProtocolError
-from fairseq_async.exchange.stream import Stream
+from fairseq_async.exchange.stream import LONGEST_MS, Stream
 from fairseq_async.exchange.tls import decrypted
 
 _HEADER = struct.Struct("!IQ")  # bytes of the body, bytes of the tensor behind it
@@ -65,7 +65,7 @@ class Channel:
             return True
         poll = select.poll()
         poll.register(self.connection, event)
-        return bool(poll.poll(1000 * seconds))
+        return bool(poll.poll(min(1000 * seconds, LONGEST_MS)))
 
     def add(self, other: "Channel") -> None:
         """Takes over the connection of another channel as a further stream; both ends do so between two messages.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from fairseq_async.errors import ExchangeError
 
 _CLOSED = "the peer closed the connection"
-_LONGEST, _LONGEST_MS = 32_767, 2**31 - 1  # seconds and milliseconds that Linux takes
+_LONGEST, LONGEST_MS = 32_767, 2**31 - 1  # seconds and milliseconds that Linux takes
 
 
 class Stream:
@@ -31,7 +31,7 @@ class Stream:
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, third)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, third)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(round(1000 * seconds), _LONGEST_MS))
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(round(1000 * seconds), LONGEST_MS))
 
     def queue(self, part: memoryview) -> None:
         """Queues a part of a message for :meth:`flush` or :meth:`send`."""

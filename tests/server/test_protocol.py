@@ -152,6 +152,7 @@ def test_a_missing_field_is_malformed(request_: Request, data: st.DataObject) ->
         ({"report": []}, "report: Input should be"),
         ({"report": {"epochs": -1.0}}, "report: epochs: Input should be greater than or equal to 0"),
         ({"report": {"tokens": math.nan}}, "report: tokens: Input should be a finite number"),
+        ({"report": {"tokens": 1e200}}, "report: tokens: Input should be less than or equal to 9007199254740992"),
         ({"report": {"shard": -1}}, "report: shard: Input should be greater than or equal to 0"),
         ({"report": {"mood": "good"}}, "report: mood: Unexpected keyword argument"),
         ({"kind": "pusch"}, "Input tag 'pusch'"),

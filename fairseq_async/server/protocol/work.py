@@ -9,7 +9,9 @@ from fairseq_async.server.positions import bounded
 from fairseq_async.server.protocol.message import message
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, le=1 << 53)]  # a log's numbers are summed as floats, which are exact up to there
+_LARGEST = 1 << 53  # a log's numbers are summed as floats, which are exact up to there
+Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+Tokens = Annotated[float, Field(ge=0, le=_LARGEST, allow_inf_nan=False)]  # a rule squares them
 
 
 @message
@@ -31,7 +33,7 @@ class Report:
     position: Annotated[JsonObject | None, AfterValidator(bounded)] = None
     epochs: Seconds = 0.0
     loss: float | None = None
-    tokens: Seconds | None = None
+    tokens: Tokens | None = None
     push_seconds: Seconds | None = None
     pull_seconds: Seconds | None = None
     local_steps: Count | None = None
