@@ -106,6 +106,7 @@ class CudaDevice:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._staging = torch.empty(0)
+        self._given: dict[str, Tensor] = {}  # the last vector of each name, whether it could be pinned or not
         # Holds each registered vector, so that its memory is not unmapped before it is unregistered.
         self._pinned: dict[str, Tensor] = {}
         # Not at exit: the driver unregisters then, and CUDA may be gone before Python's last functions run.
@@ -113,11 +114,12 @@ class CudaDevice:
 
     def pin(self, name: str, flat: Tensor) -> None:
         """Registers a vector as pinned memory, at the first call with this vector."""
-        before = self._pinned.get(name)
+        before = self._given.get(name)
         if before is not None and before.data_ptr() == flat.data_ptr():
             return
-        if before is not None:
+        if name in self._pinned:
             _unpin(self._stream, self._pinned.pop(name))
+        self._given[name] = flat
         if _register(flat, self._device):
             self._pinned[name] = flat
 

@@ -89,10 +89,14 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same(
     monkeypatch.setattr(devices.logger, "warning", lambda text, *values: said.append(text % values))
     cuda.refuses = True
     slot = torch.zeros(3)
-    gpu.pin("slot", slot)
+    for _ in range(2):
+        gpu.pin("slot", slot)
     gpu.begin(slot, [torch.ones(3)]).synchronize()
     assert slot.tolist() == [1.0] * 3 and cuda.unpinned == 1
-    assert "cannot be pinned (CUDA error 712)" in said[0]
+    assert len(said) == 1 and "cannot be pinned (CUDA error 712)" in said[0]
+    cuda.refuses, another = False, torch.zeros(3)
+    gpu.pin("slot", another)
+    assert list(cuda.pinned) == [another.data_ptr()], "another vector is tried"
 
 
 def test_each_vector_of_shared_memory_has_pages_of_its_own(cuda: FakeCuda, gpu: CudaDevice) -> None:
