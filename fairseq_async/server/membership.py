@@ -99,7 +99,8 @@ class Membership:
     def assign_id(self, asked: int | None, joins: bool, instance: str, now: float) -> int:
         """Returns the id of a worker that comes in, or comes back.
 
-        A worker that ``joins`` was not announced; where it asks for no id it gets a free one.
+        A worker that ``joins`` was not announced; where it asks for no id it gets a free one, if possible not one of a
+        worker that may come back.
 
         Raises:
             RefusedError: there is no such worker, it is here already as another process, or there is no room.
@@ -108,7 +109,7 @@ class Membership:
             free = [worker for worker in range(self.announced, self.capacity) if worker not in self.members]
             if not free:
                 raise RefusedError(f"{JOINERS} workers have joined this run already; there is room for no more")
-            return free[0]
+            return min(free, key=lambda worker: self._may_come_back(worker, now))
         known = range(self.announced, self.capacity) if joins else range(self.announced)
         if asked is None:
             raise RefusedError("this is the server of a run, not a shard of one")
@@ -118,6 +119,11 @@ class Membership:
         if here is not None and here.instance != instance and not self.is_silent(asked, now):
             raise RefusedError(f"worker {asked} is here already")
         return asked
+
+    def _may_come_back(self, worker: int, now: float) -> bool:
+        """Whether a worker that is not connected was at work within the timeout: its process may connect again."""
+        gone = self._left_at.get(worker, self._began if worker in self._expected_back else -inf)
+        return now - gone <= self.timeout
 
     @property
     def ready(self) -> int:

@@ -1,0 +1,44 @@
+"""The ids of workers that were not announced: one that may connect again finds its own free."""
+
+from fairseq_async.server.membership import JOINERS, Membership
+
+
+def joined(now: float = 0.0) -> Membership:
+    """Two announced workers, and worker 2, which has joined."""
+    membership = Membership(2, now, timeout=60.0)
+    membership.connect(membership.assign_id(None, joins=True, instance="A", now=now), "A", now)
+    return membership
+
+
+def id_of_another(membership: Membership, now: float) -> int:
+    return membership.assign_id(None, joins=True, instance="B", now=now)
+
+
+def test_a_joiner_whose_connection_breaks_finds_its_id_free_for_the_timeout() -> None:
+    membership = joined()
+    membership.leave(2, for_good=False, now=10.0)
+    assert id_of_another(membership, 70.0) == 3
+    assert membership.assign_id(2, joins=True, instance="A", now=70.0) == 2
+    assert id_of_another(membership, 71.0) == 2
+
+
+def test_a_joiner_finds_its_id_free_after_the_server_was_started_again() -> None:
+    membership = Membership(2, now=100.0, timeout=60.0)
+    membership.expect_back([0, 1, 2, 3])
+    membership.note_left([3])
+    assert id_of_another(membership, 160.0) == 3
+    assert id_of_another(membership, 161.0) == 2
+
+
+def test_the_id_of_a_joiner_that_has_left_for_good_is_free_at_once() -> None:
+    membership = joined()
+    membership.leave(2, for_good=True, now=10.0)
+    assert id_of_another(membership, 11.0) == 2
+
+
+def test_where_no_other_id_is_free_that_of_a_joiner_that_may_come_back_is_taken() -> None:
+    membership = joined()
+    membership.leave(2, for_good=False, now=10.0)
+    for worker in range(3, 2 + JOINERS):
+        membership.connect(worker, "C", 11.0)
+    assert id_of_another(membership, 12.0) == 2
