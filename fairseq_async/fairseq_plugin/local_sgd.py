@@ -243,6 +243,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
                 metrics.log_scalar(name, value, priority=600, round=3)
         return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
 
+            progress = max(1, progress)  # a run may end before each worker has had a step, and 0 is no limit to fairseq
     # Worker 0 validates and saves the server's parameters, and goes on with its own afterwards
 
     def fetch_server_state(self) -> StateDict:

@@ -133,6 +133,10 @@ def test_a_run_that_is_finished_before_its_first_whole_step_ends() -> None:
     limits = SimpleNamespace(max_update=0)
     trainer.cfg = SimpleNamespace(optimization=limits, checkpoint=SimpleNamespace(save_interval_updates=0))
     assert trainer._applied_updates() >= limits.max_update == 1
+    local: Any = object.__new__(LocalSGDTrainer)
+    local._optimizer, local._worker = object(), SimpleNamespace(finished=True)
+    limits.max_update, local.cfg = 0, trainer.cfg
+    assert local._applied_updates(0, 0) >= limits.max_update == 1
 
 
 def test_the_server_of_worker_0_outlasts_it() -> None:
