@@ -22,7 +22,13 @@ from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, Asyn
 from fairseq_async.fairseq_plugin.compat.batches import real_batches
 from fairseq_async.fairseq_plugin.compat.checkpoints import of_another_optimizer
 from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings
-from fairseq_async.fairseq_plugin.compat.precision import finite_norm, forget_factor, fp32_masters
+from fairseq_async.fairseq_plugin.compat.precision import (
+    finite_norm,
+    forget_factor,
+    fp32_masters,
+    loss_scale_errors,
+    skip_next_step,
+)
 from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.session import attach
@@ -88,7 +94,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
             options = flags.local_sgd_options(arguments, self.cfg)
             self._worker = local_sgd_worker(self.session.client, replica, options)
             self._left_out = left_out_steps(self.session.context.worker, options.max_refused)
-        self._in_step = False
+        self._in_step = self._overflow = False
         self._own_parameters: Tensor | None = None  # while the model has the server's
         self._last_step: tuple[float, float] | None = None  # its loss, in nats per token, and its tokens
 
@@ -159,7 +165,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
     def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
         """Takes one local step, from this worker's own parameters."""
         self._restore_own_parameters()
-        self._started, self._in_step = time.perf_counter(), True
+        self._started, self._in_step, self._overflow = time.perf_counter(), True, False
         self._batches = real_batches(samples)
         try:
             return super().train_step(self._batches or samples[:1], raise_oom)
@@ -174,12 +180,21 @@ class LocalSGDTrainer(AsynchronousTrainer):
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         """Clips the local gradient, as in a synchronous run of one worker; a slowed-down worker waits here.
 
-        A gradient with NaN or Inf is cleared, since the NaN or Inf would stay in the inner optimizer's moments.
+        A gradient with NaN or Inf is cleared, since the NaN or Inf would stay in the inner optimizer's moments. In fp16
+        the loss scale was too large then: the batch is skipped, and no local step is counted.
 
         Raises:
             RefusedError: the last ``max_refused`` gradients had NaN or Inf.
+            AsyncError: fp16's loss scale has come to its minimum.
         """
-        norm: Tensor = super().clip_grad_norm(clip_norm)
+        try:
+            with loss_scale_errors():
+                norm: Tensor = super().clip_grad_norm(clip_norm)
+        except OverflowError as overflow:
+            logger.info("gradient overflow, batch skipped, %s", overflow)
+            skip_next_step(self.optimizer)
+            self._in_step, self._overflow = False, True
+            return torch.zeros(())
         time.sleep((self.session.context.slowdown - 1.0) * (time.perf_counter() - self._started))
         finite = bool(torch.isfinite(norm))
         self._left_out.count(self._left_out.total + (not finite))
@@ -228,6 +243,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         sooner, though the schedule of a worker in its last round may be ahead.
         """
         if self.worker.finished:
+            progress = max(1, progress)  # a run may end before each worker has had a step, and 0 is no limit to fairseq
             self.cfg.optimization.max_update = progress
         elif self.cfg.optimization.max_update:
             progress = max(previous, min(progress, self.cfg.optimization.max_update - 1))
@@ -237,13 +253,14 @@ class LocalSGDTrainer(AsynchronousTrainer):
         self, logging_outputs: Sequence[FairseqObject], sample_size: float, grad_norm: Tensor | None = None
     ) -> FairseqObject:
         if grad_norm is not None:
+            if self._overflow:
+                return None  # fairseq logs nothing of such a step
             loss = sum(float(output.get("loss", 0.0)) for output in logging_outputs)
             self._last_step = loss / max(1.0, float(sample_size)), float(sample_size)
             for name, value in self.worker.last.items():
                 metrics.log_scalar(name, value, priority=600, round=3)
         return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
 
-            progress = max(1, progress)  # a run may end before each worker has had a step, and 0 is no limit to fairseq
     # Worker 0 validates and saves the server's parameters, and goes on with its own afterwards
 
     def fetch_server_state(self) -> StateDict:

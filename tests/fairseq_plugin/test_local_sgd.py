@@ -122,6 +122,33 @@ def test_gradients_with_nan_are_left_out_until_there_are_too_many(
     )
 
 
+def test_in_fp16_a_batch_that_overflows_is_skipped_and_a_loss_scale_at_its_minimum_is_one_line(
+    alone: Alone, tmp_path: Path
+) -> None:
+    """On a CPU too, where fairseq's own trainer fails at an overflow."""
+    flags = ["--user-dir", PACKAGE, *LOCAL, "--local-steps", 4, "--max-update", 12, "--fp16-init-scale", 2**18]
+    masters = [*flags, "--fp16", "--fp16-no-flatten-grads"]
+    ended = alone(
+        masters=masters,
+        efficient=[*flags, "--memory-efficient-fp16"],
+        exploding=[*masters, "--min-loss-scale", 2**17],
+    )
+    for name in ("masters", "efficient"):
+        code, output = ended[name]
+        assert code == 0, output
+        skipped = output.count("gradient overflow, batch skipped, setting loss scale to")
+        assert skipped >= 2, output  # a gradient of 1 is 2¹⁸, and 65504 is the largest number
+        assert [event["local_steps"] for event in events(tmp_path / name)] == [4] * 3
+        saved = load(tmp_path / name / "checkpoint_last.pt")
+        assert saved["last_optimizer_state"]["loss_scale"] == 2**18 / 2**skipped
+        assert saved["extra_state"]["train_iterator"]["iterations_in_epoch"] == 12 + skipped
+        assert all(
+            torch.isfinite(moment["exp_avg"]).all() for moment in saved["last_optimizer_state"]["state"].values()
+        )
+    code, output = ended["exploding"]
+    assert code == 2 and "error: Minimum loss scale reached" in output and "Traceback" not in output
+
+
 def test_two_workers_train_a_language_model(processes: Processes, tmp_path: Path) -> None:
     """Of sentences in which each word says what the next one is; local steps start ahead of the parameters."""
     sentences = [" ".join(f"w{(start + 3 * step) % 50}" for step in range(12)) for start in range(50)]

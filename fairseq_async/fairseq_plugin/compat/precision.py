@@ -111,6 +111,18 @@ def overflows(scaler: DynamicLossScaler, norm: Tensor) -> bool:
     return False
 
 
+def skip_next_step(optimizer: FairseqOptimizer) -> None:
+    """Lets the optimizer's next step do nothing.
+
+    fairseq's trainer skips the step after an OverflowError, but makes a tensor on a GPU there, which not all runs have.
+    """
+
+    def step(*args: object, **kwargs: object) -> None:
+        del optimizer.step  # the class's own is found again
+
+    optimizer.step = step
+
+
 def finite_norm(norm: Tensor) -> Tensor:
     """Returns the norm, or 0 if it is not finite: fairseq's trainer would end the run at a norm that is not finite."""
     return norm if bool(torch.isfinite(norm)) else torch.zeros_like(norm)
