@@ -313,7 +313,9 @@ def test_a_report_that_no_fp32_can_hold_leaves_a_log_that_can_be_drawn(service: 
         in_process.slot(service, 0).fill_(1.0)
         size = abs(value)
         seconds = {"computing_seconds": size, "waiting_seconds": size, "push_seconds": size}
-        report = Report(loss=value, progress=value, epochs=0.1, tokens=size, residual_norm=size, **seconds)
+        report = Report(
+            loss=value, progress=value, epochs=0.1, tokens=min(size, 2.0**53), residual_norm=size, **seconds
+        )
         assert first.send(Push(number, number, 1.0, report)) and first.last["status"] == "applied"
     logged = events(service.run_dir)
     assert [event["loss"] for event in logged] == [1.0, None, None, 3e38, 2.0]
