@@ -12,6 +12,7 @@ from traceback import walk_tb
 from typing import Any, TypeAlias
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -137,16 +138,34 @@ def check_overflow_always(optimizer: DeepSpeedOptimizer) -> None:
 
 
 def loss_scale_of(engine: DeepSpeedEngine) -> float:
-    """Returns the loss scale that is in the gradients before a step: ``cur_scale`` of a ZeRO optimizer in fp16, or 1.
+    """Returns the loss scale that is in the gradients before a step: ``cur_scale`` of a ZeRO optimizer in fp16, that of
+    the scaler of torch's autocast in float16, or 1.
 
     Without ZeRO, DeepSpeed 0.19 does not multiply the loss in fp16, although its optimizer has a scale.
     """
-    return float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine.fp16_enabled() else 1.0
+    if engine.fp16_enabled():
+        return float(getattr(engine.optimizer, "cur_scale", 1.0))
+    scaler = _gradient_scaler(engine)
+    return 1.0 if scaler is None else float(scaler.get_scale())
 
 
-def has_gradient_scaler(engine: DeepSpeedEngine) -> bool:
-    """Whether the engine uses torch's autocast without ZeRO with a scaler, which itself skips steps with NaN or Inf."""
-    return getattr(engine, "torch_autocast_z0_gradscaler", None) is not None
+def may_overflow(engine: DeepSpeedEngine) -> bool:
+    """Whether NaN or Inf may be due to a loss scale that is still to fall. DeepSpeed itself ends a run in fp16 whose
+    scale can fall no further."""
+    return engine.fp16_enabled() or loss_scale_of(engine) > 1.0
+
+
+def lower_loss_scale(engine: DeepSpeedEngine) -> None:
+    """Lowers the scale of torch's autocast in float16, as its scaler does for a step with NaN or Inf that it leaves out
+    itself. Where all ranks call this, their scales stay equal, although the scaler of some has seen no NaN or Inf."""
+    scaler = _gradient_scaler(engine)
+    if scaler is not None:
+        scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+
+
+def _gradient_scaler(engine: DeepSpeedEngine) -> torch.amp.GradScaler | None:
+    """The scaler of torch's autocast in float16 without ZeRO, if the engine has one."""
+    return getattr(engine, "torch_autocast_z0_gradscaler", None)
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:

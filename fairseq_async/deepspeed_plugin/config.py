@@ -96,6 +96,12 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
     for key in ("pipeline", "compression_training", "hybrid_engine"):
         if _object(config, key, name).get("enabled", key == "pipeline" and key in config):
             raise ConfigurationError(f'{name}: "{key}" is not supported with "{SECTION}"; leave it out')
+    autocast = _object(config, "torch_autocast", name)
+    if zero.get("stage", 0) and autocast.get("enabled", False) and autocast.get("dtype") in _FLOAT16:
+        raise ConfigurationError(
+            f'{name}: "torch_autocast" in float16 is not supported with "zero_optimization", under which DeepSpeed '
+            'never lowers the loss scale: give "dtype": "bfloat16", or "stage": 0'
+        )
     if options.method == "hybrid_async":
         _check_hybrid(config, section, name)
     if isinstance(options, AsyncLocalSGDOptions) and section.island_size > 1:
@@ -106,6 +112,7 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
 
 
 _HALF_PRECISION = ("fp16", "bf16", "bfloat16", "amp")  # bfloat16 is DeepSpeed's older name of bf16
+_FLOAT16 = ("float16", "torch.float16", "fp16", "half")  # DeepSpeed's names of it
 _STAGES = {"local_sgd": (0, 1, 2, 3), "hybrid_async": (0,), "adasum": (0, 1, 2), "adascale": (0, 1, 2)}
 _REASON = ", whose optimizer steps in the server"
 

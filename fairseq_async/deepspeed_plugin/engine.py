@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_async.deepspeed_plugin import tensors
 from fairseq_async.deepspeed_plugin.batches import digest_of
-from fairseq_async.deepspeed_plugin.compat import check_overflow_always, count_step
+from fairseq_async.deepspeed_plugin.compat import check_overflow_always, count_step, lower_loss_scale, may_overflow
 from fairseq_async.deepspeed_plugin.schedules import check_schedule, set_schedule
 from fairseq_async.errors import AsyncError, RefusedError, fail
 from fairseq_async.method_spec import MethodSpec
@@ -310,8 +310,8 @@ class LocalEngine(AsyncEngine):
     def step(self, *args: object, **kwargs: object) -> None:
         """Steps as DeepSpeed does; after the last local step of a round, exchanges with the server.
 
-        A worker whose gradients had NaN or Inf ``max_refused`` times in a row ends with one line. With fp16, the loss
-        scale decides instead: DeepSpeed ends the worker when the scale cannot be lowered.
+        A worker whose gradients had NaN or Inf ``max_refused`` times in a row ends with one line. With a loss scale,
+        they count once it is 1; in fp16, DeepSpeed itself ends the worker when the scale cannot be lowered.
         """
         before = self.global_steps
         super().step(*args, **kwargs)
@@ -322,7 +322,10 @@ class LocalEngine(AsyncEngine):
 
     def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
         """Steps the optimizer if the gradient is finite and the run is not over; else skips the step."""
-        if self._is_past_the_end() or tensors.has_nonfinite_step(self):
+        if self._is_past_the_end():
+            self._skip_step()
+        elif tensors.has_nonfinite_step(self):
+            lower_loss_scale(self)
             self._skip_step()
         else:
             super()._take_model_step(lr_kwargs)
@@ -332,7 +335,7 @@ class LocalEngine(AsyncEngine):
         """Counts a step that was taken, and exchanges with the server if it was the last of its round."""
         self._sleep_if_slowed_down()
         skipped = not self.was_step_applied()
-        if not self.fp16_enabled():
+        if not may_overflow(self):
             self._left_out.count(self._left_out.total + skipped)
         if not skipped and self.async_worker.step(time.perf_counter() - self._step_ended, self._loss):
             self._log()

@@ -10,7 +10,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from fairseq_async.collective.agreement import check_equal
 from fairseq_async.config import AdaScaleOptions, AdasumOptions
 from fairseq_async.deepspeed_plugin import tensors
-from fairseq_async.deepspeed_plugin.compat import check_overflow_always, count_step
+from fairseq_async.deepspeed_plugin.compat import check_overflow_always, count_step, lower_loss_scale, may_overflow
 from fairseq_async.deepspeed_plugin.engine import ClientState
 from fairseq_async.environment import WORKER
 from fairseq_async.errors import AsyncError, ConfigurationError
@@ -86,15 +86,16 @@ class SynchronousEngine(DeepSpeedEngine):
             bad: whether the gradient has NaN or Inf on some rank.
 
         Raises:
-            AsyncError: without fp16, the gradients of the last ten steps had NaN or Inf.
+            AsyncError: the gradients of the last ten steps had NaN or Inf, and no loss scale is to fall.
         """
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0
         if bad:
             logger.warning("the gradient has NaN or Inf: all ranks skip this step")
-        if self._skipped_in_a_row >= _MAX_SKIPPED_IN_A_ROW and not self.fp16_enabled():
+        if self._skipped_in_a_row >= _MAX_SKIPPED_IN_A_ROW and not may_overflow(self):
             raise AsyncError(f"the gradients of the last {self._skipped_in_a_row} steps had NaN or Inf; try a lower lr")
         if not bad or tensors.skips_nonfinite_steps(self.optimizer):
             return False
+        lower_loss_scale(self)
         self.zero_grad()
         self.skipped_steps += 1
         count_step(self, applied=False)

@@ -13,7 +13,6 @@ from fairseq_async.collective.adascale import Masters
 from fairseq_async.deepspeed_plugin.compat import (
     DeepSpeedOptimizer,
     fp16_masters,
-    has_gradient_scaler,
     has_master_in_partition,
     keeps_gradients_apart,
     low_precision_groups,
@@ -81,8 +80,8 @@ def skips_nonfinite_steps(optimizer: DeepSpeedOptimizer) -> bool:
 
 
 def has_nonfinite_step(engine: DeepSpeedEngine) -> bool:
-    """Whether the coming step's gradient has NaN or Inf, and DeepSpeed would step with it: in fp32 without ZeRO."""
-    if skips_nonfinite_steps(engine.optimizer) or has_gradient_scaler(engine):
+    """Whether the coming step's gradient has NaN or Inf, and the optimizer does not see that: in fp32 without ZeRO."""
+    if skips_nonfinite_steps(engine.optimizer):
         return False
     given = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in given]

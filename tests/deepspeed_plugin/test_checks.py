@@ -144,6 +144,14 @@ def test_the_synchronous_methods_have_neither_zero_3_nor_offloading(method: str)
     assert '"offload_optimizer" to cpu is not supported' in message(complete(method, zero_optimization=offload))
 
 
+@pytest.mark.parametrize("method", ["local_sgd", "adasum", "adascale"])
+def test_autocast_in_float16_is_for_training_without_zero(method: str) -> None:
+    for dtype, stage in (("float16", 0), ("bfloat16", 1)):
+        check(complete(method, torch_autocast={"enabled": True, "dtype": dtype}, zero_optimization={"stage": stage}))
+    zero = {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "zero_optimization": {"stage": 1}}
+    assert '"torch_autocast" in float16 is not supported with "zero_optimization"' in message(complete(method, **zero))
+
+
 @pytest.mark.parametrize("key", ["offload_optimizer", "offload_param"])
 def test_local_sgd_has_masters_on_the_cpu_but_not_on_disks(key: str) -> None:
     check(complete("local_sgd", zero_optimization={"stage": 3, key: {"device": "cpu"}}))

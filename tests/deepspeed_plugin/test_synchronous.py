@@ -32,6 +32,7 @@ def zero(stage: int) -> dict[str, Any]:
 
 
 BF16 = {"bf16": {"enabled": True}}
+FLOAT16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 ADASUM, ADASCALE = {"method": "adasum"}, {"method": "adascale"}
 LONG = ADASCALE | {"total_steps": 24}
 CASES: dict[str, dict[str, Any]] = {
@@ -65,6 +66,9 @@ CASES: dict[str, dict[str, Any]] = {
     "adascale_adam": {"config": configured(LONG, ADAM)},
     "adascale_bf16": {"config": configured(ADASCALE | {"total_steps": 40}, ADAM, **zero(1), **BF16)},
     "adascale_nan": {"config": configured(LONG), "nan": 3},
+    "gradient_float16": {"config": configured(ADASUM, **FLOAT16), "nan": 3},
+    "delta_float16": {"config": configured(ADASUM, ADAM, **FLOAT16), "nan": 3},
+    "adascale_float16": {"config": configured(LONG, **FLOAT16)},
 }
 
 
@@ -178,6 +182,15 @@ def test_nan_on_one_rank_is_a_step_that_all_skip(results: Any) -> None:
     assert len(results("nan_0")[0]["seen"]) == 7 and results("nan_0")[0]["progress"] == 6
 
 
+def test_the_loss_scale_of_autocast_falls_on_all_ranks(results: Any) -> None:
+    """It begins too high for these losses, and a rank that has seen no NaN lowers it with the others."""
+    for name in ("gradient_float16", "delta_float16"):
+        skipped = [[batch for batch, seen in enumerate(rank["seen"]) if not seen["applied"]] for rank in results(name)]
+        assert skipped[0] == skipped[1] and 2 in skipped[0] and len(skipped[0]) > 1
+        assert [rank["skipped"] for rank in results(name)] == [len(skipped[0])] * 2
+        assert results(name)[0]["progress"] == 6 and results(name)[0]["seen"][-1]["applied"]
+
+
 def test_ranks_that_differ_are_one_line(results: Any) -> None:
     for rank in results("differ"):
         assert rank["error"].count("error:") == 1
@@ -205,26 +218,36 @@ def test_adascale_begins_a_new_run_with_the_module_alone(results: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "accumulation"),
-    [("adascale_0", 1), ("adascale_1", 1), ("adascale_2", 1), ("adascale_accumulated", 2)],
+    ("name", "accumulation", "tolerance"),
+    [
+        ("adascale_0", 1, 1e-4),
+        ("adascale_1", 1, 1e-4),
+        ("adascale_2", 1, 1e-4),
+        ("adascale_accumulated", 2, 1e-4),
+        ("adascale_float16", 1, 0.02),  # whose loss scale falls, and whose first steps are skipped for that
+    ],
 )
-def test_the_gain_is_that_of_the_batches_whatever_zero_divides(results: Any, name: str, accumulation: int) -> None:
+def test_the_gain_is_that_of_the_batches_whatever_zero_divides(
+    results: Any, name: str, accumulation: int, tolerance: float
+) -> None:
     both = results(name)
     model, gain = network().double(), AdaScaleGain(2 * accumulation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step, seen in enumerate(both[0]["seen"]):
+        if not seen["applied"]:
+            continue
         drawn = range(step * accumulation, (step + 1) * accumulation)
         single = [gradients(model, [rank["drawn"][batch]]) for rank in both for batch in drawn]
         stacked = torch.stack([torch.cat([each.flatten() for each in of_batch]) for of_batch in single])
         taken = gain.update(stacked.square().sum(1).tolist(), float(stacked.mean(0).square().sum()))
-        assert seen["gain"] == pytest.approx(taken, rel=1e-3)
+        assert seen["gain"] == pytest.approx(taken, rel=max(1e-3, tolerance / 4))
         for parameter, *of_batches in zip(model.parameters(), *single, strict=True):
             parameter.grad = torch.stack(of_batches).mean(0)
         optimizer.param_groups[0]["lr"] = 0.1 * taken
         optimizer.step()
-    close(both[0]["model"], model, 1e-4)
+    close(both[0]["model"], model, tolerance)
     assert gain.gain > 1.01 and 24 <= gain.scale_invariant_steps < 24 + 2 * accumulation
-    assert both[0]["progress"] == pytest.approx(gain.scale_invariant_steps, rel=1e-3)
+    assert both[0]["progress"] == pytest.approx(gain.scale_invariant_steps, rel=max(1e-3, tolerance / 4))
 
 
 def test_the_schedule_follows_scale_invariant_steps(results: Any) -> None:

@@ -45,7 +45,7 @@ def main() -> None:
     if args.load:
         engine.load_checkpoint(args.load)
     dtype = next(engine.module.parameters()).dtype
-    losses, rates, drawn = [], [], []
+    losses, rates, drawn, applied = [], [], [], []
     for x, y in loader:
         rates.append(engine.get_lr()[0])
         drawn += x[:, 0].tolist()
@@ -53,6 +53,7 @@ def main() -> None:
         engine.backward(loss * float("nan") if len(losses) == args.spoil else loss)
         engine.step()
         losses.append(loss.item())
+        applied.append(engine.was_step_applied())
         if len(losses) == args.save_at:
             engine.save_checkpoint(str(args.out / "checkpoint"))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ def main() -> None:
     with GatheredParameters(list(engine.module.parameters()), enabled=engine.zero_optimization_partition_weights()):
         torch.save(engine.module.state_dict(), args.out / f"{name}.pt")
     summary = {"losses": losses, "rates": rates, "drawn": drawn, "progress": engine.progress}
-    summary["skipped"] = engine.skipped_steps
+    summary |= {"skipped": engine.skipped_steps, "applied": applied}
     (args.out / f"{name}.json").write_text(json.dumps(summary))
 
 

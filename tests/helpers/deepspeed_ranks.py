@@ -52,7 +52,8 @@ def train(case: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
         engine.step()
         if engine.global_steps > before:
             adascale = getattr(engine, "adascale", None)
-            seen.append({"loss": loss.item(), "rate": engine.get_lr()[0], "gain": adascale.gain if adascale else 1.0})
+            gain, applied = adascale.gain if adascale else 1.0, engine.was_step_applied()
+            seen.append({"loss": loss.item(), "rate": engine.get_lr()[0], "gain": gain, "applied": applied})
         if engine.global_steps == case.get("save_at") and engine.global_steps > before:
             engine.save_checkpoint(str(folder / case["name"]))
     return {
