@@ -8,7 +8,7 @@ import torch.distributed as dist
 from fairseq_async.collective.adascale import AdaScale
 from fairseq_async.config import AdaScaleOptions
 from fairseq_async.deepspeed_plugin import tensors
-from fairseq_async.deepspeed_plugin.compat import loss_scale_of, optimizer_gradients
+from fairseq_async.deepspeed_plugin.compat import keeps_parts_of_gradients, loss_scale_of, optimizer_gradients
 from fairseq_async.deepspeed_plugin.engine import ClientState
 from fairseq_async.deepspeed_plugin.schedules import check_schedule, set_schedule
 from fairseq_async.deepspeed_plugin.synchronous_engine import SynchronousEngine, on_any_rank
@@ -54,7 +54,7 @@ class AdaScaleEngine(SynchronousEngine):
             masters=masters,
             preconditioned="adam" in name and masters is None,
             reduced=None if masters is None else lambda: optimizer_gradients(self.optimizer),
-            partitioned=self.zero_optimization(),
+            partitioned=keeps_parts_of_gradients(self.optimizer),
         )
 
     @property

@@ -73,19 +73,22 @@ def _check(owner: object, class_name: str, names: Iterable[str]) -> None:
         )
 
 
-def _is_zero(optimizer: DeepSpeedOptimizer) -> bool:
-    """Whether this is the optimizer of ZeRO 1 and 2, which drops ``.grad`` and keeps this rank's reduced parts."""
+def keeps_parts_of_gradients(optimizer: DeepSpeedOptimizer) -> bool:
+    """Whether this is the optimizer of ZeRO 1 and 2, which drops ``.grad`` and keeps this rank's reduced parts.
+
+    In bf16 with fp32 sums of gradients, ZeRO 1 has another, BF16_Optimizer, which keeps whole gradients on each rank.
+    """
     return hasattr(optimizer, "averaged_gradients")
 
 
 def keeps_gradients_apart(optimizer: DeepSpeedOptimizer) -> bool:
     """Whether the gradients that the optimizer steps with are not the parameters' ``.grad``."""
-    return _is_zero(optimizer) or isinstance(optimizer, BF16_Optimizer)
+    return keeps_parts_of_gradients(optimizer) or isinstance(optimizer, BF16_Optimizer)
 
 
 def optimizer_gradients(optimizer: DeepSpeedOptimizer) -> list[list[Tensor]]:
     """Returns this rank's gradients of the coming step, for each parameter group of an optimizer with fp32 masters."""
-    if _is_zero(optimizer):
+    if keeps_parts_of_gradients(optimizer):
         return [list(parts or []) for _, parts in sorted(optimizer.averaged_gradients.items())]
     if isinstance(optimizer, BF16_Optimizer):
         # the fp32 accumulators that it steps with, in place of the parameters' bf16 .grad

@@ -65,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "adascale_adam": {"config": configured(LONG, ADAM)},
     "adascale_bf16": {"config": configured(ADASCALE | {"total_steps": 40}, ADAM, **zero(1), **BF16)},
+    "adascale_fp32_sums": {"config": configured(LONG, **zero(1), **BF16, data_types={"grad_accum_dtype": "fp32"})},
     "adascale_nan": {"config": configured(LONG), "nan": 3},
     "gradient_float16": {"config": configured(ADASUM, **FLOAT16), "nan": 3},
     "delta_float16": {"config": configured(ADASUM, ADAM, **FLOAT16), "nan": 3},
@@ -224,6 +225,7 @@ def test_adascale_begins_a_new_run_with_the_module_alone(results: Any) -> None:
         ("adascale_1", 1, 1e-4),
         ("adascale_2", 1, 1e-4),
         ("adascale_accumulated", 2, 1e-4),
+        ("adascale_fp32_sums", 1, 0.1),  # in bf16, with whole fp32 gradients on each rank
         ("adascale_float16", 1, 0.02),  # whose loss scale falls, and whose first steps are skipped for that
     ],
 )
