@@ -134,6 +134,15 @@ def fp16_masters(optimizer: DeepSpeedOptimizer) -> dict[int, Tensor]:
     return masters
 
 
+def refresh_masters(engine: DeepSpeedEngine) -> None:
+    """Sets the fp32 masters to the model's parameters, after a checkpoint was loaded without its optimizer.
+
+    With ZeRO, DeepSpeed does so itself; without, it leaves the masters as they were.
+    """
+    if hasattr(engine.optimizer, "refresh_fp32_params") and not engine.zero_optimization():
+        engine.optimizer.refresh_fp32_params()
+
+
 def check_overflow_always(optimizer: DeepSpeedOptimizer) -> None:
     """Makes ZeRO check each step for NaN and Inf, in every type; by itself it never does so in fp32."""
     if hasattr(optimizer, "check_grad_overflow"):  # DeepSpeed's configuration has a key for bf16 only

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from fairseq_async.deepspeed_plugin import tensors
 from fairseq_async.deepspeed_plugin.batches import digest_of
-from fairseq_async.deepspeed_plugin.compat import check_overflow_always, count_step, lower_loss_scale, may_overflow
+from fairseq_async.deepspeed_plugin.compat import (
+    check_overflow_always,
+    count_step,
+    lower_loss_scale,
+    may_overflow,
+    refresh_masters,
+)
 from fairseq_async.deepspeed_plugin.schedules import check_schedule, set_schedule
 from fairseq_async.errors import AsyncError, RefusedError, fail
 from fairseq_async.method_spec import MethodSpec
@@ -172,6 +178,8 @@ class AsyncEngine(DeepSpeedEngine):
             load_module_only,
             custom_load_fn,
         )
+        if not load_optimizer_states:
+            refresh_masters(self)
         if self.finished:
             return loaded
         if load_module_only:

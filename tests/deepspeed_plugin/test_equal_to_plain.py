@@ -35,6 +35,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp16": ("diloco", {"async_training": LOCAL, **FP16}),
     "fp16_zero": ("diloco", {"async_training": LOCAL, "zero_optimization": {"stage": 1}, **FP16}),
     "bf16": ("diloco", {"async_training": LOCAL, **BF16}),
+    "bf16_again": ("diloco", {"async_training": LOCAL, **BF16}),
     "fragments": ("diloco", {"async_training": LOCAL | {"fragments": 2}, "zero_optimization": {"stage": 3}}),
     "nan": ("diloco", {"async_training": LOCAL}),
     "nan_overlap": ("diloco", {"async_training": LOCAL | {"overlap": True}}),
@@ -56,7 +57,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
         config = ["--deepspeed_config", ROOT / "deepspeed_config" / f"{base}.json", "--change", json.dumps(change)]
         batches = STEPS * change.get("gradient_accumulation_steps", 1)
         spoilt = ["--spoil", SPOILT] if name.startswith("nan") else []
-        lines.append([str(each) for each in ("--out", out / name, *config, "--save-at", batches, *spoilt)])
+        loaded = ["--load-weights", out / "bf16" / "checkpoint"] if name == "bf16_again" else []
+        lines.append([str(each) for each in ("--out", out / name, *config, "--save-at", batches, *spoilt, *loaded)])
     (out / "jobs.json").write_text(json.dumps(lines))
     line = [command("python"), "-m", "tests.helpers.deepspeed_jobs", out / "jobs.json"]
     try:
@@ -72,13 +74,20 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return of
 
 
-def plain(drawn: list[float], rates: list[float], micro_batches: int, steps: int = STEPS) -> torch.Tensor:
-    """What torch comes to in float64, on the samples with these first numbers, in batches of eight."""
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     inputs = torch.randn(256, 8)
-    targets = inputs.sin().sum(1, keepdim=True).double()
+    return inputs, inputs.sin().sum(1, keepdim=True).double()
+
+
+def network() -> nn.Module:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+
+
+def plain(drawn: list[float], rates: list[float], micro_batches: int, steps: int = STEPS) -> torch.Tensor:
+    """What torch comes to in float64, on the samples with these first numbers, in batches of eight."""
+    model, (inputs, targets) = network(), samples()
     numbers = [int((inputs[:, 0] - first).abs().argmin()) for first in drawn]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for step in range(steps):
@@ -130,6 +139,16 @@ def test_local_steps_that_the_server_takes_as_they_are_are_plain_sgd(
     server = torch.load(state, weights_only=True)["server"]["parameters"]
     assert server.dtype == torch.float32 and error(server.double(), ended) < tolerance
     assert torch.equal(flat(model), server.to(KINDS.get(name, torch.float32)).double())
+
+
+def test_a_plain_checkpoint_without_its_optimizer_gives_its_parameters(result: Result) -> None:
+    """Also in bf16 without ZeRO, where DeepSpeed leaves the fp32 masters as they were, which the server gets."""
+    (out, _), (_, seen) = result("bf16"), result("bf16_again")
+    saved, (inputs, targets) = network(), samples()
+    saved.load_state_dict({name: each.double() for name, each in torch.load(out / "worker-0-0.pt").items()})
+    first = [int((inputs[:, 0] - number).abs().argmin()) for number in seen["drawn"][:8]]
+    loss = nn.functional.mse_loss(saved(inputs[first].double()), targets[first])
+    assert seen["losses"][0] == pytest.approx(float(loss), rel=0.02)
 
 
 def test_fragments_that_the_server_takes_as_they_are_are_plain_sgd_till_they_are_sent(result: Result) -> None:

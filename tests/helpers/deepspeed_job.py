@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--load", default="")
+    parser.add_argument("--load-weights", help="a checkpoint to load as one of plain DeepSpeed, without its optimizer")
     parser.add_argument("--save-at", type=int, default=0)
     parser.add_argument("--spoil", type=int, default=-1, help="number of a batch whose loss is NaN")
     parser.add_argument("--change", default="{}", help="JSON that is laid over the configuration")
@@ -44,6 +46,10 @@ def main() -> None:
     )
     if args.load:
         engine.load_checkpoint(args.load)
+    if args.load_weights:
+        unknown = shutil.ignore_patterns("async_*")
+        plain = shutil.copytree(args.load_weights, args.out / "plain", ignore=unknown)
+        engine.load_checkpoint(str(plain), load_optimizer_states=False)
     dtype = next(engine.module.parameters()).dtype
     losses, rates, drawn, applied = [], [], [], []
     for x, y in loader:
