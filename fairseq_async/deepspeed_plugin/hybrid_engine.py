@@ -2,6 +2,7 @@
 
 import logging
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ from fairseq_async.deepspeed_plugin.compat import count_step
 from fairseq_async.deepspeed_plugin.engine import AsyncEngine, ClientState
 from fairseq_async.deepspeed_plugin.schedules import NamedSchedule
 from fairseq_async.deepspeed_plugin.served import SCHEDULER
+from fairseq_async.deepspeed_plugin.tensors import trainable
 from fairseq_async.errors import fail
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.optimizers.learning_rates import RateTable, StepSchedule, check_rates, present_rates
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec
 from fairseq_async.server.plan import whole_steps
+from fairseq_async.torch.parameters import l2_norm, step_gradients
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
@@ -76,13 +79,16 @@ class HybridEngine(AsyncEngine):
         if self._is_past_the_end():
             return self._skip_step()
         self._check_rates()
-        if not self._has_gradient():
+        gradients = step_gradients(trainable(self))
+        if not gradients:
+            self._warn_of_no_gradient()
             return self._skip_step()
         self._sleep_if_slowed_down()
-        self.async_worker.write_ahead()
-        loss = None if self._loss is None else float(self._loss)
+        self.async_worker.write_ahead()  # while the norm is measured
+        norm, loss = l2_norm(gradients), None if self._loss is None else float(self._loss)
         refused = self.async_worker.refusals.total
-        self.async_worker.step(self.train_batch_size(), loss)
+        # the receipt of a gradient with NaN or Inf is waited for: an early one does not say that it was refused
+        self.async_worker.step(self.train_batch_size(), loss, wait=not norm < inf, norm=norm)
         self._set_learning_rates()
         applied = self.async_worker.refusals.total == refused
         self.zero_grad()
@@ -91,16 +97,13 @@ class HybridEngine(AsyncEngine):
         self._step_ended = time.perf_counter()
         self._log()
 
-    def _has_gradient(self) -> bool:
-        """Whether the script has called ``backward`` for this step; says once that a step without it is left out."""
-        if any(parameter.grad is not None for parameter in self.module.parameters()):
-            return True
+    def _warn_of_no_gradient(self) -> None:
+        """Says once that a step is left out for which the script has not called ``backward``."""
         if not self._warned_of_no_gradient:
             logger.warning(
                 "engine.step() without a gradient sends nothing: call engine.backward(loss) before it in each step"
             )
             self._warned_of_no_gradient = True
-        return False
 
     def _check_rates(self) -> None:
         """Checks, where the server has no schedule, that the script does not set the learning rates.

@@ -41,9 +41,11 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "nan_overlap": ("diloco", {"async_training": LOCAL | {"overlap": True}}),
     "nan_bf16": ("diloco", {"async_training": LOCAL, **BF16}),
     "nan_float16": ("diloco", {"async_training": LOCAL, **FLOAT16}),
+    "nan_hybrid": ("hybrid_async", {"async_training": {"updates_per_step": 2, "total_steps": STEPS // 2}}),
     "hybrid": ("hybrid_async", {"async_training": {"total_steps": STEPS}, "gradient_accumulation_steps": 2}),
 }
 SPOILT = 5  # the batch whose loss is NaN
+SPOILT_FIRST = 4  # in nan_hybrid, the first of the two of a step
 ZERO_1 = {"zero_allow_untested_optimizer": True}
 Result = Callable[[str], tuple[Path, dict[str, Any]]]
 
@@ -56,7 +58,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
         change = {"gradient_clipping": 0.0, "optimizer": SGD, "scheduler": WARM_UP, **ZERO_1} | change
         config = ["--deepspeed_config", ROOT / "deepspeed_config" / f"{base}.json", "--change", json.dumps(change)]
         batches = STEPS * change.get("gradient_accumulation_steps", 1)
-        spoilt = ["--spoil", SPOILT] if name.startswith("nan") else []
+        number = SPOILT_FIRST if name == "nan_hybrid" else SPOILT
+        spoilt = ["--spoil", number] if name.startswith("nan") else []
         loaded = ["--load-weights", out / "bf16" / "checkpoint"] if name == "bf16_again" else []
         lines.append([str(each) for each in ("--out", out / name, *config, "--save-at", batches, *spoilt, *loaded)])
     (out / "jobs.json").write_text(json.dumps(lines))
@@ -176,6 +179,13 @@ def test_a_local_step_with_nan_is_left_out_and_does_not_count(result: Result, na
     rates = [seen["rates"][batch] for batch in kept]
     model = torch.load(out / "worker-0-0.pt", weights_only=True)
     assert error(flat(model), plain(drawn, rates, 1, int(seen["progress"]))) < tolerance
+
+
+def test_a_gradient_with_nan_is_the_step_that_was_not_applied(result: Result) -> None:
+    """Also where it completes no step: such a gradient is answered before the server has looked at it."""
+    _, seen = result("nan_hybrid")
+    left_out = [batch for batch, applied in enumerate(seen["applied"][:STEPS]) if not applied]
+    assert left_out == [SPOILT_FIRST] and seen["skipped"] == 1 and seen["progress"] == STEPS // 2
 
 
 def test_hybrid_async_pushes_the_mean_of_the_micro_batches_and_nothing_of_the_step_before(result: Result) -> None:
