@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fairseq_async.collective.adasum import DistributedAdasum, NodeAdasum, RankStates, check_dense
+from fairseq_async.collective.adasum import DistributedAdasum, NodeAdasum, RankStates
 from fairseq_async.config import AdasumOptions
 from fairseq_async.deepspeed_plugin import tensors
 from fairseq_async.deepspeed_plugin.engine import ClientState, checkpoint_directory
@@ -94,7 +94,6 @@ class AdasumEngine(SynchronousEngine):
     def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
         """Combines and steps where DeepSpeed would only step, after the last micro-batch."""
         gradients = tensors.step_gradients(self)
-        check_dense(gradients)
         if self.form == "gradient":
             self._combine(gradients)
             bad = not tensors.all_finite(gradients)  # the same on all ranks, which have the same gradients now

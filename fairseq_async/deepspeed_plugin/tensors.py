@@ -22,6 +22,7 @@ from fairseq_async.deepspeed_plugin.compat import (
 from fairseq_async.deepspeed_plugin.zero3 import PartitionedReplica
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server.optimizers.torch_optimizer import check_of_model
+from fairseq_async.torch import parameters
 from fairseq_async.worker.replica import MasterReplica, Replica, TensorReplica
 
 
@@ -51,15 +52,18 @@ def step_gradients(engine: DeepSpeedEngine) -> list[Tensor]:
     """Returns this rank's gradients of the coming step, after DeepSpeed's reduction; with ZeRO, its partition of them.
 
     A parameter without a gradient gets zeros, so that all ranks have the same tensors.
+
+    Raises:
+        ConfigurationError: a gradient is sparse.
     """
     optimizer = engine.optimizer
     if keeps_gradients_apart(optimizer):
         return [part for group in optimizer_gradients(optimizer) for part in group]
-    parameters = [parameter for _, parameter in trainable(engine)]
-    for parameter in parameters:
+    named = trainable(engine)
+    for _, parameter in named:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return parameters.step_gradients(named)
 
 
 def masters_of(optimizer: DeepSpeedOptimizer) -> Masters | None:

@@ -67,6 +67,10 @@ CASES: dict[str, dict[str, Any]] = {
     "adascale_bf16": {"config": configured(ADASCALE | {"total_steps": 40}, ADAM, **zero(1), **BF16)},
     "adascale_fp32_sums": {"config": configured(LONG, **zero(1), **BF16, data_types={"grad_accum_dtype": "fp32"})},
     "adascale_nan": {"config": configured(LONG), "nan": 3},
+    **{
+        f"sparse_{section['method']}": {"config": configured(section), "sparse": True}
+        for section in (ADASUM, ADASCALE)
+    },
     "gradient_float16": {"config": configured(ADASUM, **FLOAT16), "nan": 3},
     "delta_float16": {"config": configured(ADASUM, ADAM, **FLOAT16), "nan": 3},
     "adascale_float16": {"config": configured(LONG, **FLOAT16)},
@@ -196,6 +200,13 @@ def test_ranks_that_differ_are_one_line(results: Any) -> None:
     for rank in results("differ"):
         assert rank["error"].count("error:") == 1
         assert "the ranks have different values in 1 of 4 parameters, the first of them 2.bias" in rank["error"]
+
+
+@pytest.mark.parametrize("method", ["adasum", "adascale"])
+def test_a_sparse_gradient_is_one_line(results: Any, method: str) -> None:
+    for rank in results(f"sparse_{method}"):
+        assert rank["error"].count("error:") == 1
+        assert "the gradient of words.weight is sparse: make the layer without sparse=True" in rank["error"]
 
 
 def test_a_resumed_run_ends_where_the_other_did(results: Any) -> None:

@@ -1,7 +1,7 @@
 """A DeepSpeed script of two ranks that trains one case after the other, since its start takes longest.
 
 ``deepspeed --num_accelerators 2 deepspeed_ranks.py CASES.json``: a case is {"name", "config", "save_at", "load",
-"only", "nan", "differ"}. What a rank has seen and come to is NAME-RANK.pt beside the file of cases; an error, its one
+"only", "nan", "differ", "sparse"}. What a rank has seen and come to is NAME-RANK.pt beside the file of cases; an error, its one
 line.
 """
 
@@ -33,9 +33,21 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
+class Bag(nn.Module):
+    """A network of embeddings with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words = nn.Embedding(4, 1, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.words((x[:, 0] > 0).long())
+
+
 def train(case: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
     groups.mpu = None  # DeepSpeed keeps the last engine's
-    model, nan = network(), case.get("nan")
+    model, nan = Bag() if case.get("sparse") else network(), case.get("nan")
     if case.get("differ"):
         model[2].bias.data.add_(rank)
     engine, _, loader, _ = deepspeed_async.initialize(
