@@ -143,6 +143,20 @@ def test_a_step_of_hybrid_async_without_a_gradient_sends_nothing_and_says_so_onc
     assert len(skipped) == 2 and caplog.text.count("call engine.backward(loss) before it") == 1
 
 
+def test_a_sparse_gradient_of_hybrid_async_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = HybridEngine.__new__(HybridEngine)
+    nn.Module.__init__(engine)
+    engine.module = nn.Sequential(nn.Embedding(2, 1, sparse=True))
+    engine.module(torch.tensor([1])).sum().backward()
+    engine.async_worker = cast(Any, SimpleNamespace(finished=False))
+    monkeypatch.setattr(HybridEngine, "_check_rates", lambda engine: None)
+    with pytest.raises(SystemExit):
+        engine._take_model_step(None)
+    assert "the gradient of 0.weight is sparse: make the layer without sparse=True" in capsys.readouterr().err
+
+
 class Saving:
     """Of a worker: what its engine asks of it to save and to load."""
 

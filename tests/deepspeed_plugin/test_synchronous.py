@@ -68,8 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adascale_fp32_sums": {"config": configured(LONG, **zero(1), **BF16, data_types={"grad_accum_dtype": "fp32"})},
     "adascale_nan": {"config": configured(LONG), "nan": 3},
     **{
-        f"sparse_{section['method']}": {"config": configured(section), "sparse": True}
-        for section in (ADASUM, ADASCALE)
+        f"sparse_{section['method']}": {"config": configured(section), "sparse": True} for section in (ADASUM, ADASCALE)
     },
     "gradient_float16": {"config": configured(ADASUM, **FLOAT16), "nan": 3},
     "delta_float16": {"config": configured(ADASUM, ADAM, **FLOAT16), "nan": 3},
