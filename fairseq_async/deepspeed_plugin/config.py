@@ -112,7 +112,7 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
 
 
 _HALF_PRECISION = ("fp16", "bf16", "bfloat16", "amp")  # bfloat16 is DeepSpeed's older name of bf16
-_FLOAT16 = ("float16", "torch.float16", "fp16", "half")  # DeepSpeed's names of it
+_FLOAT16, _BFLOAT16 = ("float16", "torch.float16", "fp16", "half"), ("bfloat16", "torch.bfloat16", "bf16")  # DeepSpeed's
 _STAGES = {"local_sgd": (0, 1, 2, 3), "hybrid_async": (0,), "adasum": (0, 1, 2), "adascale": (0, 1, 2)}
 _REASON = ", whose optimizer steps in the server"
 
@@ -124,8 +124,8 @@ def _check_hybrid(config: dict[str, Any], section: Section, name: str) -> None:
         if _object(config, key, name).get("enabled", False):
             raise ConfigurationError(f'{name}: "{key}" {reason}')
     autocast = _object(config, "torch_autocast", name)
-    if autocast.get("enabled", False) is True and autocast.get("dtype") not in ("bfloat16", "torch.bfloat16"):
-        raise ConfigurationError(f'{name}: "torch_autocast" in float16 {reason}; so is "dtype": "bfloat16"')
+    if autocast.get("enabled", False) is True and autocast.get("dtype") not in _BFLOAT16:
+        raise ConfigurationError(f'{name}: "torch_autocast" in float16 {reason}; or give "dtype": "bfloat16"')
     if section.island_size > 1:
         raise ConfigurationError(f'{name}: "island_size" {reason}')
 

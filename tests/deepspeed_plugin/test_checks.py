@@ -199,3 +199,8 @@ def test_an_error_of_deepspeeds_is_one_line_and_one_of_the_scripts_keeps_its_tra
 def test_an_optimizer_or_schedule_of_the_script_stands_for_the_section() -> None:
     checks.check_optimizer({}, "file.json", given=True, in_the_server=True)
     checks.check_scheduler({"scheduler": "mine"}, "file.json", given=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", "bf16"])
+def test_hybrid_async_takes_autocast_in_bfloat16_by_each_of_deepspeeds_names(dtype: str) -> None:
+    check(complete("hybrid_async", torch_autocast={"enabled": True, "dtype": dtype}))
