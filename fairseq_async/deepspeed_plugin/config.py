@@ -112,7 +112,8 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
 
 
 _HALF_PRECISION = ("fp16", "bf16", "bfloat16", "amp")  # bfloat16 is DeepSpeed's older name of bf16
-_FLOAT16, _BFLOAT16 = ("float16", "torch.float16", "fp16", "half"), ("bfloat16", "torch.bfloat16", "bf16")  # DeepSpeed's
+_FLOAT16 = ("float16", "torch.float16", "fp16", "half")  # DeepSpeed's names of it
+_BFLOAT16 = ("bfloat16", "torch.bfloat16", "bf16")
 _STAGES = {"local_sgd": (0, 1, 2, 3), "hybrid_async": (0,), "adasum": (0, 1, 2), "adascale": (0, 1, 2)}
 _REASON = ", whose optimizer steps in the server"
 
