@@ -20,7 +20,9 @@ class EarlierEvents:
         self._rollbacks.skip_to_end()
         self._last_before = self._rollbacks.number
         self._any = _has_a_line(run_dir / EVENTS)
-        self._kept: Mapping[int, int] | None = None  # the number of each worker's last one; None until a server begins
+        # The number of each worker's last one; None until a server begins. Without any event before, the first start of
+        # this launch's server says nothing, and what a later one says is of this launch's events.
+        self._kept: Mapping[int, int] | None = None if self._any else {}
 
     def look(self) -> None:
         """Looks whether a server has begun; later starts of the same server take back only what is this launch's."""

@@ -216,6 +216,16 @@ def test_progress_begins_again_where_a_restart_has_put_another_file_and_lives_th
     assert progress.updates == {0: 1, 1: 7} and progress.version == 8
 
 
+def test_a_server_that_starts_again_in_a_new_directory_has_not_begun_another_launch(tmp_path: Path) -> None:
+    """Its first start has found no events, and has said nothing of what it keeps: the second one does."""
+    progress = Progress(tmp_path, 2, clock=lambda: 1000.0)
+    (tmp_path / "events.jsonl").write_text(event(0, 1, 1000.0) + event(1, 2, 1000.0))
+    progress.poll()
+    begin(tmp_path, {0: 0, 1: 0}, event(0, 1, 1000.0) + event(1, 2, 1000.0))
+    progress.poll()
+    assert progress.updates == {0: 1, 1: 1} and progress.version == 2
+
+
 def test_before_the_first_update_it_says_what_the_server_has_said_last(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "server.log"
