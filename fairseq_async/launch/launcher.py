@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 from fairseq_async.addresses import ANY, LOOPBACK
@@ -216,11 +217,17 @@ class Launcher:
         return RunFailedError(error if says_all else f"{error} (log: {worker.log})")
 
     def _after_server(self, code: int) -> None:
-        """Waits for the workers after the server has ended; in a finished run, they have left it before."""
+        """Waits for the workers after the server has ended; in a finished run, they have left it before.
+
+        Worker 0 of a script may go on as long as it likes, to evaluate the model for example.
+        """
         self.display.refresh()
         if code != 0:
             raise RunFailedError(f"the server {manner(code)}; log: {self.run_dir / 'logs' / 'server.log'}")
         self.processes.wait(_FINISHING, [0])
+        if self.command.rendezvous is not None and self.processes.workers[0].process.poll() is None:
+            self.display.say("the run is finished; waiting for the script of worker 0 (Ctrl-C ends it)")
+            self.processes.wait(inf, [0])
         self.processes.wait(_LEAVING)
         for worker in self.processes.workers:
             if worker.process.poll() is None:

@@ -274,13 +274,16 @@ class RayRun:
         self._after_server(ended(self._server))
 
     def _after_server(self, how: Ended) -> None:
-        """Waits for worker 0 after the server has ended; in a finished run, the workers have left it before."""
+        """Waits for worker 0 after the server has ended; in a finished run, the workers have left it before.
+
+        Worker 0 of a script may go on as long as it likes, to evaluate the model for example.
+        """
         self._display.refresh()
         if how.code != 0:
             said = f": {how.said}" if how.said else f"; log: {self._run_dir / 'logs' / 'server.log'}"
             raise RunFailedError(f"the server {manner(how.code)}{said}")
         first = [run for run, number in self._actors.runs.items() if number == 0]
-        if first and ray.wait(first, timeout=_FINISHING)[0]:
+        if first and ray.wait(first, timeout=_FINISHING if self._command.rendezvous is None else None)[0]:
             self._after_worker(self._actors.runs.pop(first[0]), ended(first[0]))
 
 

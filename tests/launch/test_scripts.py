@@ -13,6 +13,7 @@ from fairseq_async import cli, errors
 from fairseq_async.config import ServerOptions
 from fairseq_async.environment import JOINS, RENDEZVOUS, SERVER, TLS, TOKEN, WORKER, WORKERS
 from fairseq_async.errors import ConfigurationError, as_argument
+from fairseq_async.launch import launcher
 from fairseq_async.launch.join import join
 from fairseq_async.launch.last_words import last_words, same_mistake
 from fairseq_async.worker.context import WorkerContext
@@ -24,6 +25,22 @@ from tests.helpers.run_files import events
 from tests.helpers.waiting import wait_until
 
 CONFIG = ROOT / "deepspeed_config" / "delayed_nesterov.json"
+EVALUATES = """
+import time
+from pathlib import Path
+import torch
+from fairseq_async.torch import AsyncLocalSGD
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with AsyncLocalSGD(model, optimizer, local_steps=2, total_steps=4) as run:
+    while not run.finished:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+if run.worker == 0:
+    time.sleep(8)
+    Path("score").write_text("good")
+"""
 
 
 def test_a_worker_0_that_dies_is_started_again_with_the_server_that_it_has_asked_for(
@@ -180,3 +197,16 @@ def test_an_exception_of_another_reason_is_said_on_a_full_disk_too(
 def test_words_that_differ_in_their_time_alone_are_the_same_mistake() -> None:
     assert same_mistake("2026-01-01 10:00:00 | ERROR | no data", "2026-01-01 10:00:07 | ERROR | no data")
     assert not same_mistake("no data in a", "no data in b") and not same_mistake("", "")
+
+
+def test_the_script_of_worker_0_may_go_on_after_its_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It evaluates the model, for longer than a worker of fairseq may take to end."""
+    monkeypatch.setattr(launcher, "_FINISHING", 0.2)
+    (tmp_path / "evaluates.py").write_text(EVALUATES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    code, said = launched(monkeypatch, capsys, "python", "evaluates.py")
+    assert code == 0, said
+    assert (tmp_path / "score").read_text() == "good"
