@@ -5,7 +5,7 @@ import logging
 import shutil
 import time
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -100,7 +100,7 @@ class AsyncEngine(DeepSpeedEngine):
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
         """Computes gradients as DeepSpeed does, and keeps the loss for the server's log."""
-        self._loss = loss.detach()
+        self._loss = loss.detach().clone()  # with CUDA graphs the next step writes its loss into the same memory
         return super().backward(loss, *args, **kwargs)
 
     @errors_in_one_line()
@@ -314,6 +314,13 @@ class LocalEngine(AsyncEngine):
         self._left_out = left_out_steps(self.worker, async_worker.refusals.limit)
         check_overflow_always(self.optimizer)
         check_schedule(self.lr_scheduler)
+
+    def offload_states(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuses what would move the fp32 masters to other memory: the exchange would go on with the old one."""
+        fail(
+            'offload_states: with "async_training" the optimizer stays where it is; leave the call out, or give '
+            '"offload_optimizer"'
+        )
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Steps as DeepSpeed does; after the last local step of a round, exchanges with the server.

@@ -248,7 +248,7 @@ class AsyncTraining(ABC):
     def _take_loss(self) -> float | Tensor | None:
         """Returns the loss of this step, without the graph behind it, and forgets it."""
         loss, self.loss = self.loss, None
-        return loss.detach() if isinstance(loss, Tensor) else loss
+        return loss.detach().clone() if isinstance(loss, Tensor) else loss  # CUDA graphs reuse a loss's memory
 
     def _leave_out_after_end(self) -> None:
         """Makes a step after the end of the run change nothing; says so at the first one."""

@@ -113,6 +113,9 @@ class Client(LastingConnection):
             began = time.perf_counter()
             self._wait_until_taken()
             waited = time.perf_counter() - began
+            if not self.remote and self._channel.is_closed():
+                # Hazard: after a long pause of this process its successor may have the same slot, and may use it.
+                self._reconnect(ExchangeError(self.loss))
             write(self.slot)
         return waited
 

@@ -218,10 +218,10 @@ class LastingConnection:
                 self.memory.close()
             shape = layout.size, welcome.slots, welcome.publishes
             self.memory = SharedMemory.attach(welcome.memory, *shape)
-            self._slot = self.memory.slot(self.worker)
-            if before is not None and before.data_ptr() != self._slot.data_ptr():
-                self._slot.copy_(before)  # the dead server's slot: an update, or the start of the local steps
-            self._in_slot = -1
+            slot = self.memory.slot(self.worker)
+            if before is not None and before.data_ptr() != slot.data_ptr():
+                slot.copy_(before)  # the dead server's slot: an update, or the start of the local steps
+            self._slot, self._in_slot = slot, -1  # only now: another thread may look at it without the lock
         self._receiver.open(self._channel, self._sent)
         return welcome
 

@@ -318,3 +318,9 @@ def test_a_scheduler_of_the_scripts_own_is_one_line() -> None:
     LambdaLR(optimizer, lambda step: 1.0)
     with pytest.raises(ConfigurationError, match="the optimizer has a scheduler, but it steps in the server"):
         hybrid_engine(optimizer, has_schedule=False)._check_rates()
+
+
+def test_the_optimizer_is_not_moved_away_from_the_exchange(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        Engine().offload_states()
+    assert 'error: offload_states: with "async_training" the optimizer stays' in capsys.readouterr().err

@@ -1,10 +1,13 @@
 """A worker's gradients on their way into its slot."""
 
+import socket
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from fairseq_async.errors import RefusedError
 from tests.helpers.hybrid_job import HybridJob
 from tests.helpers.run_files import snapshot_versions
 from tests.helpers.server_client import StartServer, StartThreadServer, join_patiently, kill
@@ -58,3 +61,19 @@ def test_a_gradient_that_was_scaled_for_a_server_that_died_comes_to_the_next(
     kill(server)
     job.worker.step(1, None)
     assert job.parameters() == [0.5] * 6
+
+
+def test_a_worker_that_was_replaced_writes_nothing_into_its_successors_slot(
+    start_thread_server: StartThreadServer,
+) -> None:
+    """It has stood still for so long that the server took it for gone."""
+    server = start_thread_server(2)
+    join_patiently(server, 0)
+    late = join_patiently(server, 1)
+    late._channel.connection.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: 1 not in server.service.peers)
+    successor = join_patiently(server, 1)
+    successor.slot.fill_(7.0)
+    with suppress(RefusedError):  # it is told so where both would write to the same memory
+        late.prepare(lambda slot: slot.fill_(-1.0))
+    assert torch.equal(successor.slot, torch.full_like(successor.slot, 7.0))
