@@ -108,8 +108,9 @@ class AdaScaleGain:
         Raises:
             ValueError: a norm is negative, infinite or NaN, or there is one gradient where S is above 1.
         """
-        if not all(0 <= norm < math.inf for norm in local_square_norms):
-            raise ValueError(f"square norms {list(local_square_norms)}: must be finite and not negative")
+        if not all(0 <= norm < math.inf for norm in [*local_square_norms, mean_square_norm]):
+            found = f"{list(local_square_norms)} and {mean_square_norm}"
+            raise ValueError(f"square norms {found}: must be finite and not negative")
         gain = self.gain
         if len(local_square_norms) > 1 or self.scale > 1:
             self.observe(sum(local_square_norms), len(local_square_norms), mean_square_norm)

@@ -32,7 +32,7 @@ def adasum(vectors: Sequence[Tensor]) -> Tensor:
         vectors: tensors of one shape and one floating-point type. Give zeros for a rank that has no gradient.
 
     Returns:
-        a new tensor of that shape and type. NaN or Inf anywhere in the vectors makes all of it NaN.
+        a new tensor of that shape and type. NaN or Inf anywhere in two or more vectors makes all of it NaN.
 
     Raises:
         ValueError: no vectors, or vectors that differ in shape or type or are not floating-point.

@@ -145,6 +145,7 @@ class AdaScaleRule(Rule):
 
     def limit_round(self, updates: int) -> None:
         self.accumulation.limit_round(updates)
+        self.gain.scale = self.accumulation.updates_per_step
 
     def _mean_with(self, update: Update) -> Tensor:
         mean, weight = self.accumulation.mean, self.accumulation.weight

@@ -149,4 +149,4 @@ def test_norms_that_are_none_and_a_single_gradient_are_refused() -> None:
         gain.update([1.0], 1.0)
     assert gain.estimates == 0
     with pytest.raises(ValueError, match="finite"):
-        AdaScaleGain(1).update([math.nan], math.nan)
+        AdaScaleGain(1).update([1.0], math.nan)

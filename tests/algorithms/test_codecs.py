@@ -454,6 +454,7 @@ def test_a_header_that_lies_is_refused(codec: Codec) -> None:
         (AdaCompBins(4), 36 + 4, b"\x00\x00", "NaN or Inf"),
         (AdaCompBins(4), 36 + 6, b"\xff", "more or fewer bins"),
         (AdaCompBins(4), 36 + 8, b"\x00", "more or fewer bins"),
+        (AdaCompBins(4), 36, struct.pack("<IH", 1, 5) + b"\xff\xff\x00", "more or fewer bins"),
         (DQSGD(4), 32, b"\x09", "9 bits"),
         (DQSGD(4), 33, struct.pack("<f", math.nan), "norm"),
         (DQSGD(4), 37, b"\xff", "above its norm"),

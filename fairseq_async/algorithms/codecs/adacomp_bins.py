@@ -81,7 +81,7 @@ class AdaCompBins(AdaComp):
             raise CodecError("a scale of a payload is 0, NaN or Inf")
         numbers = bits.unpack(body[start:end], sent, self._width)
         last, at = np.flatnonzero(numbers & 2), numbers >> 2
-        if last.size != bins.size or (sent and last[-1] != sent - 1):
+        if last.size != bins.size or (sent and (not last.size or last[-1] != sent - 1)):
             raise CodecError("the values in a payload are of more or fewer bins than have a scale")
         counts = np.diff(last, prepend=-1)
         places = np.repeat(bins * self.bin_size, counts) + at
