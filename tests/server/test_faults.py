@@ -25,6 +25,7 @@ from fairseq_async.server.protocol import (
     Introduced,
     Push,
     PushReply,
+    Report,
     Request,
     ScheduleEvent,
     ScheduleReply,
@@ -309,40 +310,71 @@ def test_a_token_file_is_for_its_owner_only(tmp_path: Path) -> None:
         read_token(path)
 
 
+class LongTurn:
+    """An update of worker 0 that takes the server until :meth:`end`, or 20 s; a stranger was greeted before."""
+
+    def __init__(
+        self, server: ThreadServer, worker_0: Client, opened: ExitStack, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self._began, self._ends, self._handle = threading.Event(), threading.Event(), server.service.handle
+        self._pushes = threading.Thread(target=push, args=(worker_0, 0, 0.5))
+        host, _, port = server.address.rpartition(":")
+        self.stranger = Channel(opened.enter_context(socket.create_connection((host, int(port)))))
+        theirs, ours = parse_answer(self.stranger.receive(), Greeting).challenge, challenge()
+        own = proof(server.token, "worker", theirs, ours)
+        self._introduce = encode(Introduce(own, ours, 1, joins=False, instance="x"))
+        monkeypatch.setattr(server.service, "handle", self._take_long)
+        self._pushes.start()
+        assert self._began.wait(20)
+
+    def _take_long(self, peer: Peer, request: Request, **given: Any) -> None:
+        if isinstance(request, Push) and peer.id == 0:
+            self._began.set()
+            self._ends.wait(20)
+        self._handle(peer, request, **given)
+
+    def introduce(self) -> None:
+        """Sends the introduction of the stranger, as worker 1, which the server does not read yet."""
+        self.stranger.send(self._introduce)
+
+    def end(self) -> Introduced:
+        """Ends the turn, and returns the answer to the introduction."""
+        self._ends.set()
+        answer = parse_answer(self.stranger.receive(), Introduced)
+        self._pushes.join(20)
+        return answer
+
+
 def test_a_worker_that_introduces_itself_during_a_long_turn_of_another_is_let_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The turn lasts longer than a stranger has to prove itself, and the introduction lies unread meanwhile."""
     monkeypatch.setattr(connection_loop, "_HANDSHAKE_SECONDS", 0.3)
     server = ThreadServer(2, tmp_path)
-    host, _, port = server.address.rpartition(":")
-    in_turn, ends, handle = threading.Event(), threading.Event(), server.service.handle
-
-    def long_turn(peer: Peer, request: Request, **given: Any) -> None:
-        if isinstance(request, Push):
-            in_turn.set()
-            ends.wait(20)
-        handle(peer, request, **given)
-
-    try:
-        first = join_patiently(server, 0)
-        monkeypatch.setattr(server.service, "handle", long_turn)
-        pushes = threading.Thread(target=push, args=(first, 0, 0.5))
-        with ExitStack() as opened:
-            connection = Channel(opened.enter_context(socket.create_connection((host, int(port)))))
-            theirs, ours = parse_answer(connection.receive(), Greeting).challenge, challenge()
-            pushes.start()
-            in_turn.wait(20)
-            own = proof(server.token, "worker", theirs, ours)
-            connection.send(encode(Introduce(own, ours, 1, joins=False, instance="x")))
-            time.sleep(0.6)
-            ends.set()
-            assert parse_answer(connection.receive(), Introduced).worker == 1
-        pushes.join(20)
+    with ExitStack() as opened:
+        opened.callback(server.stop)
+        turn = LongTurn(server, join_patiently(server, 0), opened, monkeypatch)
+        turn.introduce()
+        time.sleep(0.6)
+        assert turn.end().worker == 1
         assert not server.service.refusals.counts["no introduction"]
-    finally:
-        ends.set()
-        server.stop()
+
+
+def test_an_update_on_a_connection_that_was_replaced_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker would send it again on the new connection, and may write something else into the slot before."""
+    server = ThreadServer(2, tmp_path)
+    with ExitStack() as opened:
+        opened.callback(server.stop)
+        first, before = join_patiently(server, 0), join_patiently(server, 1)
+        turn = LongTurn(server, first, opened, monkeypatch)
+        before._channel.send(encode(Push(0, 0, 1.0, Report())))
+        before._channel.connection.shutdown(socket.SHUT_RDWR)
+        turn.introduce()
+        assert turn.end().worker == 1
+        wait_until(lambda: len(server._loop.peers) == 2)
+        assert server.service.described.coordinator.server.sequences == {0: 0}
 
 
 def test_strangers_are_closed_and_do_not_pile_up(tmp_path: Path) -> None:

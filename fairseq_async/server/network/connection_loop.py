@@ -157,6 +157,8 @@ class ConnectionLoop:
             for body in peer.channel.messages(at_once):
                 if peer.stream_of is not None:
                     raise ProtocolError("a message on a connection for pieces of tensors")
+                if peer.replaced:
+                    raise ExchangeError("the worker has another connection")
                 self._listening.receive(peer, body)
 
     @contextmanager

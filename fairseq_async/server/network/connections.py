@@ -79,6 +79,7 @@ class Connections:
     def _replace(self, before: Peer) -> None:
         """Ends the connection that a worker had before this one."""
         self.disconnected(before)
+        before.replaced = True
         before.channel.end()
 
     def _add_stream(self, peer: Peer, introduce: Introduce, challenge: str) -> Answer:

@@ -83,7 +83,7 @@ class EventLoop(ConnectionLoop):
             with self._turn_of(each.peer):
                 if each.accepted is not None:
                     self.service.handle(each.peer, each.accepted, accepted=True)
-                else:
+                elif not each.peer.replaced:
                     self.service.receive(each.peer, each.body)
         return received > 0
 

@@ -34,6 +34,7 @@ class Peer:
         push: its update that waits for an answer.
         stream_of: the peer whose tensors this connection carries pieces of; None for a connection with messages.
         place: its place in the order of service, in seconds; see :class:`~fairseq_async.server.network.turns.Turns`.
+        replaced: whether its worker has another connection by now, on which it sends again what has no answer.
     """
 
     channel: Channel
@@ -49,6 +50,7 @@ class Peer:
     push: Push | None = None
     stream_of: "Peer | None" = None
     place: float = 0.0
+    replaced: bool = False
 
     @property
     def id(self) -> int:
