@@ -56,7 +56,7 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
         if service.begun is not None:
             service.begun.hosts.finish()
     else:
-        _keep(service)
+        _keep(service, asked=bool(sys.stdin.read(1)))
 
 
 def _is_abandoned() -> bool:
@@ -119,19 +119,24 @@ def _finish(service: Service) -> None:
     service.tell(f"{why}the last parameters are kept in {where}")
 
 
-def _keep(service: Service) -> None:
-    """Writes a last snapshot of an interrupted run; the next run in the directory waits until it is written."""
+def _keep(service: Service, asked: bool) -> None:
+    """Writes a last snapshot of an interrupted run; the next run in the directory waits until it is written.
+
+    Args:
+        asked: whether the process that started the server has asked it to end. Else that process has died, and another
+            one may start the server again, from a snapshot without updates too: workers have these parameters.
+    """
     if service.begun is None:
         with _or_told(service):
             service.snapshots.give_back()
         return
     server, ending = service.begun.coordinator.server, ending_path(service.run_dir)
-    if not (server.version or server.sequences):
+    if asked and not (server.version or server.sequences):
         service.snapshots.wait()
         with _or_told(service):
             service.snapshots.clear()  # the next run would begin with these parameters, whatever its seed
             service.snapshots.give_back()
-        tell_log("whoever has started the server is gone before the first update: nothing is kept")
+        tell_log("the server is to end before the first update: nothing is kept")
         return
     with suppress(OSError):  # as on a full disk: the last snapshot may still find room, or says why not
         ending.touch()  # it stays: this process holds the directory until it is gone, and the next run removes the file

@@ -64,8 +64,10 @@ class Connection:
         self.service.disconnected(self.peer)
 
 
-def new_service(workers: int, run_dir: Path, build: Build, clock: Callable[[], float]) -> Service:
-    service = Service(TOKEN, workers, run_dir, build, clock)
+def new_service(
+    workers: int, run_dir: Path, build: Build, clock: Callable[[], float], kind: type[Service] = Service
+) -> Service:
+    service = kind(TOKEN, workers, run_dir, build, clock)
     service.snapshots = InlineSnapshots(run_dir, clock)
     return service
 

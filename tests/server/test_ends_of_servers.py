@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.server import program
+from fairseq_async.server.global_service import GlobalService
 from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.protocol import Hello, Initialise, Leave, Push, Report, Welcome
 from fairseq_async.server.run_files.state_files import ending_path
+from fairseq_async.server.service import Service
 from tests.helpers import halving
 from tests.helpers.halving import LAYOUT, halving_spec
 from tests.helpers.in_process import Connection, new_service, slot, take_snapshot
@@ -28,9 +30,9 @@ class Clock:
 class Server:
     """A service and its event loop, whose clock a test moves."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, kind: type[Service] = Service) -> None:
         self.clock = Clock()
-        self.service = new_service(2, run_dir, halving.build, self.clock)
+        self.service = new_service(2, run_dir, halving.build, self.clock, kind)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.lifeline = socket.socketpair()
         self.loop = EventLoop(self.listener, self.service, self.lifeline[0], ends_with_workers=True)
@@ -90,12 +92,39 @@ def test_a_connection_that_breaks_does_not_end_the_run_of_the_last_worker(server
     assert server.over_at(64.0)
 
 
+def test_a_global_server_waits_for_its_regions_however_long_their_line_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go on meanwhile, and try to reach it for as long as they run."""
+    with closing(Server(tmp_path, GlobalService)) as server:
+        told: list[str] = []
+        monkeypatch.setattr(server.service, "tell", told.append)
+        regions = [server.enter(0), server.enter(1)]
+        for region in regions:
+            region.close()  # without a word
+        assert not server.over_at(62.0) and not server.over_at(100_000.0)
+        assert told == ["no region is connected any more: the run waits until one is back, or until Ctrl-C"]
+        server.enter(1).send(Leave(False))
+        assert server.over_at(100_001.0)  # region 0 is away for longer than the timeout: it may have died
+
+
 def test_the_next_run_waits_until_the_one_before_is_gone(server: Server, tmp_path: Path) -> None:
     """Its last snapshot is written before its process has ended, which holds the directory until then."""
     server.enter(0)
     server.enter(1).send(Push(0, 0, 1.0, Report()))
-    program._keep(server.service)
+    program._keep(server.service, asked=True)
     assert ending_path(tmp_path).exists() and list(tmp_path.glob("snapshots/version-*.pt"))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_before_the_first_update_only_a_server_that_was_asked_to_end_keeps_nothing(
+    server: Server, tmp_path: Path, asked: bool
+) -> None:
+    """A Ray actor that dies with its node is made again on another one, and its workers have these parameters."""
+    server.enter(0)
+    take_snapshot(server.service)
+    program._keep(server.service, asked)
+    assert bool(list(tmp_path.glob("snapshots/version-*.pt"))) != asked
 
 
 def refuse(*_: object, **__: object) -> None:
@@ -108,7 +137,7 @@ def test_where_no_file_can_be_made_for_the_next_run_a_last_snapshot_is_still_wri
     """As on a full disk, which may have room again a moment later."""
     server.enter(0).send(Push(0, 0, 1.0, Report()))
     monkeypatch.setattr(Path, "touch", refuse)
-    program._keep(server.service)
+    program._keep(server.service, asked=True)
     assert list(tmp_path.glob("snapshots/version-*.pt"))
 
 

@@ -46,6 +46,10 @@ class Connections:
         """Whether this is its worker's present connection; there may be a newer one."""
         return peer.worker is not None and self.peers.get(peer.worker) is peer
 
+    def is_deserted(self, now: float) -> bool:
+        """Whether an unfinished run has no worker any more, and is not to wait for one."""
+        return self.membership.all_have_gone(now)
+
     def disconnected(self, peer: Peer) -> None:
         """Forgets the peer of a closed connection."""
         if self.has(peer):

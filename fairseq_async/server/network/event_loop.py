@@ -26,7 +26,7 @@ class EventLoop(ConnectionLoop):
 
     Args:
         lifeline: a file whose other end the process that started the server holds open.
-        ends_with_workers: end also an unfinished run, when no worker is there, or is awaited, any more.
+        ends_with_workers: end also an unfinished run, when its service says that it is deserted.
         encryption: the TLS context for every connection; None for no encryption.
     """
 
@@ -92,7 +92,7 @@ class EventLoop(ConnectionLoop):
         if self.service.busy:
             return False
         if not self.service.finished:
-            return self.ends_with_workers and self.service.membership.all_have_gone(now)
+            return self.ends_with_workers and self.service.is_deserted(now)
         self._finished_at = self._finished_at or now
         membership = self.service.membership
         if self._waits_for_late(membership, now - self._finished_at):
