@@ -159,7 +159,7 @@ class ServerQueue:
         self._near = None if self.exchanges.close_within is None else NearArrivals(self.exchanges.close_within)
         self._held: list[int] = []
         self._deadline = -1.0
-        self._taken = self._version = self._published = 0
+        self._taken = self._services = self._version = self._published = 0
         self._steps_end: deque[float] = deque()  # for versions that are not published yet
         self._totals = _Totals()
 
@@ -272,7 +272,8 @@ class ServerQueue:
 
     def _serve(self) -> float:
         """Lets the server process one more update, and returns when this ends."""
-        seconds = self._share * self._served.of_step(self._taken)
+        self._services += 1
+        seconds = self._share * self._served.of_step(self._services)
         return self._processor.serve(self._clock.now, seconds) + seconds
 
     def _step(self, ends: float) -> None:

@@ -7,12 +7,11 @@ iterations as AdaScale did with the same seed. Results of runs are kept, and the
 
 from __future__ import annotations
 
-import json as jsonlib
 import math
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.adascale_runs import POINTS, Optimizer, Outcome, Rule, Run, outcome  # noqa: E402
 from scripts.bench.batches import Batches, Name  # noqa: E402
+from scripts.bench.kept import Kept  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 STEPS = 2000  # steps of the run with one batch in a step
@@ -49,10 +49,7 @@ class Bench:
     def __init__(self, data: Path | None, out: Path, steps: int = STEPS, processes: int = 1) -> None:
         self.data, self.steps = data, steps
         self._pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
-        out.mkdir(parents=True, exist_ok=True)
-        self._file = out / "runs.jsonl"
-        lines = self._file.read_text().splitlines() if self._file.exists() else []
-        self._done = {line["key"]: _read(line["outcome"]) for line in map(jsonlib.loads, lines)}
+        self._done = Kept(out / "runs.jsonl", Outcome)
 
     def outcomes(self, runs: Sequence[Run]) -> list[Outcome]:
         """Returns the outcomes in the order of the runs."""
@@ -73,14 +70,8 @@ class Bench:
         self._pool.shutdown()
 
     def _keep(self, run: Run, found: Outcome) -> None:
-        self._done[run.key] = found
-        with self._file.open("a") as file:
-            file.write(jsonlib.dumps({"key": run.key, "outcome": asdict(found)}) + "\n")
+        self._done.keep(run.key, found)
         print(f"{run.key}: {found.loss:.4g} after {found.iterations} iterations", file=sys.stderr, flush=True)
-
-
-def _read(line: dict[str, Any]) -> Outcome:
-    return Outcome(line["loss"], line["iterations"], [(gain, other) for gain, other in line["gains"]])
 
 
 def _run(run: Run, data: Path | None) -> Outcome:

@@ -7,11 +7,10 @@ those of the payloads, headers included. Results of runs are kept, and these are
 
 from __future__ import annotations
 
-import json as jsonlib
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any
@@ -34,6 +33,7 @@ from fairseq_async.simulation.schedule import LearningRate  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402
 from fairseq_async.simulation.workers import SharedModel  # noqa: E402
 from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
+from scripts.bench.kept import Kept  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 LOCAL_SGD, OUTER_SGD, GRADIENTS, MULTI30K, SKETCH = (
@@ -85,20 +85,13 @@ class Bench:
     """Runs methods of experiments; keeps results and pretrained parameters in ``out``, and reads them from there."""
 
     def __init__(self, out: Path) -> None:
-        self.out = out
-        out.mkdir(parents=True, exist_ok=True)
-        self._file = out / "done.jsonl"
-        lines = self._file.read_text().splitlines() if self._file.exists() else []
-        self._done = {line["key"]: Outcome(**line["outcome"]) for line in map(jsonlib.loads, lines)}
+        self.out, self._done = out, Kept(out / "done.jsonl", Outcome)
 
     def outcome(self, experiment: Experiment, number: int, seed: int) -> Outcome:
         """Returns the result of a method, given by its number in the experiment."""
         key = f"{experiment.path.stem}; {experiment.methods[number].name}; seed {seed}"
         if key not in self._done:
-            self._done[key] = self._run(experiment, number, seed)
-            with self._file.open("a") as file:
-                file.write(jsonlib.dumps({"key": key, "outcome": asdict(self._done[key])}) + "\n")
-            found = self._done[key]
+            self._done.keep(key, found := self._run(experiment, number, seed))
             print(f"{key}: {math.exp(found.loss):.5g}, 1/{1 / found.share:.1f}", file=sys.stderr, flush=True)
         return self._done[key]
 

@@ -8,12 +8,11 @@ once per seed.
 
 from __future__ import annotations
 
-import json as jsonlib
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
@@ -33,6 +32,7 @@ from fairseq_async.simulation.experiment import Experiment, Method  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402
 from fairseq_async.simulation.workers import SharedModel  # noqa: E402
 from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
+from scripts.bench.kept import Kept  # noqa: E402
 from scripts.bench.report import Report, perplexity  # noqa: E402
 from scripts.bench.staleness import NoGradients  # noqa: E402
 
@@ -75,12 +75,7 @@ class Bench:
     """Runs methods of an experiment; keeps results in the file ``cache``, and reads them from there."""
 
     def __init__(self, experiment: Experiment, cache: Path) -> None:
-        self.experiment, self.cache = experiment, cache
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        lines = cache.read_text().splitlines() if cache.exists() else []
-        self._done: dict[str, Outcome] = {}
-        for line in map(jsonlib.loads, lines):
-            self._done[line["key"]] = Outcome(**line["outcome"])
+        self.experiment, self._done = experiment, Kept(cache, Outcome)
 
     def run_missing(self, wanted: Sequence[Wanted], processes: int) -> None:
         """Runs those of the wanted runs that have no result yet, in this number of processes."""
@@ -104,9 +99,7 @@ class Bench:
         return f"{where}; {method.name}; seed {seed}; lr {lr:g}"
 
     def _keep(self, key: str, outcome: Outcome) -> None:
-        self._done[key] = outcome
-        with self.cache.open("a") as file:
-            file.write(jsonlib.dumps({"key": key, "outcome": asdict(outcome)}) + "\n")
+        self._done.keep(key, outcome)
         print(f"{key}: {perplexity(outcome.loss):.5g} in {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
 
     def run(self, method: Method, cluster: str, seed: int, lr: float) -> Outcome:

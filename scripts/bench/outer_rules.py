@@ -11,12 +11,11 @@ kept, and these are not run again.
 
 from __future__ import annotations
 
-import json as jsonlib
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
@@ -40,6 +39,7 @@ from fairseq_async.simulation.schedule import LearningRate  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402
 from fairseq_async.simulation.workers import SharedModel  # noqa: E402
 from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
+from scripts.bench.kept import Kept  # noqa: E402
 from scripts.bench.report import Report, perplexity  # noqa: E402
 
 PLAIN = "SGD"  # the rule without momentum, which others have to beat
@@ -83,11 +83,8 @@ class Bench:
     def __init__(self, experiment: Experiment, out: Path, grace: float) -> None:
         self.experiment, self.out, self.grace = experiment, out, grace
         self.methods = {method.name: method for method in experiment.methods}
-        out.mkdir(parents=True, exist_ok=True)
         of_grace = "" if grace == GRACE else f"_grace_{grace:g}"  # results of one are none of another
-        self._file = out / f"{experiment.path.stem}{of_grace}.jsonl"
-        lines = self._file.read_text().splitlines() if self._file.exists() else []
-        self.done = {line["key"]: Outcome(**line["outcome"]) for line in map(jsonlib.loads, lines)}
+        self.done = Kept(out / f"{experiment.path.stem}{of_grace}.jsonl", Outcome)
 
     def compare(self, seeds: Sequence[int], rates: Sequence[float], kinds: Sequence[str], processes: int) -> None:
         """Runs what has no result yet, one cluster and scheduling after another, in this number of processes."""
@@ -157,9 +154,7 @@ class Bench:
         return model.flat.clone()
 
     def _keep(self, run: Run, outcome: Outcome) -> None:
-        self.done[run.key] = outcome
-        with self._file.open("a") as file:
-            file.write(jsonlib.dumps({"key": run.key, "outcome": asdict(outcome)}) + "\n")
+        self.done.keep(run.key, outcome)
         print(f"{run.key}: {perplexity(outcome.loss):.5g} in {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
 
 

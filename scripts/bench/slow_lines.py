@@ -34,6 +34,7 @@ from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
 from fairseq_async.server.process import ServerProcess  # noqa: E402
 from fairseq_async.server.run_files.events import Event  # noqa: E402
 from recipes.steps import RecipeError, environment  # noqa: E402
+from scripts.bench.kept import Kept  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.bench.slow_line_worker import WORKERS, Curve, Job  # noqa: E402
 from scripts.faults.hosts import Cable, Host, other_host  # noqa: E402
@@ -88,10 +89,6 @@ class Run:
     exchange: float
     load: float
 
-    @classmethod
-    def from_json(cls, given: dict[str, Any]) -> Run:
-        return cls(**given | {"points": [Point(**point) for point in given["points"]]})
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -99,10 +96,6 @@ class Pair:
 
     plain: Run
     coded: Run
-
-    @classmethod
-    def from_json(cls, given: dict[str, Any]) -> Pair:
-        return cls(Run.from_json(given["plain"]), Run.from_json(given["coded"]))
 
     def reached(self) -> tuple[Point | None, Point | None]:
         """Returns the first point of each run at the last loss of the fp32 run, or None if it is not reached."""
@@ -150,8 +143,8 @@ class Bench:
         self.data, self.out = data, out
         self.rounds, self.local_steps, self.longer = rounds, local_steps, longer
         self.seeds, self.rates = range(1, seeds + 1), sorted(rates)
-        self._pairs = Kept(out / "pairs.jsonl")
-        self._losses = Kept(out / "losses.jsonl")
+        self._pairs = Kept(out / "pairs.jsonl", Pair)
+        self._losses = Kept(out / "losses.jsonl", float)
 
     def pairs(self, mbit: float, codec: str) -> list[Pair]:
         """Returns, for each seed, the pair of a run in fp32 and one with the codec."""
@@ -160,9 +153,8 @@ class Bench:
         for seed in self.seeds:
             key = f"{mbit:g} Mbit/s; {codec}; {self._length(codec)}; outer rates {plain:g}, {coded:g}; seed {seed}"
             if key not in self._pairs:
-                made = Pair(self._run(mbit, FP32, seed, plain), self._run(mbit, codec, seed, coded))
-                self._pairs.keep(key, asdict(made))
-            found.append(Pair.from_json(self._pairs[key]))
+                self._pairs.keep(key, Pair(self._run(mbit, FP32, seed, plain), self._run(mbit, codec, seed, coded)))
+            found.append(self._pairs[key])
             print(f"{key}: {found[-1].sooner:.3g} times sooner", file=sys.stderr, flush=True)
         return found
 
@@ -179,7 +171,7 @@ class Bench:
         if key not in self._losses:
             self._losses.keep(key, self._run(UNLIMITED, name, seed, rate, self.rounds).points[-1].loss)
             print(f"{key}: loss {self._losses[key]:.4g}", file=sys.stderr, flush=True)
-        return float(self._losses[key])
+        return self._losses[key]
 
     def _length(self, name: str) -> str:
         return f"{self._rounds(name)} rounds of {self.local_steps}"
@@ -202,27 +194,6 @@ class Bench:
         curve = Curve(**jsonlib.loads((directory / "curve.json").read_text()))
         events = [Event.from_json(line) for line in (directory / "events.jsonl").read_bytes().splitlines()]
         return Run(points_of(curve, events), exchange_of(events), load)
-
-
-class Kept:
-    """Results by key, in a file with a line for each, which is read at the start."""
-
-    def __init__(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._file = file
-        lines = map(jsonlib.loads, file.read_text().splitlines() if file.exists() else [])
-        self._results = {line["key"]: line["result"] for line in lines}
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._results
-
-    def __getitem__(self, key: str) -> Any:
-        return self._results[key]
-
-    def keep(self, key: str, result: Any) -> None:
-        self._results[key] = result
-        with self._file.open("a") as file:
-            file.write(jsonlib.dumps({"key": key, "result": result}) + "\n")
 
 
 def _cable(mbit: float) -> Cable:

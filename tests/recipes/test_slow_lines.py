@@ -7,8 +7,9 @@ import pytest
 
 from fairseq_async.server import Status
 from fairseq_async.server.run_files.events import Event
+from scripts.bench.kept import Kept
 from scripts.bench.slow_line_worker import Curve
-from scripts.bench.slow_lines import Bench, Kept, Pair, Point, Run, exchange_of, first_at, losses, points_of, row
+from scripts.bench.slow_lines import Bench, Pair, Point, Run, exchange_of, first_at, losses, points_of, row
 
 
 def event(time: float, worker: int, version: int, sent: int, received: int, waited: float = 0.0) -> Event:
@@ -76,7 +77,7 @@ def test_a_codec_that_never_comes_to_the_loss_is_no_time_sooner() -> None:
 def test_of_several_rates_each_side_has_the_best_by_the_mean_of_the_seeds(tmp_path: Path) -> None:
     """Of one seed 0.5 is best in fp32, of both 1 is; what is kept is read again."""
     made = {("fp32", 0.5): (6.0, 7.5), ("fp32", 1.0): (6.5, 6.5), ("topk", 0.5): (7.0, 7.0), ("topk", 1.0): (7.0, 7.2)}
-    kept = Kept(tmp_path / "losses.jsonl")
+    kept = Kept(tmp_path / "losses.jsonl", float)
     for (name, rate), seeds in made.items():
         for seed, loss in enumerate(seeds, start=1):
             kept.keep(f"{name}; 12 rounds of 10; outer rate {rate:g}; seed {seed}", loss)
