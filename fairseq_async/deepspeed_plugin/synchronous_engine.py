@@ -10,7 +10,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from fairseq_async.collective.agreement import check_equal
 from fairseq_async.config import AdaScaleOptions, AdasumOptions
 from fairseq_async.deepspeed_plugin import tensors
-from fairseq_async.deepspeed_plugin.compat import check_overflow_always, count_step, lower_loss_scale, may_overflow
+from fairseq_async.deepspeed_plugin.compat import (
+    check_overflow_always,
+    count_step,
+    lower_loss_scale,
+    may_overflow,
+    refresh_masters,
+)
 from fairseq_async.deepspeed_plugin.engine import ClientState
 from fairseq_async.environment import WORKER
 from fairseq_async.errors import AsyncError, ConfigurationError
@@ -67,10 +73,20 @@ class SynchronousEngine(DeepSpeedEngine):
 
     @errors_in_one_line()
     def load_checkpoint(
-        self, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[str | None, ClientState]:
         """Loads as DeepSpeed does, then checks that all ranks have the same parameters."""
-        loaded: tuple[str | None, ClientState] = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        loaded: tuple[str | None, ClientState] = super().load_checkpoint(
+            load_dir, tag, load_module_strict, load_optimizer_states, *args, **kwargs
+        )
+        if not load_optimizer_states:
+            refresh_masters(self)
         self._check_equal()
         return loaded
 

@@ -34,6 +34,7 @@ def zero(stage: int) -> dict[str, Any]:
 BF16 = {"bf16": {"enabled": True}}
 FLOAT16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 ADASUM, ADASCALE = {"method": "adasum"}, {"method": "adascale"}
+HALF_CASES = ("half", "half_weights")
 LONG = ADASCALE | {"total_steps": 24}
 CASES: dict[str, dict[str, Any]] = {
     **{f"gradient_{stage}": {"config": configured(ADASUM, **zero(stage))} for stage in (0, 1, 2)},
@@ -47,6 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
     "differ": {"config": configured(ADASUM), "differ": True},
     "straight": {"config": configured(ADASUM, ADAM, **zero(1)), "save_at": 4},
     "resumed": {"config": configured(ADASUM, ADAM, **zero(1)), "load": "straight"},
+    "half": {"config": configured(ADASUM | {"total_steps": 8}, ADAM, **BF16), "save_at": 8},
+    "half_weights": {"config": configured(ADASUM | {"total_steps": 9}, ADAM, **BF16), "load": "half", "weights": True},
     "from_nothing": {"config": configured(ADASUM), "load": "no such directory"},
     **{f"adascale_{stage}": {"config": configured(LONG, **zero(stage))} for stage in (0, 1, 2)},
     "adascale_accumulated": {"config": configured(LONG, gradient_accumulation_steps=2, **zero(2))},
@@ -170,6 +173,14 @@ def test_the_combined_step_is_clipped(results: Any) -> None:
 def test_every_sample_is_drawn_by_one_rank(results: Any) -> None:
     drawn = torch.cat([x[:, 0] for rank in results("accumulated") for x, _ in rank["drawn"][:8]])
     assert len(set(drawn.tolist())) == len(drawn) == 64
+
+
+def test_a_checkpoint_loaded_without_its_optimizer_gives_its_weights_in_bf16_too(results: Any) -> None:
+    """The fp32 masters, which a step writes into the model, are not in what is loaded."""
+    saved, after = (torch.cat([v.flatten() for v in results(name)[0]["model"].values()]) for name in HALF_CASES)
+    torch.manual_seed(1)
+    first = torch.cat([parameter.flatten() for parameter in network().parameters()])
+    assert 0 < (after - saved).norm() < 0.3 * (saved - first).norm()
 
 
 def test_bf16_learns(results: Any) -> None:

@@ -1,7 +1,7 @@
 """A DeepSpeed script of two ranks that trains one case after the other, since its start takes longest.
 
 ``deepspeed --num_accelerators 2 deepspeed_ranks.py CASES.json``: a case is {"name", "config", "save_at", "load",
-"only", "nan", "differ", "sparse"}. What a rank has seen and come to is NAME-RANK.pt beside the file of cases; an error,
+"only", "weights", "nan", "differ", "sparse"}. What a rank has seen and come to is NAME-RANK.pt beside the file of cases; an error,
 its one line.
 """
 
@@ -54,7 +54,8 @@ def train(case: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
         model=model, model_parameters=model.parameters(), training_data=data(), config=case["config"]
     )
     if "load" in case:
-        engine.load_checkpoint(str(folder / case["load"]), load_module_only=case.get("only", False))
+        what = {"load_module_only": case.get("only", False), "load_optimizer_states": not case.get("weights")}
+        engine.load_checkpoint(str(folder / case["load"]), **what)
     dtype, drawn, seen = next(engine.module.parameters()).dtype, [], []
     for x, y in loader:
         drawn.append((x, y))
