@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,7 +82,7 @@ class AdasumEngine(SynchronousEngine):
 
     @errors_in_one_line()
     def load_checkpoint(
-        self, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
+        self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any
     ) -> tuple[str | None, ClientState]:
         """Loads this rank's checkpoint; a rank without one starts with rank 0's optimizer state. Where there is no
         checkpoint, all ranks begin anew, as with DeepSpeed."""

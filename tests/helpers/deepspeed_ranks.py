@@ -1,8 +1,8 @@
 """A DeepSpeed script of two ranks that trains one case after the other, since its start takes longest.
 
 ``deepspeed --num_accelerators 2 deepspeed_ranks.py CASES.json``: a case is {"name", "config", "save_at", "load",
-"only", "weights", "nan", "differ", "sparse"}. What a rank has seen and come to is NAME-RANK.pt beside the file of cases; an error,
-its one line.
+"only", "weights", "nan", "differ", "sparse"}. What a rank has seen and come to is NAME-RANK.pt beside the file of
+cases; an error, its one line.
 """
 
 import argparse
