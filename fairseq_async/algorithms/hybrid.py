@@ -69,6 +69,7 @@ class HybridAccumulation:
         self._tensors = self._optimized if tensors is None else tensors
         self.norm_of_all: Callable[[Tensor], Tensor] = _as_it_is
         self.mean: Tensor | None = None
+        self._has_gradients = False  # whether the tensors' gradients are parts of the mean
         self.weight = 0.0
         self.count = 0
         self._left = 0  # gradients left by a state without partial steps: the first step takes them too
@@ -126,13 +127,16 @@ class HybridAccumulation:
         self.weight, self.count = state["weight"], state["count"]
         self._left = self.count if self.partial_steps else 0
         if state["mean"] is not None:
-            self._accumulator(state["mean"]).copy_(state["mean"])
+            self.mean = torch.empty_like(state["mean"]) if self.mean is None else self.mean
+            self.mean.copy_(state["mean"])
 
     def _accumulator(self, parameters: Tensor) -> Tensor:
         if self.mean is None:
             self.mean = torch.zeros_like(parameters, requires_grad=False)
+        if not self._has_gradients:
+            begin, self._has_gradients = parameters.storage_offset(), True
             for tensor in (*self._optimized, *self._tensors):  # each gradient lies where its parameter lies
-                tensor.grad = self.mean.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                tensor.grad = self.mean.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - begin)
         return self.mean
 
     def _step(self, mean: Tensor, norm: Tensor | None) -> float:

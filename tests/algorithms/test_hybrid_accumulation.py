@@ -65,6 +65,17 @@ def test_in_pieces_a_step_is_the_whole_models_to_the_bit(make: Any) -> None:
         assert torch.equal(ours, torch.cat([parameter.data for parameter in plain]))
 
 
+def test_parameters_may_be_a_part_of_a_longer_vector() -> None:
+    whole, second = torch.zeros(5), torch.zeros(5)
+    rule = HybridAccumulation(sgd(whole[2:]), updates_per_step=2)
+    rule.apply(whole[2:], update([2.0, 4.0, 6.0]))
+    again = HybridAccumulation(sgd(second[2:]), updates_per_step=2)
+    again.load_state_dict(rule.state_dict())
+    for parameters, accumulation in ((whole, rule), (second, again)):
+        accumulation.apply(parameters[2:], update([0.0, 0.0, 2.0]))
+        assert parameters.tolist() == [0.0, 0.0, -1.0, -2.0, -4.0]
+
+
 def test_nothing_of_one_step_is_left_in_the_next() -> None:
     parameters = torch.zeros(1)
     rule = HybridAccumulation(sgd(parameters), updates_per_step=2)
