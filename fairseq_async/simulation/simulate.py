@@ -142,9 +142,12 @@ class Simulator:
         self.model.live_in(self.model.flat)
 
     def _build(self, pair: Pair, start: Tensor, write: Write) -> SimulatedRun:
-        shards = shard_sizes(self.model.problem.samples, pair.cluster.workers)
-        self.model.order = ShardOrder(shards, self.experiment.seed)
+        self._divide_data(pair.cluster.workers)
         return simulated_run(self.experiment, pair.method, pair.cluster, self.model, start, write)
+
+    def _divide_data(self, workers: int) -> None:
+        """Gives each worker its part of the data."""
+        self.model.order = ShardOrder(shard_sizes(self.model.problem.samples, workers), self.experiment.seed)
 
     def _claim_out(self) -> None:
         try:
@@ -168,6 +171,7 @@ class Simulator:
             options = self.experiment.optimizer
             schedule = ScheduleOptions(warmup=self.experiment.schedule.warmup)
             rate = LearningRate(schedule, wanted.lr or options.lr, wanted.steps)
+            self._divide_data(1)  # a trial that was built has left its workers' parts
             self.model.pretrain(options, rate, wanted.steps)
             self.progress.remove_task(task)
         start = self.model.flat.clone()

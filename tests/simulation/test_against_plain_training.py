@@ -130,6 +130,15 @@ def test_pretraining_has_its_own_learning_rate_or_that_of_the_optimizer(tmp_path
     torch.testing.assert_close(twice, 2 * usual, rtol=1e-4, atol=1e-6)
 
 
+def test_pretraining_sees_the_whole_data_set_however_many_workers_follow(tmp_path: Path) -> None:
+    starts = []
+    for workers in (1, 4):
+        given = experiment(tmp_path, ALONE["hybrid"], cluster={"workers": workers}, steps=1, pretraining={"steps": 9})
+        Simulator(given, tmp_path / str(workers), resume=False).run()
+        starts.append(torch.load(tmp_path / str(workers) / "start.pt", weights_only=True))
+    assert torch.equal(*starts)
+
+
 @pytest.mark.parametrize("smoothing", [None, 0.5])
 def test_adascales_gain_is_that_of_the_ranks_gradients(tmp_path: Path, smoothing: float | None) -> None:
     log, options = Log(), {} if smoothing is None else {"smoothing": smoothing}
