@@ -19,6 +19,7 @@ JsonObject = dict[str, JsonValue]
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _OF_REGIONS = "of_regions"
 MOST_LOCAL_STEPS = 1 << 20  # that a region reports in one message; after a long absence, later messages have the rest
+GRACE_SHARE = 0.5  # of a worker's step, for which a step that closes early waits for another gradient by default
 
 
 @with_config(_STRICT)
@@ -85,7 +86,7 @@ class MethodSpec:
     barrier: int = 0
     closes_early: bool = False
     grace_seconds: float | None = None
-    grace_share: float = 0.5
+    grace_share: float = GRACE_SHARE
     look_ahead: float | None = 0.0
     quorum: int = 0
     counts_in_rounds: bool = False  # the value of older recordings, which do not have this field

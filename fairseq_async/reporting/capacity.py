@@ -1,7 +1,7 @@
 """``fairseq-async capacity``: how many workers one server can serve, from the times that a run has measured."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
 from pathlib import Path
@@ -74,7 +74,7 @@ def measure(run_dir: Path, compress: str = "") -> Measured:
     cycles = list(chain.from_iterable(of_workers))
     if len(cycles) < _FEWEST:
         raise ConfigurationError(f"{run_dir}: {len(events)} updates are too few to measure costs by")
-    exchange, gap = median(each.exchange for each in cycles), median(each.gap - each.held for each in cycles)
+    exchange, gap = _typical(cycles, lambda c: c.exchange), _typical(cycles, lambda c: c.gap - c.held)
     served = _uninterrupted(cycles)
     server = max(fmean(served), _LEAST)  # the mean, since all of the server's time counts
     layout = description.layout
@@ -83,7 +83,7 @@ def measure(run_dir: Path, compress: str = "") -> Measured:
     shards = description.shards  # each had its part of the server's time
     step, unsharded = max(gap - exchange, _LEAST), exchange + (shards - 1) * server
     costs = Costs(step, unsharded, shards * server, layout.size, push=push, pull=pull, shards=shards)
-    rate = sum(1 / max(_LEAST, median(cycle.gap for cycle in each)) for each in of_workers if each)
+    rate = sum(1 / max(_LEAST, _typical(each, lambda c: c.gap)) for each in of_workers if each)
     return Measured(costs, tuple(each[0].worker for each in own), rate, sent, pstdev(served) / server)
 
 
@@ -112,6 +112,15 @@ def _stepping(events: Sequence[Event], closes_early: bool) -> set[tuple[int, int
         return {(event.worker, event.sequence) for event in events if not event.held_seconds}
     versions = [0, *(event.version_after for event in events)]
     return {(e.worker, e.sequence) for e, before in zip(events, versions, strict=False) if e.version_after > before}
+
+
+def _typical(cycles: Sequence[_Cycle], seconds: Callable[[_Cycle], float]) -> float:
+    """Returns the mean of so many cycles, each as long as the median of its kind: with a step of the server or without.
+
+    A median of all would be of the more frequent kind alone, and a mean of all have the seconds of interruptions.
+    """
+    kinds = [[seconds(cycle) for cycle in cycles if cycle.steps is steps] for steps in (False, True)]
+    return sum(len(kind) * median(kind) for kind in kinds if kind) / len(cycles)
 
 
 def _uninterrupted(cycles: Sequence[_Cycle]) -> list[float]:

@@ -7,6 +7,7 @@ from statistics import fmean
 from rich import box
 from rich.table import Table
 
+from fairseq_async.method_spec import GRACE_SHARE
 from fairseq_async.simulation.cluster import WIDEST, Cluster, Distribution, Speed
 from fairseq_async.simulation.costs import Costs
 from fairseq_async.simulation.server_queue import Exchanges, Load, ServerQueue
@@ -74,6 +75,10 @@ class Sizing:
         load = self._simulate(gradients, Exchanges())
         return Row(shards, load, self._fewest(local_sgd, (1,), 0), self._fewest(local_sgd, _FRAGMENTS, _AHEAD))
 
+    def with_steps_that_close(self, shards: int) -> Load:
+        """Returns the load of gradients at every step where those that come at about the same time make a step."""
+        return self._simulate(replace(self.gradients, shards=shards), Exchanges(close_within=GRACE_SHARE))
+
     def _simulate(self, costs: Costs, exchanges: Exchanges) -> Load:
         spread = min(WIDEST, self.server_spread)
         served = Distribution(distribution="lognormal", mean=costs.server, spread=spread)
@@ -113,6 +118,8 @@ def answer(sizing: Sizing, shards: Sequence[int], where: str) -> Iterator[str | 
     rows, budget = sizing.rows(shards), sizing.at_most_waiting
     yield _table(rows, f"{where}: waiting {budget:.0%} at most")
     yield f"{where}: {_gradients(sizing, rows)}; {_local_sgd(rows)}."
+    if sizing.cluster.workers > 1:
+        yield _closing_steps(sizing, _chosen(sizing, rows))
     if any(row.shards > 1 for row in rows):
         yield _APART if sizing.gradients.apart else _HERE
 
@@ -136,13 +143,27 @@ def _table(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
+def _chosen(sizing: Sizing, rows: Sequence[Row]) -> Row:
+    """Returns the row with the fewest shards with which gradients wait little enough; the last one if none does."""
+    return next((row for row in rows if row.gradients.waiting <= sizing.at_most_waiting), rows[-1])
+
+
 def _gradients(sizing: Sizing, rows: Sequence[Row]) -> str:
-    for row in rows:
-        if row.gradients.waiting <= sizing.at_most_waiting:
-            return f"gradients at every step need {_shards(row.shards)} ({row.gradients.waiting:.1%} waiting)"
-    most = rows[-1]
-    return f"gradients at every step wait {most.gradients.waiting:.0%} even with {_shards(most.shards)}, for " + (
-        _bottleneck(sizing, most)
+    row = _chosen(sizing, rows)
+    if row.gradients.waiting <= sizing.at_most_waiting:
+        return f"gradients at every step need {_shards(row.shards)} ({row.gradients.waiting:.1%} waiting)"
+    return f"gradients at every step wait {row.gradients.waiting:.0%} even with {_shards(row.shards)}, for " + (
+        _bottleneck(sizing, row)
+    )
+
+
+def _closing_steps(sizing: Sizing, row: Row) -> str:
+    """Says what the default method, whose gradients wait for each other, adds to a row's waiting."""
+    load = sizing.with_steps_that_close(row.shards)
+    return (
+        "These gradients are those of plain asynchronous SGD. By default workers of about equal speed step together, "
+        f"and wait for each other: {load.waiting:.0%} waiting, {load.updates_per_second:,.4g} updates/s, staleness "
+        f"{load.staleness:,.1f} in place of {row.gradients.staleness:,.1f}, on {_shards(row.shards)}."
     )
 
 

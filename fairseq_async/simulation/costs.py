@@ -72,7 +72,7 @@ class Costs:
     def exchanging(self) -> float:
         """Seconds of an exchange of a single worker."""
         sent = self.pushing + self.pulling + self.ways * self.latency
-        return self.exchange - self.server + self.server / self.shards + sent
+        return max(0.0, self.exchange - self.server) + self.server / self.shards + sent
 
     @property
     def busiest(self) -> float:

@@ -101,6 +101,25 @@ class _Station:
 
 
 @dataclass
+class _Cycles:
+    """A worker's whole cycles: each is a wait, and the computing of the next update. It does not matter where in one of
+    them the counting begins and ends."""
+
+    count: int = 0
+    waiting: float = 0.0
+    computing: float = 0.0
+
+    def add(self, waiting: float, computing: float) -> None:
+        self.count += 1
+        self.waiting += waiting
+        self.computing += computing
+
+    @property
+    def seconds(self) -> float:
+        return self.waiting + self.computing
+
+
+@dataclass
 class _Worker:
     """A worker between its events.
 
@@ -109,6 +128,8 @@ class _Worker:
         base: version of the parameters that the worker has.
         computed: when its last update was computed.
         meanwhile: seconds of the steps that it takes while that update is exchanged.
+        cycles: its cycles since the warm-up, or before it if none has begun since, as with very long steps.
+        counts_anew: whether the next cycle is the first since the warm-up, or since the beginning.
     """
 
     speed: Speed
@@ -116,16 +137,8 @@ class _Worker:
     base: int = 0
     computed: float = 0.0
     meanwhile: float = 0.0
-
-
-@dataclass
-class _Totals:
-    """The sums over the time after the warm-up."""
-
-    staleness: list[int] = field(default_factory=list)
-    cycles: int = 0
-    computing: float = 0.0
-    waiting: float = 0.0
+    cycles: _Cycles = field(default_factory=_Cycles)
+    counts_anew: bool = True
 
 
 class ServerQueue:
@@ -161,7 +174,7 @@ class ServerQueue:
         self._deadline = -1.0
         self._taken = self._services = self._version = self._published = 0
         self._steps_end: deque[float] = deque()  # for versions that are not published yet
-        self._totals = _Totals()
+        self._staleness: list[int] = []
 
     def run(self, updates: int | None = None) -> Load:
         """Simulates so many updates, by default until rates are steady, and returns the load."""
@@ -172,20 +185,21 @@ class ServerQueue:
             self._begin(worker, 0.0)
         stations = (self._processor, self._incoming, self._outgoing)
         self._advance(round(_WARM_UP * whole))
-        self._totals = _Totals()
+        self._staleness = []
+        for each in self._workers:
+            each.counts_anew = True
         for station in stations:
             station.busy, station.served = 0.0, 0
         self._advance(whole)
-        totals, stale = self._totals, sorted(self._totals.staleness)
-        # Little's law: whole cycles are counted, so that it does not matter where in one the counting begins and ends
-        rate = len(self._workers) * totals.cycles / (totals.waiting + totals.computing)
+        stale, cycles = sorted(self._staleness), [worker.cycles for worker in self._workers]
+        rate = sum(each.count / each.seconds for each in cycles)
         server, incoming, outgoing = (min(1.0, station.mean * rate) for station in stations)
         return Load(
             updates_per_second=rate,
             steps_per_second=rate * self.exchanges.between,
             staleness=fmean(stale),
             staleness_95=stale[int(0.95 * (len(stale) - 1))],
-            waiting=totals.waiting / (totals.waiting + totals.computing),
+            waiting=fmean(each.waiting / each.seconds for each in cycles),
             server=server,
             incoming=incoming,
             outgoing=outgoing,
@@ -213,9 +227,9 @@ class ServerQueue:
         ready = worker.computed + worker.meanwhile
         begins, rest = max(at, ready), exchanges.between - (exchanges.delay if worker.steps else 0)
         seconds = self._compute(worker, rest)
-        self._totals.cycles += 1
-        self._totals.waiting += begins - ready
-        self._totals.computing += worker.meanwhile + seconds
+        if worker.counts_anew:
+            worker.counts_anew, worker.cycles = False, _Cycles()
+        worker.cycles.add(begins - ready, worker.meanwhile + seconds)
         worker.computed = begins + seconds
         worker.meanwhile = self._compute(worker, exchanges.delay)
         latencies = (self.costs.ways - 1) * self.costs.latency
@@ -247,7 +261,7 @@ class ServerQueue:
                 self._deadline = self._near.deadline
                 self._schedule(self._deadline, EventKind.GRACE_ENDS, worker)
             return
-        self._totals.staleness.append(self._version - self._workers[worker].base)
+        self._staleness.append(self._version - self._workers[worker].base)
         ends = self._serve()
         if self._taken % self.exchanges.updates_per_step:
             self._acknowledge(worker)
@@ -262,7 +276,7 @@ class ServerQueue:
     def _close(self, near: NearArrivals) -> None:
         """Closes a step over the gradients that wait."""
         held, self._held = self._held, []
-        self._totals.staleness += [self._version - self._workers[worker].base for worker in held]
+        self._staleness += [self._version - self._workers[worker].base for worker in held]
         ends = [self._serve() for _ in held][-1]
         self._step(ends)
         near.close()

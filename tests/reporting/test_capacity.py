@@ -31,6 +31,22 @@ def test_costs_are_read_off_a_run(tmp_path: Path) -> None:
     assert found.costs.updates_per_second(2) == pytest.approx(2.0, rel=1e-5)
 
 
+def test_every_nth_update_that_waits_for_a_step_counts_for_its_share(tmp_path: Path) -> None:
+    """N = 4: three updates are answered after a millisecond, the fourth after 41, of which the server takes 40."""
+    run = write_timed_run(tmp_path, workers=1, step=0.02, exchange=0.001, server=0.001, updates=42)
+    at, events = 1e9, [json.loads(line) for line in (run / "events.jsonl").open()]
+    for number, event in enumerate(events):
+        steps = number % 4 == 0  # an event has the times of the exchange before it
+        at += 0.061 if steps else 0.021
+        event |= {"time": at, "version_after": (number + 1) // 4, "pull_seconds": 0.0}
+        event |= {"push_seconds": 0.041 if steps else 0.001, "server_seconds": 0.04 if steps else 0.001}
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    found = measure(run)
+    assert found.updates_per_second == pytest.approx(4 / (0.061 + 3 * 0.021), rel=0.02)
+    assert found.costs.exchange == pytest.approx(0.011, rel=0.05) and found.costs.step == pytest.approx(0.02, rel=0.02)
+    assert replace(found.costs, shards=8).alone > found.costs.step
+
+
 def test_what_was_held_for_others_is_no_cost(tmp_path: Path) -> None:
     """Two workers of steps that close: the first waits half a second in each for the other."""
     run = write_timed_run(tmp_path, workers=1, step=1.4, exchange=0.1, server=0.05)

@@ -70,6 +70,17 @@ def test_fragments_need_fewer_local_steps() -> None:
     assert row.in_fragments is not None and row.in_fragments.exchanges == Exchanges(2, fragments=2, delay=1)
 
 
+def test_what_the_default_method_waits_for_is_said_beside_plain_asynchronous_sgd() -> None:
+    """With a spread of 30%, 16 workers that step together wait for the slowest of them."""
+    question = {"workers": 16, "parameters": "1e6", "shards": "1"}
+    lines = said(asked(**question, step_seconds="1:0.3"))
+    assert "one server (1.3% waiting)" in lines[0]
+    assert "38% waiting" in lines[1] and "staleness 0.5 in place of 15.0, on one server" in lines[1]
+    equal = said(asked(**question, step_seconds="1"))[1]
+    assert "staleness 0.0 in place of 15.0" in equal
+    assert not any("By default" in line for line in said(asked(**question | {"workers": 1}, step_seconds="1")))
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [

@@ -91,6 +91,13 @@ def test_a_slow_worker_is_stale_and_the_fast_ones_are_not() -> None:
     assert found.staleness == pytest.approx((10 + 1) / 11, rel=0.02)
 
 
+@pytest.mark.parametrize("slowest", [30.0, 300.0, 700.0, 5000.0])
+def test_each_worker_counts_with_its_own_rate_however_slow_it_is(slowest: float) -> None:
+    """Also where it takes longer for a step than the rest of the simulation lasts."""
+    found = queue(3, [1.0, 1.0, slowest], Costs(1.0, 0.0, 1e-9, 1000))
+    assert found.updates_per_second == pytest.approx(2 + 1 / slowest, rel=1e-3)
+
+
 def test_only_the_sender_of_a_steps_last_gradient_waits_for_it() -> None:
     """Four workers at once, N = 4, a second each and 0.1 s in the server: the fourth has its answer after 0.4 s."""
     found = queue(4, 1.0, Costs(1.0, 0.1, 0.1, 1000), exchanges=Exchanges(updates_per_step=4))
