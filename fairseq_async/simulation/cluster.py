@@ -165,6 +165,8 @@ class Cluster(_Strict):
             raise ValueError(f"regions is {self.regions}: it does not divide the {self.workers} workers")
         if self.between_regions is not None and self.regions == 1:
             raise ValueError("between_regions needs regions: give their number")
+        if self.between_regions is not None and self.between_regions.server_seconds:
+            raise ValueError("between_regions is the time of a transfer: give server_seconds in exchange")
         for absence in self.absences:
             if absence.worker >= self.workers:
                 raise ValueError(f"absences name worker {absence.worker}; there are {self.workers}, counted from 0")
@@ -214,7 +216,7 @@ class Cluster(_Strict):
 def _located(seconds: Seconds, directory: Path) -> Seconds:
     if not isinstance(seconds, Trace):
         return seconds
-    return Trace(trace=directory / seconds.trace.expanduser(), worker=seconds.worker)
+    return seconds.model_copy(update={"trace": directory / seconds.trace.expanduser()})
 
 
 class Speed:
@@ -266,6 +268,8 @@ def read_trace(given: Trace) -> tuple[float, ...]:
     """
     from fairseq_async.server.run_files.events import read_events  # imports torch: slow where a file has a mistake
 
+    if given.trace.suffix != ".jsonl" and "worker" in given.model_fields_set:
+        raise ConfigurationError(f"trace {given.trace}: a file of numbers is of one worker: leave worker out")
     try:
         if given.trace.suffix == ".jsonl":
             given.trace.stat()  # a log that does not exist would read as an empty one

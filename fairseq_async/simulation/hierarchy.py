@@ -21,7 +21,7 @@ from fairseq_async.simulation.trial import Trial, Write
 from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.shards import ShardOrder
 
-_OF_REGIONS = 1_000_003  # difference between the seeds of two regions, whose speeds and choices then differ
+_OF_REGIONS = 1_000_003  # difference between the seeds of two regions, whose choices then differ
 
 
 @dataclass(frozen=True, order=True)
@@ -88,7 +88,8 @@ class Hierarchy:
 
     Each region is a :class:`Trial` of its own, on its part of the shards, with its part of the steps. Its parameters
     are merged with the global ones as :class:`~fairseq_async.algorithms.Region` says. A message takes the time of an
-    exchange between regions, and nobody waits for it. The run is over when the last drift has arrived.
+    exchange with the first region, where the global server is, and nobody waits for it. The run is over when the last
+    drift has arrived.
 
     Args:
         above: the global server. The other arguments are those of :class:`Trial`; ``method`` is the regions' method.
@@ -112,7 +113,8 @@ class Hierarchy:
         spec = local_sgd_spec(above.options, cluster.regions, [], None, {})
         rule, _ = local_sgd_main.build(spec, model.layout, self.parameters)
         self.server = build_server(spec, rule, self.parameters)
-        self.seconds = cluster.far.transfer(4 * model.layout.size)
+        size, per_region = 4 * model.layout.size, cluster.workers // cluster.regions
+        self.seconds = [cluster.exchange_of(r * per_region).transfer(size) for r in range(cluster.regions)]
         self.now, self._messages, self._number = 0.0, list[Message](), 0
         self.regions = [*self._make_regions(experiment, method, above, start)]
         self.spec = self._description(spec, above)
@@ -125,9 +127,10 @@ class Hierarchy:
             seed = experiment.seed + _OF_REGIONS * number
             own = replace(experiment, head=experiment.head.model_copy(update={"seed": seed}))
             self.model.order = order = OrderOfRegion(whole, size * number, size)
-            trial = Trial(own, method, self.cluster.region(number), self.model, start, self._writer(number))
+            first, part = size * number, self.cluster.region(number)
+            trial = Trial(own, method, part, self.model, start, self._writer(number), first)
             merging = Region(trial.parameters, above.updates, above.merge)
-            yield RegionalServer(number, trial, merging, order, size * number)
+            yield RegionalServer(number, trial, merging, order, first)
         self.model.order = whole
 
     def _description(self, spec: MethodSpec, above: GlobalServer) -> MethodSpec:
@@ -206,7 +209,7 @@ class Hierarchy:
             self._send(region.number, drift, region.version, steps)
 
     def _send(self, region: int, values: Tensor, version: int, steps: int | None = None) -> None:
-        message = Message(self.now + self.seconds, self._number, region, values, version, steps)
+        message = Message(self.now + self.seconds[region], self._number, region, values, version, steps)
         self._number += 1
         heapq.heappush(self._messages, message)
 

@@ -64,6 +64,7 @@ def build_method(
     if isinstance(options, GsSGDOptions):
         return _gs_sgd(options, method, experiment, workers, parameters, inner)
     assert isinstance(options, HybridOptions)
+    options = options.model_copy(update={"seed": experiment.seed})
     # as in a real run, the schedule counts the server's steps, whatever the number of gradients in one
     steps = max(1, experiment.steps * workers // (options.updates_per_step or workers))
     rate = LearningRate(experiment.schedule, method.optimizer.lr, steps)

@@ -27,7 +27,7 @@ class LearningRate:
     def __call__(self, progress: float) -> float:
         warmup = self.options.warmup
         if progress < warmup:
-            return self.lr * (progress + 1) / warmup
+            return self.lr * min(1.0, (progress + 1) / warmup)  # progress may lie between two steps
         match self.options.type:
             case "cosine":
                 share = min(1.0, (progress - warmup) / max(1, self.steps - warmup))

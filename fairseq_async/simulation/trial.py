@@ -44,13 +44,21 @@ class Trial:
         model: shared with other trials.
         start: the parameters with which this trial begins.
         write: takes virtual time, receipt, report and further fields of each settled update.
+        first: number of the first worker among the workers of all regions.
     """
 
     def __init__(
-        self, experiment: Experiment, method: Method, cluster: Cluster, model: SharedModel, start: Tensor, write: Write
+        self,
+        experiment: Experiment,
+        method: Method,
+        cluster: Cluster,
+        model: SharedModel,
+        start: Tensor,
+        write: Write,
+        first: int = 0,
     ) -> None:
         self.cluster, self.model, self.write, self.method = cluster, model, write, method
-        self.seconds = [Speed(cluster.seconds_of(w), w, experiment.seed) for w in range(cluster.workers)]
+        self.seconds = [Speed(cluster.seconds_of(w), first + w, model.seed) for w in range(cluster.workers)]
         self.presence = [Presence(cluster.absences, w) for w in range(cluster.workers)]
         self.rate = LearningRate(experiment.schedule, method.optimizer.lr, experiment.steps)
         self.parameters = start.clone()
@@ -63,7 +71,7 @@ class Trial:
         self.sketched, self.starts = built.sketched, compressed_starts(self.spec, model.layout)
         self.exchanges = [cluster.exchange_of(worker) for worker in range(cluster.workers)]
         self.clock = Clock()
-        self.workers = [LogicalWorker(w, torch.zeros_like(start)) for w in range(cluster.workers)]
+        self.workers = [LogicalWorker(w, torch.zeros_like(start), number=first + w) for w in range(cluster.workers)]
         self.line_ends = 0.0  # when the server will have processed the updates that stand in line
         self.answers_at = 0.0  # when the server answers the update that it processes
         self.grace_ends = -inf  # the end of the last grace period that was put on the clock

@@ -64,6 +64,7 @@ class LogicalWorker:
         report: the report that goes with its next update.
         compressor: the compressor of its updates; None where they are sent in fp32.
         streamed: its parameters between two exchanges, where fragments are exchanged.
+        number: its number among the workers of all regions.
     """
 
     id: int
@@ -78,6 +79,7 @@ class LogicalWorker:
     report: Report = field(default_factory=Report)
     compressor: Compressor | None = None
     streamed: StreamedParameters | None = None
+    number: int = 0
 
     def compress(self) -> None:
         """Replaces ``delta`` by what the server will decode from its bytes, and reports their number."""
@@ -193,7 +195,7 @@ class SharedModel:
         return fmean(losses[-max(1, steps // 10) :])
 
     def _loss(self, worker: LogicalWorker, shard: int, number: int, step: int) -> tuple[Tensor, float]:
-        own = ((self.seed * 1009 + worker.id) * 1_000_003 + worker.sequence) * 1009 + step
+        own = ((self.seed * 1009 + worker.number) * 1_000_003 + worker.sequence) * 1009 + step
         torch.manual_seed(own % SEEDS)
         return self.problem.loss(self.problem.batch(self._samples(shard, number)))
 

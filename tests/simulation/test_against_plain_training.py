@@ -9,7 +9,9 @@ import torch
 
 from fairseq_async.algorithms import AdaScaleGain
 from fairseq_async.server.protocol import Assignment
+from fairseq_async.simulation.experiment import ScheduleOptions
 from fairseq_async.simulation.gaussians import Gaussians
+from fairseq_async.simulation.schedule import LearningRate
 from fairseq_async.simulation.simulate import Simulator
 from fairseq_async.worker.shards import ShardOrder
 from tests.helpers.gaussian_trials import Log, experiment, trial
@@ -111,6 +113,18 @@ def test_the_rate_of_a_local_step_is_that_of_the_runs_progress(tmp_path: Path) -
 
     simulated.model.local_steps(simulated.workers[0], simulated.parameters, work, rate, 0.0)  # type: ignore[arg-type]
     assert asked == [10.0, 12.5, 15.0]
+
+
+def test_a_warm_up_never_goes_beyond_the_peak() -> None:
+    """Between two steps, where a worker with a small shard may be."""
+    rate = LearningRate(ScheduleOptions(warmup=1), lr=0.5, steps=10)
+    assert [rate(progress) for progress in (0.0, 0.4, 0.999, 1.0)] == [0.5, 0.5, 0.5, 0.5]
+
+
+def test_rounding_noise_is_of_the_experiments_seed(tmp_path: Path) -> None:
+    alone = {"cluster": {"workers": 1}}
+    seeds = [trial(tmp_path, ALONE["hybrid"], Log(), seed=seed, **alone).spec.options["seed"] for seed in (1, 2)]
+    assert seeds == [1, 2]
 
 
 def test_pretraining_has_its_own_learning_rate_or_that_of_the_optimizer(tmp_path: Path) -> None:

@@ -60,6 +60,11 @@ def _speed(seconds: Any) -> dict[str, Any]:
             {"cluster": {"workers": 1, "absences": [{"worker": 0, "from": 2}, {"worker": 0, "from": 3, "to": 4}]}},
             "absences of worker 0 overlap at 3",
         ),
+        (
+            {"cluster": {"workers": 2, "regions": 2, "between_regions": {"server_seconds": 1}}},
+            "between_regions is the time of a transfer: give server_seconds in exchange",
+        ),
+        (_speed({"trace": "seconds.txt", "worker": 1}), "a file of numbers is of one worker: leave worker out"),
         ({"target": {}}, 'target: give "loss", or "of"'),
         ({"optimizer": {"betas": [0.9, 1.5]}}, 'optimizer: "betas.1": Input should be less than 1 (it is 1.5)'),
         ({"seed": 1 << 70}, '"seed": Input should be less than'),

@@ -101,8 +101,9 @@ def test_a_simulated_run_is_the_papers_algorithm_in_float64(tmp_path: Path) -> N
 
 
 def test_messages_take_their_time_and_nobody_waits_for_them(tmp_path: Path) -> None:
-    """One worker in each region, two local steps of 1 s: the second update, at 4 s, is sent on, and arrives at 9 s. The
-    third, at 6 s, comes meanwhile, and is in no drift."""
+    """One worker in each region, two local steps of 1 s: the second update, at 4 s, is sent on. The global server is in
+    the first region, whose message is there at once, as is what is left at 6 s. That of the other region arrives at
+    9 s; its third update, at 6 s, comes meanwhile, and is in no drift."""
     cluster = {"workers": 2, "seconds_per_step": 1.0, "regions": 2, "between_regions": FAR}
     log = Log()
     run = simulated(tmp_path, LOCAL | {"global": GLOBAL | {"updates": 2}}, cluster, log)
@@ -111,9 +112,20 @@ def test_messages_take_their_time_and_nobody_waits_for_them(tmp_path: Path) -> N
         if run.version > before:
             versions.append(run.now)
             before = run.version
-    assert versions == [9.0, 9.0] and run.finished
+    assert versions == [4.0, 6.0, 9.0] and run.finished
     assert sorted(time for time, _, _ in log.events) == [2.0, 2.0, 4.0, 4.0, 6.0, 6.0]
     assert {(receipt.worker, report.shard) for _, receipt, report in log.events} == {(0, 0), (1, 1)}
+
+
+def test_workers_of_regions_are_as_fast_as_without_a_global_server(tmp_path: Path) -> None:
+    seconds = {"distribution": "lognormal", "mean": 1.0, "spread": 0.5}
+    cluster = {"workers": 4, "seconds_per_step": seconds, "regions": 2}
+    whole, parts = (simulated(tmp_path, method, cluster, Log()) for method in (LOCAL, HALOS))
+    assert isinstance(whole, Trial) and isinstance(parts, Hierarchy)
+    speeds = [speed for region in parts.regions for speed in region.trial.seconds]
+    assert [speed.of_step(3) for speed in speeds] == [speed.of_step(3) for speed in whole.seconds]
+    numbers = [worker.number for region in parts.regions for worker in region.trial.workers]
+    assert numbers == [0, 1, 2, 3], "seeds of dropout: no two workers draw the same"
 
 
 def test_workers_in_another_region_than_a_single_server_are_far_from_it(tmp_path: Path) -> None:
