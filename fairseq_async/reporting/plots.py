@@ -205,11 +205,11 @@ def over_updates(runs: Sequence[Run], name: str, value: Callable[[Event], float 
     """A running mean of one value of the applied updates, for each run."""
     figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
     for run, style in zip(runs, styles(len(runs)), strict=True):
-        known = [(event.version_after, found) for event in run.applied if (found := value(event)) is not None]
+        known = [(at, found) for at, event in enumerate(run.applied, 1) if (found := value(event)) is not None]
         means = running_mean([found for _, found in known])
         if known:
-            versions = [version for version, _ in known]
-            axes.plot(versions, means, label=run.name, linewidth=1.2, color=style.colour, linestyle=style.dashes)
+            updates = [at for at, _ in known]
+            axes.plot(updates, means, label=run.name, linewidth=1.2, color=style.colour, linestyle=style.dashes)
     axes.set(xlabel="updates", ylabel=name)
     _legend(figure, axes)
     return figure

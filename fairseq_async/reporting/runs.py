@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.compressed import Compressed, read_sizes
+from fairseq_async.launch.earlier import Pauses
 from fairseq_async.server.receipt import Status
 from fairseq_async.server.run_files.description import RunDescription, SimulatedTrial
 from fairseq_async.server.run_files.event_log import EVENTS
@@ -62,9 +63,10 @@ class Run:
         number: the trial's place in its experiment.
         started_workers: number of workers with which the run was started.
         barrier: whether workers wait for each other.
-        events: in the order in which they were settled; ``time`` in seconds since the run's beginning.
+        events: in the order in which they were settled; ``time`` in seconds since the run's beginning, without those
+            between an interruption and the resumption.
         curve: the evaluations of a simulation; else empty.
-        validations: those of worker 0 of a real run, where its front end writes them; ``time`` as above.
+        validations: those of worker 0 of a real run, where its front end writes them.
         sizes: numbers of values of its updates in turn, one per fragment; None where ``run.json`` does not say them.
         regions: whether the events are of several servers, each of which counts its own versions.
         unit: what the weights of updates count, as in :attr:`RunDescription.unit`.
@@ -96,6 +98,7 @@ class Run:
         version = self.applied[0].base_version if self.applied else 0
         for event in self.applied:
             size += 1
+            version += sum(merge > version for merge in event.merged)  # versions that no step has made
             if event.version_after > version:
                 sizes.append(size)
                 version, size = event.version_after, 0
@@ -106,7 +109,8 @@ class Run:
         """The number of steps of the server, or of the global server above those of regions."""
         if self.regions:
             return self.curve[-1].updates if self.curve else 0
-        return max(event.version_after for event in self.events)
+        merges = sum(len(event.merged) for event in self.events)
+        return max(event.version_after for event in self.events) - merges
 
     @property
     def workers(self) -> int:
@@ -209,15 +213,26 @@ def load(paths: Sequence[Path]) -> list[Run]:
         found = [path] if (path / "run.json").exists() else [each.parent for each in path.glob("**/run.json")]
         if not found:
             raise ConfigurationError(f"{path}: no run and no simulation there (no run.json)")
-        read = [run for directory in sorted(found) if (run := _read(directory, path)) is not None]
+        named = {each: name_of(each if len(found) > 1 else path) for each in sorted(found)}
+        read = [run for directory, name in named.items() if (run := _read(directory, name)) is not None]
         runs += sorted(read, key=lambda run: run.number)
     if not runs:
         raise ConfigurationError(f"{', '.join(map(str, paths))}: no update was settled there yet")
     return runs
 
 
-def _read(directory: Path, given: Path) -> Run | None:
-    """Reads one run; returns None while it has no event."""
+def _since_the_beginning(directory: Path, events: Sequence[Event]) -> Iterator[Event]:
+    """Yields the events of a real run with the seconds for which it had run until then."""
+    began = min(event.time - (event.computing_seconds or 0.0) for event in events)
+    pauses, paused, newest = Pauses(directory), 0.0, events[0].time
+    for number, event in enumerate(events):
+        paused += pauses.before(event, newest) if number else 0.0
+        newest = max(newest, event.time)
+        yield replace(event, time=event.time - began - paused)
+
+
+def _read(directory: Path, name: str) -> Run | None:
+    """Reads one run, which has this name if it is no trial of a simulation; returns None while it has no event."""
     description = RunDescription.read(directory)
     try:
         events = read_events(directory / EVENTS)
@@ -226,16 +241,17 @@ def _read(directory: Path, given: Path) -> Run | None:
         if not events:
             return None
         trial = description.simulated or SimulatedTrial()
-        first = 0.0 if description.simulated else min(event.time - (event.computing_seconds or 0.0) for event in events)
+        if description.simulated is None:
+            events = list(_since_the_beginning(directory, events))
         return Run(
-            name=trial.name or name_of(given),
+            name=trial.name or name,
             group=trial.cluster,
             number=trial.number,
             started_workers=description.workers or 0,
             barrier=description.has_barrier,
-            events=[replace(event, time=event.time - first) for event in events],
+            events=events,
             curve=curve,
-            validations=[replace(each, time=each.time - first) for each in validations],
+            validations=validations,
             sizes=read_sizes(directory),
             regions=description.has_regions,
             unit=description.unit,

@@ -9,7 +9,7 @@ from rich.console import Console
 from fairseq_async.launch.display import Display
 from fairseq_async.launch.progress import SERVER_LOG, Progress, log_text
 from fairseq_async.server.notices import FINISHED, LISTENS
-from fairseq_async.server.run_files.description import RunDescription
+from fairseq_async.server.run_files.description import SUMMARY, RunDescription
 from fairseq_async.server.run_files.events import LineReader
 
 _PAUSE = 0.5  # seconds between two looks at the files
@@ -23,7 +23,8 @@ class WatchedRun(Progress):
         monotonic: this machine's clock, in seconds.
 
     Attributes:
-        finished: whether the run has reached its end, and no further server has been started in its directory.
+        finished: whether the run has reached its end, and no further server has been started in its directory; of a
+            simulation's trial, whether it is over.
 
     Raises:
         ConfigurationError: there is no run in the directory.
@@ -32,13 +33,16 @@ class WatchedRun(Progress):
     def __init__(self, run_dir: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.finished = False
         self._lines = LineReader(run_dir / SERVER_LOG, log_text)
-        super().__init__(run_dir, RunDescription.read(run_dir).workers or 0, monotonic, whole=True)
+        description = RunDescription.read(run_dir)
+        self._trial = description.simulated is not None
+        super().__init__(run_dir, description.workers or 0, monotonic, whole=True)
 
     def poll(self) -> None:
         """Reads what was added to the run's files since the last call."""
         for line in self._lines:
             if line.startswith((LISTENS, FINISHED)):
                 self.finished = line.startswith(FINISHED)
+        self.finished = self.finished or (self._trial and (self.run_dir / SUMMARY).exists())
         super().poll()
 
     def summary(self) -> str:

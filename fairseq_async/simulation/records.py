@@ -13,6 +13,7 @@ import torch
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server import Receipt, Status
 from fairseq_async.server.protocol import Report
+from fairseq_async.server.run_files.description import SUMMARY
 from fairseq_async.server.run_files.event_log import EVENTS, EventLog, checksum
 from fairseq_async.server.run_files.events import read_events
 from fairseq_async.simulation.simulated_run import SimulatedRun
@@ -34,7 +35,7 @@ class Records:
     @property
     def summary(self) -> dict[str, Any] | None:
         """The results of a trial that is over; None before that."""
-        path = self.directory / "summary.json"
+        path = self.directory / SUMMARY
         return json.loads(path.read_text()) if path.exists() else None
 
     def open(self, trial: SimulatedRun, **names: Any) -> None:
@@ -82,7 +83,7 @@ class Records:
             "real_seconds": real_seconds,
             "checksum": checksum(trial.parameters),
         }
-        write_whole(self.directory / "summary.json", summary)
+        write_whole(self.directory / SUMMARY, summary)
         (self.directory / "state.pt").unlink(missing_ok=True)
         return summary
 

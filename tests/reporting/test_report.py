@@ -12,6 +12,7 @@ from fairseq_async import cli
 from fairseq_async.reporting import page
 from fairseq_async.reporting.plots import figures
 from fairseq_async.reporting.runs import load
+from fairseq_async.server.run_files.event_log import ROLLBACKS
 from fairseq_async.server.run_files.validations import VALIDATIONS, Validation, not_taken_back
 from scripts.faults.sgd_server import sgd_spec
 
@@ -71,6 +72,36 @@ def test_the_page_has_validation_loss_score_and_bytes_of_runs_side_by_side(tmp_p
     assert cells["target tokens"] == ["500", "5,000,000"] and cells["time (s)"] == ["4.0", "19.0"]
     assert cells["sent by workers (MB)"] == ["0.06", "0.24"]
     assert {"validation_loss.png", "bleu.png"} <= {path.name for path in (tmp_path / "report").glob("*.png")}
+
+
+def test_several_runs_in_one_directory_have_their_own_names(tmp_path: Path) -> None:
+    for name in ("with", "without"):
+        write_run(tmp_path / name, updates=2, tokens=3.0)
+    assert [run.name for run in load([tmp_path])] == ["with", "without"]
+
+
+def test_the_time_for_which_an_interrupted_run_stood_still_is_no_time_of_the_run(tmp_path: Path) -> None:
+    """Four updates a second apart; the third is the first after an hour, for which nothing ran."""
+    run = write_run(tmp_path / "run", updates=4, tokens=10.0)
+    events = [json.loads(line) for line in (run / "events.jsonl").open()]
+    late = [event | {"time": event["time"] + 3600 * (event["sequence"] > 1)} for event in events]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in late))
+    start = {"time": 3701.0, "source": "snapshot version-2.pt", "sequences": {0: 1}, "events": 0}
+    (run / ROLLBACKS).write_text(json.dumps(start) + "\n")
+    (found,) = load([run])
+    assert [event.time for event in found.events] == [0.0, 1.0, 2.0, 3.0]
+    assert page.row(found)["target tokens/s"] == "13"
+
+
+def test_a_merge_with_the_global_parameters_is_no_step_of_the_server(tmp_path: Path) -> None:
+    """Two updates a step: after the first step the region merges, which makes version 2."""
+    run = write_run(tmp_path / "run", updates=4, tokens=10.0)
+    events = [json.loads(line) for line in (run / "events.jsonl").open()]
+    made = [{"version_after": 0}, {"version_after": 1}, {"version_after": 2, "merged": [2]}, {"version_after": 3}]
+    lines = (json.dumps(event | {"base_version": 0} | own) + "\n" for event, own in zip(events, made, strict=True))
+    (run / "events.jsonl").write_text("".join(lines))
+    (found,) = load([run])
+    assert found.step_sizes == [2, 2] and found.steps == 2
 
 
 def test_weights_are_called_tokens_where_they_count_tokens_alone(tmp_path: Path) -> None:

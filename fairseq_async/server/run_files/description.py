@@ -10,6 +10,8 @@ from fairseq_async.method_spec import JsonObject, MethodSpec
 from fairseq_async.server.layout import Layout
 from fairseq_async.validation import first_mistake
 
+SUMMARY = "summary.json"  # beside it when the trial of a simulation is over
+
 
 class SimulatedTrial(BaseModel):
     """The trial of a simulation that a run is: its method, its cluster if there are several, its place among all."""
