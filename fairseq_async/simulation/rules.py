@@ -107,6 +107,9 @@ def _gs_sgd(
 class AdaScaleRule(Rule):
     """AdaScale SGD: each step is r times as large, with r from the gradients that are summed; the schedule follows τ.
 
+    Batches may differ in tokens: |g_i|² counts by its share of them, as in
+    :meth:`~fairseq_async.collective.AdaScale.measure_sums`.
+
     Args:
         accumulation: the rule that sums the gradients, and steps.
         smoothing: θ in place of the paper's.
@@ -119,7 +122,7 @@ class AdaScaleRule(Rule):
         self.accumulation, self.rate = accumulation, rate
         self.gain = AdaScaleGain(accumulation.updates_per_step, smoothing)
         self.learning_rate, self.last_gain = 0.0, 1.0
-        self._square_norms: list[float] = []
+        self._square_norms: list[float] = []  # n_i|g_i|² of the step's gradients so far
 
     @property
     def steps(self) -> float:
@@ -133,10 +136,12 @@ class AdaScaleRule(Rule):
         """Does nothing: the rate follows τ."""
 
     def apply(self, parameters: Tensor, update: Update) -> float:
-        self._square_norms.append(_square_norm(update.delta))
+        self._square_norms.append(update.weight * _square_norm(update.delta))
         if self.moves_parameters():
             progress = int(self.gain.scale_invariant_steps)
-            self.last_gain = self.gain.update(self._square_norms, _square_norm(self._mean_with(update)))
+            share = len(self._square_norms) / (self.accumulation.weight + update.weight)
+            norms = [share * each for each in self._square_norms]
+            self.last_gain = self.gain.update(norms, _square_norm(self._mean_with(update)))
             self.learning_rate, self._square_norms = self.last_gain * self.rate(progress), []
             set_lr(self.accumulation.optimizer, self.learning_rate)
         return self.accumulation.apply(parameters, update)

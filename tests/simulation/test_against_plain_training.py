@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from fairseq_async.algorithms import AdaScaleGain
+from fairseq_async.algorithms import AdaScaleGain, HybridAccumulation, Update
 from fairseq_async.server.protocol import Assignment
 from fairseq_async.simulation.experiment import ScheduleOptions
 from fairseq_async.simulation.gaussians import Gaussians
+from fairseq_async.simulation.rules import AdaScaleRule
 from fairseq_async.simulation.schedule import LearningRate
 from fairseq_async.simulation.simulate import Simulator
 from fairseq_async.worker.shards import ShardOrder
@@ -125,6 +126,17 @@ def test_rounding_noise_is_of_the_experiments_seed(tmp_path: Path) -> None:
     alone = {"cluster": {"workers": 1}}
     seeds = [trial(tmp_path, ALONE["hybrid"], Log(), seed=seed, **alone).spec.options["seed"] for seed in (1, 2)]
     assert seeds == [1, 2]
+
+
+def test_adascale_weighs_the_norms_of_batches_by_their_tokens() -> None:
+    """Of 3 and 1 tokens: (2/4)·(3·|g₁|² + |g₂|²), and the norm of the mean per token."""
+    parameters, (first, second) = torch.zeros(2), (torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0]))
+    accumulation = HybridAccumulation(torch.optim.SGD([parameters], lr=0.1), 2)
+    rule = AdaScaleRule(accumulation, LearningRate(ScheduleOptions(), lr=0.1, steps=10), smoothing=0.0)
+    for weight, delta in ((3.0, first), (1.0, second)):
+        rule.apply(parameters, Update(0, 0, 0, weight, delta))
+    mean = (3 * first + second) / 4
+    assert rule.last_gain == pytest.approx(AdaScaleGain(2, 0.0).update([1.5 * 5, 0.5 * 9], float(mean.square().sum())))
 
 
 def test_pretraining_has_its_own_learning_rate_or_that_of_the_optimizer(tmp_path: Path) -> None:

@@ -27,19 +27,21 @@ class RankStates:
 
     def average(self, group: dist.ProcessGroup | None) -> None:
         """Replaces every floating-point tensor of the state by its mean over the ranks."""
-        for _, _, tensor in self._tensors():
+        for _, _, tensor, device in self._tensors():
             if tensor.is_floating_point():
-                dist.all_reduce(tensor, group=group)
-                tensor.div_(dist.get_world_size(group))
+                total = tensor.to(device)
+                dist.all_reduce(total, group=group)
+                tensor.copy_(total.div_(dist.get_world_size(group)))
 
     def gather(self, group: dist.ProcessGroup | None) -> None:
         """Copies the other ranks' states into rank 0's :attr:`gathered`."""
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         first = dist.get_process_group_ranks(group)[0]
         self.gathered = [{} for _ in range(ranks - 1)] if rank == 0 else []
-        for index, name, tensor in self._tensors():
-            parts = [torch.empty_like(tensor) for _ in range(ranks)] if rank == 0 else None
-            dist.gather(tensor.contiguous(), parts, dst=first, group=group)
+        for index, name, tensor, device in self._tensors():
+            sent = tensor.to(device).contiguous()
+            parts = [torch.empty_like(sent) for _ in range(ranks)] if rank == 0 else None
+            dist.gather(sent, parts, dst=first, group=group)
             for state, part in zip(self.gathered, (parts or [])[1:], strict=True):
                 state.setdefault(index, {})[name] = part.cpu()
 
@@ -61,13 +63,16 @@ class RankStates:
             for index, state in first.items()
         }
 
-    def _tensors(self) -> Iterator[tuple[int, str, Tensor]]:
-        """Yields number of the parameter, name and tensor, in an order that is the same on all ranks."""
+    def _tensors(self) -> Iterator[tuple[int, str, Tensor, torch.device]]:
+        """Yields number of the parameter, name, tensor and the parameter's device, in the same order on all ranks.
+
+        The tensor may be on another device: torch's Adam has its count of steps on the CPU, which NCCL does not reach.
+        """
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for index, parameter in enumerate(parameters):
             for name, value in sorted(self.optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
-                    yield index, name, value
+                    yield index, name, value, parameter.device
 
 
 def _mean(value: object, index: int, name: str, others: Sequence[Tensors]) -> object:
