@@ -199,6 +199,7 @@ class Launcher:
         worker.restarts, worker.last_words = worker.restarts + 1, said
         how = f"{manner(code)}: {said}" if said else manner(code)
         self.display.say(f"worker {worker.id} {how}; start {worker.restarts} of {self.max_restarts} again")
+        self.processes.kill_children(worker)
         self._start(worker)
 
     def _failure(self, worker: Worker) -> RunFailedError:

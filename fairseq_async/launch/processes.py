@@ -137,6 +137,11 @@ class Processes:
             _signal(worker, signal.SIGKILL)  # also to processes that it may have left in its group
             worker.process.wait()
 
+    def kill_children(self, worker: Worker) -> None:
+        """Kills what a worker that has ended has left: a data loader may go on for seconds, with a copy of everything
+        that the worker had open."""
+        _signal(worker, signal.SIGKILL)
+
     def _environment(self, worker: Worker) -> dict[str, str]:
         variables = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **environment()}
         if self.on_gpu and not self.command.synchronous:  # ranks see all GPUs, and take theirs by their numbers

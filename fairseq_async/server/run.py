@@ -146,9 +146,15 @@ class Run:
         self._recorder = Recorder(self.run_dir, server, resumed, self.hosts) if self.spec.server.record else None
         self._events = EventLog(self.run_dir, server.sequences, source, time, self._tell)
         description = {"workers": self.spec.workers, "method": self.spec.to_json(), "layout": self.layout.to_json()}
-        (self.run_dir / "run.json").write_text(json.dumps(description, indent=1) + "\n")
+        self._write_description(json.dumps(description, indent=1) + "\n")
         self._coordinator = coordinator
         self.publish()
+
+    def _write_description(self, text: str) -> None:
+        """Writes ``run.json``; a server that was started again on a full disk leaves it as it is."""
+        path = self.run_dir / "run.json"
+        if not path.exists() or path.read_text(errors="replace") != text:
+            path.write_text(text)
 
     def _remote_shards(self, parameters: Tensor) -> list[RemoteShard]:
         if not self.spec.server.hosts:

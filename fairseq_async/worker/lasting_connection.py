@@ -214,10 +214,10 @@ class LastingConnection:
             if before is None:
                 self._slot = torch.zeros(layout.size, dtype=torch.float32, device="cpu")
         else:
-            if self.memory is not None:
-                self.memory.close()
-            shape = layout.size, welcome.slots, welcome.publishes
+            shape, old = (layout.size, welcome.slots, welcome.publishes), self.memory
             self.memory = SharedMemory.attach(welcome.memory, *shape)
+            if old is not None:
+                old.close()
             slot = self.memory.slot(self.worker)
             if before is not None and before.data_ptr() != slot.data_ptr():
                 slot.copy_(before)  # the dead server's slot: an update, or the start of the local steps

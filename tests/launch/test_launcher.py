@@ -58,7 +58,9 @@ def shared_memory() -> set[str]:
 def test_a_killed_worker_is_started_again_and_the_run_goes_on(
     processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
 ) -> None:
-    launcher = processes.start(launch_command(data, 2, tmp_path, "--max-update", 250, "--disable-validation"))
+    """As fairseq does by default, each has a process that loads its data, which a kill of the worker alone leaves."""
+    line = launch_command(data, 2, tmp_path, "--max-update", 250, "--disable-validation", "--num-workers", 1)
+    launcher = processes.start(line)
     wait_until(lambda: count(tmp_path, 1) > 5, 90)
     os.kill(worker_of(tmp_path, 1), signal.SIGKILL)
     before = count(tmp_path, 0)

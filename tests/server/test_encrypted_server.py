@@ -1,5 +1,9 @@
 """A server process whose connections are encrypted, and its launcher."""
 
+import errno
+import os
+import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,8 +11,13 @@ import pytest
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.authentication import new_token, write_token
+from fairseq_async.exchange.tls import server_context
 from fairseq_async.launch.certificates import make
+from fairseq_async.server.network import connection_loop
+from fairseq_async.server.network.connection_loop import ConnectionLoop
 from fairseq_async.server.process import ServerProcess
+from fairseq_async.server.service import Service
+from scripts.faults.sgd_server import build
 from tests.helpers.commands import HELPERS, ROOT, Processes, command
 from tests.helpers.documents import script_of_the_readme
 from tests.helpers.run_files import events
@@ -43,6 +52,24 @@ def test_a_server_that_is_started_again_is_encrypted_again(
     version, _ = pull(worker)
     push(worker, 1, 0.25, base=version, wait=True)
     assert server.restarts == 0 and [event["sequence"] for event in events(tmp_path)][-1] == 1
+
+
+def test_a_stranger_that_is_gone_again_before_its_handshake_holds_nobody_up(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reset(context: ssl.SSLContext, connection: socket.socket) -> socket.socket:
+        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+
+    pauses: list[float] = []
+    monkeypatch.setattr("fairseq_async.exchange.tls.accepted", reset)
+    monkeypatch.setattr(connection_loop.time, "sleep", pauses.append)
+    service = Service("token", 1, tmp_path, build)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        loop = ConnectionLoop(listener, service, server_context(certificates))
+        with socket.create_connection(listener.getsockname()) as stranger:
+            loop.serve_once(10.0)
+            stranger.settimeout(10)
+            assert stranger.recv(1) == b"" and not loop.peers and not pauses
 
 
 def test_a_server_that_others_can_reach_in_plain_text_says_so(

@@ -168,3 +168,21 @@ def test_a_server_that_was_started_again_ends_when_nobody_comes_back(tmp_path: P
     with closing(Server(tmp_path)) as server:
         server.service.recover()
         assert not server.over_at(30.0) and server.over_at(62.0)
+
+
+def test_a_server_that_cannot_go_on_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts it again names the reason, as of a full disk."""
+    with closing(Server(tmp_path)) as before:
+        before.enter(0).send(Push(0, 0, 1.0, Report()))
+        take_snapshot(before.service)
+    reader, writer = os.pipe()
+    with closing(Server(tmp_path)) as server, open(reader) as report:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(server.service, "recover", lambda: raise_(full))
+        with pytest.raises(SystemExit):
+            program._recover(server.service, writer)
+        assert report.read() == "error: [Errno 28] No space left on device"
+
+
+def raise_(error: Exception) -> None:
+    raise error

@@ -335,6 +335,21 @@ def test_a_worker_that_lies_loses_its_connection_and_no_other(hosts: ShardHosts,
         assert [receipt.status for receipt in made.push(0, 4)].count(Status.APPLIED) == 4
 
 
+def test_nobody_takes_the_place_of_a_worker_that_is_connected(hosts: ShardHosts, tmp_path: Path) -> None:
+    """As at the server itself; the same process may connect again, and another one when the first is gone."""
+    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
+        made.push(0, 2)
+        other = Endpoint(hosts.addresses[0], TOKEN, joins=False, instance="another")
+        with pytest.raises(ExchangeError):
+            Connection(other, 0)
+        assert len(made.push(2, 2)) == 2
+        made.lines[0].close()
+        successor = Connection(other, 0)
+        successor.send(encode(Place(0)))
+        successor.send(encode(Bytes()), made.memory.slot(0)[:1])
+        successor.close()
+
+
 def test_strangers_second_servers_and_other_programs_are_refused(hosts: ShardHosts, tmp_path: Path) -> None:
     spec = hybrid(server_options(hosts.addresses, worker_timeout=0.5))
     parameters = torch.zeros(LAYOUT.size)

@@ -5,13 +5,16 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fairseq_async.errors import ExchangeError
+from fairseq_async.exchange import SharedMemory
 from fairseq_async.server.network import client_connection as connection
 from fairseq_async.worker.client import Client
 from scripts.faults.thread_server import ThreadServer
+from tests.helpers.server_client import join_patiently, push
 
 
 def test_a_server_that_says_nothing_for_a_while_is_waited_for(
@@ -32,6 +35,28 @@ def test_a_server_that_says_nothing_for_a_while_is_waited_for(
         with caplog.at_level(logging.WARNING):
             Client(server.address, server.token, 0).close()
         assert f"the server at {server.address} says nothing yet; still waiting" in caplog.text
+    finally:
+        server.stop()
+
+
+def test_memory_that_is_gone_again_is_looked_for_until_there_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may die between its welcome and the moment in which the worker opens its memory."""
+    server = ThreadServer(1, tmp_path)
+    try:
+        worker, attach, left = join_patiently(server, 0), SharedMemory.attach, [2]
+
+        def attach_at_last(*given: Any) -> SharedMemory:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise ExchangeError("the server's shared memory cannot be opened")
+            return attach(*given)
+
+        monkeypatch.setattr(SharedMemory, "attach", attach_at_last)
+        worker._channel.connection.shutdown(socket.SHUT_RDWR)
+        assert push(worker, 0, 0.5, wait=True).version == 1 and left == [-1]
+        worker.close()
     finally:
         server.stop()
 

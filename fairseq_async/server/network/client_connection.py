@@ -1,12 +1,14 @@
 """A worker's connection to the server of its run."""
 
 import logging
+import os
 import select
 import socket
 import ssl
 import time
 from dataclasses import dataclass
 from typing import TypeVar
+from weakref import WeakSet
 
 from fairseq_async.errors import ExchangeError, ProtocolError, RefusedError, option
 from fairseq_async.exchange import Channel, tls
@@ -42,6 +44,21 @@ class Endpoint:
     patience: float | None = None
 
 
+_open_here: WeakSet["Connection"] = WeakSet()
+
+
+def _close_in_child() -> None:
+    """Closes this process's connections in a process that it has forked, such as a data loader's. If a worker is
+    killed, its connections must end with it: the loader lives on for seconds, and the server would take the worker
+    that is started again for a second one."""
+    for connection in list(_open_here):
+        for stream in connection.streams:
+            stream.connection.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 class Connection(Channel):
     """A channel on which both sides have proved that they know the token, which does not cross the wire.
 
@@ -62,6 +79,7 @@ class Connection(Channel):
     """
 
     def __init__(self, endpoint: Endpoint, worker: int | None, streams: int = 1, stream_of: str | None = None) -> None:
+        _open_here.add(self)
         address, token = endpoint.address, endpoint.token
         patience = _GREETING_SECONDS if endpoint.patience is None else endpoint.patience
         super().__init__(_open(address, endpoint.encryption, patience))

@@ -113,12 +113,16 @@ class ConnectionLoop:
     def _accept(self) -> None:
         try:
             connection, (address, *_) = self.listener.accept()
-            if self.encryption is not None:
-                connection = tls.accepted(self.encryption, connection)
-        except (OSError, MemoryError) as error:  # too many open files, or the peer has gone again
+        except (OSError, MemoryError) as error:  # such as too many open files
             self._listening.refusals.count("connection", "a stranger", error)
             time.sleep(0.05)  # the connection stays in the queue: do not spin
             return
+        try:
+            if self.encryption is not None:
+                connection = tls.accepted(self.encryption, connection)
+        except (OSError, MemoryError) as error:  # the peer has gone again
+            self._listening.refusals.count("connection", "a stranger", error)
+            return connection.close()
         peer = Peer(Channel(connection, SMALL), since=self._listening.clock(), address=address)
         self.peers.append(peer)
         self._turns.greet(peer)

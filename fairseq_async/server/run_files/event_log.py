@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain, islice
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
+from pydantic_core import from_json
 from torch import Tensor
 
 from fairseq_async.errors import ConfigurationError, disk_error
@@ -26,6 +30,8 @@ from fairseq_async.server.shards.hosts import Hosts
 EVENTS, ROLLED_BACK, ROLLBACKS = "events.jsonl", "events.rolled-back.jsonl", "rollbacks.jsonl"
 BAD = "events.bad.jsonl"
 PADDING = b"\0"  # bytes that a power failure may leave before a line
+# A line as this module writes it: to parse the JSON of millions of them would take minutes at each restart.
+_OUR_LINE = re.compile(rb'\{"time": [-+.e\d]+, "worker": (\d+), "sequence": (\d+), [^\0]*\}\n')
 
 
 class EventLog:
@@ -98,44 +104,65 @@ class EventLog:
 
 def _take_back(path: Path, sequences: Mapping[int, int], source: str, time: float) -> int:
     """Moves the events after these sequence numbers; a death before the last file is written leaves this to the next
-    restart. Lines that are no events go to ``events.bad.jsonl``; their number is returned."""
+    restart. Lines that are no events go to ``events.bad.jsonl``; their number is returned.
+
+    The log of a long run has more lines than memory has room for: they are read and written one by one.
+    """
     rolled_back, rollbacks, bad = (path.with_name(name) for name in (ROLLED_BACK, ROLLBACKS, BAD))
-    events: list[bytes] = []
-    taken_back: list[bytes] = []
-    unreadable: list[bytes] = []
-    for line in _whole_lines(path):
-        covered = _covered(line, sequences)
-        if covered is None:
-            unreadable.append(line)
-        else:
-            (events if covered else taken_back).append(line.lstrip(PADDING))
+    kinds = Counter(covered for _, covered in _judged(path, sequences))
     counts = [_count(line) for line in _whole_lines(rollbacks)]
-    earlier = _whole_lines(rolled_back)
-    before = len(earlier) if None in counts else sum(count or 0 for count in counts)
-    rollback = {"time": time, "source": source, "sequences": dict(sequences), "events": len(taken_back)}
-    _write_whole(rolled_back, earlier[:before] + taken_back)
-    _write_whole(rollbacks, [*_whole_lines(rollbacks), json.dumps(rollback).encode() + b"\n"])
-    if unreadable:
-        _write_whole(bad, _whole_lines(bad) + unreadable)
-    _write_whole(path, events)
-    return len(unreadable)
+    counted = None if None in counts else sum(count or 0 for count in counts)
+    _write_whole(rolled_back, chain(islice(_whole_lines(rolled_back), counted), _those(path, sequences, False)))
+    rollback = {"time": time, "source": source, "sequences": dict(sequences), "events": kinds[False]}
+    _write_whole(rollbacks, chain(_whole_lines(rollbacks), [json.dumps(rollback).encode() + b"\n"]))
+    if kinds[None]:
+        _write_whole(bad, chain(_whole_lines(bad), _those(path, sequences, None)))
+    if kinds[None] or kinds[False] or _is_cut(path):  # on a full disk, a log that stays as it is needs no second one
+        _write_whole(path, _those(path, sequences, True))
+    return kinds[None]
 
 
-def _whole_lines(path: Path) -> list[bytes]:
+def _judged(path: Path, sequences: Mapping[int, int]) -> Iterator[tuple[bytes, bool | None]]:
+    """Yields each whole line, and whether its update is not after these numbers; None where the line is no event."""
+    for line in _whole_lines(path):
+        yield line, _covered(line, sequences)
+
+
+def _those(path: Path, sequences: Mapping[int, int], wanted: bool | None) -> Iterator[bytes]:
+    """Yields the lines of one kind of :func:`_judged`."""
+    for line, covered in _judged(path, sequences):
+        if covered is wanted:
+            yield line if wanted is None else line.lstrip(PADDING)
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
     if not path.exists():
-        return []
+        return
     with path.open("rb") as file:
-        return [line for line in file if line.endswith(b"\n")]
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line
 
 
-def _write_whole(path: Path, lines: list[bytes]) -> None:
+def _is_cut(path: Path) -> bool:
+    """Whether the file ends in the middle of a line, behind which no other may be written."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return size > 0 and file.read() != b"\n"
+
+
+def _write_whole(path: Path, lines: Iterable[bytes]) -> None:
     part = path.with_name(path.name + ".part")
-    part.write_bytes(b"".join(lines))
+    with part.open("wb") as file:
+        file.writelines(lines)
     part.replace(path)
 
 
 def _covered(line: bytes, sequences: Mapping[int, int]) -> bool | None:
     """Whether the update of this event is not after these sequence numbers; None where the line is no event."""
+    if (ours := _OUR_LINE.fullmatch(line)) is not None:
+        return int(ours[2]) <= sequences.get(int(ours[1]), -1)
     event = _parsed(line)
     worker, sequence = event.get("worker"), event.get("sequence")
     if not (isinstance(worker, int) and isinstance(sequence, int)):
@@ -150,8 +177,8 @@ def _count(line: bytes) -> int | None:
 
 def _parsed(line: bytes) -> JsonObject:
     try:
-        parsed = json.loads(line.lstrip(PADDING))
-    except (ValueError, RecursionError):
+        parsed = from_json(line.lstrip(PADDING))
+    except ValueError:
         return {}
     return parsed if isinstance(parsed, dict) else {}
 

@@ -77,6 +77,7 @@ class ShardHost:
         self.finished = False
         self._server: Peer | None = None
         self._workers: dict[int, Peer] = {}
+        self._instances: dict[int, str] = {}  # of each worker's last process that was connected
         self._held: HeldPart | None = None
         self._timeout, self._room_for = 60.0, 0  # seconds, and workers, as the run's server has them
         self._stored: tuple[Store, Tensor] | None = None  # what the next bytes from the server are
@@ -134,8 +135,8 @@ class ShardHost:
             self.refusals.count("introduction", peer.name, error)
             self._answer(peer, protocol.encode(protocol.ErrorReply(str(error))))
             return peer.channel.end()
-        if introduce.worker is not None and self._held is None:
-            return peer.channel.end()  # it tries again: the server is still to come
+        if introduce.worker is not None and (self._held is None or self._is_another(introduce)):
+            return peer.channel.end()  # it tries again: the server is still to come, or the other connection to end
         worker = _SERVER if introduce.worker is None else introduce.worker
         membership = Membership(0, self.clock(), self._timeout)
         self._answer(peer, protocol.encode(self.handshake.complete(peer, introduce, worker, membership)))
@@ -143,7 +144,14 @@ class ShardHost:
         if worker == _SERVER:
             self._connect_server(peer)
         else:
-            self._connect_worker(peer, worker)
+            self._connect_worker(peer, worker, introduce.instance)
+
+    def _is_another(self, introduce: protocol.Introduce) -> bool:
+        """Whether another process is connected as this worker; the same one connects again where its line broke."""
+        before = None if introduce.worker is None else self._workers.get(introduce.worker)
+        if before is None or introduce.worker is None or before.channel.is_closed():
+            return False
+        return self._instances[introduce.worker] != introduce.instance
 
     def _checked(self, peer: Peer, body: bytes) -> protocol.Introduce:
         introduce = self.handshake.checked(peer, protocol.parse_request(body))
@@ -161,11 +169,11 @@ class ShardHost:
             self.disconnected(self._server)
         self._server, peer.channel.largest, peer.channel.any_length = peer, LARGEST, True
 
-    def _connect_worker(self, peer: Peer, worker: int) -> None:
+    def _connect_worker(self, peer: Peer, worker: int, instance: str) -> None:
         peer.channel.largest = _SMALL
         if (before := self._workers.get(worker)) is not None:
             before.channel.end()
-        self._workers[worker] = peer
+        self._workers[worker], self._instances[worker] = peer, instance
 
     # The server's commands
 

@@ -1,0 +1,39 @@
+"""A worker that is killed is gone at once, although a child that it has forked lives on for a while."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from scripts.faults.thread_server import ThreadServer
+from tests.helpers.waiting import wait_until
+
+PROGRAM = """
+import os, signal, sys, time
+from fairseq_async.worker.client import Client
+client = Client(sys.argv[1], sys.argv[2], 0)
+if (child := os.fork()) == 0:
+    time.sleep(60)
+print(child, flush=True)
+sys.stdin.read(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_connection_of_a_worker_that_is_killed_ends_though_its_data_loader_lives_on(tmp_path: Path) -> None:
+    """Else the server would refuse the worker that is started again: it is here already."""
+    server = ThreadServer(1, tmp_path)
+    line = [sys.executable, "-c", PROGRAM, server.address, server.token]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        child = int(worker.stdout.readline())
+        try:
+            assert set(server.service.membership.members) == {0}
+            worker.stdin.close()
+            assert worker.wait(60) == -signal.SIGKILL
+            wait_until(lambda: not server.service.membership.members, 10)
+            os.kill(child, 0)  # it is there
+        finally:
+            os.kill(child, signal.SIGKILL)
+            server.stop()
