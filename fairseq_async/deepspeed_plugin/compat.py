@@ -134,6 +134,21 @@ def fp16_masters(optimizer: DeepSpeedOptimizer) -> dict[int, Tensor]:
     return masters
 
 
+def check_whole_model(engine: DeepSpeedEngine) -> None:
+    """Checks that a model is not divided among ranks by other means than ZeRO: an exchange takes rank 0's parameters
+    for those of all.
+
+    Raises:
+        ConfigurationError: the model is divided.
+    """
+    divided = 'every rank must have the whole model, or its part by "zero_optimization"'
+    if engine.mp_world_size > 1:
+        raise ConfigurationError(f'model parallelism (mpu=, "tensor_parallel") is not supported: {divided}')
+    for name, module in engine.module.named_modules():
+        if getattr(module, "ep_size", 1) > 1:
+            raise ConfigurationError(f"{name}: ep_size is {module.ep_size}: {divided}; give ep_size=1")
+
+
 def refresh_masters(engine: DeepSpeedEngine) -> None:
     """Sets the fp32 masters to the model's parameters, after a checkpoint was loaded without its optimizer.
 

@@ -89,10 +89,16 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
                 f'{name}: "zero_optimization": "{key}" to {device} is not supported with method {options.method}; '
                 "leave it out"
             )
+    _check_whole_steps(zero, name)
     for key in (*_HALF_PRECISION, "torch_autocast"):
         enabled = _object(config, key, name).get("enabled", False)
         if not isinstance(enabled, bool):
             raise ConfigurationError(f'{name}: "{key}": "enabled" is {enabled!r}: give true or false')
+    if _object(config, "tensor_parallel", name).get("autotp_size", 0) not in (0, 1):
+        raise ConfigurationError(
+            f'{name}: "tensor_parallel" is not supported with "{SECTION}": every rank must have the whole model, or '
+            'its part by "zero_optimization"; leave it out'
+        )
     for key in ("pipeline", "compression_training", "hybrid_engine"):
         if _object(config, key, name).get("enabled", key == "pipeline" and key in config):
             raise ConfigurationError(f'{name}: "{key}" is not supported with "{SECTION}"; leave it out')
@@ -116,6 +122,18 @@ _FLOAT16 = ("float16", "torch.float16", "fp16", "half")  # DeepSpeed's names of 
 _BFLOAT16 = ("bfloat16", "torch.bfloat16", "bf16")
 _STAGES = {"local_sgd": (0, 1, 2, 3), "hybrid_async": (0,), "adasum": (0, 1, 2), "adascale": (0, 1, 2)}
 _REASON = ", whose optimizer steps in the server"
+
+
+def _check_whole_steps(zero: dict[str, Any], name: str) -> None:
+    """Checks for keys with which DeepSpeed steps part of the parameters at another time than its engine does: an
+    exchange between would take such steps back."""
+    super_offload = _object(zero, "offload_optimizer", name).get("super_offload", False)
+    for key, used in (("zenflow", zero.get("zenflow") is not None), ("super_offload", super_offload)):
+        if used:
+            raise ConfigurationError(
+                f'{name}: "zero_optimization": "{key}" is not supported with "{SECTION}": it steps while the engine '
+                "goes on; leave it out"
+            )
 
 
 def _check_hybrid(config: dict[str, Any], section: Section, name: str) -> None:

@@ -14,6 +14,7 @@ from fairseq_async.deepspeed_plugin.loading import BatchKey, BatchReader, Loadin
 from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.worker.shards import BatchCounter, DataPosition, ShardOrder, shard_sizes
 
+_AHEAD = 16  # batches that a loop may draw before it uses them
 Collate: TypeAlias = Callable[..., object]  # from a list of samples to a batch
 
 
@@ -55,6 +56,7 @@ class ShardedLoader:
         endless: whether a loop goes on until the run is over; else it has ``len(loader)`` batches, if the run is not
             over before.
         loading: by how many processes batches are made, and what happens to the last batch of a pass.
+        steps: returns the number of the engine's steps so far, skipped ones included.
     """
 
     def __init__(
@@ -66,8 +68,9 @@ class ShardedLoader:
         join: Callable[[], DataPosition],
         endless: bool,
         loading: Loading,
+        steps: Callable[[], int],
     ) -> None:
-        self.dataset, self.share = dataset, share
+        self.dataset, self.share, self._steps = dataset, share, steps
         batches = _ShardBatches(dataset, share, ShardOrder(share.sizes, seed), collate or default_collate)
         self._reader, self._drop_last = BatchReader(batches, loading), loading.drop_last
         self.join, self.endless = join, endless
@@ -80,11 +83,22 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[object]:
         """Yields batches at the worker's position: a step's are those of its shard, whatever was drawn ahead."""
-        position = self.join()
-        for _ in count() if self.endless else range(len(self)):
+        position, before = self.join(), self._steps()
+        for drawn in count() if self.endless else range(len(self)):
             if position.finished:
                 return
+            self._check_number(drawn, self._steps() - before)
             yield self._reader.read((position.shard or 0, self._counter.next(position)))
+
+    def _check_number(self, drawn: int, steps: int) -> None:
+        """Ends the process with one line where steps have more batches than the configuration says: the next step would
+        begin with batches that this one has had already."""
+        expected = self.share.micro_batches
+        if steps and drawn > (steps + 1) * expected + _AHEAD:  # a loop without a step may evaluate
+            fail(
+                f'{drawn} batches were drawn in {steps} steps, and "gradient_accumulation_steps" is {expected}: with '
+                "training_data= give the number of batches of a step there, or use a data loader of your own"
+            )
 
 
 class _ShardBatches(Dataset[tuple[BatchKey, object]]):

@@ -73,6 +73,7 @@ class AsyncEngine(DeepSpeedEngine):
         self._loss: Tensor | None = None
         self._step_ended = 0.0
         self._warned_of_end = False
+        self._trained = tensors.trainable(self)
 
     @property
     def finished(self) -> bool:
@@ -275,6 +276,13 @@ class AsyncEngine(DeepSpeedEngine):
             self._warned_of_end = True
         return self.finished
 
+    def _check_trained(self) -> None:
+        """Ends the process with one line if other parameters are trained than are exchanged: each worker would train
+        its own."""
+        names = {name for name, _ in tensors.trainable(self)}
+        if others := names.symmetric_difference(name for name, _ in self._trained):
+            fail(f"{min(others)} was frozen or unfrozen during the run: begin with what is to be trained in it")
+
     def _skip_step(self) -> None:
         """Clears the gradients and counts the step as skipped, as DeepSpeed counts steps that its fp16 leaves out."""
         self.optimizer.zero_grad()
@@ -337,6 +345,7 @@ class LocalEngine(AsyncEngine):
 
     def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
         """Steps the optimizer if the gradient is finite and the run is not over; else skips the step."""
+        self._check_trained()
         if self._is_past_the_end():
             self._skip_step()
         elif tensors.has_nonfinite_step(self):

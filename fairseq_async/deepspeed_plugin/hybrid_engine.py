@@ -13,7 +13,14 @@ from fairseq_async.deepspeed_plugin.served import SCHEDULER
 from fairseq_async.deepspeed_plugin.tensors import trainable
 from fairseq_async.errors import fail
 from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.optimizers.learning_rates import RateTable, StepSchedule, check_rates, present_rates
+from fairseq_async.server.optimizers.learning_rates import (
+    RateTable,
+    StepSchedule,
+    check_options,
+    check_rates,
+    present_options,
+    present_rates,
+)
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec
 from fairseq_async.server.plan import whole_steps
 from fairseq_async.torch.parameters import l2_norm, step_gradients
@@ -44,14 +51,14 @@ class HybridEngine(AsyncEngine):
         else:
             self._schedule = RateTable(self.optimizer, OptimizerSpec.from_json(spec.framework).learning_rates)
         self._has_schedule = self.lr_scheduler is not None
-        self._rates = present_rates(self.optimizer)
+        self._rates, self._options = present_rates(self.optimizer), present_options(self.optimizer)
         self._check_rates()
         self._warned_of_no_gradient = False
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, ClientState]:
-        """Loads as :meth:`AsyncEngine.load_checkpoint`; the learning rates are then those of the checkpoint."""
+        """Loads as :meth:`AsyncEngine.load_checkpoint`; learning rates and options are then those of the checkpoint."""
         loaded = super().load_checkpoint(*args, **kwargs)
-        self._rates = present_rates(self.optimizer)
+        self._rates, self._options = present_rates(self.optimizer), present_options(self.optimizer)
         return loaded
 
     def _check_without_optimizer(self) -> None:
@@ -79,6 +86,7 @@ class HybridEngine(AsyncEngine):
         if self._is_past_the_end():
             return self._skip_step()
         self._check_rates()
+        self._check_trained()
         gradients = step_gradients(trainable(self))
         if not gradients:
             self._warn_of_no_gradient()
@@ -106,11 +114,13 @@ class HybridEngine(AsyncEngine):
             self._warned_of_no_gradient = True
 
     def _check_rates(self) -> None:
-        """Checks, where the server has no schedule, that the script does not set the learning rates.
+        """Checks that the script does not change the optimizer's options, nor the learning rates where the server has
+        no schedule.
 
         Raises:
             ConfigurationError: it does.
         """
+        check_options(self.optimizer, self._options)
         if not self._has_schedule:
             remedy = 'give a schedule as "scheduler" in the configuration, or as lr_scheduler='
             check_rates(self.optimizer, self._rates, remedy)

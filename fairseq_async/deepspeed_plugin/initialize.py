@@ -27,6 +27,7 @@ from fairseq_async.deepspeed_plugin.adasum import AdasumEngine, SingleRankGroups
 from fairseq_async.deepspeed_plugin.compat import (
     DeepSpeedOptimizer,
     check_attributes,
+    check_whole_model,
     is_raised_by_script,
     unlink_reduction_buffer,
 )
@@ -197,7 +198,14 @@ class _Arguments:
         loading = loading_of(config, self.name)
         fix_batch_size(engine)
         return ShardedLoader(
-            self.training_data, share, options.seed, self.collate_fn, join, options.total_steps > 0, loading
+            self.training_data,
+            share,
+            options.seed,
+            self.collate_fn,
+            join,
+            options.total_steps > 0,
+            loading,
+            lambda: int(engine.global_steps),
         )
 
 
@@ -228,6 +236,7 @@ def _initialize_synchronous(
     else:
         config = checks.worker_batch(config, 1, dist.get_world_size(), arguments.name)
         made, optimizer, schedule = arguments.make_engine(config)
+        check_whole_model(made)
         engine = _change_class(made, AdaScaleEngine)
         engine.set_up(options)
     data, position = arguments.training_data, GroupPosition(engine)
@@ -284,6 +293,7 @@ def _make_worker_engine(
         engine = _change_class(made[0], HybridEngine)
     else:
         made, inner = arguments.make_engine(own), {}
+        check_whole_model(made[0])
         engine = _change_class(made[0], LocalEngine)
     async_worker = _make_worker(client, engine, options, context)
     description = _describe(options, section, context, sizes, inner)

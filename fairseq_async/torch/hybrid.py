@@ -12,7 +12,15 @@ from torch.utils.hooks import RemovableHandle
 from fairseq_async.config import HybridOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import MethodSpec, hybrid_spec
-from fairseq_async.server.optimizers.learning_rates import CountLimit, check_rates, present_rates, tabulate
+from fairseq_async.server.optimizers.learning_rates import (
+    CountLimit,
+    check_options,
+    check_rates,
+    check_scheduled,
+    present_options,
+    present_rates,
+    tabulate,
+)
 from fairseq_async.server.optimizers.torch_optimizer import describe
 from fairseq_async.torch.options import parse_options
 from fairseq_async.torch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
@@ -65,7 +73,8 @@ class HybridAsync(AsyncTraining):
             raise ConfigurationError(f"scheduler is {scheduler!r}: it must be one of torch.optim.lr_scheduler")
         rates = [] if scheduler is None else tabulate(scheduler, optimizer, self.options.total_steps)
         self._inner = describe(optimizer, self._named, rates=rates, clip_norm=float(clip_norm))
-        self._rates = present_rates(optimizer)
+        self._rates, self._options = present_rates(optimizer), present_options(optimizer)
+        self._scheduler = scheduler
         self._limit = None if scheduler is None else CountLimit(scheduler, self.options.total_steps)
         self._check_rates()
         self._hybrid: HybridWorker | None = None
@@ -98,7 +107,7 @@ class HybridAsync(AsyncTraining):
     @errors_in_one_line()
     def _exchange(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Exchanges with the server in place of the optimizer's step, which then finds no gradients."""
-        self._check_closure(args, kwargs)
+        self._check_step(args, kwargs)
         self._check_rates()
         if self.finished:
             return self._leave_out_after_end()
@@ -119,12 +128,14 @@ class HybridAsync(AsyncTraining):
         self.async_worker.step(1.0, None if loss is None else float(loss), wait=not norm < inf, norm=norm)
 
     def _check_rates(self) -> None:
-        """Checks that nothing but a scheduler that the server knows sets the learning rates.
+        """Checks that nothing but a scheduler that the server knows sets the learning rates, or other options.
 
         Raises:
             ConfigurationError: something else sets them.
         """
-        if self._limit is not None:
+        check_options(self.optimizer, self._options)
+        if self._limit is not None and self._scheduler is not None:
             self._limit.hold()
+            check_scheduled(self.optimizer, self._scheduler)
         else:
             check_rates(self.optimizer, self._rates, "give a scheduler of torch as scheduler=")

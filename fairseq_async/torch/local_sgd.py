@@ -78,7 +78,7 @@ class AsyncLocalSGD(AsyncTraining):
 
         Gradients with NaN or Inf are dropped, since the NaN or Inf would stay in the optimizer's state.
         """
-        self._check_closure(args, kwargs)
+        self._check_step(args, kwargs)
         gradients = step_gradients(self._named)
         self._counts = bool(gradients) and not self.finished and not is_skipped_by_scaler(optimizer)
         if self.finished:

@@ -1,5 +1,7 @@
 """The parameters and gradients of a model and its optimizer that are exchanged."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -39,6 +41,24 @@ def exchanged_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[s
             kind = str(parameter.dtype).removeprefix("torch.")
             raise ConfigurationError(f"{name} is {kind}: keep parameters in float32, and compute under torch.autocast")
     return named
+
+
+def check_exchanged(optimizer: Optimizer, exchanged: Collection[int]) -> None:
+    """Checks that the coming step of the optimizer is one of exchanged parameters alone.
+
+    Args:
+        exchanged: the ``id`` of each parameter that is exchanged.
+
+    Raises:
+        ConfigurationError: another parameter has a gradient. Each worker would train its own copy of it.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.grad is not None and id(parameter) not in exchanged:
+                raise ConfigurationError(
+                    f"a parameter of param_groups[{number}], of shape {tuple(parameter.shape)}, is trained now and is "
+                    "not exchanged: it was frozen, or not there, when the run began; train it from there on"
+                )
 
 
 def step_gradients(named: list[tuple[str, Parameter]]) -> list[Tensor]:

@@ -21,7 +21,7 @@ from fairseq_async.environment import WORKER
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.process import ServerProcess
-from fairseq_async.torch.parameters import drop_gradients, exchanged_parameters
+from fairseq_async.torch.parameters import check_exchanged, drop_gradients, exchanged_parameters
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.context import WorkerContext
@@ -55,6 +55,7 @@ class AsyncTraining(ABC):
         self.optimizer = optimizer
         self._server_options, self._run_dir = server, Path(server.run_dir)
         self._named = exchanged_parameters(model, optimizer)
+        self._exchanged = {id(parameter) for _, parameter in self._named}
         self.loss: float | Tensor | None = None
         self._context = WorkerContext.find()
         self._restored: State | None = None
@@ -240,10 +241,11 @@ class AsyncTraining(ABC):
 
     # Steps
 
-    def _check_closure(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Refuses a closure; ``args`` of a hook begin with the optimizer itself."""
+    def _check_step(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Refuses a step with a closure, or of more than is exchanged; ``args`` of a hook begin with the optimizer."""
         if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             raise ConfigurationError("optimizer.step(closure) is not supported: compute the gradients before the step")
+        check_exchanged(self.optimizer, self._exchanged)
 
     def _take_loss(self) -> float | Tensor | None:
         """Returns the loss of this step, without the graph behind it, and forgets it."""

@@ -100,6 +100,8 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
         ({"zero_optimization": {"stage": 1}}, '"stage" 1 is not supported with method hybrid_async'),
         ({"zero_optimization": {"stage": "0"}}, "\"stage\" '0' is not supported"),
         ({"async_training": {"method": ["hybrid_async"]}}, "\"method\": ['hybrid_async'] is none of adascale"),
+        ({"zero_optimization": {"stage": 0, "zenflow": {"topk_ratio": 0.1}}}, '"zenflow" is not supported'),
+        ({"tensor_parallel": {"autotp_size": 2}}, '"tensor_parallel" is not supported'),
         ({"zero_optimization": 3}, '"zero_optimization" is 3: it must be an object'),
     ],
 )

@@ -4,9 +4,11 @@ import ast
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import deepspeed
 import pytest
+from torch import nn
 
 from fairseq_async.deepspeed_plugin import compat
 from fairseq_async.errors import ConfigurationError
@@ -28,6 +30,19 @@ def test_a_missing_attribute_is_named_with_deepspeeds_version() -> None:
     del engine._step_applied
     with pytest.raises(ConfigurationError, match="has no DeepSpeedEngine._step_applied"):
         compat.check_attributes(engine)
+
+
+def test_a_model_that_is_divided_among_ranks_by_other_means_than_zero_is_refused() -> None:
+    """An exchange would give one rank's part to all."""
+    experts = nn.Sequential(nn.Linear(2, 2))
+    engine: Any = SimpleNamespace(mp_world_size=1, module=experts)
+    compat.check_whole_model(engine)
+    experts[0].ep_size = 2
+    with pytest.raises(ConfigurationError, match="0: ep_size is 2: every rank must have the whole model"):
+        compat.check_whole_model(engine)
+    engine.mp_world_size = 2
+    with pytest.raises(ConfigurationError, match="model parallelism"):
+        compat.check_whole_model(engine)
 
 
 def test_no_other_file_names_a_private_attribute_of_deepspeeds() -> None:

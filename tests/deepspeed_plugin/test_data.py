@@ -33,7 +33,7 @@ class Numbers:
 def loader(position: Position, endless: bool, micro_batches: int = 1, loading: Loading | None = None) -> ShardedLoader:
     """Twelve samples in batches of two; the worker's shard is its part of them."""
     share = DataShare([6, 6], 2, 2, micro_batches, rank=0, ranks=1)
-    return ShardedLoader(Numbers(12), share, 1, None, lambda: position, endless, loading or Loading())  # type: ignore[arg-type]
+    return ShardedLoader(Numbers(12), share, 1, None, lambda: position, endless, loading or Loading(), lambda: 0)  # type: ignore[arg-type]
 
 
 def test_without_an_end_of_the_run_a_loop_is_one_pass_over_the_workers_part() -> None:
@@ -74,7 +74,7 @@ def test_an_epoch_that_ends_within_a_step_goes_on_with_its_next_micro_batch() ->
 @pytest.mark.parametrize(("samples", "workers", "batches"), [(12, 2, 3), (13, 2, 4), (12, 5, 2), (1, 2, 1)])
 def test_the_length_is_that_of_deepspeeds_loader_with_as_many_ranks(samples: int, workers: int, batches: int) -> None:
     share = DataShare([samples], workers, 2, 1, rank=0, ranks=1)
-    made = ShardedLoader(Numbers(samples), share, 1, None, Position, True, Loading())  # type: ignore[arg-type]
+    made = ShardedLoader(Numbers(samples), share, 1, None, Position, True, Loading(), lambda: 0)  # type: ignore[arg-type]
     assert len(made) == batches
 
 
@@ -103,7 +103,7 @@ def test_loader_processes_make_the_batches_that_are_drawn_without_them(num_worke
 
 def test_the_last_batch_of_a_pass_is_left_out_where_the_configuration_says_so() -> None:
     share = DataShare([7, 7], 2, 2, 1, rank=0, ranks=1)
-    made = ShardedLoader(Numbers(14), share, 1, None, Position, False, Loading(drop_last=True))  # type: ignore[arg-type]
+    made = ShardedLoader(Numbers(14), share, 1, None, Position, False, Loading(drop_last=True), lambda: 0)  # type: ignore[arg-type]
     assert len(made) == len(list(made)) == 3
 
 
@@ -149,6 +149,21 @@ def test_a_batch_size_by_which_the_loader_does_not_number_is_one_line(
     with pytest.raises(SystemExit):
         getattr(engine, name)(8)
     assert f"error: {name}(8): with training_data= the batch size stays" in capsys.readouterr().err
+
+
+def test_more_batches_in_each_step_than_the_configuration_says_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four batches a step and no "gradient_accumulation_steps": the next step would begin with the second of them."""
+    steps, share = [0], DataShare([12], 1, 1, 1, 0, 1)
+    made = ShardedLoader(Numbers(12), share, 1, None, Position, True, Loading(), lambda: steps[0])  # type: ignore[arg-type]
+    with pytest.raises(SystemExit):
+        for drawn, _ in enumerate(made, 1):
+            steps[0] = drawn // 4
+            assert drawn < 60
+    (line,) = capsys.readouterr().err.splitlines()
+    assert '"gradient_accumulation_steps" is 1: with training_data= give the number of batches of a step there' in line
+    ahead = zip(made, range(60), strict=False)
+    for drawn, _ in enumerate(ahead, 1):  # as many as in the configuration, ten of them drawn ahead
+        steps[0] += drawn > 10
 
 
 def test_the_loader_needs_steps_of_a_known_number_of_micro_batches() -> None:

@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fairseq_async.deepspeed_plugin.engine import AsyncEngine, LocalEngine
 from fairseq_async.deepspeed_plugin.hybrid_engine import HybridEngine
-from fairseq_async.deepspeed_plugin.tensors import replica_of
+from fairseq_async.deepspeed_plugin.tensors import replica_of, trainable
 from fairseq_async.errors import ConfigurationError, ExchangeError
-from fairseq_async.server.optimizers.learning_rates import present_rates
+from fairseq_async.server.optimizers.learning_rates import present_options, present_rates
 
 
 class Worker:
@@ -137,6 +137,7 @@ def test_a_step_of_hybrid_async_without_a_gradient_sends_nothing_and_says_so_onc
     engine.module, engine._warned_of_no_gradient = nn.Linear(2, 1), False
     engine.async_worker = cast(Any, SimpleNamespace(finished=False))  # it has no step
     monkeypatch.setattr(HybridEngine, "_check_rates", lambda engine: None)
+    monkeypatch.setattr(HybridEngine, "_check_trained", lambda engine: None)
     monkeypatch.setattr(HybridEngine, "_skip_step", lambda engine: skipped.append(True))
     engine._take_model_step(None)
     engine._take_model_step(None)
@@ -152,6 +153,7 @@ def test_a_sparse_gradient_of_hybrid_async_is_one_line(
     engine.module(torch.tensor([1])).sum().backward()
     engine.async_worker = cast(Any, SimpleNamespace(finished=False))
     monkeypatch.setattr(HybridEngine, "_check_rates", lambda engine: None)
+    monkeypatch.setattr(HybridEngine, "_check_trained", lambda engine: None)
     with pytest.raises(SystemExit):
         engine._take_model_step(None)
     assert "the gradient of 0.weight is sparse: make the layer without sparse=True" in capsys.readouterr().err
@@ -300,6 +302,7 @@ def hybrid_engine(optimizer: SGD, has_schedule: bool) -> HybridEngine:
     nn.Module.__init__(engine)
     engine.async_worker, engine.optimizer = cast(Any, SimpleNamespace(finished=False)), optimizer
     engine._has_schedule, engine._rates = has_schedule, present_rates(optimizer)
+    engine._options = present_options(optimizer)
     return engine
 
 
@@ -310,7 +313,27 @@ def test_a_learning_rate_that_the_server_would_not_take_is_one_line(capsys: pyte
     with pytest.raises(SystemExit):
         engine._take_model_step(None)
     assert 'param_groups[0]["lr"] of the optimizer was 0.1 and is 0 now' in capsys.readouterr().err
-    hybrid_engine(optimizer, has_schedule=True)._check_rates()
+    scheduled = hybrid_engine(optimizer, has_schedule=True)
+    scheduled._check_rates()
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    with pytest.raises(ConfigurationError, match='"weight_decay".* of the optimizer was 0 and is 0.5 now'):
+        scheduled._check_rates()
+
+
+@pytest.mark.parametrize("kind", [LocalEngine, HybridEngine])
+def test_a_layer_that_is_unfrozen_during_the_run_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[AsyncEngine]
+) -> None:
+    engine = kind.__new__(kind)
+    nn.Module.__init__(engine)
+    engine.module = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1).requires_grad_(False))
+    engine.async_worker, engine._trained = cast(Any, SimpleNamespace(finished=False)), trainable(engine)
+    monkeypatch.setattr(HybridEngine, "_check_rates", lambda engine: None)
+    engine._check_trained()
+    engine.module[1].requires_grad_(True)
+    with pytest.raises(SystemExit):
+        engine._take_model_step(None)
+    assert "1.bias was frozen or unfrozen during the run" in capsys.readouterr().err
 
 
 def test_a_scheduler_of_the_scripts_own_is_one_line() -> None:

@@ -323,6 +323,30 @@ def test_a_scheduler_that_cannot_be_followed_is_one_line(
     assert said in line
 
 
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.0), ("weight_decay", 5.0), ("betas", (0.5, 0.5))])
+def test_an_option_that_the_script_changes_beside_its_scheduler_is_one_line(
+    workers: Start, capsys: pytest.CaptureFixture[str], name: str, value: Any
+) -> None:
+    """The server would go on with the one before."""
+
+    def train(worker: int) -> None:
+        model = model_of()
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        scheduler = CosineAnnealingLR(optimizer, STEPS)
+        with pytest.raises(SystemExit), HybridAsync(model, optimizer, scheduler=scheduler, total_steps=STEPS):
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, 0, step).backward()
+                optimizer.step()
+                scheduler.step()
+                assert step < 2
+                if step == 1:
+                    optimizer.param_groups[0][name] = value
+
+    workers(1, gradient_main.build).run(train)
+    assert f'param_groups[0]["{name}"] of the optimizer' in capsys.readouterr().err
+
+
 def test_what_is_outside_of_the_block_or_no_state_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     training = HybridAsync(model := model_of(), Adam(model.parameters()))
     for use, said in [

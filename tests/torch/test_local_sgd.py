@@ -244,6 +244,34 @@ def test_what_is_no_model_or_no_optimizer_is_one_line(capsys: pytest.CaptureFixt
         assert said in line
 
 
+@pytest.mark.parametrize("late", ["unfrozen", "added"])
+def test_a_parameter_that_is_trained_from_later_on_is_one_line(
+    workers: Start, capsys: pytest.CaptureFixture[str], late: str
+) -> None:
+    """It is in no exchange: each worker would train its own."""
+
+    def train(worker: int) -> None:
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        first, second = model[0].parameters(), list(model[1].parameters())
+        for parameter in second:
+            parameter.requires_grad_(False)
+        optimizer = SGD(model.parameters() if late == "unfrozen" else first, lr=LR)
+        with pytest.raises(SystemExit), AsyncLocalSGD(model, optimizer):
+            for step in range(4):
+                optimizer.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+                assert step < 2
+                if step == 1:
+                    for parameter in second:
+                        parameter.requires_grad_(True)
+                    if late == "added":
+                        optimizer.add_param_group({"params": second})
+
+    workers(1, local_sgd_main.build).run(train)
+    assert "is trained now and is not exchanged" in capsys.readouterr().err
+
+
 def test_a_closure_is_refused(workers: Start, capsys: pytest.CaptureFixture[str]) -> None:
     def train(worker: int) -> None:
         model = Point()

@@ -143,6 +143,36 @@ def present_rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
+def present_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns the options of each parameter group but the learning rate, such as the weight decay."""
+    names = [name for name in optimizer.defaults if name != "lr"]
+    return [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+
+
+def check_options(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
+    """Checks, on a worker, that nothing changes options of the optimizer that the server would not take.
+
+    Args:
+        optimizer: the worker's own, which does not step.
+        before: what :func:`present_options` has returned when the server was told of them.
+
+    Raises:
+        ConfigurationError: something has changed one.
+    """
+    if (now := present_options(optimizer)) == before:
+        return
+    for number, (present, given) in enumerate(zip(now, before, strict=False)):
+        for name in given:
+            if present.get(name) != given[name]:
+                raise ConfigurationError(
+                    f'param_groups[{number}]["{name}"] of the optimizer was {given[name]} and is {present.get(name)} '
+                    f"now, but it steps in the server, which keeps {given[name]}: leave it as it was"
+                )
+    raise ConfigurationError(
+        "the optimizer has more parameter groups than at the beginning, and it steps in the server"
+    )
+
+
 def check_rates(optimizer: Optimizer, before: list[float], remedy: str) -> None:
     """Checks, on a worker, that no scheduler and no script sets learning rates that the server would not take.
 
@@ -161,6 +191,20 @@ def check_rates(optimizer: Optimizer, before: list[float], remedy: str) -> None:
             raise ConfigurationError(
                 f'param_groups[{number}]["lr"] of the optimizer was {given:g} and is {rate:g} now, but it steps in the '
                 f"server: {remedy}"
+            )
+
+
+def check_scheduled(optimizer: Optimizer, scheduler: Any) -> None:
+    """Checks, on a worker, that the learning rates are those of its scheduler, by which the server sets its own.
+
+    Raises:
+        ConfigurationError: something else has set them.
+    """
+    for number, (rate, wanted) in enumerate(zip(present_rates(optimizer), scheduler.get_last_lr(), strict=True)):
+        if rate != float(wanted):
+            raise ConfigurationError(
+                f'param_groups[{number}]["lr"] of the optimizer is {rate:g}, and the scheduler has set '
+                f"{float(wanted):g}; it steps in the server, at the scheduler's rates: leave it as it was"
             )
 
 
