@@ -58,6 +58,7 @@ from fairseq_async.global_server import local_sgd_server
 from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.methods import MethodOptions
 from fairseq_async.server.process import ServerProcess
+from fairseq_async.torch.parameters import untrained_checksum
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.hybrid import HybridWorker
@@ -295,6 +296,8 @@ def _make_worker_engine(
         made, inner = arguments.make_engine(own), {}
         check_whole_model(made[0])
         engine = _change_class(made[0], LocalEngine)
+    if (connection := client.client if isinstance(client, IslandClient) else client) is not None:
+        connection.untrained = untrained_checksum(engine.module, {id(each) for _, each in trainable(engine)})
     async_worker = _make_worker(client, engine, options, context)
     description = _describe(options, section, context, sizes, inner)
     engine.set_up(async_worker, description, context, Path(section.run_dir))

@@ -20,7 +20,7 @@ from fairseq_async.server.network.payloads import Payloads
 from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.outcome import Instruction, Settled
 from fairseq_async.server.plan import Build
-from fairseq_async.server.protocol import Pull, PullReply, Push, PushReply, StateSaved, Welcome, WorkReply
+from fairseq_async.server.protocol import Hello, Pull, PullReply, Push, PushReply, StateSaved, Welcome, WorkReply
 from fairseq_async.server.receipt import SETTLED, Status
 from fairseq_async.server.run_files.event_log import EventLog, Recorder, merge_path, update_path
 from fairseq_async.server.run_files.state_files import restored_path, saved_path, write_state
@@ -70,6 +70,7 @@ class Run:
         self._coordinator: Coordinator | None = None
         self.upstream: Upstream | None = None
         self.from_checkpoint = False
+        self._untrained: str | None = None  # of the first worker that has said hello
         self._published = -1
         self._first_batches = FirstBatches(tell)
         self._took_after: dict[int, int] = {}  # by worker: its last update when it took compressed parameters
@@ -94,16 +95,22 @@ class Run:
         """Returns the fragment of a worker's update of this number; with one fragment it is the whole model."""
         return in_turn(self._fragments, sequence)
 
-    def check(self, name: str, spec: MethodSpec, layout: Layout) -> None:
-        """Checks that a worker has this run's model and method.
+    def check(self, name: str, hello: Hello) -> None:
+        """Checks that a worker has this run's model and method, and the untrained parameters of the first that came.
 
         Raises:
             RefusedError: it has another.
         """
-        if difference := layout.difference(self.layout):
+        if difference := hello.layout.difference(self.layout):
             raise RefusedError(f"{name} has another model than the others: {difference}")
-        if other := self.spec.difference(spec):
+        if other := self.spec.difference(hello.spec):
             raise RefusedError(f"{name} was started with another {other} than the others{_REMEDIES.get(other, '')}")
+        self._untrained = hello.untrained if self._untrained is None else self._untrained
+        if hello.untrained != self._untrained:
+            raise RefusedError(
+                f"{name} has other values than the others in parameters that are not trained, which no worker gets "
+                "from the server: load them, or make the model with the same torch.manual_seed, in every worker"
+            )
 
     def begin(
         self, build: Build, parameters: Tensor, state: State | None, source: str, membership: Membership, time: float

@@ -273,7 +273,7 @@ class Service(Connections):
         return answer
 
     def _admit(self, run: Run, peer: Peer, hello: protocol.Hello) -> protocol.Answer | None:
-        run.check(peer.name, hello.spec, hello.layout)
+        run.check(peer.name, hello)
         run.memory.allocate_slot(peer.id)
         peer.admitted, peer.remote, peer.hello = True, hello.remote, None
         run.payloads.open(peer, run.memory.slot(peer.id))

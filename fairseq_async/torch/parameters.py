@@ -1,5 +1,6 @@
 """The parameters and gradients of a model and its optimizer that are exchanged."""
 
+import zlib
 from collections.abc import Collection
 
 import torch
@@ -59,6 +60,18 @@ def check_exchanged(optimizer: Optimizer, exchanged: Collection[int]) -> None:
                     f"a parameter of param_groups[{number}], of shape {tuple(parameter.shape)}, is trained now and is "
                     "not exchanged: it was frozen, or not there, when the run began; train it from there on"
                 )
+
+
+def untrained_checksum(model: nn.Module, exchanged: Collection[int]) -> str:
+    """Returns the CRC-32 of a model's parameters that are not exchanged, such as frozen layers; empty if it has none.
+
+    Every worker makes or loads these by itself. What ZeRO 3 has divided is left out.
+    """
+    others = [each for each in model.parameters() if id(each) not in exchanged and not hasattr(each, "ds_id")]
+    crc = 0
+    for each in others:
+        crc = zlib.crc32(each.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, crc)
+    return f"{crc:08x}" if others else ""
 
 
 def step_gradients(named: list[tuple[str, Parameter]]) -> list[Tensor]:

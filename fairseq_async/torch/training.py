@@ -21,7 +21,12 @@ from fairseq_async.environment import WORKER
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.process import ServerProcess
-from fairseq_async.torch.parameters import check_exchanged, drop_gradients, exchanged_parameters
+from fairseq_async.torch.parameters import (
+    check_exchanged,
+    drop_gradients,
+    exchanged_parameters,
+    untrained_checksum,
+)
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.context import WorkerContext
@@ -52,7 +57,7 @@ class AsyncTraining(ABC):
     server_module: str
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, server: ServerOptions) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._model = optimizer, model
         self._server_options, self._run_dir = server, Path(server.run_dir)
         self._named = exchanged_parameters(model, optimizer)
         self._exchanged = {id(parameter) for _, parameter in self._named}
@@ -139,6 +144,7 @@ class AsyncTraining(ABC):
         self._context, self._client, self._server = self._context.connect(
             self.server_module, self._server_options, self._run_dir, end_process
         )
+        self._client.untrained = untrained_checksum(self._model, self._exchanged)
         worker = self._make_worker(self._client)
         welcome = worker.join(self.describe(self.workers))
         if not welcome.initialised:

@@ -54,6 +54,7 @@ class LastingConnection:
     Attributes:
         worker: this worker's id.
         workers: number of workers that were announced.
+        untrained: checksum of the model's parameters that are not trained; to be set before :meth:`join`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class LastingConnection:
         self.remote = address.rpartition(":")[0] != LOOPBACK
         self._streams = streams if self.remote else 1
         self.memory: SharedMemory | None = None
+        self.untrained = ""
         encryption = None if tls is None else worker_context(tls)
         self._instance = uuid.uuid4().hex
         self._endpoint = Endpoint(address, token, joins=worker is None, instance=self._instance, encryption=encryption)
@@ -205,7 +207,7 @@ class LastingConnection:
     def _hello(self) -> Welcome:
         assert self._joined_with is not None
         layout, spec = self._joined_with
-        self._channel.send(protocol.encode(protocol.Hello(spec, layout, self.remote)))
+        self._channel.send(protocol.encode(protocol.Hello(spec, layout, self.remote, self.untrained)))
         welcome = self._channel.answer(Welcome)
         self._channel.give_up_after(spec.server.worker_timeout)
         self._initialised, self._state_path = welcome.initialised, welcome.state_path

@@ -272,6 +272,30 @@ def test_a_parameter_that_is_trained_from_later_on_is_one_line(
     assert "is trained now and is not exchanged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("equal", [True, False])
+def test_frozen_layers_that_differ_between_workers_are_one_line(
+    workers: Start, capsys: pytest.CaptureFixture[str], equal: bool
+) -> None:
+    """They are not exchanged: the workers would train one layer behind different ones."""
+
+    def train(worker: int) -> bool:
+        model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
+        for parameter in model[0].parameters():
+            parameter.fill_(0.5 if equal else worker)
+        optimizer = SGD(model[1].parameters(), lr=LR)
+        try:
+            with AsyncLocalSGD(model, optimizer, total_steps=1, local_steps=1) as run:
+                while not run.finished:
+                    model(torch.ones(1, 2)).sum().backward()
+                    optimizer.step()
+        except SystemExit:
+            return False
+        return True
+
+    assert workers(2, local_sgd_main.build).run(train) == [True, equal]
+    assert ("other values than the others in parameters that are not trained" in capsys.readouterr().err) != equal
+
+
 def test_a_closure_is_refused(workers: Start, capsys: pytest.CaptureFixture[str]) -> None:
     def train(worker: int) -> None:
         model = Point()

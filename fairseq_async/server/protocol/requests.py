@@ -39,11 +39,14 @@ class Hello:
 
     Attributes:
         remote: whether tensors follow the messages on this connection; otherwise they go through shared memory.
+        untrained: checksum of the model's parameters that are not trained, which every worker has by itself; empty
+            where there are none, or the worker's front end does not say.
     """
 
     spec: MethodSpec
     layout: Layout
     remote: bool
+    untrained: str = ""
     kind: Literal["hello"] = "hello"
 
 
