@@ -138,7 +138,7 @@ class ServerProcess:
         self._workers, self._given = workers, given
         self._code: int | None = None
         self._stopping = threading.Event()
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()  # a signal may end this server while it is being ended
         try:
             self._claimed = _claim(run_dir, named)  # first: a server that ends here may still have the port
             self._start_first(host, port, recovers)

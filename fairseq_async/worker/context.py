@@ -23,6 +23,7 @@ from fairseq_async.validation import split_address
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.invitation import invitation, own_command
 from fairseq_async.worker.meeting import Meeting, Place, wait_until_it_listens
+from fairseq_async.worker.process import end_server_on_sigterm
 from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 from fairseq_async.worker.store import PATIENCE, STARTED_AGAIN, ask, open_store, tell
 
@@ -257,6 +258,7 @@ class WorkerContext:
             resumes=resumes,
             tls=tls,
         )
+        end_server_on_sigterm(process)
         say(invitation(process.address, process.token_file.resolve(), own_command(), tls))
         return process
 

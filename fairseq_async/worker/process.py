@@ -1,12 +1,16 @@
 """The process of a worker: prints errors in one line, and ends when the server is gone."""
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
 from fairseq_async.errors import AsyncError, fail
+from fairseq_async.server.process import ServerProcess
 
 
 @contextmanager
@@ -28,3 +32,24 @@ def end_process(reason: str) -> NoReturn:
     sys.stderr.write(f"fairseq-async: error: {reason}\n")
     sys.stderr.flush()
     os._exit(2)
+
+
+def end_server_on_sigterm(server: ServerProcess) -> None:
+    """Makes SIGTERM, by which a scheduler stops a job, end this process only when the server that it has started has
+    written its last snapshot: Slurm kills what a task has left as soon as the task is gone.
+
+    A second SIGTERM ends the process at once. A script's own handler stays, and is to end the process in order.
+    """
+    present = signal.getsignal(signal.SIGTERM)
+    ours = isinstance(present, partial) and present.func is _end_with_server
+    if threading.current_thread() is threading.main_thread() and (ours or present is signal.SIG_DFL):
+        signal.signal(signal.SIGTERM, partial(_end_with_server, server, os.getpid()))
+
+
+def _end_with_server(server: ServerProcess, owner: int, *_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if os.getpid() == owner:  # and not in a process that was forked from it, as by a pool
+        # torch's handler would raise an error for each data loader's process that has got the signal, too
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        server.end()
+    os.kill(os.getpid(), signal.SIGTERM)

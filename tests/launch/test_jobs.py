@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from scripts.faults.hosts import Host
 from tests.helpers import slurm as slurm_daemons
 from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, HELPERS, MODEL, ROOT, Processes, command, free_port
 from tests.helpers.documents import script_of_the_readme
-from tests.helpers.run_files import events
+from tests.helpers.run_files import events, snapshot_versions
 from tests.helpers.waiting import wait_until
 
 QUIET = {"PYTHONPATH": f"{HELPERS / 'without_fairseq'}:{ROOT}"}
@@ -91,6 +92,39 @@ def test_the_tasks_of_srun_find_each_other_also_when_the_first_is_killed_and_sta
     audit(tmp_path / "run")
     sources = [json.loads(line)["source"] for line in (tmp_path / "run" / "rollbacks.jsonl").open()]
     assert [source.split("-")[0] for source in sources] == ["snapshot version"]
+
+
+def server_of(task: "subprocess.Popen[str]") -> int:
+    """The process of the server that this task has started."""
+    commands = {int(path.name): path for path in Path("/proc").iterdir() if path.name.isdecimal()}
+    for process, path in commands.items():
+        with suppress(OSError):
+            of_task = int((path / "stat").read_text().rpartition(")")[2].split()[1]) == task.pid
+            if of_task and os.getsid(process) == process:
+                return process
+    raise AssertionError("it has started none")
+
+
+def test_a_job_that_slurm_stops_keeps_all_though_what_a_task_has_left_is_killed(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """SIGTERM goes to all of a task's processes, as a data loader's. The server ignores it, and Slurm kills it once the
+    task is gone."""
+    line = script(tmp_path, slowly=True)
+    train = tmp_path / "train.py"
+    loaded = "import torch\nbatches = iter(torch.utils.data.DataLoader(range(10**9), num_workers=1))\n"
+    step = "        optimizer.step()\n"
+    train.write_text(loaded + train.read_text().replace(step, f"        next(batches)\n{step}"))
+    alone = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    task = processes.start(line, **QUIET, **(slurm(0) | alone))
+    wait_until(lambda: (tmp_path / "run" / "events.jsonl").exists() and len(events(tmp_path / "run")) > 1, 90)
+    server = server_of(task)
+    os.killpg(task.pid, signal.SIGTERM)
+    assert task.wait(30) == -signal.SIGTERM, task.communicate()[0]
+    with suppress(ProcessLookupError):
+        os.kill(server, signal.SIGKILL)
+    version = events(tmp_path / "run")[-1]["version_after"]
+    assert snapshot_versions(tmp_path / "run")[-1] == version > 0
 
 
 def test_fairseq_under_torchrun_on_two_machines_with_certificates(
