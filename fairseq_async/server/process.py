@@ -23,6 +23,7 @@ from fairseq_async.server.run_files.state_files import ending_path
 
 _BACKLOG = 128  # connections that may wait until the server has imported its modules
 _ENDING_SECONDS = 120.0  # that the next run waits for the last snapshot of the one before
+_BUSY_SECONDS = 10.0  # that it waits for a server that may not have noticed yet that its launcher is gone
 _QUIET_SECONDS = 2.0  # that a worker that has left waits for the others before it prints that it waits
 _LEAVING_SECONDS = 20.0  # that a server may take to end on a busy machine
 _PORT_SECONDS = 10.0  # that a dead server's port may still be held, by the writer of a snapshot that was just begun
@@ -41,12 +42,13 @@ def _make_directories(run_dir: Path, logs: Path, given: str) -> None:
 
 def _claim(run_dir: Path, given: str) -> int:
     """Locks the directory against other runs, as long as the returned descriptor is open in any process."""
-    descriptor, deadline = os.open(run_dir, os.O_RDONLY), time.monotonic() + _ENDING_SECONDS
+    descriptor, began = os.open(run_dir, os.O_RDONLY), time.monotonic()
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if ending_path(run_dir).exists() and time.monotonic() < deadline:
+            patience = _ENDING_SECONDS if ending_path(run_dir).exists() else _BUSY_SECONDS
+            if time.monotonic() < began + patience:
                 time.sleep(0.1)
                 continue
             os.close(descriptor)

@@ -1,5 +1,6 @@
 """A server process and its clients over loopback, with a rule that needs no fairseq."""
 
+import fcntl
 import json
 import os
 import select
@@ -7,6 +8,7 @@ import selectors
 import signal
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -199,11 +201,22 @@ def test_parameters_of_a_server_that_died_meanwhile_are_not_taken_for_the_next_o
     assert pull(client) == (0, 1.0)
 
 
-def test_two_runs_do_not_share_a_directory(process: ServerProcess, tmp_path: Path) -> None:
+def test_two_runs_do_not_share_a_directory(
+    process: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fairseq_async.server.process._BUSY_SECONDS", 0.2)
     with pytest.raises(ConfigurationError, match=r"\(--run-dir\) is in use by another run"):
         ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log")
     with pytest.raises(ConfigurationError, match=r"\(run_dir=\) is in use by another run"):  # that of a script
         ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log", run_dir_option="run_dir=")
+
+
+def test_a_run_waits_for_the_server_before_that_is_still_in_a_long_step(tmp_path: Path) -> None:
+    """Its launcher was killed, and it has not noticed yet."""
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    threading.Timer(1.0, os.close, [held]).start()
+    ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log").stop()
 
 
 def test_an_update_that_steps_nothing_is_answered_at_once_and_not_overwritten(server: ThreadServer) -> None:
