@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from fairseq_async.exchange.ports import free_port
+from fairseq_async.server.run_files.snapshots import DIRECTORY as SNAPSHOTS
 from recipes.steps import RecipeError, console_script, environment, run_in_front, write_whole
 from recipes.translation import USER_DIR
 
@@ -94,13 +95,14 @@ def train(run: Training) -> dict:
 
 
 def claim(run: Training) -> None:
-    """Record the run's command in `save_dir`; raise if checkpoints of another command are there.
+    """Record the run's command in `save_dir`; raise if checkpoints or snapshots of another command are there.
 
-    fairseq would load those as this run's own.
+    This run would go on from those as from its own.
     """
     record, command = run.save_dir / "command.txt", shlex.join(run.command())
     other = record.exists() and record.read_text() != command
-    if other and any(run.save_dir.glob("checkpoint*.pt")):
+    states = [*run.save_dir.glob("checkpoint*.pt"), *run.save_dir.glob(f"{SNAPSHOTS}/version-*.pt")]
+    if other and states:
         raise RecipeError(f"{run.save_dir} holds a run with other options ({record.name}): delete it or change --out")
     run.log.parent.mkdir(parents=True, exist_ok=True)
     write_whole(record, command)
