@@ -145,8 +145,8 @@ def _is_fairseqs(content: object) -> bool:
 
 
 def _read_snapshot(paths: list[Path], run_dir: Path) -> Source:
-    """Reads the newest snapshot that is readable; tensors that it lacks come from fairseq's last checkpoint, if there
-    is one."""
+    """Reads the newest snapshot that is readable, or fairseq's last checkpoint if that is as new; tensors that the
+    snapshot lacks come from that checkpoint."""
     for path in paths:
         try:
             state = _load(path)
@@ -157,10 +157,19 @@ def _read_snapshot(paths: list[Path], run_dir: Path) -> Source:
         if not (run_dir / _FAIRSEQ_LAST).is_file():
             return _with_server_parameters(state, path)
         base = _read_file(run_dir / _FAIRSEQ_LAST)
+        if _server_version(_load(run_dir / _FAIRSEQ_LAST)) >= int(path.stem.partition("-")[2]):
+            return base  # a run goes on from it, too
         newest = _completed(_server_parameters(state, path), base.tensors)
         kinds = {name: tensor.dtype for name, tensor in base.tensors.items()}  # of fairseq's model, maybe fp16
         return Source({name: value.to(kinds.get(name)) for name, value in newest.items()}, run_dir, base.fairseq)
     raise AssertionError("there is at least one")
+
+
+def _server_version(checkpoint: State) -> int:
+    """Returns the version of the server's state in fairseq's checkpoint; -1 where it has none."""
+    held = (checkpoint.get("last_optimizer_state"), (checkpoint.get("extra_state") or {}).get("async_server"))
+    states = [each["server"] for each in held if isinstance(each, dict) and isinstance(each.get("server"), dict)]
+    return max((int(state.get("version", -1)) for state in states), default=-1)
 
 
 def _with_server_parameters(state: State, path: Path) -> Source:

@@ -137,6 +137,18 @@ def test_a_fairseq_checkpoint_loses_its_optimizer_state_and_takes_a_newer_snapsh
     assert equal(newer, half | {"out.weight": half["head.weight"], "version": torch.tensor([3.0]).half()})
 
 
+@pytest.mark.parametrize("where", ["hybrid", "local_sgd"])
+def test_a_fairseq_checkpoint_that_is_newer_than_the_snapshots_is_exported(tmp_path: Path, where: str) -> None:
+    """The launcher was killed after the checkpoint, or the run goes on."""
+    run = run_with_snapshots(tmp_path / "save")
+    content = torch.load(fairseq_checkpoint(run), weights_only=True)
+    content["last_optimizer_state"] = state() if where == "hybrid" else None
+    content["extra_state"] = {"async_server": state() if where == "local_sgd" else None}
+    torch.save(content, run / "checkpoint_last.pt")
+    export(run, tmp_path / "out.pt")
+    assert equal(torch.load(tmp_path / "out.pt", weights_only=True)["model"], content["model"])
+
+
 def broken(folder: Path) -> Path:
     (folder / "file.pt").write_bytes(b"nothing")
     return folder / "file.pt"
