@@ -259,15 +259,20 @@ def _written(out: Path) -> Iterator[Path]:
     """Yields a path beside ``out``, which is renamed to ``out`` when all is written, and removed otherwise."""
     part = out.with_name(f".{out.name}.part")
     try:
+        _remove(part)  # of an export that was killed
         yield part
         part.replace(out)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(f"{out} cannot be written: {disk_error(error)}") from error
     finally:
         with suppress(OSError):  # on a disk that cannot be written to, there is nothing to remove
-            if part.is_dir():
-                shutil.rmtree(part)
-            part.unlink(missing_ok=True)
+            _remove(part)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 def _save_safetensors(tensors: Tensors, path: Path) -> None:

@@ -221,6 +221,15 @@ def test_what_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "out.pt").read_text() == "precious"
 
 
+def test_what_an_export_that_was_killed_has_left_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / ".model.part").mkdir()
+    (tmp_path / ".model.part" / "tokenizer.json").write_text("cut")
+    export(run_with_snapshots(tmp_path / "run"), tmp_path / "model", config=tmp_path)
+    assert {path.name for path in (tmp_path / "model").iterdir()} == {"config.json", "model.safetensors"}
+    assert not (tmp_path / ".model.part").exists()
+
+
 def test_a_file_system_that_is_read_only_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It refuses to remove a file that is not there, too."""
     run = run_with_snapshots(tmp_path / "run")
