@@ -85,7 +85,7 @@ class GroupLauncher:
         return RunFailedError(error)
 
     def _progress(self) -> str:
-        return _progress(self.processes.workers[0].log)
+        return progress_in(self.processes.workers[0].log)
 
 
 def _checked(port: int) -> int:
@@ -101,12 +101,15 @@ def _say(text: str) -> None:
     say(Console(stderr=True), text)
 
 
-def _progress(log: Path) -> str:
+def progress_in(log: Path) -> str:
     """Returns the last progress of training that fairseq has logged; ``starting`` before any."""
     for line in reversed(log.read_text(errors="replace").splitlines()):
         _, found, record = line.partition("| train_inner | ")
         if found and record.startswith("{"):
-            values = json.loads(record)
+            try:
+                values = json.loads(record)
+            except ValueError:  # a line that fairseq is just writing
+                continue
             known = [name for name in ("num_updates", "loss", "wps", "gain", "noise_scale") if name in values]
             return ", ".join(f"{name} {values[name]}" for name in known)
         if found:

@@ -11,6 +11,7 @@ from rich.console import Console
 from fairseq_async.launch.display import Display
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.run_length import RunLength, Work
+from fairseq_async.launch.synchronous import progress_in
 from fairseq_async.server.run_files.validations import Validation
 from tests.helpers.no_room import NoRoom
 
@@ -334,3 +335,10 @@ def test_a_line_that_finds_no_room_is_lost_and_one_that_nobody_reads_ends_the_ru
     display.console = Console(file=NoRoom(errno.EPIPE))
     with pytest.raises((BrokenPipeError, SystemExit)):
         display.say("update 1")
+
+
+def test_the_progress_of_ranks_is_that_of_the_last_whole_line_of_their_log(tmp_path: Path) -> None:
+    """fairseq may be in the middle of a line."""
+    line = '2026-01-01 00:00:00 | INFO | train_inner | {"epoch": 1, "loss": "2.5", "num_updates": "%d"}\n'
+    (tmp_path / "log").write_text(line % 5 + (line % 10)[:-20])
+    assert progress_in(tmp_path / "log") == "num_updates 5, loss 2.5"
