@@ -13,6 +13,7 @@ from fairseq_async.exchange.ports import free_port
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import LINE_EVERY, say
 from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt_on_signals
+from fairseq_async.server.process import make_directories
 from fairseq_async.server.run_files.created_files import CreatedFiles
 
 _DYING = 10.0  # seconds for the other ranks to end by themselves after one has died
@@ -34,11 +35,13 @@ class GroupLauncher:
         """Runs until the run is finished.
 
         Raises:
+            ConfigurationError: the port is in use, or the run's directory cannot be made.
             RunFailedError: a rank failed; every process has been ended.
             KeyboardInterrupt: the run was interrupted; every process has been ended.
         """
         interrupt_on_signals()
         self.port = _checked(self.port) if self.port else free_port()
+        make_directories(self.processes.command.run_dir, self.processes.workers[0].log.parent, "--save-dir")
         try:
             for worker in self.processes.workers:
                 self.processes.start(worker, None, self._ranks(worker))

@@ -29,7 +29,12 @@ _LEAVING_SECONDS = 20.0  # that a server may take to end on a busy machine
 _PORT_SECONDS = 10.0  # that a dead server's port may still be held, by the writer of a snapshot that was just begun
 
 
-def _make_directories(run_dir: Path, logs: Path, given: str) -> None:
+def make_directories(run_dir: Path, logs: Path, given: str) -> None:
+    """Makes the run's directory, which the option ``given`` sets, and that of its logs.
+
+    Raises:
+        ConfigurationError: they cannot be made, or cannot be written to.
+    """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         logs.mkdir(parents=True, exist_ok=True)
@@ -130,7 +135,7 @@ class ServerProcess:
             server_context(tls)
         self._created = CreatedFiles(run_dir)
         named = run_dir_option or option("run_dir")
-        _make_directories(run_dir, log.parent, named)
+        make_directories(run_dir, log.parent, named)
         self.token, self.log, self.restarts = token or new_token(), log, restarts
         self.token_file = run_dir / ".token"
         self._command = [sys.executable, "-m", module, "--workers", str(workers), "--run-dir", str(run_dir)]

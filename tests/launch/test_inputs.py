@@ -167,3 +167,12 @@ def test_a_port_of_ranks_that_is_taken_is_one_line_before_they_start(
         with pytest.raises(ConfigurationError, match=rf"^port {port} \(--port\) cannot be used: "):
             GroupLauncher(command, 2, port).run()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_of_ranks_that_cannot_be_made_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handlers are those of the tests
+    (tmp_path / "file").touch()
+    save_dir = tmp_path / "file" / "run"
+    command = WorkerCommand(["fairseq-train", "data", "--optimizer", "adasum", "--save-dir", str(save_dir)])
+    with pytest.raises(ConfigurationError, match=rf"^{save_dir} \(--save-dir\) cannot be made: Not a directory"):
+        GroupLauncher(command, 2, 0).run()
