@@ -8,7 +8,7 @@ from typing import NoReturn
 from fairseq_async.environment import JOINS, SERVER, TLS, TOKEN, WORKER
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command import WorkerCommand
-from fairseq_async.launch.programs import find_program, is_fairseq
+from fairseq_async.launch.programs import executing, find_program, is_fairseq
 from fairseq_async.validation import split_address
 
 _SECONDS = 10.0  # timeout of a connection
@@ -29,7 +29,8 @@ def join(address: str, arguments: list[str], token_file: Path, tls: Path | None)
 
     variables = {WORKER: JOINS, SERVER: address, TOKEN: read_token(token_file), "OMP_WAIT_POLICY": "PASSIVE"}
     variables |= {} if tls is None else {TLS: str(tls.resolve())}
-    os.execve(line[0], line, {"OMP_NUM_THREADS": "1"} | os.environ | variables)
+    with executing(line[0]):
+        os.execve(line[0], line, {"OMP_NUM_THREADS": "1"} | os.environ | variables)
 
 
 def _line(arguments: list[str]) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from fairseq_async.errors import AsyncError
 from fairseq_async.exchange.linux import environment
 from fairseq_async.launch.last_words import last_words
+from fairseq_async.launch.programs import executing
 from fairseq_async.server.process import manner
 
 USER_ERROR = 2  # exit code of a worker that cannot run as it was asked to: starting it again would not help
@@ -71,12 +72,17 @@ class Processes:
 
     def start(self, worker: Worker, address: str | None, variables: dict[str, str]) -> None:
         """Starts one worker, with these environment variables added to those of all workers; its output goes to its
-        log."""
+        log.
+
+        Raises:
+            ConfigurationError: the command cannot be executed.
+        """
         worker.log.parent.mkdir(parents=True, exist_ok=True)
-        with worker.log.open("ab") as log:
+        line = self.command.line(address)
+        with worker.log.open("ab") as log, executing(line[0]):
             worker.log_start = log.tell()
             worker.process = subprocess.Popen(
-                self.command.line(address),
+                line,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

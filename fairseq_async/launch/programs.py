@@ -1,9 +1,11 @@
 """Finds programs by their names, and tells which of them are fairseq's."""
 
+import errno
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError
@@ -23,6 +25,21 @@ def find_program(program: str) -> str:
         remedy = f"give python {program}" if program.endswith(".py") else "is it installed in this environment?"
         raise ConfigurationError(f"{program or '(empty)'}: no such program; {remedy}")
     return found
+
+
+@contextmanager
+def executing(program: str) -> Iterator[None]:
+    """Within it, a program is executed that :func:`find_program` has found.
+
+    Raises:
+        ConfigurationError: the system cannot execute it.
+    """
+    try:
+        yield
+    except OSError as error:
+        of_script = error.errno in (errno.ENOEXEC, errno.ENOENT)
+        remedy = "; a script's first line names its interpreter, as in #!/usr/bin/env python" if of_script else ""
+        raise ConfigurationError(f"{program} cannot be executed: {error.strerror}{remedy}") from error
 
 
 def is_fairseq(arguments: Sequence[str]) -> bool:

@@ -11,7 +11,7 @@ from fairseq_async.addresses import LOOPBACK
 from fairseq_async.environment import HOST, MEETING, WORKER, WORKERS
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command import WorkerCommand
-from fairseq_async.launch.programs import find_program, is_fairseq
+from fairseq_async.launch.programs import executing, find_program, is_fairseq
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ def become_worker(arguments: list[str]) -> NoReturn:
     """
     task = Task.find(os.environ)
     line = _line(arguments, task.size)
-    os.execve(line[0], line, task.environment(os.environ))
+    with executing(line[0]):
+        os.execve(line[0], line, task.environment(os.environ))
 
 
 def _line(arguments: list[str], workers: int) -> list[str]:
