@@ -273,7 +273,7 @@ class ServerProcess:
             self.restarts -= 1
             try:
                 snapshot = self._start_again()
-            except ConfigurationError as error:
+            except (ConfigurationError, OSError) as error:  # no memory for a process, for example
                 if self._stopping.is_set():
                     break
                 say(f"the server {manner(code)}, and cannot be started again: {error}")
