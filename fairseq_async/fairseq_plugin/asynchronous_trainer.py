@@ -10,7 +10,7 @@ from fairseq.trainer import Trainer
 from torch.nn import Parameter
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.fairseq_plugin.compat.batches import batches_of_first_epoch
+from fairseq_async.fairseq_plugin.compat.batches import batches_of_first_epoch, batches_of_pass
 from fairseq_async.fairseq_plugin.compat.checkpoints import (
     check_workers,
     checkpoint_errors,
@@ -106,24 +106,34 @@ class AsynchronousTrainer(Trainer, ABC):
             if first and resumed_at > 1:
                 remade = batches_of_first_epoch(self.task, self.cfg, partial(make, 1, load_dataset=False))
                 self._iterator = self._iterator if remade is None else remade
-        self._check_batches()
+        self._check_batches(self.session.context.workers)
         if self._position:
             self._iterator.load_state_dict(self._position)
             self._position = None
         return self._iterator
 
-    def _check_batches(self) -> None:
-        batches, workers = getattr(self._iterator, "frozen_batches", None), self.session.context.workers
-        if batches is not None and len(batches) < workers and not self.session.spec.full_rounds:
+    def _check_batches(self, workers: int) -> None:
+        task, max_epoch = self.cfg.task._name, self.session.spec.max_epoch
+        if getattr(self._iterator, "num_shards", workers) != workers:
             raise ConfigurationError(
-                f"the training set has {len(batches)} batches for {workers} workers, which each need one: "
+                f"--task {task} does not let fairseq divide the training set: all {workers} workers would train on the "
+                "same batches; give --workers 1, or another --task"
+            )
+        whole = batches_of_pass(self._iterator)
+        if whole is None and max_epoch:
+            raise ConfigurationError(
+                f"--max-epoch {max_epoch}: the training set of --task {task} has no known size; give --max-update"
+            )
+        if whole is not None and whole < workers and not self.session.spec.full_rounds:
+            raise ConfigurationError(
+                f"the training set has {whole} batches for {workers} workers, which each need one: "
                 "lower --max-tokens or --batch-size, or give fewer --workers"
             )
 
     def fraction_of_epoch(self, batches: Sequence[FairseqObject]) -> float:
         """Returns these batches' fraction of a pass over the whole training set; 0 if its size is not known."""
-        whole = getattr(self._iterator, "frozen_batches", None)
-        return len(batches) / len(whole) if whole else 0.0
+        whole = batches_of_pass(self._iterator)
+        return len(batches) / whole if whole else 0.0
 
     def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
         """Takes one step as fairseq does. Tasks and models are given a plain number of updates, whose remainders they

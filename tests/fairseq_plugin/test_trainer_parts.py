@@ -1,10 +1,14 @@
 """fairseq's trainer as a worker: parts of it that need no training."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fairseq.data.iterators import EpochBatchIterator, GroupedEpochBatchIterator, StreamingEpochBatchIterator
+from fairseq.examples.truncated_bptt.truncated_bptt_lm_task import TruncatedBPTTLMTask
 from fairseq.trainer import Trainer
 
 import fairseq_async.fairseq_plugin  # noqa: F401
@@ -49,6 +53,81 @@ def test_tasks_and_models_are_given_a_plain_number_of_updates(monkeypatch: pytes
     adascale._optimizer = SimpleNamespace(adascale=SimpleNamespace(discard_norms=lambda: None))
     adascale.train_step([])
     assert seen == [0, 0]
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    """24 samples."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(24))
+
+
+BATCHES = [[index] for index in range(24)]
+
+
+def two_data_sets(**shard: int) -> Any:
+    return GroupedEpochBatchIterator(Numbers(), list, [BATCHES[:18], BATCHES[18:]], epoch=1, **shard)
+
+
+def trainer_of(
+    iterator: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, worker: int = 0, workers: int = 3, max_epoch: int = 0
+) -> Any:
+    """A trainer whose task makes this iterator, given the shard that fairseq passes to it."""
+
+    def make(self: Any, epoch: int, **kwargs: object) -> Any:
+        return iterator(num_shards=self.data_parallel_world_size, shard_id=self.data_parallel_rank)
+
+    monkeypatch.setattr(Trainer, "get_train_iterator", make)
+    trainer: Any = object.__new__(HybridTrainer)
+    trainer._position = trainer._iterator = None
+    trainer.cfg = SimpleNamespace(task=SimpleNamespace(_name="made_up"))
+    spec = SimpleNamespace(max_epoch=max_epoch, full_rounds=False)
+    trainer.session = SimpleNamespace(spec=spec, context=SimpleNamespace(worker=worker, workers=workers))
+    return trainer
+
+
+def test_a_task_that_takes_no_part_of_the_data_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fairseq's truncated_bptt_lm divides its data among the ranks of fairseq's own group, which has one here."""
+
+    def truncated(**shard: int) -> Any:
+        return TruncatedBPTTLMTask.get_batch_iterator(object.__new__(TruncatedBPTTLMTask), Numbers(), **shard)
+
+    with pytest.raises(ConfigurationError, match="--task made_up does not .* all 3 workers .* same batches; give --wo"):
+        trainer_of(truncated, monkeypatch).get_train_iterator(1)
+    assert len(trainer_of(truncated, monkeypatch, workers=1).get_train_iterator(1)) == 24
+
+
+@pytest.mark.parametrize("kind", [partial(EpochBatchIterator, Numbers(), list, BATCHES), two_data_sets])
+def test_the_batches_of_all_workers_are_one_pass(kind: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several data sets fairseq keeps one list of batches for each: two, for three workers."""
+    drawn, passes = [], 0.0
+    for worker in range(3):
+        trainer = trainer_of(kind, monkeypatch, worker, max_epoch=2)
+        for batch in trainer.get_train_iterator(1).next_epoch_itr():
+            drawn += batch
+            passes += trainer.fraction_of_epoch([batch])
+    assert sorted(drawn) == list(range(24)) and passes == pytest.approx(1)
+
+
+def test_max_epoch_is_refused_where_nobody_knows_how_long_a_pass_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes would be counted as 0, and the run would never end."""
+
+    def stream(**shard: int) -> Any:
+        return StreamingEpochBatchIterator(Stream())
+
+    with pytest.raises(ConfigurationError, match="--max-epoch 5: the training set of --task made_up .* --max-update"):
+        trainer_of(stream, monkeypatch, max_epoch=5).get_train_iterator(1)
+    trainer = trainer_of(stream, monkeypatch)
+    trainer.get_train_iterator(1)
+    assert trainer.fraction_of_epoch([[1]]) == 0
 
 
 def masks(

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from fairseq.data.iterators import GroupedEpochBatchIterator
+
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject
 
 
@@ -12,6 +14,14 @@ def real_batches(samples: Sequence[FairseqObject]) -> list[FairseqObject]:
     others would not be counted. For a step of empty batches alone, callers keep one of them, ``samples[:1]``.
     """
     return [sample for sample in samples if sample is not None and len(sample)]
+
+
+def batches_of_pass(iterator: FairseqObject) -> int | None:
+    """Returns the number of batches in a pass of all workers over the training set; None if it is not known."""
+    if isinstance(iterator, GroupedEpochBatchIterator):  # its frozen batches are a list for each of its data sets
+        return len(iterator)
+    batches = getattr(iterator, "frozen_batches", None)
+    return None if batches is None else len(batches)
 
 
 def batches_of_first_epoch(
