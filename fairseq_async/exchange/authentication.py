@@ -50,7 +50,8 @@ def read_token(path: Path) -> str:
     """Reads the token from a file.
 
     Raises:
-        ConfigurationError: the file cannot be read, users other than its owner can read it, or the token is too short.
+        ConfigurationError: the file cannot be read, users other than its owner can read it, or the token is too short
+            or has characters that cannot be printed.
     """
     try:
         with path.open() as file:
@@ -61,9 +62,9 @@ def read_token(path: Path) -> str:
         raise ConfigurationError(f"{option('token_file')} {path}: cannot be read: {why}") from error
     if stat.S_IMODE(mode) & 0o077:
         raise ConfigurationError(f"{option('token_file')} {path}: others can read it; run chmod 600 {path}")
-    if len(token) < _SHORTEST:
+    if len(token) < _SHORTEST or not token.isprintable():  # as a NUL, which no environment variable can have
         raise ConfigurationError(
-            f"{option('token_file')} {path}: a token has at least {_SHORTEST} characters; make one with: "
-            "openssl rand -hex 16"
+            f"{option('token_file')} {path}: a token has at least {_SHORTEST} characters, which can be printed, "
+            "in one line; make one with: openssl rand -hex 16"
         )
     return token

@@ -305,9 +305,10 @@ def test_a_token_file_is_for_its_owner_only(tmp_path: Path) -> None:
     path.chmod(0o640)
     with pytest.raises(ConfigurationError, match=r"others can read it; run chmod 600"):
         read_token(path)
-    write_token(path, "short")
-    with pytest.raises(ConfigurationError, match="at least 16 characters"):
-        read_token(path)
+    for wrong in ("short", "0123456789\0abcdef"):  # no variable of the environment can have a NUL
+        write_token(path, wrong)
+        with pytest.raises(ConfigurationError, match="token: a token has at least 16 characters, which can be printed"):
+            read_token(path)
 
 
 class LongTurn:
