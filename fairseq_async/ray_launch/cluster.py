@@ -129,6 +129,10 @@ class Actors:
         for run in leaving:
             ray.kill(self._workers[self.runs.pop(run)])
 
+    def kill_worker(self, number: int) -> None:
+        """Kills the actor of a worker that has ended, and so gives back what it has asked Ray for."""
+        ray.kill(self._workers[number])
+
     def end(self, seconds: float) -> None:
         """Ends all actors in order: the workers within this time, then the server, which writes its last snapshot."""
         if not ray.is_initialized():

@@ -64,13 +64,28 @@ def train(arguments: list[str], workers: list[Resources], options: RayOptions) -
         AsyncError: the command has a mistake, or the run failed.
         KeyboardInterrupt: the run was interrupted, and has ended in order.
     """
-    directory = Path(tempfile.mkdtemp(prefix=".fairseq-async-", dir=os.getcwd())).resolve()
+    directory = _make_directory()
     try:
         command = _command(arguments, directory, len(workers), options.resume)
         connect(options.address)
         RayRun(command, directory, workers, options).run()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _make_directory() -> Path:
+    """Makes the run's temporary directory where all nodes see it.
+
+    Raises:
+        ConfigurationError: nothing can be made there.
+    """
+    try:
+        return Path(tempfile.mkdtemp(prefix=".fairseq-async-", dir=os.getcwd())).resolve()
+    except OSError as error:
+        raise ConfigurationError(
+            f"the working directory {os.getcwd()} cannot be written to: {error.strerror}; call the command in one on a "
+            "file system that all nodes share"
+        ) from error
 
 
 def _command(arguments: list[str], directory: Path, workers: int, resume: bool) -> WorkerCommand | ScriptCommand:
@@ -251,6 +266,10 @@ class RayRun:
         if how.code == 0:
             return
         error = f"worker {number} {manner(how.code)}: {how.said or 'no output'}"
+        if number >= len(self._resources):
+            self._actors.kill_worker(number)  # its place is free for another
+            self._display.say(f"{error}; it was added, and the run goes on without it")
+            return
         log = self._run_dir / "logs" / f"worker-{number}.log"
         if log.is_relative_to(self._directory):  # it is removed with the script's first directory
             for line in traceback(log):

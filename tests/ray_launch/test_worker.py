@@ -7,12 +7,16 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.processes import USER_ERROR, RunFailedError
+
 ray = pytest.importorskip("ray")
 from ray.exceptions import RayTaskError  # noqa: E402  # skipped without it
 
 from fairseq_async.ray_launch.cluster import ended  # noqa: E402
 from fairseq_async.ray_launch.registry import Ended, Orders, Registry  # noqa: E402
 from fairseq_async.ray_launch.resources import Resources  # noqa: E402
+from fairseq_async.ray_launch.run import RayOptions, RayRun, train  # noqa: E402
 from fairseq_async.ray_launch.worker import RayWorker, WorkerTask  # noqa: E402
 
 
@@ -47,3 +51,26 @@ def test_what_has_failed_in_an_actor_is_said_in_one_line(monkeypatch: pytest.Mon
     error = RayTaskError("run", "Traceback ...", FileExistsError(17, "File exists", "/run/logs"))
     monkeypatch.setattr("ray.get", MagicMock(side_effect=error.as_instanceof_cause()))
     assert ended(ray.ObjectRef.nil()) == Ended(1, "FileExistsError: [Errno 17] File exists: '/run/logs'")
+
+
+def test_a_worker_that_was_added_and_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a node without the working directory."""
+    monkeypatch.setattr("fairseq_async.ray_launch.run.Actors", MagicMock())
+    command = SimpleNamespace(run_dir=tmp_path / "run", rendezvous=None)
+    run = RayRun(command, tmp_path, [Resources(1, 0)] * 2, RayOptions("auto", "a run", 0, False))  # type: ignore[arg-type]
+    run._display = MagicMock()
+    how = Ended(USER_ERROR, "there is no directory /work on the node 10.0.0.3")
+    run._after_worker(2, how)
+    (said,) = run._display.say.call_args.args
+    assert said == f"worker 2 ended with code 2: {how.said}; it was added, and the run goes on without it"
+    run._actors.kill_worker.assert_called_once_with(2)  # type: ignore[attr-defined]
+    with pytest.raises(RunFailedError, match="worker 1 ended with code 2: there is no directory"):
+        run._after_worker(1, how)
+
+
+def test_a_working_directory_that_cannot_be_written_to_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.mkdtemp", MagicMock(side_effect=PermissionError(13, "Permission denied", "/here")))
+    with pytest.raises(ConfigurationError, match="the working directory /.* cannot be written to: Permission denied"):
+        train(["python", "train.py"], [Resources(1, 0)], RayOptions("auto", "a run", 0, False))
