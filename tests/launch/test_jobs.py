@@ -127,6 +127,30 @@ def test_a_job_that_slurm_stops_keeps_all_though_what_a_task_has_left_is_killed(
     assert snapshot_versions(tmp_path / "run")[-1] == version > 0
 
 
+def test_a_job_without_a_number_goes_on_in_its_directory_and_begins_anew_without_snapshots(
+    processes: Processes, tmp_path: Path
+) -> None:
+    mpiexec = {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+    line, run = script(tmp_path, slowly=True), tmp_path / "run"
+
+    def begin_and_stop() -> str:
+        task = processes.start(line, **QUIET, **mpiexec)
+        path, before = run / "events.jsonl", version()
+        wait_until(lambda: path.exists() and version() > before, 90)
+        task.terminate()
+        return task.communicate(timeout=30)[0]
+
+    def version() -> int:
+        return events(run)[-1]["version_after"] if (run / "events.jsonl").exists() and events(run) else 0
+
+    assert "the run goes on" not in begin_and_stop()
+    said = begin_and_stop()
+    assert "the run goes on from version-" in said and said.splitlines()[-1].endswith("give another directory"), said
+    shutil.rmtree(run / "snapshots")
+    assert "the run goes on" not in outputs([processes.start(line, **QUIET, **mpiexec)])
+    check_run(tmp_path, workers=1, steps=200)
+
+
 def test_fairseq_under_torchrun_on_two_machines_with_certificates(
     host: Host, processes: Processes, data: Path, tmp_path: Path
 ) -> None:

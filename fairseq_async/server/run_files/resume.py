@@ -31,7 +31,8 @@ def newest_state(
             path.replace(path.with_suffix(OTHER))
             tell(f"{path} is set aside as .other: it is of {misfit}")
         elif restored is None or version > restored["server"]["version"]:
-            tell(f"the run goes on from {path.name}, at version {version:,}: a run was interrupted there")
+            where = f"{path.name}, at version {version:,}"
+            tell(f"the run goes on from {where}: a run was interrupted there; to begin anew, give another directory")
             return f"snapshot {path.name}", state
     snapshots.clear()
     return ("the beginning", None) if restored is None else ("a checkpoint", restored)
