@@ -17,6 +17,7 @@ from fairseq_async.collective.adascale import AdaScale, Masters
 from fairseq_async.config import AdaScaleOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import flags, refused
+from fairseq_async.fairseq_plugin.compat.batches import real_batches
 from fairseq_async.fairseq_plugin.compat.checkpoints import of_another_optimizer
 from fairseq_async.fairseq_plugin.compat.precision import fp32_masters, scales
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
@@ -121,6 +122,7 @@ class AdaScaleTrainer(SynchronousTrainer):
     def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
         """Takes one step as fairseq does, after dropping the norms that a step that was not taken has left."""
         self.wrapped.adascale.discard_norms()
+        self._batches = len(real_batches(samples))
         self._num_updates = int(self._num_updates)  # tasks and models may take remainders of it
         return super().train_step(samples, raise_oom)
 
@@ -137,15 +139,22 @@ class AdaScaleTrainer(SynchronousTrainer):
         return super().clip_grad_norm(clip_norm)
 
     def _check_passes(self) -> None:
-        adascale = self.wrapped.adascale
-        unseen = adascale.due and adascale.estimator == "batches" and adascale.passes < len(self._weights)
-        if unseen and not self._warned:
+        adascale, batches = self.wrapped.adascale, self._batches
+        if not adascale.due:
+            return
+        if adascale.passes > batches:
+            raise ConfigurationError(
+                f"adascale saw {adascale.passes} backward passes for {batches} batches: --task {self.cfg.task._name} "
+                "calls backward for parts of a batch, and the differences between these would count as noise; give "
+                "another --task or another --optimizer"
+            )
+        if adascale.passes < batches and not self._warned:
             self._warned = True
             logger.warning(
                 "adascale saw %d backward passes for %d batches: a loss that is summed over batches before backward "
                 "hides their noise, and the gain is too low; call backward for each batch",
                 adascale.passes,
-                len(self._weights),
+                batches,
             )
 
     def set_num_updates(self, num_updates: int) -> None:

@@ -26,6 +26,7 @@ JOBS = {
     ),
     "every_other": Job(1, [*ADASCALE, *SGD, "--max-update", 6, "--update-freq", 2, "--adascale-interval", 2]),
     "summed": Job(1, [*ADASCALE, *SGD, "--max-update", 6, "--update-freq", 2], spoil="summed"),
+    "parts": Job(1, [*ADASCALE, *SGD, "--max-update", 6, "--update-freq", 2], spoil="parts"),
 }
 
 
@@ -88,3 +89,8 @@ def test_adam_with_bf16_and_the_differences_of_one_rank_have_a_gain(jobs: dict[s
 def test_a_loss_that_is_summed_before_backward_gives_a_warning(jobs: dict[str, Job]) -> None:
     assert jobs["summed"].log().count("saw 1 backward passes for 2 batches") == 1
     assert "backward passes for" not in jobs["by_accumulation"].log() + jobs["every_other"].log()
+
+
+def test_several_backward_passes_for_a_batch_are_refused(jobs: dict[str, Job]) -> None:
+    """The passes of two languages differ by more than noise, and a step of two batches would count as one of four."""
+    assert "adascale saw 4 backward passes for 2 batches: --task translation calls" in jobs["parts"].error()

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion as Criterion
 from fairseq.distributed import utils as distributed
 from fairseq.models.transformer import TransformerModel
+from fairseq.tasks import FairseqTask
 from fairseq_cli import train
 
 from fairseq_async.fairseq_plugin import session
 
-FORWARD, BUILD = Criterion.forward, TransformerModel.build_model
+FORWARD, BUILD, STEP = Criterion.forward, TransformerModel.build_model, FairseqTask.train_step
 MAIN, CONVERT, TRAINER = train.main, train.convert_namespace_to_omegaconf, train.Trainer
 
 
@@ -69,7 +70,22 @@ def summed_losses() -> None:
     Criterion.forward = forward
 
 
-SPOIL = {"nan": nan_in_the_third_batch, "parameters": other_parameters, "summed": summed_losses}
+def parts_of_batches() -> None:
+    """The task calls backward twice for each batch, as multilingual_translation does for two languages."""
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        STEP(*args, **kwargs)
+        return STEP(*args, **kwargs)
+
+    FairseqTask.train_step = train_step
+
+
+SPOIL = {
+    "nan": nan_in_the_third_batch,
+    "parameters": other_parameters,
+    "summed": summed_losses,
+    "parts": parts_of_batches,
+}
 
 
 @contextlib.contextmanager
@@ -79,7 +95,7 @@ def spoilt(job: dict[str, Any], rank: int) -> Iterator[None]:
     try:
         yield
     finally:
-        Criterion.forward, TransformerModel.build_model = FORWARD, BUILD
+        Criterion.forward, TransformerModel.build_model, FairseqTask.train_step = FORWARD, BUILD, STEP
 
 
 def run(job: dict[str, Any], rank: int, folder: Path) -> None:
