@@ -213,6 +213,15 @@ def test_a_sum_of_losses_is_noticed() -> None:
     assert adascale.gain == 1.0
 
 
+def test_more_backward_passes_than_batches_are_noticed() -> None:
+    model = small_model()
+    adascale = AdaScale(sgd(model), accumulation=2)
+    for batch in task(6):
+        (loss_of(model, batch) / 2).backward()
+    with pytest.warns(UserWarning, match="saw 6 backward passes before a step, and accumulation is 2. .* too high"):
+        adascale.step()
+
+
 def test_the_short_step_at_the_end_of_an_epoch_counts_for_what_it_has() -> None:
     model = small_model()
     adascale = AdaScale(sgd(model), accumulation=4)

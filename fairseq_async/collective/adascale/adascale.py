@@ -20,6 +20,13 @@ from fairseq_async.errors import ConfigurationError
 Loss = TypeVar("Loss")
 
 
+_FEW = (
+    "That may be at the end of an epoch; but a loss that is summed over batches before backward hides their noise, and "
+    "the gain stays near 1"
+)
+_MANY = "Each counts as a batch; but differences between the parts of one batch are no noise, and the gain is too high"
+
+
 class AdaScaleState(GainsState):
     """The state of :class:`AdaScale` in a checkpoint, beside the optimizer's state."""
 
@@ -319,8 +326,7 @@ class AdaScale:
             self._warned = True
             warnings.warn(
                 f"AdaScale saw {fraction * self.accumulation:g} backward passes before a step, and accumulation is "
-                f"{self.accumulation}. That may be at the end of an epoch; but a loss that is summed over batches "
-                "before backward hides their noise, and the gain stays near 1: call backward for each batch",
+                f"{self.accumulation}. {_FEW if fraction < 1 else _MANY}: call backward once for each batch",
                 stacklevel=4,
             )
 
