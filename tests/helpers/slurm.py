@@ -11,6 +11,15 @@ from pathlib import Path
 from tests.helpers.commands import Processes, free_port
 from tests.helpers.waiting import wait_until
 
+SLURM = {  # the variables of a task, as srun sets them
+    "SLURM_JOB_ID": "77",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_NTASKS": "9",  # of the job, whose steps may have fewer
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURMD_NODENAME": "localhost",
+}
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
 _SYSTEM = "/usr/sbin"  # where Debian has them, which a user's PATH may lack
 _NODES = ("n0", "n1")

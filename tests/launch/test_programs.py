@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fairseq_async import cli
-from tests.launch.test_task import SLURM
+from tests.helpers.slurm import SLURM
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,8 @@ from fairseq_async.environment import HOST, MEETING, WORKER, WORKERS
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.task import SCHEDULERS, Task, become_worker
 from fairseq_async.worker.context import WorkerContext
+from tests.helpers.slurm import SLURM
 
-SLURM = {
-    "SLURM_JOB_ID": "77",
-    "SLURM_PROCID": "3",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_NTASKS": "9",  # of the job, whose steps may have fewer
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-    "SLURMD_NODENAME": "localhost",
-}
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
