@@ -360,6 +360,7 @@ def _adapter() -> TypeAdapter[MethodSpec]:
     return TypeAdapter(MethodSpec)
 
 
+OPTIMIZER_OVERRIDES = "optimizer_overrides"  # key of ``framework``: options that replace those of a saved optimizer
 _FRAMEWORK = ("inner_optimizer", "lr_scheduler", "clip_norm", "update_freq", "synchronous", "optimizer", "scheduler")
 _RENAMED = {"grace": "grace_seconds"}
 _STALENESS = {"power": "staleness_power", "limit": "staleness_limit", "compensation": "delay_compensation"}

@@ -1,6 +1,8 @@
 """The flags of our ``--optimizer``s, made from the methods' options, and those of their inner optimizers."""
 
 import argparse
+import ast
+import json
 import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
@@ -14,7 +16,7 @@ from fairseq_async import global_server, option_flags
 from fairseq_async.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, ServerOptions
 from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.fairseq_plugin import refused
-from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
+from fairseq_async.method_spec import OPTIMIZER_OVERRIDES, JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.option_flags import INNER_OPTIMIZER
 
 
@@ -118,6 +120,8 @@ def describe_hybrid(args: Namespace, cfg: DictConfig, workers: int) -> MethodSpe
         "update_freq": list(cfg.optimization.update_freq),
         "synchronous": synchronous,
     }
+    if overrides := _optimizer_overrides(cfg.checkpoint.optimizer_overrides):
+        framework[OPTIMIZER_OVERRIDES] = overrides
     # In a synchronous run fairseq ends each worker at --max-epoch, after its own part of the data: no count is needed.
     max_epoch = 0 if synchronous else cfg.optimization.max_epoch
     return hybrid_spec(options, workers, server_options(args), framework, options.total_steps, max_epoch)
@@ -137,6 +141,17 @@ def describe_local_sgd(args: Namespace, cfg: DictConfig, workers: int) -> Method
     refused.check_shards(options.shards, cfg)
     no_shards: list[int] = []  # the trainer adds their sizes, which it knows when it has the data
     return local_sgd_spec(options, workers, no_shards, server_options(args), framework, cfg.optimization.max_epoch)
+
+
+def _optimizer_overrides(given: str) -> JsonObject:
+    """Returns the options of the inner optimizer that replace those of a saved state."""
+    try:
+        overrides = json.loads(json.dumps(ast.literal_eval(given)))
+    except (ValueError, SyntaxError, TypeError):
+        overrides = None
+    if not isinstance(overrides, dict):
+        raise ConfigurationError(f"""--optimizer-overrides {given}: write it as in '{{"weight_decay": 0.01}}'""")
+    return overrides
 
 
 def _describe_optimizer(args: Namespace) -> JsonObject:

@@ -142,7 +142,8 @@ class HybridAsync(FairseqOptimizer):
         self.set_lr(self.worker.learning_rate)
 
     def load_state_dict(self, state_dict: StateDict, optimizer_overrides: StateDict | None = None) -> None:
-        """Keeps a checkpoint's server state until this worker joins.
+        """Keeps a checkpoint's server state until this worker joins; the server has the overrides from the method's
+        description, since it may go on from a snapshot of its own.
 
         Raises:
             ConfigurationError: ``state_dict`` is not of a ``hybrid_async`` run.
@@ -151,8 +152,6 @@ class HybridAsync(FairseqOptimizer):
             raise ConfigurationError("the checkpoint is of another optimizer; use --reset-optimizer")
         if self.scaler is not None and "loss_scale" in state_dict:
             self.scaler.loss_scale = state_dict["loss_scale"]
-        for group in state_dict["server"]["rule"]["optimizer"]["param_groups"]:
-            group.update(optimizer_overrides or {})
         self.restored = state_dict
 
     def reset_restored(self, schedule: bool, positions: bool) -> None:

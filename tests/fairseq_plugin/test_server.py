@@ -161,6 +161,8 @@ def test_a_rule_goes_on_from_its_state_with_moments_schedule_and_half_a_step(mon
         (["--quantization-config-path", "pq.yaml"], "--quantization-config-path: not possible"),
         (["--max-refused", "0"], "--max-refused: Input should be greater than or equal to 1 (it is 0)"),
         (["--lr-scheduler", "pass_through"], "--lr-scheduler pass_through"),
+        (["--optimizer-overrides", "weight_decay=0"], "--optimizer-overrides weight_decay=0: write it as in '{"),
+        (["--optimizer-overrides", "{1, 2}"], "--optimizer-overrides {1, 2}: write it as in '{"),
     ],
 )
 def test_options_that_cannot_work_are_refused_by_name(
@@ -169,6 +171,12 @@ def test_options_that_cannot_work_are_refused_by_name(
     with pytest.raises(ConfigurationError) as caught:
         spec_of(monkeypatch, *flags, workers=2)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_server_is_told_of_the_overrides_of_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = spec_of(monkeypatch, "--optimizer-overrides", "{'betas': (0.5, 0.9)}").framework
+    assert given["optimizer_overrides"] == {"betas": [0.5, 0.9]}
+    assert "optimizer_overrides" not in spec_of(monkeypatch).framework
 
 
 @pytest.mark.parametrize(

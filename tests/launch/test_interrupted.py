@@ -16,6 +16,7 @@ from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.interrupted import what_is_kept
 from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.progress import Progress
+from fairseq_async.method_spec import OPTIMIZER_OVERRIDES, JsonObject
 from fairseq_async.reporting.audit import audit
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.server.run_files.created_files import CreatedFiles
@@ -62,12 +63,17 @@ def test_a_run_that_is_interrupted_goes_on_by_the_same_command_and_no_bit_differ
 
 
 def begin(
-    run_dir: Path, first: float, state: Path | None = None, workers: int = 2, resumes: bool = True
+    run_dir: Path,
+    first: float,
+    state: Path | None = None,
+    workers: int = 2,
+    resumes: bool = True,
+    framework: JsonObject | None = None,
 ) -> tuple[ServerProcess, Client]:
     """A server that goes on where it can, and its worker, which brings these parameters or this state."""
     process = ServerProcess(SGD_SERVER, workers, run_dir, run_dir / "server.log", resumes=resumes)
     client = Client(process.address, process.token, 0)
-    client.join(LAYOUT, sgd_spec(workers=workers))
+    client.join(LAYOUT, sgd_spec(workers=workers, framework=framework or {}))
     client.slot.fill_(first)
     client.initialise(None if state is None else str(state))
     return process, client
@@ -92,6 +98,27 @@ def test_the_next_run_goes_on_from_whatever_is_newer(tmp_path: Path, updates: in
         assert pull(client)[0] == version
         source = "snapshot" if version > 3 else "a checkpoint"
         assert f"the run begins at version {version}, from {source}" in (tmp_path / "run" / "server.log").read_text()
+    finally:
+        process.stop()
+
+
+@pytest.mark.parametrize("updates", [5, 3], ids=["snapshot", "checkpoint"])
+def test_the_users_overrides_of_the_optimizer_hold_for_whatever_is_gone_on_from(tmp_path: Path, updates: int) -> None:
+    """The rate was 1."""
+    interrupted_after(tmp_path / "run", updates, save_at=3)
+    overrides: JsonObject = {OPTIMIZER_OVERRIDES: {"lr": 0.25}}
+    process, client = begin(tmp_path / "run", 9.0, tmp_path / "saved.pt", framework=overrides)
+    try:
+        before = pull(client)[1]
+        push(client, updates, 0.5)
+        assert pull(client)[1] == before - 0.25 * 0.5
+    finally:
+        process.end(30)
+    process, client = begin(tmp_path / "run", 9.0)
+    try:
+        before = pull(client)[1]
+        push(client, updates + 1, 0.5)
+        assert pull(client)[1] == before - 0.25 * 0.5  # they have become part of the state
     finally:
         process.stop()
 

@@ -1,7 +1,7 @@
 """Chooses the state from which a new server goes on: worker 0's, or a snapshot of an interrupted run."""
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.method_spec import MethodSpec
+from fairseq_async.method_spec import OPTIMIZER_OVERRIDES, MethodSpec
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.notices import Tell
 from fairseq_async.server.run import Run, inner_optimizer
@@ -33,9 +33,9 @@ def newest_state(
         elif restored is None or version > restored["server"]["version"]:
             where = f"{path.name}, at version {version:,}"
             tell(f"the run goes on from {where}: a run was interrupted there; to begin anew, give another directory")
-            return f"snapshot {path.name}", state
+            return f"snapshot {path.name}", _with_overrides(state, run.spec)
     snapshots.clear()
-    return ("the beginning", None) if restored is None else ("a checkpoint", restored)
+    return ("the beginning", None) if restored is None else ("a checkpoint", _with_overrides(restored, run.spec))
 
 
 def check_snapshot(state: State) -> None:
@@ -43,6 +43,14 @@ def check_snapshot(state: State) -> None:
     MethodSpec.from_json(state["spec"])
     Layout.from_json(state["layout"])
     int(state["server"]["version"])
+
+
+def _with_overrides(state: State, spec: MethodSpec) -> State:
+    """Returns the state with the options of the optimizer that the user has given in place of the saved ones."""
+    if overrides := spec.framework.get(OPTIMIZER_OVERRIDES):
+        for group in state["server"]["rule"]["optimizer"]["param_groups"]:
+            group.update(overrides)
+    return state
 
 
 def _misfit(run: Run, state: State) -> str:
