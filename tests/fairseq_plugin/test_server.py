@@ -23,6 +23,7 @@ from fairseq_async.method_spec import JsonObject, MethodSpec
 from fairseq_async.methods import GradientRule, GradientRuleContext
 from fairseq_async.rules import GRADIENT_RULES
 from fairseq_async.server import Layout
+from fairseq_async.server.run_files import resume
 
 ONE_TENSOR = Layout.of([("t", torch.zeros(2))]), torch.zeros(2)
 SHAPES = [(5, 8), (8,), (3, 5, 2), (1,)]
@@ -177,6 +178,13 @@ def test_the_server_is_told_of_the_overrides_of_its_optimizer(monkeypatch: pytes
     given = spec_of(monkeypatch, "--optimizer-overrides", "{'betas': (0.5, 0.9)}").framework
     assert given["optimizer_overrides"] == {"betas": [0.5, 0.9]}
     assert "optimizer_overrides" not in spec_of(monkeypatch).framework
+
+
+def test_overrides_hold_for_the_optimizer_of_each_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(monkeypatch, "--optimizer-overrides", "{'weight_decay': 0.5}")
+    first, second = ({"optimizer": {"param_groups": [{"weight_decay": 0.0, "lr": 1.0}]}} for _ in range(2))
+    resume._with_overrides({"server": {"rule": first | {"shards": [second]}}}, spec)
+    assert [part["optimizer"]["param_groups"][0]["weight_decay"] for part in (first, second)] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from fairseq_async.server.layout import Layout
 from fairseq_async.server.notices import Tell
 from fairseq_async.server.run import Run, inner_optimizer
 from fairseq_async.server.run_files.snapshots import OTHER, Snapshots
+from fairseq_async.server.shards.rule import SHARDS
 
 
 def newest_state(
@@ -47,9 +48,11 @@ def check_snapshot(state: State) -> None:
 
 def _with_overrides(state: State, spec: MethodSpec) -> State:
     """Returns the state with the options of the optimizer that the user has given in place of the saved ones."""
+    rule = state["server"]["rule"]
     if overrides := spec.framework.get(OPTIMIZER_OVERRIDES):
-        for group in state["server"]["rule"]["optimizer"]["param_groups"]:
-            group.update(overrides)
+        for part in (rule, *rule.get(SHARDS, ())):
+            for group in part["optimizer"]["param_groups"]:
+                group.update(overrides)
     return state
 
 

@@ -36,7 +36,7 @@ from fairseq_async.server.shards.messages import (
 from fairseq_async.server.shards.part import accumulation, compare, root_of_all, squared_norm
 from fairseq_async.server.shards.process import nameless_file, state_from_file, state_to_file
 
-_SHARDS = "shards"
+SHARDS = "shards"
 
 
 class Shard(Protocol):
@@ -200,11 +200,11 @@ class ShardedRule(ComparingRule):
                 if isinstance(answer, NotSaved):
                     raise OSError(answer.error)
             states = [state_from_file(file) for file in files]
-        return self.own.state_dict() | {_SHARDS: states}
+        return self.own.state_dict() | {SHARDS: states}
 
     def load_state_dict(self, state: State) -> None:
         """Goes on from :meth:`state_dict`, which must have as many shards."""
-        for shard, its in zip(self.others, state[_SHARDS], strict=True):
+        for shard, its in zip(self.others, state[SHARDS], strict=True):
             with nameless_file(self.directory) as file:
                 state_to_file(_as_the_first(its, state), file)
                 self._send_to(shard, Load(), file)
