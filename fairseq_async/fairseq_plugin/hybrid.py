@@ -316,8 +316,9 @@ class HybridTrainer(AsynchronousTrainer):
     def state_dict(self) -> StateDict:
         """Returns the checkpoint with the server's state as the optimizer's."""
         state = self.fetch_server_state()
-        self._num_updates = self._updates
+        seen, self._num_updates = self._num_updates, self._updates
         checkpoint: StateDict = super().state_dict()
+        self._num_updates = seen  # the server may have passed an interval's multiple, which the next step is to see
         if "last_optimizer_state" in checkpoint:
             checkpoint["last_optimizer_state"] |= state
         return checkpoint

@@ -33,6 +33,22 @@ def test_an_interval_of_ten_ends_where_a_multiple_was_reached_or_passed(previous
     assert AppliedUpdates(now, previous) == now
 
 
+def test_a_multiple_that_others_pass_while_a_checkpoint_is_saved_is_seen_at_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Trainer, "state_dict", lambda self: {"cfg": 0, "extra_state": {}, "num": self._num_updates})
+    trainer: Any = object.__new__(HybridTrainer)
+    worker = SimpleNamespace(finished=False, progress=51.0, joined=True)
+    trainer._num_updates, trainer._optimizer = AppliedUpdates(48, 47), SimpleNamespace(worker=worker)
+    trainer.cfg = SimpleNamespace(checkpoint=SimpleNamespace(save_interval_updates=50))
+    trainer.session, trainer._server_state = SimpleNamespace(given={}, context=SimpleNamespace(workers=2)), {}
+    saved = trainer.state_dict()["num"]
+    assert saved == 51 and type(saved) is int  # that of the parameters that were fetched
+    worker.progress = 53.0
+    assert trainer._applied_updates() == 50 and trainer._applied_updates() % 50 == 0
+    assert trainer._applied_updates() % 25 == 0  # where validations have another interval
+
+
 @pytest.mark.parametrize("counts", [True, False])
 def test_tasks_and_models_are_given_a_plain_number_of_updates(monkeypatch: pytest.MonkeyPatch, counts: bool) -> None:
     """A task may take another of three losses in each update; a step that does not count ends no interval."""
