@@ -61,8 +61,15 @@ def test_a_handler_of_the_scripts_own_stays(processes: Processes) -> None:
 def test_a_process_that_was_forked_from_it_ends_without_ending_the_server(processes: Processes) -> None:
     """multiprocessing ends the processes of a pool by SIGTERM."""
     after = """
-child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+def wait(there):
+    there.set()
+    time.sleep(30)
+
+fork = multiprocessing.get_context("fork")
+there = fork.Event()
+child = fork.Process(target=wait, args=(there,))
 child.start()
+there.wait()  # Python forgets a signal that comes during the fork
 child.terminate()
 child.join()
 sys.exit(child.exitcode)
