@@ -69,8 +69,8 @@ def script(folder: Path) -> list[object]:
 
 
 def wait_for_updates(run: Path, workers: int, more: int = 2) -> None:
-    """Of each of these workers so many more than now. The third was added: where it is started again, the server may give
-    it another number, as its predecessor may still come back."""
+    """Of each of these workers so many more than now. The third was added: where it is started again, the server may
+    give it another number, as its predecessor may still come back."""
 
     def counts() -> list[int]:
         return [count(run, 0), count(run, 1), sum(count(run, added) for added in range(2, 9))][:workers]
