@@ -79,10 +79,10 @@ class Connection(Channel):
     """
 
     def __init__(self, endpoint: Endpoint, worker: int | None, streams: int = 1, stream_of: str | None = None) -> None:
-        _open_here.add(self)
         address, token = endpoint.address, endpoint.token
         patience = _GREETING_SECONDS if endpoint.patience is None else endpoint.patience
         super().__init__(_open(address, endpoint.encryption, patience))
+        _open_here.add(self)  # now that it has streams: another thread may fork at any time
         theirs = self._greeting(address, patience).challenge
         self.connection.settimeout(max(CONNECT_SECONDS, patience))  # the server may be in a long step now
         ours = challenge()
