@@ -4,6 +4,9 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+USER_ERROR = 2  # exit code of a process that cannot run as it was asked to: starting it again would not help
+LOST_SERVER = 75  # exit code of a worker whose server is away, which is nobody's mistake: it may be started again
+
 
 class AsyncError(Exception):
     """An error that stops a run and that its user can act upon."""
@@ -75,11 +78,17 @@ def disk_error(error: BaseException) -> BaseException:
     return behind if isinstance(behind, OSError) else error
 
 
+def exit_code(error: object) -> int:
+    """Returns the exit code of a process that an error ends: ``LOST_SERVER`` or ``USER_ERROR``."""
+    lost = isinstance(error, ExchangeError) and not isinstance(error, ProtocolError)
+    return LOST_SERVER if lost else USER_ERROR
+
+
 def fail(error: object) -> NoReturn:
-    """Ends the process with one line of error and exit code 2, which stands for a user's mistake."""
+    """Ends the process with one line of error and the error's exit code."""
     _failures.append(error)
     sys.stderr.write(f"fairseq-async: error: {error}\n")
-    raise SystemExit(2)
+    raise SystemExit(exit_code(error))
 
 
 def has_failed() -> bool:

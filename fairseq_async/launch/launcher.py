@@ -8,14 +8,14 @@ from pathlib import Path
 
 from fairseq_async.addresses import ANY, LOOPBACK
 from fairseq_async.environment import RENDEZVOUS, SLOWDOWN, TLS, TOKEN, WORKER, WORKERS
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import LOST_SERVER, USER_ERROR, ConfigurationError
 from fairseq_async.exchange.authentication import new_token, read_token
 from fairseq_async.exchange.tls import worker_context
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import Display
 from fairseq_async.launch.interrupted import has_snapshot, what_is_kept
 from fairseq_async.launch.last_words import last_words, same_mistake, traceback
-from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt_on_signals
+from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt_on_signals
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.script import ScriptCommand
 from fairseq_async.server.process import ServerProcess, manner
@@ -193,8 +193,8 @@ class Launcher:
         self.display.progress.poll()
         said = last_words(worker.log, worker.log_start) if code > 0 else ""
         hopeless = code > 0 and self.display.progress.updates[worker.id] == worker.updates_at_start
-        repeats = same_mistake(worker.last_words, said)
-        if code == USER_ERROR or hopeless or repeats or worker.restarts >= self.max_restarts:
+        mistaken = code == USER_ERROR or hopeless or same_mistake(worker.last_words, said)
+        if (mistaken and code != LOST_SERVER) or worker.restarts >= self.max_restarts:
             raise self._failure(worker)
         worker.restarts, worker.last_words = worker.restarts + 1, said
         how = f"{manner(code)}: {said}" if said else manner(code)

@@ -18,7 +18,6 @@ from fairseq_async.launch.last_words import last_words
 from fairseq_async.launch.programs import executing
 from fairseq_async.server.process import manner
 
-USER_ERROR = 2  # exit code of a worker that cannot run as it was asked to: starting it again would not help
 _ENDING = 5.0  # seconds between SIGTERM and SIGKILL
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 
 from fairseq_async.addresses import LOOPBACK
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import USER_ERROR, ConfigurationError
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import LINE_EVERY, say
-from fairseq_async.launch.processes import USER_ERROR, Processes, RunFailedError, Worker, interrupt_on_signals
+from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt_on_signals
 from fairseq_async.server.process import make_directories
 from fairseq_async.server.run_files.created_files import CreatedFiles
 

@@ -12,13 +12,13 @@ import ray
 from ray.exceptions import RayError
 
 from fairseq_async.environment import PLUGINS
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import USER_ERROR, ConfigurationError
 from fairseq_async.exchange.authentication import new_token
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import Display
 from fairseq_async.launch.interrupted import what_is_kept
 from fairseq_async.launch.last_words import traceback
-from fairseq_async.launch.processes import USER_ERROR, RunFailedError, interrupt_on_signals
+from fairseq_async.launch.processes import RunFailedError, interrupt_on_signals
 from fairseq_async.launch.programs import is_fairseq
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.script import ScriptCommand

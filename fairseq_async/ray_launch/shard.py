@@ -11,10 +11,10 @@ from pathlib import Path
 import ray
 
 from fairseq_async.addresses import ANY
+from fairseq_async.errors import USER_ERROR
 from fairseq_async.exchange.authentication import write_token
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.launch.last_words import last_words
-from fairseq_async.launch.processes import USER_ERROR
 from fairseq_async.ray_launch import bound
 from fairseq_async.ray_launch.registry import Ended, Place
 from fairseq_async.server.process import manner

@@ -13,9 +13,9 @@ from pathlib import Path
 import ray
 
 from fairseq_async.environment import JOINS, MEETING, PLUGINS, RENDEZVOUS, SERVER, TOKEN, WORKER, WORKERS
+from fairseq_async.errors import LOST_SERVER, USER_ERROR
 from fairseq_async.exchange.linux import environment
 from fairseq_async.launch.last_words import last_words, same_mistake
-from fairseq_async.launch.processes import USER_ERROR
 from fairseq_async.launch.task import SCHEDULERS
 from fairseq_async.ray_launch import bound
 from fairseq_async.ray_launch.registry import Ended, Orders, State
@@ -95,7 +95,7 @@ class RayWorker:
         if ended.said.endswith(_STILL_THERE):
             time.sleep(_SILENT)
             return True
-        repeats = same_mistake(self._said, ended.said)
+        repeats = same_mistake(self._said, ended.said) and ended.code != LOST_SERVER
         if ended.code in (0, USER_ERROR) or repeats or self._restarts == 0:
             return False
         self._restarts, self._said = self._restarts - 1, ended.said

@@ -26,7 +26,6 @@ _ENDING_SECONDS = 120.0  # that the next run waits for the last snapshot of the 
 _BUSY_SECONDS = 10.0  # that it waits for a server that may not have noticed yet that its launcher is gone
 _QUIET_SECONDS = 2.0  # that a worker that has left waits for the others before it prints that it waits
 _LEAVING_SECONDS = 20.0  # that a server may take to end on a busy machine
-_PORT_SECONDS = 10.0  # that a dead server's port may still be held, by the writer of a snapshot that was just begun
 
 
 def make_directories(run_dir: Path, logs: Path, given: str) -> None:
@@ -71,22 +70,11 @@ def _listen(host: str, port: int, given: str = "") -> socket.socket:
         raise ConfigurationError(f"{given or where} cannot be used: {error}") from error
 
 
-def _listen_again(host: str, port: int, given: str) -> socket.socket:
-    deadline = time.monotonic() + _PORT_SECONDS
-    while True:
-        try:
-            return _listen(host, port, given)
-        except ConfigurationError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-
-
 class ServerProcess:
     """A server process that this process starts, and starts again from its last snapshot if it dies.
 
-    The server does not outlive this process. Its socket listens before the server has imported anything: workers may be
-    started meanwhile, and wait.
+    The server does not outlive this process. The socket listens before the server has imported anything, and while a
+    server that has died is started again: a worker that connects meanwhile waits.
 
     Args:
         module: the module whose ``__main__`` calls :func:`~fairseq_async.server.program.serve` with its own ``build``.
@@ -142,15 +130,20 @@ class ServerProcess:
         self._command += ["--ends-with-workers"] if ends_with_workers else []
         self._command += ["--resume"] * resumes + ([] if tls is None else ["--tls", str(tls.resolve())])
         self._environment = os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers)}
-        self._workers, self._given = workers, given
+        self._workers = workers
         self._code: int | None = None
         self._stopping = threading.Event()
         self._starting = threading.RLock()  # a signal may end this server while it is being ended
+        self._claimed = -1
         try:
             self._claimed = _claim(run_dir, named)  # first: a server that ends here may still have the port
-            self._start_first(host, port, recovers)
-        except ConfigurationError:
-            self._created.remove_directories()
+            self._listener = _listen(host, port, given)
+            self.address = f"{host}:{self._listener.getsockname()[1]}"
+            self._start_first(recovers)
+        except BaseException as error:
+            self._let_go()
+            if isinstance(error, ConfigurationError):
+                self._created.remove_directories()
             raise
         write_token(self.token_file, self.token)
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
@@ -203,39 +196,34 @@ class ServerProcess:
         self.process.wait()
         with suppress(OSError):  # a directory that has become read-only keeps it, and it opens nothing any more
             self.token_file.unlink(missing_ok=True)
-        if self._claimed >= 0:
-            os.close(self._claimed)
-            self._claimed = -1
+        self._let_go()
 
     def discard(self) -> None:
         """Kills a server whose run has not begun, and removes the files that its start has made."""
         self.stop()
         self._created.remove(logs=True)
 
-    def _start_first(self, host: str, port: int, recovers: bool) -> None:
-        try:
-            with _listen(host, port, self._given) as listener:
-                self.address = f"{host}:{listener.getsockname()[1]}"
-                if recovers:
-                    self._recover(listener)
-                else:
-                    self._start(listener)
-        except BaseException:
-            os.close(self._claimed)
-            raise
+    def _start_first(self, recovers: bool) -> None:
+        if not recovers:
+            return self._start()
+        while not self._recover():
+            if self.restarts == 0:
+                raise ConfigurationError(f"the server {manner(self.process.wait())} as it was started; see {self.log}")
+            self.restarts -= 1
 
-    def _start(self, listener: socket.socket, *arguments: str, report: Sequence[int] = ()) -> None:
+    def _start(self, *arguments: str, report: Sequence[int] = ()) -> None:
         reader, writer = os.pipe()
         try:
             with self.log.open("a") as output, self._starting:
                 if self._stopping.is_set():
                     raise ConfigurationError("the server was stopped")
+                listening = self._listener.fileno()
                 self.process = subprocess.Popen(
-                    [*self._command, "--listener", str(listener.fileno()), "--notices", str(writer), *arguments],
+                    [*self._command, "--listener", str(listening), "--notices", str(writer), *arguments],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    pass_fds=[listener.fileno(), self._claimed, writer, *report],
+                    pass_fds=[listening, self._claimed, writer, *report],
                     start_new_session=True,
                     env=self._environment | environment(),
                 )
@@ -246,25 +234,24 @@ class ServerProcess:
             os.close(writer)
         threading.Thread(target=_pass_on, args=(reader,), daemon=True).start()
 
-    def _start_again(self) -> str:
-        """Starts the server again at the same address; returns the name of its snapshot."""
-        host, _, port = self.address.rpartition(":")
-        with _listen_again(host, int(port), self._given) as listener:
-            return self._recover(listener)
+    def _recover(self) -> str:
+        """Starts a server that goes on from the newest snapshot; returns the snapshot's name, or nothing where that
+        server has died before it could go on.
 
-    def _recover(self, listener: socket.socket) -> str:
-        """Starts a server that goes on from the newest snapshot; returns the snapshot's name."""
+        Raises:
+            ConfigurationError: it cannot go on.
+        """
         reader, writer = os.pipe()
         with open(reader) as report:
             try:
-                self._start(listener, "--recover", str(writer), report=[writer])
+                self._start("--recover", str(writer), report=[writer])
             finally:
                 os.close(writer)
             said = report.read()
-        if said.startswith("error: ") or not said:
+        if said.startswith("error: "):
             self.process.kill()
             self.process.wait()
-            raise ConfigurationError(said.removeprefix("error: ") or f"see {self.log}")
+            raise ConfigurationError(said.removeprefix("error: "))
         return said
 
     def _supervise(self) -> None:
@@ -272,14 +259,23 @@ class ServerProcess:
         while (code := self.process.wait()) != 0 and not self._stopping.is_set() and self.restarts > 0:
             self.restarts -= 1
             try:
-                snapshot = self._start_again()
+                snapshot = self._recover()
             except (ConfigurationError, OSError) as error:  # no memory for a process, for example
-                if self._stopping.is_set():
-                    break
-                say(f"the server {manner(code)}, and cannot be started again: {error}")
+                if not self._stopping.is_set():
+                    say(f"the server {manner(code)}, and cannot be started again: {error}")
                 break
-            say(f"the server {manner(code)}, and was started again from {snapshot}")
+            after = f"was started again from {snapshot}" if snapshot else "the one that was to go on has died at once"
+            say(f"the server {manner(code)}, and {after}")
         self._code = code
+        self._listener.close()
+
+    def _let_go(self) -> None:
+        """Frees the directory, and closes the socket: workers that connect are refused."""
+        if hasattr(self, "_listener"):
+            self._listener.close()
+        if self._claimed >= 0:
+            os.close(self._claimed)
+            self._claimed = -1
 
 
 def exposed(address: str) -> str:

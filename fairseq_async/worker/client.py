@@ -12,14 +12,14 @@ from typing import Literal
 from torch import Tensor
 
 from fairseq_async.algorithms import Fragment, in_turn
-from fairseq_async.errors import ExchangeError, RefusedError
+from fairseq_async.errors import AsyncError, ExchangeError, RefusedError
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server import Layout, Status, protocol
 from fairseq_async.server.protocol import Push, PushReply, Welcome
 from fairseq_async.server.run_files.state_files import placed
 from fairseq_async.server.shards.division import kept_here
 from fairseq_async.worker.compressor import Compressor
-from fairseq_async.worker.lasting_connection import LastingConnection
+from fairseq_async.worker.lasting_connection import LastingConnection, never
 
 
 class Client(LastingConnection):
@@ -39,9 +39,10 @@ class Client(LastingConnection):
         token: str,
         worker: int | None,
         patience: float = 0.0,
-        on_loss: Callable[[str], None] | None = None,
+        on_loss: Callable[[AsyncError], None] | None = None,
         tls: Path | None = None,
         streams: int = 1,
+        hopeless: Callable[[], bool] = never,
     ) -> None:
         self._schedule_events, self._received = 0, 0  # _received: bytes of parameters since the last push
         # the pull that the parameters behind the last answer to a push fulfil, and their version
@@ -49,7 +50,7 @@ class Client(LastingConnection):
         self.compressor: Compressor | None = None
         self._fragments: tuple[Fragment, ...]
         self._may_reject = False
-        super().__init__(address, token, worker, patience, on_loss, tls, streams)
+        super().__init__(address, token, worker, patience, on_loss, tls, streams, hopeless)
 
     def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
         """Introduces the worker; waits until the server has parameters, unless this is worker 0, which brings them."""

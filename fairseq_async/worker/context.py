@@ -124,7 +124,7 @@ class WorkerContext:
         module: str,
         options: ServerOptions,
         run_dir: Path,
-        on_loss: Callable[[str], None],
+        on_loss: Callable[[AsyncError], None],
         resumes: bool = False,
     ) -> tuple["WorkerContext", Client, ServerProcess | None]:
         """Connects to the server, and starts it first if that is this worker's task.
@@ -146,7 +146,8 @@ class WorkerContext:
         address, token, process = self._find_server(module, options, run_dir, resumes)
         number, patience = None if self.joins else self.worker, options.server_timeout
         try:
-            client = Client(address, token, number, patience, on_loss, _certificates(options), options.streams)
+            tls, streams = _certificates(options), options.streams
+            client = Client(address, token, number, patience, on_loss, tls, streams, partial(_has_ended, process))
         except AsyncError as error:
             if process is None:
                 raise
@@ -283,6 +284,11 @@ class WorkerContext:
             ExchangeError: it did not come; ``otherwise`` is the message.
         """
         return ask(self.global_rank, name, otherwise)
+
+
+def _has_ended(process: ServerProcess | None) -> bool:
+    """Whether the server that this process has started has ended for good."""
+    return process is not None and process.poll() is not None
 
 
 def _certificates(options: ServerOptions) -> Path | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.addresses import LOOPBACK
-from fairseq_async.errors import ExchangeError, RefusedError, option
+from fairseq_async.errors import AsyncError, ExchangeError, ProtocolError, RefusedError, option
 from fairseq_async.exchange import SharedMemory
 from fairseq_async.exchange.tls import worker_context
 from fairseq_async.method_spec import MethodSpec
@@ -29,9 +29,15 @@ from fairseq_async.worker.signs_of_life import SignsOfLife
 
 logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
+_Met = TypeVar("_Met", Connection, Welcome)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds between two attempts to connect
 _SIGNS_OF_LIFE = 4  # signs of life within the time after which the server gives a worker up
+
+
+def never() -> bool:
+    """Returns False: nothing shows yet that a server will not come back."""
+    return False
 
 
 class LastingConnection:
@@ -45,11 +51,12 @@ class LastingConnection:
 
     Args:
         worker: this worker's id; None for a worker that was not announced: the server assigns the attribute ``worker``.
-        patience: seconds for which a worker waits for a server that is gone. A request without an answer is sent
-            again; the server recognises the updates that it has settled already.
+        patience: seconds for which a worker waits for a server that is gone, or not there yet. A request without an
+            answer is sent again; the server recognises the updates that it has settled already.
         on_loss: called in a second thread, with the reason, when the server stays away while this worker computes.
         tls: directory of certificates, if the server's connections are encrypted; None for plain connections.
         streams: connections to a server on another machine, each of which carries a piece of every large tensor.
+        hopeless: returns whether the server will not come, so that it is not waited for.
 
     Attributes:
         worker: this worker's id.
@@ -63,11 +70,12 @@ class LastingConnection:
         token: str,
         worker: int | None,
         patience: float = 0.0,
-        on_loss: Callable[[str], None] | None = None,
+        on_loss: Callable[[AsyncError], None] | None = None,
         tls: Path | None = None,
         streams: int = 1,
+        hopeless: Callable[[], bool] = never,
     ) -> None:
-        self.address, self.patience = address, patience
+        self.address, self.patience, self._hopeless = address, patience, hopeless
         self.remote = address.rpartition(":")[0] != LOOPBACK
         self._streams = streams if self.remote else 1
         self.memory: SharedMemory | None = None
@@ -87,7 +95,7 @@ class LastingConnection:
         self._restored_version: int | None = None
         # guards connection and slot; held for a request and its answer, or for a sign of life
         self.lock = threading.RLock()
-        self._channel = self._connect(worker)
+        self._channel = self._try_again(partial(self._connect, worker))
         self.worker, self.workers = self._channel.worker, self._channel.workers
         self._server = self._channel.server  # the process with which this worker has joined
         self._signs_of_life = None if on_loss is None else SignsOfLife(self, on_loss)
@@ -236,18 +244,37 @@ class LastingConnection:
         """
         if self._joined_with is None or self.left.is_set():
             raise error
-        deadline, pause, said = time.monotonic() + self.patience, _FIRST_PAUSE, False
-        while time.monotonic() < deadline:
+        if self.patience > 0:
             try:
-                return self._connect_again()
-            except ExchangeError:
+                return self._try_again(self._connect_again, self.loss)
+            except ExchangeError as last:
+                error = last
+        raise ExchangeError(self.loss) from error
+
+    def _try_again(self, meet: Callable[[], _Met], loss: str = "") -> _Met:
+        """Calls ``meet`` until it meets the server, for as long as patience allows.
+
+        Args:
+            loss: what to log meanwhile; by default the error itself, which a server that never was there explains.
+
+        Raises:
+            ExchangeError: the server stays away, is hopeless, or, at a first connection, is none of ours.
+            RefusedError: the server does not take this worker.
+        """
+        deadline, pause, said = time.monotonic() + self.patience, _FIRST_PAUSE, False
+        while True:
+            try:
+                return meet()
+            except ExchangeError as error:
+                stranger = isinstance(error, ProtocolError) and not loss
+                if stranger or time.monotonic() >= deadline or self._hopeless():
+                    raise
                 if not said and pause > 1:
                     limit = f" for {self.patience:.0f} s" if self.patience < math.inf else ""
-                    logger.warning("%s; trying again%s", self.loss, limit)
+                    logger.warning("%s; trying again%s", loss or error, limit)
                     said = True
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, _LONGEST_PAUSE)
-        raise ExchangeError(self.loss) from error
 
     def _connect_again(self) -> Welcome:
         self._close_connections()

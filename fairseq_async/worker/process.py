@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
-from fairseq_async.errors import AsyncError, fail
+from fairseq_async.errors import AsyncError, exit_code, fail
 from fairseq_async.server.process import ServerProcess
 
 
@@ -22,7 +22,7 @@ def errors_in_one_line() -> Iterator[None]:
         fail(error)
 
 
-def end_process(reason: str) -> NoReturn:
+def end_process(reason: AsyncError) -> NoReturn:
     """Ends the process of a worker that computes for a server that is gone; called from the client's thread.
 
     It ends at once, without exit handlers: ``sys.exit`` would only end that thread, and the main thread may be in a
@@ -31,7 +31,7 @@ def end_process(reason: str) -> NoReturn:
     """
     sys.stderr.write(f"fairseq-async: error: {reason}\n")
     sys.stderr.flush()
-    os._exit(2)
+    os._exit(exit_code(reason))
 
 
 def end_server_on_sigterm(server: ServerProcess) -> None:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from fairseq_async.errors import ExchangeError, RefusedError
+from fairseq_async.errors import AsyncError, ExchangeError, RefusedError
 
 _PAUSE = 0.5  # seconds between two attempts to connect
 _ENDING = 2.0  # seconds to wait for the thread's end
@@ -53,7 +53,7 @@ class SignsOfLife:
         on_loss: called in this thread, with the reason, when the server stays away.
     """
 
-    def __init__(self, watched: Watched, on_loss: Callable[[str], None]) -> None:
+    def __init__(self, watched: Watched, on_loss: Callable[[AsyncError], None]) -> None:
         self._watched, self._on_loss = watched, on_loss
         self._thread = threading.Thread(target=self._stay_alive, daemon=True)
         self._thread.start()
@@ -78,11 +78,11 @@ class SignsOfLife:
             try:
                 lost_at = self._show_life(lost_at)
             except RefusedError as error:
-                return self._on_loss(str(error))
+                return self._on_loss(error)
             finally:
                 watched.lock.release()
             if lost_at is not None and time.monotonic() - lost_at > watched.patience and not watched.left.is_set():
-                return self._on_loss(watched.loss)
+                return self._on_loss(ExchangeError(watched.loss))
 
     def _show_life(self, lost_at: float | None) -> float | None:
         """Shows life once; returns since when the server has been away, None if it is there."""

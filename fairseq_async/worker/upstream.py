@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from fairseq_async.errors import AsyncError, ExchangeError, RefusedError, option
+from fairseq_async.errors import LOST_SERVER, AsyncError, ExchangeError, RefusedError, exit_code, option
 from fairseq_async.global_server import UpstreamOption
 from fairseq_async.method_spec import MethodSpec, global_spec
 from fairseq_async.server import Layout
@@ -110,16 +110,21 @@ class UpstreamLink:
         self._post(Left())
 
     def _joined(self, parameters: Tensor, patient: bool) -> tuple[Client, Welcome]:
-        """Returns a client that has joined; if ``patient``, tries again until the global server takes this region."""
-        pause = _PAUSE
+        """Returns a client that has joined.
+
+        Args:
+            patient: try again until the global server takes this region, which goes on meanwhile. Else its workers wait
+                for the global server, ``worker_timeout`` at most: it may just be started again.
+        """
+        pause, deadline = _PAUSE, time.monotonic() + self.spec.server.worker_timeout
         while True:
             try:
                 return self._join(parameters)
             except AsyncError as error:
-                if not patient:
+                if not patient and (exit_code(error) != LOST_SERVER or time.monotonic() > deadline):
                     raise
                 if pause == _PAUSE:
-                    self._tell(f"{error}; this region goes on, and tries again")
+                    self._tell(f"{error}; this region {'goes on, and ' if patient else ''}tries again")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -137,11 +142,11 @@ class UpstreamLink:
                 self.given.address,
                 self._token,
                 self.given.region,
-                math.inf,
-                self._on_loss,
+                on_loss=self._on_loss,
                 tls=self._tls,
                 streams=self.given.streams,
             )
+            client.patience = math.inf  # for a server that was there
         except ExchangeError as error:
             cause = error.__cause__
             nobody = isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError)
@@ -181,7 +186,7 @@ class UpstreamLink:
         version = client.pull(values.copy_)
         return Above(sequence, version, finished, values)
 
-    def _on_loss(self, reason: str) -> None:
+    def _on_loss(self, reason: AsyncError) -> None:
         """Called in the client's own thread when the server does not take this region any more."""
         self._post(Lost(f"{option('upstream')} {self.given.address}: {reason}"))
 

@@ -1,5 +1,6 @@
 """The actor of a worker by itself, without a cluster."""
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,8 +8,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from fairseq_async.errors import ConfigurationError
-from fairseq_async.launch.processes import USER_ERROR, RunFailedError
+from fairseq_async.errors import LOST_SERVER, USER_ERROR, ConfigurationError
+from fairseq_async.launch.processes import RunFailedError
 
 ray = pytest.importorskip("ray")
 from ray.exceptions import RayTaskError  # noqa: E402  # skipped without it
@@ -45,6 +46,20 @@ def test_a_worker_that_is_started_again_writes_on_in_the_log(
     assert worker._start().wait(60) == 0
     worker._use(orders)
     assert (run_dir / "logs" / "worker-1.log").read_text() == ("before\nnow\n" if again else "now\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "starts"), [(LOST_SERVER, 3), (USER_ERROR, 1), (1, 2)], ids=["lost server", "mistake", "the same error"]
+)
+def test_a_worker_whose_server_is_away_is_started_again_as_often_as_it_may(
+    monkeypatch: pytest.MonkeyPatch, code: int, starts: int
+) -> None:
+    task = WorkerTask(1, 2, False, [], os.getcwd(), Path(), Path(), Resources(1, 0), 2, None)
+    worker, started = RayWorker.__new__(RayWorker), list[object]()
+    worker._task, worker._restarts, worker._said = task, task.restarts, ""
+    monkeypatch.setattr(worker, "_check_in", lambda: Orders("", "", False))
+    monkeypatch.setattr(worker, "_run_once", lambda orders: started.append(orders) or Ended(code, "it is gone"))
+    assert worker.run().code == code and len(started) == starts
 
 
 def test_what_has_failed_in_an_actor_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

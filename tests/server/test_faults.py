@@ -157,6 +157,24 @@ def test_a_server_is_started_again_and_its_end_is_seen_where_there_is_no_room_fo
     wait_until(lambda: server.poll() == -signal.SIGKILL)
 
 
+def test_a_server_that_is_killed_while_it_is_started_again_costs_one_restart_more(
+    start_server: StartServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = start_server(restarts=3)
+    first = join_patiently(server, 0)
+    for restarts in (2, 1):  # the next one is killed as soon as it is there
+        pid = server.process.pid
+        kill(server)
+        wait_until(lambda pid=pid: server.process.pid != pid)  # type: ignore[misc]
+        assert server.restarts == restarts
+    kill(server)
+    assert push(first, 0, 0.5).status is Status.APPLIED and server.restarts == 0
+    assert "the one that was to go on has died at once" in capfd.readouterr().err
+    kill(server)
+    wait_until(lambda: server.poll() == -signal.SIGKILL)
+    assert "cannot be started again" not in capfd.readouterr().err
+
+
 def test_a_worker_that_computes_comes_back_to_a_new_server_by_itself(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server()
     lost: list[str] = []

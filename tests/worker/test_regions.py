@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,12 +218,30 @@ def test_a_mistake_is_one_line_to_the_worker(tmp_path: Path, upstream: str, toke
 
 def test_a_region_without_certificates_is_told_that_the_global_server_may_need_them(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, region_server(tmp_path / "region0") as server:
-        closes = threading.Thread(target=lambda: listener.accept()[0].close())  # as TLS does without a handshake
-        closes.start()
+
+        def close_each() -> None:  # as TLS does without a handshake
+            with suppress(OSError):
+                while True:
+                    listener.accept()[0].close()
+
+        threading.Thread(target=close_each, daemon=True).start()
         spec = region_spec(f"127.0.0.1:{listener.getsockname()[1]},region=0")
         with pytest.raises(RefusedError, match=r"--upstream 127\.0\.0\.1:\d+: the server at .* does it need --tls\?"):
             RegionWorker(server, 0, spec)
-        closes.join(10)
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_region_that_starts_while_the_global_server_is_started_again_waits_for_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as dead:
+        port = dead.getsockname()[1]
+    with region_server(tmp_path / "region0") as server, ExitStack() as opened:
+        later = threading.Timer(
+            0.5, lambda: opened.enter_context(global_server(tmp_path / "global", regions=1, port=port))
+        )
+        later.start()
+        worker = RegionWorker(server, 0, region_spec(f"127.0.0.1:{port},region=0"))
+        assert not worker.push(torch.ones(5)).finished
+        later.join(10)
 
 
 def test_a_region_with_another_model_is_refused(tmp_path: Path) -> None:

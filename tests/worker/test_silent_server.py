@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from fairseq_async.errors import ExchangeError
-from fairseq_async.exchange import SharedMemory
+from fairseq_async.errors import LOST_SERVER, USER_ERROR, ExchangeError, ProtocolError, exit_code
+from fairseq_async.exchange import Channel, SharedMemory
 from fairseq_async.server.network import client_connection as connection
+from fairseq_async.server.protocol import Greeting, encode
 from fairseq_async.worker.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.server_client import join_patiently, push
@@ -59,6 +60,56 @@ def test_memory_that_is_gone_again_is_looked_for_until_there_is_another(
         worker.close()
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("after", ["nothing", "connection", "greeting", "introduction"])
+def test_a_worker_that_starts_while_the_server_dies_waits_for_the_next_server(tmp_path: Path, after: str) -> None:
+    """The dying server's listening socket is closed before the next one listens."""
+    with socket.create_server(("127.0.0.1", 0)) as dying:
+        port = dying.getsockname()[1]
+    connected = threading.Event()
+
+    def die() -> None:
+        if after != "nothing":
+            with socket.create_server(("127.0.0.1", port)) as dying:
+                connected.set()
+                channel = Channel(dying.accept()[0])
+                if after != "connection":
+                    channel.send(encode(Greeting("0" * 32)))
+                if after == "introduction":
+                    channel.receive()
+                channel.close()
+        connected.set()
+        time.sleep(0.3)
+        started.append(ThreadServer(1, tmp_path, token="0" * 32, port=port))
+
+    started: list[ThreadServer] = []
+    thread = threading.Thread(target=die)
+    thread.start()
+    assert connected.wait(10)
+    client = Client(f"127.0.0.1:{port}", "0" * 32, 0, patience=30.0)
+    thread.join(10)
+    client.close()
+    started[0].stop()
+
+
+def test_nobody_waits_for_a_server_that_will_not_come_or_that_is_none_of_ours() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(ProtocolError) as error:
+            Client(address, "token", 0, patience=1e6)
+        thread.join(10)
+    assert exit_code(error.value) == USER_ERROR
+    with pytest.raises(ExchangeError, match="no server at") as lost:
+        Client(address, "token", 0, patience=1e6, hopeless=lambda: True)
+    assert exit_code(lost.value) == LOST_SERVER
 
 
 def test_a_server_that_never_says_anything_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
