@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
@@ -89,12 +90,16 @@ def initialize(
     model_parameters: object = None,
     training_data: Dataset[object] | None = None,
     lr_scheduler: object = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: object = None,
+    dist_init_required: bool | None = None,
     collate_fn: Collate | None = None,
     config: str | Config | None = None,
+    mesh_param: object = None,
     config_params: str | Config | None = None,
-    **kwargs: object,
 ) -> Initialized:
-    """``deepspeed.initialize`` for a worker of an asynchronous run; takes and returns what that does.
+    """``deepspeed.initialize`` for a worker of an asynchronous run; takes what that does, in its order, and returns
+    what it does.
 
     The method is the section ``"async_training"`` of the DeepSpeed configuration. The engine trains as DeepSpeed's,
     alone or with the other ranks of its island, and exchanges with the server inside ``engine.step()``. The loader, if
@@ -116,7 +121,15 @@ def initialize(
             engine.backward(engine(batch))
             engine.step()
     """
-    others = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler} | kwargs
+    others = {
+        "optimizer": optimizer,
+        "model_parameters": model_parameters,
+        "lr_scheduler": lr_scheduler,
+        "distributed_port": distributed_port,
+        "mpu": mpu,
+        "dist_init_required": dist_init_required,
+        "mesh_param": mesh_param,
+    }
     spell_options(as_key)
     try:
         given, name = configuration.read(args, config if config is not None else config_params)
@@ -230,6 +243,8 @@ def _initialize_synchronous(
     if isinstance(options, AdasumOptions):
         if dist.get_world_size() == 1:
             raise ConfigurationError("adasum combines the gradients of several ranks, and this run has one")
+        if arguments.others["mpu"] is not None:
+            raise ConfigurationError("mpu= is not supported with method adasum, whose ranks have the whole model each")
         config = checks.worker_batch(config, dist.get_world_size(), 1, arguments.name)
         made, optimizer, schedule = arguments.make_engine(config, mpu=SingleRankGroups())
         engine = _change_class(made, AdasumEngine)

@@ -4,10 +4,13 @@ import importlib
 import json
 import math
 import re
+from inspect import signature
 from typing import Any
 
+import deepspeed
 import pytest
 
+from fairseq_async import deepspeed_plugin
 from fairseq_async.config import HybridOptions
 from fairseq_async.deepspeed_plugin import checks
 from fairseq_async.deepspeed_plugin import config as configuration
@@ -196,6 +199,11 @@ def test_an_error_of_deepspeeds_is_one_line_and_one_of_the_scripts_keeps_its_tra
     monkeypatch.setattr(initialize, "_initialize_deepspeed", lambda **given: make_optimizer(given["model"]))
     with pytest.raises(KeyError, match="a mistake of the script's"):
         arguments.make_engine({})
+
+
+def test_initialize_takes_what_deepspeeds_does_in_the_same_order_with_the_same_defaults() -> None:
+    ours, theirs = (signature(each.initialize).parameters.values() for each in (deepspeed_plugin, deepspeed))
+    assert [(each.name, each.default) for each in ours] == [(each.name, each.default) for each in theirs]
 
 
 def test_an_optimizer_or_schedule_of_the_script_stands_for_the_section() -> None:

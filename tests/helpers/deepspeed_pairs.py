@@ -77,7 +77,11 @@ def train(name: str, out: Path, asynchronous: bool) -> None:
         arguments["config"] = arguments["config"] | {"async_training": section}
     else:
         set_environment_without_launcher()
-    engine, *_ = (deepspeed_async if asynchronous else deepspeed).initialize(model=model, **arguments)
+    given = [arguments.get(key) for key in ("optimizer", "model_parameters", "training_data", "lr_scheduler")]
+    others = [29500, None, None, None]  # distributed_port, mpu, dist_init_required, collate_fn
+    engine, *_ = (deepspeed_async if asynchronous else deepspeed).initialize(
+        None, model, *given, *others, arguments["config"]
+    )
     rates, applied = [], []
     for inputs, targets in batches():
         engine.backward(nn.functional.mse_loss(engine(inputs), targets))
