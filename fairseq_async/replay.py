@@ -291,10 +291,13 @@ class Replay:
                 f"{_name(event)} is of another place in the data than here: the worker was started again before it, "
                 "and a replay goes no further"
             )
+        if push.report.missing != event.missing:
+            raise _first(event, f"its tensors without a gradient were {event.missing}, are {push.report.missing}")
         if push.report.payload != event.payload:
             raise _first(event, f"the checksum of its payload was {event.payload}, is {push.report.payload}")
         norm = push.norm if push.norm == event.norm else None  # the server does not trust norms from other machines
-        return Update(worker, *here, vector, event.tokens or 0.0), _recorded_report(event), norm
+        update = Update(worker, *here, vector, event.tokens or 0.0, int(event.missing or "0", 16))
+        return update, _recorded_report(event), norm
 
     def _push(self, computed: list[tuple[Update, Report, float | None]]) -> list[Settled]:
         settled: list[Settled] = []

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fairseq_async.algorithms.missing import HiddenGradients, tensors_of
 from fairseq_async.algorithms.rule import State, fills
 from fairseq_async.algorithms.threads import PIECE, copy_in_threads, in_threads, pairs, step_in_threads
 from fairseq_async.algorithms.update import Update
@@ -31,12 +32,16 @@ class HybridAccumulation:
     gradient moves the parameters about as far as in a whole step (:func:`partial_rate`). Gradients that all have weight
     0 make no step.
 
+    A tensor that no gradient of a step has is left alone: parameters, moments, step count and weight decay. Where some
+    of the gradients have it, the others count as zeros, as in DistributedDataParallel.
+
     Args:
         optimizer: a torch optimizer over ``parameters``, as one tensor or as views into it.
         updates_per_step: N, the number of gradients in a step; at least 1.
         clip_norm: largest L2 norm of the aggregated gradient; 0 does not clip.
-        tensors: views into ``parameters`` whose norms make up the gradient's norm; by default the optimizer's tensors.
-            With another order of summation the norm would differ in its last bits.
+        tensors: the model's tensors, as views into ``parameters``; by default the optimizer's tensors. Their norms make
+            up the gradient's norm: with another order of summation it would differ in its last bits. An update's
+            ``missing`` counts them.
         elementwise: whether the optimizer computes each element by itself, so that several threads may share a step.
         partial_steps: whether :meth:`limit_round` sets how many gradients the next step has, and a step of fewer than N
             is a partial step. Otherwise all steps are whole steps.
@@ -65,11 +70,12 @@ class HybridAccumulation:
         self.optimizer = optimizer
         self.updates_per_step = self.whole_step = updates_per_step
         self.clip_norm, self.partial_steps, self.elementwise = clip_norm, partial_steps, elementwise
-        self._optimized = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         self._tensors = self._optimized if tensors is None else tensors
+        self._hidden = HiddenGradients(optimizer, self._tensors)
         self.norm_of_all: Callable[[Tensor], Tensor] = _as_it_is
         self.mean: Tensor | None = None
         self._has_gradients = False  # whether the tensors' gradients are parts of the mean
+        self._missing = 0  # the tensors that no gradient of the present step has
         self.weight = 0.0
         self.count = 0
         self._left = 0  # gradients left by a state without partial steps: the first step takes them too
@@ -82,6 +88,7 @@ class HybridAccumulation:
         """
         mean = self._accumulator(parameters)
         self.weight += update.weight
+        self._missing = update.missing & (self._missing if self.count else update.missing)
         steps, norm = self.moves_parameters(), None
         if self.count == 0:
             copy_in_threads(mean, update.delta)
@@ -120,15 +127,24 @@ class HybridAccumulation:
             "mean": self.mean if self.count else None,
             "weight": self.weight,
             "count": self.count,
+            "missing": tensors_of(self._missing) if self.count else [],
+            "pieces": self._hidden.sizes(),
         }
 
     def load_state_dict(self, state: State) -> None:
+        self._hidden.restore(state.get("pieces"))  # not in an older state, where no piece was cut
+        self._has_gradients = False
         self.optimizer.load_state_dict(state["optimizer"])
+        self._missing = sum(1 << number for number in state.get("missing", ()))
         self.weight, self.count = state["weight"], state["count"]
         self._left = self.count if self.partial_steps else 0
         if state["mean"] is not None:
             self.mean = torch.empty_like(state["mean"]) if self.mean is None else self.mean
             self.mean.copy_(state["mean"])
+
+    @property
+    def _optimized(self) -> list[Tensor]:
+        return [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
 
     def _accumulator(self, parameters: Tensor) -> Tensor:
         if self.mean is None:
@@ -141,10 +157,10 @@ class HybridAccumulation:
 
     def _step(self, mean: Tensor, norm: Tensor | None) -> float:
         """Steps the optimizer with the mean gradient, of this norm if it is known; returns how much of a step it is."""
-        if self.clip_norm:
-            self._clip(mean, norm)
         share = min(1.0, self.count / self.whole_step) if self.partial_steps else 1.0
-        with _partial_step(self.optimizer, share):
+        with self._hidden.without(self._missing), _partial_step(self.optimizer, share):
+            if self.clip_norm:
+                self._clip(mean, norm)
             step_in_threads(self.optimizer) if self.elementwise else self.optimizer.step()
         return share
 

@@ -62,7 +62,9 @@ class HybridAsync(FairseqOptimizer):
     ) -> None:
         super().__init__(cfg)
         self.scaler, self.barrier = scaler, barrier
-        self.worker = HybridWorker(client, named, max_refused)
+        # FP16Optimizer, which steps fp32 masters without this method, has zeros for missing gradients
+        zeros = scaler is not None or any(p.dtype is torch.bfloat16 for _, p in named)
+        self.worker = HybridWorker(client, named, max_refused, zeros)
         self._scales_into_slot = all(p.is_cpu and p.dtype is torch.float32 for _, p in named)
         # The server takes the steps: this optimizer only holds the parameters, and the learning rate for fairseq's log.
         self._optimizer = torch.optim.SGD([p for _, p in named], lr=cfg.lr[0])

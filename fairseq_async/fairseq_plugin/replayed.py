@@ -102,7 +102,7 @@ class RecordedClient:
         part = in_turn(self._fragments, push.sequence).of(self.slot)
         push, payload = compressor.encode(push, part)
         if payload is not None:
-            part.copy_(compressor.decode(payload, part.numel()))
+            part.copy_(compressor.decode(payload, part.numel(), push))
         compressor.settle(event.status is Status.APPLIED)
         return push
 

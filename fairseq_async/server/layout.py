@@ -14,7 +14,7 @@ from fairseq_async.errors import ConfigurationError, option
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _ROWS = TypeAdapter(list[tuple[str, list[int], str]])
 _LARGEST = 1 << 42  # parameters: 16 TiB of fp32
-_MOST_TENSORS, _MOST_DIMENSIONS = 1 << 15, 64  # torch has no tensor of more dimensions
+MOST_TENSORS, _MOST_DIMENSIONS = 1 << 15, 64  # torch has no tensor of more dimensions
 _Extent = Annotated[int, Field(ge=0, le=_LARGEST)]
 
 
@@ -46,7 +46,7 @@ def _sized(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
 class Layout:
     """The model's tensors in the order of the buffer."""
 
-    segments: Annotated[tuple[Segment, ...], FailFast(), Field(max_length=_MOST_TENSORS), AfterValidator(_sized)]
+    segments: Annotated[tuple[Segment, ...], FailFast(), Field(max_length=MOST_TENSORS), AfterValidator(_sized)]
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, Tensor]]) -> "Layout":

@@ -195,7 +195,10 @@ class Run:
     def checked_update(self, worker: int, push: Push) -> Update:
         """Returns the update in the worker's slot; raises a RefusedError if no worker can have sent it."""
         delta, tokens = self.fragment(push.sequence).of(self.memory.slot(worker)), push.report.tokens or 0.0
-        update = Update(worker, push.sequence, push.base_version, push.weight, delta, tokens)
+        missing = int(push.report.missing or "0", 16)
+        if missing >> len(self.layout.segments):
+            raise RefusedError(f"of {len(self.layout.segments)} tensors, others than these are missing: {missing:x}")
+        update = Update(worker, push.sequence, push.base_version, push.weight, delta, tokens, missing)
         self.coordinator.check(update, push.report)
         return update
 

@@ -90,7 +90,7 @@ class LogicalWorker:
         push, payload = self.compressor.encode(push, self.delta)
         self.report = push.report
         if payload is not None:
-            self.delta.copy_(self.compressor.decode(payload, self.delta.numel()))
+            self.delta.copy_(self.compressor.decode(payload, self.delta.numel(), push))
 
     def state_dict(self) -> State:
         kept = {name: value for name, value in vars(self).items() if name not in _OWN_STATE}

@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from fairseq_async import compression
 from fairseq_async.algorithms import Codec, ErrorFeedback, in_turn
 from fairseq_async.algorithms.codecs.payload import checksum_of
+from fairseq_async.algorithms.missing import clear, elements_of
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import CodecError
 from fairseq_async.method_spec import MethodSpec
@@ -37,10 +39,10 @@ class _Part:
             return 0.0
         return float(torch.linalg.vector_norm(self.feedback.residual, dtype=torch.float64))
 
-    def encode(self, update: Tensor, weight: float, seed: int) -> bytes:
+    def encode(self, update: Tensor, weight: float, seed: int, without: Sequence[slice]) -> bytes:
         # an update of weight 0 changes nothing on the server: the residual waits for the next update
         if self.feedback is not None and weight > 0:
-            return self.feedback.send(update, seed)
+            return self.feedback.send(update, seed, without)
         return self.codec.encode(update, seed, self.sizes)
 
     def state_dict(self) -> State:
@@ -105,15 +107,20 @@ class Compressor:
         self._sequence = push.sequence
         report = replace(push.report, residual_norm=self._residual_norm())
         try:
-            payload = self._part.encode(update, push.weight, zlib.crc32(f"{self._prefix}{push.sequence}".encode()))
+            seed, without = zlib.crc32(f"{self._prefix}{push.sequence}".encode()), self._without(push)
+            payload = self._part.encode(update, push.weight, seed, without)
         except CodecError:
             return replace(push, report=replace(report, bytes_sent=0), norm=float("nan")), None
         report = replace(report, bytes_sent=len(payload), payload=checksum_of(payload))
         return replace(push, report=report, norm=None), torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
-    def decode(self, payload: Tensor, size: int) -> Tensor:
-        """Decodes a payload of ``size`` values as the server does: flat, fp32."""
-        return self._parts[0].codec.decode(payload.numpy().data, size)  # a codec's state is used for encoding only
+    def decode(self, payload: Tensor, size: int, push: Push) -> Tensor:
+        """Decodes a payload of ``size`` values, which came with ``push``, as the server does: flat, fp32."""
+        decoded = self._parts[0].codec.decode(payload.numpy().data, size)  # a codec's state is used for encoding only
+        return clear(decoded, self._without(push))
+
+    def _without(self, push: Push) -> list[slice]:
+        return elements_of(int(push.report.missing or "0", 16), in_turn(self._parts, push.sequence).sizes)
 
     def settle(self, taken: bool) -> None:
         """Settles the residual after the answer, which says whether the server has taken the update."""

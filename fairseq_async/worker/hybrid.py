@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fairseq_async.algorithms.missing import missing_of
 from fairseq_async.algorithms.rule import State
 from fairseq_async.exchange.devices import Transfer
 from fairseq_async.method_spec import MethodSpec
@@ -26,14 +27,19 @@ class HybridWorker(AsyncWorker):
         client: the connection to the server.
         named: the model's parameters with their names.
         max_refused: number of refused gradients in a row after which the worker stops.
+        zeros: whether a parameter whose ``grad`` is None has the gradient 0, as where an optimizer steps fp32 masters.
+            Otherwise the server leaves a parameter alone that no gradient of a step has.
 
     Attributes:
         shard: this worker's part of the training set, of which it has drawn ``offset`` batches.
         waited: seconds that the worker has waited already for the slot of its next push.
     """
 
-    def __init__(self, client: Client, named: Sequence[tuple[str, Parameter]], max_refused: int) -> None:
+    def __init__(
+        self, client: Client, named: Sequence[tuple[str, Parameter]], max_refused: int, zeros: bool = False
+    ) -> None:
         super().__init__(client, TensorReplica(named), max_refused)
+        self._zeros = zeros
         self._parameters = [parameter for _, parameter in named]
         self._begun: tuple[int, Transfer] | None = None  # the slot's address, and the gradients on their way there
         self.learning_rate = self.waited = self._steps = 0.0
@@ -117,12 +123,14 @@ class HybridWorker(AsyncWorker):
             ExchangeError: the server is gone; this gradient may be lost.
         """
         started = time.perf_counter()
+        missing = 0 if self._zeros else missing_of(parameter.grad for parameter in self._parameters)
         self.pin_exchanged()
         timed = replace(
             report,
             push_seconds=self.last["push_seconds"],
             pull_seconds=self.last["pull_seconds"],
             look_ahead=self.look_ahead or None,
+            missing=f"{missing:x}" if missing else None,
             first_batch=self.take_first_batch(),
         )
         answer = self.client.push(write, Push(self.sequence, self.version, weight, timed, wait, norm, pulls=True))
@@ -162,5 +170,5 @@ class HybridWorker(AsyncWorker):
 
 
 def gradient(parameter: Parameter) -> Tensor:
-    """Returns the parameter's ``grad``; where no loss depends on it, zeros that take one element of memory."""
+    """Returns the parameter's ``grad``; where it is None, zeros that take one element of memory."""
     return parameter.new_zeros(()).expand_as(parameter) if parameter.grad is None else parameter.grad

@@ -51,7 +51,8 @@ def with_options(spec: MethodSpec, changes: JsonObject) -> MethodSpec:
 
 
 def check_equal_steps(monkeypatch: pytest.MonkeyPatch, inner: list[str], schedule: list[str]) -> list[float]:
-    """30 steps over three epochs with the same gradients on both sides; returns the learning rates."""
+    """30 steps over three epochs with the same gradients on both sides, of which some are missing; returns the learning
+    rates."""
     spec = spec_of(monkeypatch, "--inner-optimizer", *inner, *schedule)
     cfg = parse(monkeypatch, "--optimizer", *inner, *schedule)
     torch.manual_seed(0)
@@ -69,14 +70,15 @@ def check_equal_steps(monkeypatch: pytest.MonkeyPatch, inner: list[str], schedul
         ours.begin_epoch(epoch)
         for step in range((epoch - 1) * 10, epoch * 10):
             gradient = torch.randn_like(flat)
-            for parameter, view in zip(theirs, layout.views(gradient.clone()), strict=True):
-                parameter.grad = view.clone()
+            missing = [0, 0, 0b0010, 0b1101, 0b0011][step % 5]
+            for number, view in enumerate(layout.views(gradient)):
+                theirs[number].grad = None if missing >> number & 1 else view.clone()
             utils.clip_grad_norm_(theirs, 0.5)
             rates.append(optimizer.get_lr())
             assert ours.learning_rate == pytest.approx(optimizer.get_lr(), rel=0, abs=0)
             optimizer.step()
             scheduler.step_update(step + 1)
-            assert ours.apply(flat, Update(0, step, step, 7.0, gradient))
+            assert ours.apply(flat, Update(0, step, step, 7.0, gradient, missing=missing))
             assert all(torch.equal(a, b) for a, b in zip(theirs, layout.views(flat), strict=True))
         scheduler.step(epoch, 5.0)
         scheduler.step_update(epoch * 10)

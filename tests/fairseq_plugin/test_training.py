@@ -29,8 +29,9 @@ def synchronous(processes: Processes, data: Path, save_dir: Path, workers: int, 
 
 
 def test_one_worker_and_one_update_per_step_is_plain_adam_bit_for_bit(alone: Alone, tmp_path: Path) -> None:
-    """Also: a worker alone starts its own server, as fairseq-train is run without any launcher."""
-    adam = ["--adam-betas", "(0.9, 0.98)", "--weight-decay", "0.01", "--max-update", 30]
+    """Also: a worker alone starts its own server, as fairseq-train is run without any launcher. A layer that is dropped
+    has no gradient, and does not decay."""
+    adam = ["--adam-betas", "(0.9, 0.98)", "--weight-decay", "0.01", "--max-update", 30, "--encoder-layerdrop", 0.6]
     ended = alone(plain=["--optimizer", "adam", *adam], ours=[*OURS, "--updates-per-step", 1, *adam])
     assert [code for code, _ in ended.values()] == [0, 0], ended
     differences = relative_differences(tmp_path / "plain/checkpoint_last.pt", tmp_path / "ours/checkpoint_last.pt")

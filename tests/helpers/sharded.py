@@ -12,6 +12,7 @@ from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, Param
 SIZES = (7, 70_001, 33, 1, 65_537, 900)
 LAYOUT = Layout.of([(f"t{number}", torch.zeros(size)) for number, size in enumerate(SIZES)])
 ADAM = OptimizerSpec("Adam", [ParameterGroup([0, 1, 3], {"lr": 0.1}), ParameterGroup([2, 4, 5], {"lr": 0.02})])
+MISSING = (0, 0, 0b011010, 0b010011, 0, 0b110000, 0b111111)  # tensors without a gradient; 1 and 4 in a whole step
 OUTER: dict[str, dict[str, Any]] = {
     "diloco": {},
     "nesterov": {"look_ahead": True},

@@ -40,7 +40,7 @@ from fairseq_async.worker.client import Client
 from fairseq_async.worker.shard_lines import ShardLines
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.shard_hosts import TOKEN, ShardHosts, shard_hosts
-from tests.helpers.sharded import ADAM, LAYOUT, OUTER, SIZES, options_of
+from tests.helpers.sharded import ADAM, LAYOUT, MISSING, OUTER, SIZES, options_of
 
 REPORT = Report(local_steps=1, step_seconds=0.1)
 PROGRAMS = {build: build.__module__ for build in (gradient_main.build, local_sgd_main.build)}
@@ -102,7 +102,11 @@ class Served:
             sequence = self.server.sequences.get(worker, -1) + 1
             if self.lines:
                 self.place(worker, sequence)
-            receipts.append(self.server.push(Update(worker, sequence, 0, 1.0 + number, slot[self.here])))
+            receipts.append(
+                self.server.push(
+                    Update(worker, sequence, 0, 1.0 + number, slot[self.here], missing=MISSING[number % 7])
+                )
+            )
             receipts += self.server.released()
         return receipts
 

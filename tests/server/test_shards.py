@@ -34,7 +34,7 @@ from fairseq_async.server.shards.messages import Norm, NormOfAll, encode, parse
 from fairseq_async.server.shards.process import ShardProcess
 from fairseq_async.server.shards.rule import ShardedRule
 from tests.helpers.in_process import Connection, end, new_service
-from tests.helpers.sharded import ADAM, LAYOUT, OUTER, SIZES, options_of
+from tests.helpers.sharded import ADAM, LAYOUT, MISSING, OUTER, SIZES, options_of
 
 
 def hybrid(shards: int, inner: OptimizerSpec = ADAM) -> MethodSpec:
@@ -71,7 +71,7 @@ class Served:
             change(slot)
             sequence = self.server.sequences.get(number % 2, -1) + 1
             delta = in_turn(self.fragments, sequence).of(slot)
-            update = Update(number % 2, sequence, 0, 1.0 + number, delta)
+            update = Update(number % 2, sequence, 0, 1.0 + number, delta, missing=MISSING[number % 7])
             receipts.append(self.server.push(update))
         return receipts
 

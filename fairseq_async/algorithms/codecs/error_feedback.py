@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.codecs.codec import Codec
+from fairseq_async.algorithms.missing import clear
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import CodecError
 
@@ -33,6 +34,7 @@ class ErrorFeedback:
         self._residual = _zeros(0)
         self._update: Tensor | None = None
         self._payload = b""
+        self._without: Sequence[slice] = ()
 
     @property
     def residual(self) -> Tensor:
@@ -43,8 +45,11 @@ class ErrorFeedback:
     def pending(self) -> bool:
         return self._update is not None
 
-    def send(self, update: Tensor, seed: int = 0) -> bytes:
+    def send(self, update: Tensor, seed: int = 0, without: Sequence[slice] = ()) -> bytes:
         """Returns the payload of an update plus the residual; the update is pending from then on.
+
+        Args:
+            without: parts of the update that nobody is to apply: their residual waits for an update that has them.
 
         Raises:
             CodecError: the update has NaN or Inf, is not of the size of the others, or the one before it is pending.
@@ -56,15 +61,15 @@ class ErrorFeedback:
         residual = self._residual if self._residual.numel() else _zeros(flat.numel())
         if residual.numel() != flat.numel():
             raise CodecError(f"an update of {flat.numel()} values: those before had {residual.numel()}")
-        carried = torch.add(residual, flat).float()
+        carried = clear(torch.add(residual, flat).float(), without)
         self._payload = self.codec.encode(carried, seed, self._sizes, newest=flat)
-        self._residual, self._update = residual, flat
+        self._residual, self._update, self._without = residual, flat, without
         return self._payload
 
     def acknowledge(self) -> None:
         """Settles the pending update as applied: the residual is what the codec lost. Does nothing if there is none."""
         if self._update is not None:
-            sent = self.codec.decode(self._payload, self._update.numel())
+            sent = clear(self.codec.decode(self._payload, self._update.numel()), self._without)
             self._residual.add_(self._update).sub_(sent)
             self._forget()
 
@@ -81,7 +86,8 @@ class ErrorFeedback:
     def state_dict(self) -> State:
         """Returns the residual, the codec's state, and the pending update, if there is one."""
         payload = None if self._update is None else torch.frombuffer(bytearray(self._payload), dtype=torch.uint8)
-        own = {"residual": self._residual, "update": self._update, "payload": payload}
+        without = [(part.start, part.stop) for part in self._without]
+        own = {"residual": self._residual, "update": self._update, "payload": payload, "without": without}
         return own | {"codec": self.codec.state_dict()}
 
     def load_state_dict(self, state: State, same_codec: bool = True) -> None:
@@ -95,10 +101,11 @@ class ErrorFeedback:
             return self._forget()
         self.codec.load_state_dict(state["codec"])
         self._update = None if state["update"] is None else state["update"].cpu()
+        self._without = [slice(*bounds) for bounds in state.get("without", ())]
         self._payload = b"" if state["payload"] is None else state["payload"].cpu().numpy().tobytes()
 
     def _forget(self) -> None:
-        self._update, self._payload = None, b""
+        self._update, self._payload, self._without = None, b"", ()
 
 
 def _zeros(size: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from fairseq_async import compression
 from fairseq_async.algorithms import Fragment, in_turn
 from fairseq_async.algorithms.codecs.payload import checksum_of
+from fairseq_async.algorithms.missing import clear, elements_of
 from fairseq_async.errors import RefusedError
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.layout import Layout
@@ -69,7 +70,8 @@ class Payloads:
         data = self._arrived(peer)
         fragment = in_turn(self._fragments, push.sequence)
         values = self.codec.decode(data, fragment.size, in_turn(self._sizes, push.sequence))
-        fragment.of(slot).copy_(values)
+        without = elements_of(int(push.report.missing or "0", 16), in_turn(self._sizes, push.sequence))
+        fragment.of(slot).copy_(clear(values, without))  # a codec may round zeros beside larger values up
         return checksum_of(data)
 
     def _place(self, peer: Peer, fragment: Fragment, slot: Tensor) -> None:

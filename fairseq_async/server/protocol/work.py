@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from fairseq_async.method_spec import JsonObject
+from fairseq_async.server.layout import MOST_TENSORS
 from fairseq_async.server.positions import bounded
 from fairseq_async.server.protocol.message import message
 
@@ -27,6 +28,8 @@ class Report:
         residual_norm: L2 norm of the part of earlier updates that was not sent, where the worker keeps it.
         payload: checksum of a compressed update, as it has arrived at the server.
         start_payload: checksum of the compressed parameters that this work started from; None where they came in fp32.
+        missing: the tensors of the layout that have no gradient in this update, as bits
+            (:mod:`~fairseq_async.algorithms.missing`) in hexadecimal digits; None where all have one.
         first_batch: digest of the worker's first batch, with its first update, where it is known.
     """
 
@@ -51,6 +54,7 @@ class Report:
     residual_norm: Seconds | None = None
     payload: Annotated[str, Field(max_length=8)] | None = None
     start_payload: Annotated[str, Field(max_length=8)] | None = None
+    missing: Annotated[str, Field(max_length=MOST_TENSORS // 4, pattern="^[0-9a-f]+$")] | None = None
     first_batch: Annotated[str, Field(max_length=32)] | None = None
 
 

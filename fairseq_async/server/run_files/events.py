@@ -51,6 +51,7 @@ class Event:
     look_ahead: float | None = None
     shard: int | None = None
     offset: int | None = None
+    missing: str | None = None
     first_batch: str | None = None
     progress: float | None = None
     # The second name is the one in files of the first edition.

@@ -108,6 +108,7 @@ class _Parts:
         return plan, ShardPart(
             rule=rule,
             parameters=part,
+            tensors=its.tensors,
             slots=lambda worker, sequence: its.of(whole.of(self._slot(worker))),
             weighed=its.of(whole.of(self._weighed)),
             starts=its.of(whole.of(self._starts)),

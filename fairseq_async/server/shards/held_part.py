@@ -23,6 +23,7 @@ class HeldPart:
     worker. The one after that comes only when the first is applied.
 
     Args:
+        tensors: the shard's tensors among those of the model.
         keeps_last_step: whether to keep the parameters before the last step, for starts ahead of the present ones.
         squared_of_all: returns the squared norm over all shards, given the norm of this one.
     """
@@ -31,6 +32,7 @@ class HeldPart:
         self,
         rule: Rule,
         parameters: Tensor,
+        tensors: slice,
         keeps_last_step: bool,
         squared_of_all: Callable[[Tensor], float],
     ) -> None:
@@ -39,7 +41,7 @@ class HeldPart:
         self._updates: dict[tuple[int, int], Tensor] = {}  # by worker, and whether its number is odd
         self._numbers: dict[tuple[int, int], int] = {}  # of the updates that are whole
         nothing = parameters[:0]
-        self._part = ShardPart(rule, parameters, self._update, weighed=nothing, starts=nothing)
+        self._part = ShardPart(rule, parameters, tensors, self._update, weighed=nothing, starts=nothing)
         self._trimming = Trimming()
         if (clips := accumulation(rule)) is not None:
             clips.norm_of_all = lambda norm: root_of_all(squared_of_all(norm), norm)

@@ -6,6 +6,7 @@ import ssl
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from pydantic import ValidationError
@@ -214,8 +215,8 @@ class ShardHost:
         parameters = torch.zeros(place.size, dtype=torch.float32, device="cpu")
         build = self._load_build(begin.program)
         rule, _ = build(*part_of(spec, layout, place.tensors), parameters)
-        looks_ahead = spec.look_ahead != 0.0
-        self._held = HeldPart(rule, parameters, looks_ahead, lambda norm: self._norm_of_all(server, norm))
+        looks_ahead, norm_of_all = spec.look_ahead != 0.0, partial(self._norm_of_all, server)
+        self._held = HeldPart(rule, parameters, place.tensors, looks_ahead, norm_of_all)
         self._timeout, self._room_for = spec.server.worker_timeout, spec.workers + JOINERS
         server.channel.notice_death(self._timeout)
         self.tell(f"shard {begin.shard} of {spec.server.shards}, {place.size:,} of {layout.size:,} parameters")

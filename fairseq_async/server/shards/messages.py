@@ -29,6 +29,7 @@ class Apply:
 
     Attributes:
         weighed: the update lies in the memory for weighed updates, and not in the worker's slot.
+        missing: tensors of the whole model without a gradient, as in a worker's report.
     """
 
     worker: int
@@ -38,6 +39,7 @@ class Apply:
     weight: float
     tokens: float
     threads: int
+    missing: str = "0"
     kind: Literal["apply"] = "apply"
 
 

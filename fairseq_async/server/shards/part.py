@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation, Rule, Update
+from fairseq_async.algorithms.missing import missing_here
 from fairseq_async.algorithms.threads import in_threads, set_threads
 from fairseq_async.exchange.linux import trim
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
@@ -31,6 +32,7 @@ class ShardPart:
     shards of one machine share.
 
     Attributes:
+        tensors: the shard's tensors among those of the model, or of the fragment.
         slots: returns the memory that holds a worker's update, given the worker and the update's number.
         weighed: memory for an update that differs from the one in its worker's slot, as staleness has changed it.
         starts: memory for the tensor that local steps start from, where that is not the parameters.
@@ -38,6 +40,7 @@ class ShardPart:
 
     rule: Rule
     parameters: Tensor
+    tensors: slice
     slots: Callable[[int, int], Tensor]
     weighed: Tensor
     starts: Tensor
@@ -76,6 +79,7 @@ class ShardPart:
             command.weight,
             self.delta(command),
             command.tokens,
+            missing_here(int(command.missing, 16), self.tensors),
         )
         self.rule.apply(self.parameters, update)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import Fragment, Rule, Update
+from fairseq_async.algorithms.missing import missing_here
 from fairseq_async.algorithms.rule import ComparingRule, State
 from fairseq_async.algorithms.threads import set_threads, thread_count
 from fairseq_async.errors import HalfAppliedError
@@ -110,13 +111,13 @@ class ShardedRule(ComparingRule):
         """Applies one update to every shard; returns the share of a step that was taken."""
         weighed, threads = self._share(update), thread_count()
         each = max(1, threads // (1 + len(self._here)))
-        self._send(
-            Apply(update.worker, weighed, update.sequence, update.base_version, update.weight, update.tokens, each)
-        )
+        about = update.worker, weighed, update.sequence, update.base_version, update.weight, update.tokens
+        self._send(Apply(*about, each, f"{update.missing:x}"))
         part = torch.from_numpy(self.shard.of(parameters).numpy())
         set_threads(each)
         try:
-            share = self.own.apply(part, replace(update, delta=self.shard.of(update.delta)))
+            missing = missing_here(update.missing, self.shard.tensors)
+            share = self.own.apply(part, replace(update, delta=self.shard.of(update.delta), missing=missing))
         finally:
             set_threads(threads)
         self._receive_done()

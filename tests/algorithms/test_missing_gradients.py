@@ -1,0 +1,111 @@
+"""Tensors without a gradient, against torch's own optimizers, for which their ``grad`` is None."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer
+
+from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.algorithms.hybrid import pieces
+from fairseq_async.algorithms.missing import clear, elements_of, missing_here, missing_of, tensors_of
+from fairseq_async.algorithms.threads import PIECE, forget_threads, set_threads
+
+SIZES = [PIECE + 3, 5, 0, 7, 2 * PIECE, 11]  # of 6 tensors; a step takes them in pieces that go over their bounds
+# of each step: the missing tensors of its two gradients; the first misses nothing, and a moment is there
+STEPS = [(0, 0), (0b000010, 0b000010), (0b111101, 0b111100), (0b000010, 0), (0b111111, 0b101011), (0b010001, 0b110001)]
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "Adam": lambda given: Adam(given, lr=0.01, weight_decay=0.1),
+    "AdamW, amsgrad": lambda given: AdamW(given, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "SGD": lambda given: SGD(given, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adagrad": lambda given: Adagrad(given, lr=0.1, lr_decay=0.1, weight_decay=0.1),
+    "Adadelta": lambda given: Adadelta(given, lr=0.1, weight_decay=0.1),
+    "Adamax": lambda given: Adamax(given, lr=0.01, weight_decay=0.1),
+    "NAdam": lambda given: NAdam(given, lr=0.01, weight_decay=0.1),
+}
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    set_threads(request.param)
+    yield
+    forget_threads()
+
+
+def accumulation(flat: Tensor, make: Callable[[Any], Optimizer], count: int, **options: Any) -> HybridAccumulation:
+    views = [Parameter(view) for view in flat.split(SIZES)]
+    return HybridAccumulation(make(pieces(flat)), count, tensors=views, elementwise=True, **options)
+
+
+def update(delta: Tensor, missing: int) -> Update:
+    return Update(0, 0, 0, 1.0, clear(delta.clone(), elements_of(missing, SIZES)), missing=missing)
+
+
+def plain_step(plain: list[Parameter], optimizer: Optimizer, deltas: list[Tensor], masks: tuple[int, ...]) -> None:
+    """As DistributedDataParallel: the mean, and None where every gradient is None."""
+    updates = [update(*each) for each in zip(deltas, masks, strict=True)]
+    mean = updates[0].delta if len(updates) == 1 else updates[0].delta.lerp(updates[1].delta, 0.5)
+    for number, (parameter, part) in enumerate(zip(plain, mean.split(SIZES), strict=True)):
+        parameter.grad = None if all(mask >> number & 1 for mask in masks) else part.clone()
+    if len(updates) == 1:  # the norm of a mean is summed in another order
+        torch.nn.utils.clip_grad_norm_(plain, 100.0)
+    optimizer.step()
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_tensor_that_no_gradient_of_a_step_has_is_left_alone(make: Callable[[Any], Optimizer], count: int) -> None:
+    """To the bit, also when the state goes on in a new server: after each gradient, and so amid a step."""
+    torch.manual_seed(0)
+    ours = torch.randn(sum(SIZES))
+    plain = [Parameter(part.clone()) for part in ours.split(SIZES)]
+    clip_norm = 100.0 if count == 1 else 0.0
+    rule, optimizer = accumulation(ours, make, count, clip_norm=clip_norm), make(plain)
+    for masks in STEPS:
+        deltas = [torch.randn(sum(SIZES)) for _ in range(count)]
+        for delta, mask in zip(deltas, masks, strict=False):
+            rule.apply(ours, update(delta, mask))
+            state = copy.deepcopy(rule.state_dict())
+            ours = ours.clone()
+            rule = accumulation(ours, make, count, clip_norm=clip_norm)
+            rule.load_state_dict(state)
+        plain_step(plain, optimizer, deltas, masks[:count])
+        assert torch.equal(ours, torch.cat([parameter.data for parameter in plain]))
+
+
+def test_without_missing_tensors_the_pieces_stay_as_they_are_and_a_state_may_be_older() -> None:
+    flat = torch.zeros(sum(SIZES))
+    rule = accumulation(flat, OPTIMIZERS["Adam"], 1)
+    before = list(rule.optimizer.param_groups[0]["params"])
+    rule.apply(flat, update(torch.ones(sum(SIZES)), 0))
+    state = rule.state_dict()
+    assert state["pieces"] is None and state["missing"] == []
+    assert all(a is b for a, b in zip(before, rule.optimizer.param_groups[0]["params"], strict=True))
+    del state["pieces"], state["missing"]
+    rule.apply(flat, update(torch.ones(sum(SIZES)), 0b10))
+    assert len(rule.optimizer.param_groups[0]["params"]) > len(before)
+    rule.load_state_dict(state)
+    assert len(rule.optimizer.param_groups[0]["params"]) == len(before)
+    assert rule.apply(flat, update(torch.ones(sum(SIZES)), 0b10)) is True
+
+
+def test_the_optimizer_may_have_the_whole_vector_or_the_tensors_themselves() -> None:
+    for cut in (lambda flat: [flat], lambda flat: [Parameter(part) for part in flat.split([1, 2])]):
+        flat = torch.zeros(3)
+        rule = HybridAccumulation(SGD(cut(flat), lr=1.0, weight_decay=1.0), 1, tensors=list(flat.split([1, 2])))
+        rule.apply(flat, Update(0, 0, 0, 1.0, torch.tensor([1.0, 2.0, 3.0])))
+        rule.apply(flat, Update(0, 1, 1, 1.0, torch.tensor([1.0, 0.0, 0.0]), missing=0b10))
+        assert flat.tolist() == [-1.0, -2.0, -3.0]  # the first is −1 − (1 − 1)
+        rule.apply(flat, Update(0, 2, 2, 1.0, torch.zeros(3), missing=0b11))
+        assert flat.tolist() == [-1.0, -2.0, -3.0]
+
+
+def test_of_which_tensors_and_elements_a_number_speaks() -> None:
+    assert missing_of([None, 1.0, None]) == 0b101 and tensors_of(0b101) == [0, 2]
+    assert missing_here(0b110101, slice(1, 5)) == 0b1010
+    assert elements_of(0b101, [2, 3, 4]) == [slice(0, 2), slice(5, 9)] and elements_of(0, [2]) == []
