@@ -39,9 +39,9 @@ class HybridAccumulation:
         optimizer: a torch optimizer over ``parameters``, as one tensor or as views into it.
         updates_per_step: N, the number of gradients in a step; at least 1.
         clip_norm: largest L2 norm of the aggregated gradient; 0 does not clip.
-        tensors: the model's tensors, as views into ``parameters``; by default the optimizer's tensors. Their norms make
-            up the gradient's norm: with another order of summation it would differ in its last bits. An update's
-            ``missing`` counts them.
+        tensors: the model's tensors, as views into ``parameters``. Their norms make up the gradient's norm: with
+            another order of summation it would differ in its last bits. By default the norms are those of the
+            optimizer's tensors, and a tensor without a gradient counts as zeros, since it is not known where it lies.
         elementwise: whether the optimizer computes each element by itself, so that several threads may share a step.
         partial_steps: whether :meth:`limit_round` sets how many gradients the next step has, and a step of fewer than N
             is a partial step. Otherwise all steps are whole steps.
@@ -71,7 +71,7 @@ class HybridAccumulation:
         self.updates_per_step = self.whole_step = updates_per_step
         self.clip_norm, self.partial_steps, self.elementwise = clip_norm, partial_steps, elementwise
         self._tensors = self._optimized if tensors is None else tensors
-        self._hidden = HiddenGradients(optimizer, self._tensors)
+        self._hidden = HiddenGradients(optimizer, tensors or ())
         self.norm_of_all: Callable[[Tensor], Tensor] = _as_it_is
         self.mean: Tensor | None = None
         self._has_gradients = False  # whether the tensors' gradients are parts of the mean
@@ -88,7 +88,7 @@ class HybridAccumulation:
         """
         mean = self._accumulator(parameters)
         self.weight += update.weight
-        self._missing = update.missing & (self._missing if self.count else update.missing)
+        self._missing = update.missing & (self._missing if self.count else -1)
         steps, norm = self.moves_parameters(), None
         if self.count == 0:
             copy_in_threads(mean, update.delta)

@@ -55,7 +55,7 @@ class HiddenGradients:
 
     Args:
         optimizer: over the model's tensors, or over contiguous flat pieces of them.
-        tensors: the tensors of the model, in its order, in the same storage.
+        tensors: the tensors of the model, in its order, in the same storage; others than these are never hidden.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> None:
@@ -89,7 +89,7 @@ class HiddenGradients:
 
     def _hidden(self, missing: int) -> list[Tensor]:
         """Returns the missing tensors, and the optimizer's pieces of them, each once."""
-        hidden = [self._tensors[number] for number in tensors_of(missing)]
+        hidden = [tensor for number, tensor in enumerate(self._tensors) if missing >> number & 1]
         bounds: list[int] = []  # of runs of missing tensors: where the first begins, and where it ends, and so on
         for start, end in sorted(map(_elements, hidden)):
             if bounds and bounds[-1] == start:
