@@ -1,5 +1,6 @@
 """Errors that a user can act upon, which are printed as one line, without a traceback; and the spelling of options."""
 
+import errno
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -30,6 +31,10 @@ class RefusedError(AsyncError):
 
 class CodecError(AsyncError, ValueError):
     """A codec cannot encode values, such as NaN, or cannot decode bytes that it has not written."""
+
+
+class BrokenFileError(Exception):
+    """A file's content is proved to be another than what was written."""
 
 
 class HalfAppliedError(Exception):
@@ -76,6 +81,24 @@ def disk_error(error: BaseException) -> BaseException:
     that the disk is full."""
     behind = error.__context__
     return behind if isinstance(behind, OSError) else error
+
+
+_SCARCE = {
+    *(errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE),
+    *(errno.ENOSPC, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT),
+}
+
+
+def is_scarcity(error: BaseException) -> bool:
+    """Whether an error says that the machine has too little of something now, such as memory, or does not give it; it
+    says nothing of what was to be read."""
+    allocation = isinstance(error, RuntimeError) and "allocate memory" in str(error)  # torch's
+    return isinstance(error, MemoryError) or allocation or (isinstance(error, OSError) and error.errno in _SCARCE)
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of what an error says, or the error's name."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def exit_code(error: object) -> int:

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import ConfigurationError, disk_error
+from fairseq_async.errors import ConfigurationError, disk_error, first_line
 from fairseq_async.server import Layout
-from fairseq_async.server.run_files.snapshots import DIRECTORY
+from fairseq_async.server.run_files.snapshots import DIRECTORY, snapshots_in
+from fairseq_async.server.run_files.state_files import load_checked
 
 _SERVER_STATE = "async_server.pt"  # in a checkpoint's directory of DeepSpeed or of the Trainer of transformers
 _DEEPSPEED_MODEL = "mp_rank_00_model_states.pt"
@@ -103,7 +104,7 @@ def read(source: Path) -> Source:
     """
     if source.is_file():
         return _read_file(source)
-    if (source / DIRECTORY).is_dir() and (snapshots := sorted((source / DIRECTORY).glob("version-*.pt"))):
+    if snapshots := snapshots_in(source):
         return _read_snapshot(snapshots[::-1], source)
     for directory in (source, source / _latest_tag(source)):
         if (directory / _SERVER_STATE).is_file():
@@ -245,10 +246,9 @@ def _load(path: Path) -> Any:
     if not is_zipfile(path):
         raise ConfigurationError(f"{path}: not a file that torch.save has written")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises whatever the broken bytes lead it to
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigurationError(f"{path}: cannot be read: {said}") from error
+        return load_checked(path, mmap=True)
+    except Exception as error:  # as where the bytes are broken
+        raise ConfigurationError(f"{path}: cannot be read: {first_line(error)}") from error
 
 
 # Writing

@@ -8,7 +8,7 @@ from fairseq_async.launch.command import WorkerCommand, without_beginning
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.script import ScriptCommand
 from fairseq_async.server.run_files.created_files import CreatedFiles
-from fairseq_async.server.run_files.snapshots import DIRECTORY
+from fairseq_async.server.run_files.snapshots import snapshots_in
 
 
 def what_is_kept(
@@ -22,7 +22,7 @@ def what_is_kept(
     progress.poll()
     if not any(progress.updates.values()):
         created.remove(logs=False)
-    newest = max(map(_version, _snapshots(run_dir)), default=0)
+    newest = max(map(_version, snapshots_in(run_dir)), default=0)
     if not (progress.version or newest):
         return "interrupted before the first update: there is nothing to go on from"
     if not has_snapshot(run_dir):
@@ -42,11 +42,7 @@ def what_is_kept(
 
 def has_snapshot(run_dir: Path) -> bool:
     """Whether a run that was interrupted in this directory can go on."""
-    return bool(_snapshots(run_dir))
-
-
-def _snapshots(run_dir: Path) -> list[Path]:
-    return list((run_dir / DIRECTORY).glob("version-*.pt"))
+    return bool(snapshots_in(run_dir))
 
 
 def _version(snapshot: Path) -> int:

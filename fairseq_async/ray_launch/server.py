@@ -12,7 +12,7 @@ from fairseq_async.addresses import ANY
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.ray_launch.registry import Ended, Place, State
 from fairseq_async.server.process import ServerProcess
-from fairseq_async.server.run_files.snapshots import DIRECTORY, Snapshots
+from fairseq_async.server.run_files.snapshots import Snapshots, snapshots_in
 from fairseq_async.validation import split_address
 from fairseq_async.worker.rendezvous import ServerRequest
 
@@ -98,7 +98,7 @@ class RayServer:
     def _start_again(self, host: str, before: Place | None) -> ServerProcess:
         """Starts the server again: on the same node at the same port, where workers look for it; on another node at a
         free port, which the registry tells them."""
-        recovers = any((Path(self._task.request.run_dir) / DIRECTORY).glob("version-*.pt"))
+        recovers = bool(snapshots_in(Path(self._task.request.run_dir)))
         port = before.port if before is not None and before.host == host else 0
         start, deadline = partial(self._start, recovers=recovers), time.monotonic() + _LAST_ONES_END
         while time.monotonic() < deadline:

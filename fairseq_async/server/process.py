@@ -25,6 +25,7 @@ _BACKLOG = 128  # connections that may wait until the server has imported its mo
 _ENDING_SECONDS = 120.0  # that the next run waits for the last snapshot of the one before
 _BUSY_SECONDS = 10.0  # that it waits for a server that may not have noticed yet that its launcher is gone
 _QUIET_SECONDS = 2.0  # that a worker that has left waits for the others before it prints that it waits
+_FAILURES = 5  # in a row, after which it is not started again: each costs a restart, and a pause
 _LEAVING_SECONDS = 20.0  # that a server may take to end on a busy machine
 
 
@@ -256,14 +257,20 @@ class ServerProcess:
 
     def _supervise(self) -> None:
         """Runs in a thread: starts the server again when it dies, at the same address, for workers that wait for it."""
+        failures = 0  # in a row
         while (code := self.process.wait()) != 0 and not self._stopping.is_set() and self.restarts > 0:
             self.restarts -= 1
             try:
-                snapshot = self._recover()
+                snapshot, failures = self._recover(), 0
             except (ConfigurationError, OSError) as error:  # no memory for a process, for example
-                if not self._stopping.is_set():
-                    say(f"the server {manner(code)}, and cannot be started again: {error}")
-                break
+                failures += 1
+                if self._stopping.is_set():
+                    break
+                ends = self.restarts == 0 or failures > _FAILURES
+                say(f"the server {manner(code)}, and cannot be started again{'' if ends else ' yet'}: {error}")
+                if ends or self._stopping.wait(failures):
+                    break
+                continue
             after = f"was started again from {snapshot}" if snapshot else "the one that was to go on has died at once"
             say(f"the server {manner(code)}, and {after}")
         self._code = code

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fairseq_async.environment import TOKEN
-from fairseq_async.errors import ExchangeError, HalfAppliedError, RefusedError, disk_error
+from fairseq_async.errors import ExchangeError, HalfAppliedError, RefusedError, disk_error, is_scarcity
 from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.notices import FINISHED, LISTENS, Notices, Tell, tell_log
@@ -90,12 +90,14 @@ def _recover(service: Service, descriptor: int) -> None:
             snapshot = service.recover()
             report.write(snapshot)
             tell_log(f"the server goes on from {snapshot}, after the death of the one before")
-        except (RefusedError, ExchangeError, OSError) as error:  # such as no room, on a disk or in /dev/shm
-            report.write(f"error: {disk_error(error)}")
-            raise SystemExit(2) from None
         except HalfAppliedError:  # a shard on another machine has died again
             report.write("its last snapshot")
             raise
+        except Exception as error:  # such as no room, in memory, on a disk or in /dev/shm
+            if not (isinstance(error, RefusedError | ExchangeError | OSError) or is_scarcity(error)):
+                raise
+            report.write(f"error: {disk_error(error)}")
+            raise SystemExit(2) from None
 
 
 def _finish(service: Service) -> None:

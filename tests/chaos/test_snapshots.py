@@ -1,18 +1,27 @@
 """A snapshot that is torn, late, or of a past that was taken back is not what the next server goes on from."""
 
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from fairseq_async.errors import RefusedError
+from fairseq_async.server.protocol import Hello, Initialise, Welcome
 from fairseq_async.server.run_files.snapshots import Snapshots
 from fairseq_async.worker.client import Client
+from scripts.faults.adder import LAYOUT as ADDERS
+from scripts.faults.sgd_server import build, sgd_spec
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.commands import ROOT
+from tests.helpers.in_process import Connection, end, new_service
 from tests.helpers.mortal import InlineSnapshots
 from tests.helpers.waiting import wait_until
 
@@ -45,8 +54,111 @@ def test_a_torn_snapshot_gives_up_its_place(tmp_path: Path, capsys: pytest.Captu
     snapshots.take({"version": 2}, 2)
     names = sorted(path.name for path in snapshots.directory.iterdir())
     assert names == ["version-000000000001.pt", "version-000000000002.pt", "version-000000000003.torn"]
+    snapshots.take({"version": 4}, 4)
+    assert not list(snapshots.directory.glob("*.torn")), "there is a newer one"
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[content.index(b"\x00\x00\x80\x3f" * 64) + 17] ^= 4  # within the tensor, all of whose elements are 1
+    path.write_bytes(content)
+
+
+def zero(path: Path) -> None:
+    content = path.read_bytes()
+    start = content.index(b"\x00\x00\x80\x3f" * 64)
+    path.write_bytes(content[:start] + bytes(4096) + content[start + 4096 :])
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("spoil", [flip, zero, fifo, directory])
+@pytest.mark.parametrize("resumes", [False, True], ids=["after a death", "the next run"])
+def test_the_older_snapshot_is_used_where_the_newest_is_not_what_was_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], resumes: bool
+) -> None:
+    snapshots = InlineSnapshots(tmp_path)
+    for version in (1, 2):
+        snapshots.take({"version": version, "parameters": torch.ones(4096)}, version)
+    newest = snapshots.directory / "version-000000000002.pt"
+    spoil(newest)
+    found = (snapshots.of_run_before if resumes else snapshots.latest)(lambda state: None)
+    assert found is not None and found[1]["version"] == 1 and found[1]["parameters"].tolist() == [1.0] * 4096
+    assert f"{newest} is skipped: its bytes do not match" in capsys.readouterr().err or spoil in (fifo, directory)
+    snapshots.take({"version": 2}, 2) if spoil is not directory else None
+    snapshots.take({"version": 3}, 3)
     snapshots.clear()
-    assert not list(snapshots.directory.iterdir())
+    assert not [path for path in snapshots.directory.iterdir() if path.is_file()]
+
+
+def test_a_snapshot_of_before_which_has_no_checksum_is_read(tmp_path: Path) -> None:
+    snapshots = InlineSnapshots(tmp_path)
+    snapshots.directory.mkdir()
+    torch.save({"version": 1}, snapshots.directory / "version-000000000001.pt")
+    found = snapshots.latest(lambda state: None)
+    assert found is not None and found[1] == {"version": 1}
+
+
+SCARCE = [
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes."),
+    MemoryError(),
+    *(OSError(number, os.strerror(number)) for number in (errno.ENOMEM, errno.EMFILE, errno.EIO, errno.EACCES)),
+]
+
+
+@pytest.mark.parametrize("error", SCARCE, ids=lambda error: str(error)[:12] or "MemoryError")
+@pytest.mark.parametrize("failures", [2, 100])
+def test_a_snapshot_that_cannot_be_read_now_is_not_taken_for_a_broken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, failures: int
+) -> None:
+    snapshots, left = InlineSnapshots(tmp_path), [failures]
+    for version in (1, 2):
+        snapshots.take({"version": version}, version)
+    load = torch.load
+
+    def fail(*given: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise error
+        return load(*given, **options)
+
+    monkeypatch.setattr(torch, "load", fail)
+    monkeypatch.setattr("fairseq_async.server.run_files.snapshots._PAUSES", (0.0, 0.0, 0.0))
+    if failures == 2:
+        found = snapshots.latest(lambda state: None)
+        assert found is not None and found[1] == {"version": 2}
+    else:
+        with pytest.raises(RefusedError, match="version-000000000002.pt cannot be read now: .*; it stays as it is"):
+            snapshots.latest(lambda state: None)
+    assert [path.suffix for path in snapshots.directory.iterdir()] == [".pt", ".pt"]
+
+
+def test_a_run_that_is_to_go_on_never_begins_anew_where_its_snapshots_are_broken(tmp_path: Path) -> None:
+    """Neither does the run after it, and what is left of the snapshots stays."""
+    (tmp_path / "snapshots").mkdir()
+    for version in (1, 2):
+        (tmp_path / "snapshots" / f"version-{version:012d}.pt").write_bytes(b"torn")
+    for _ in range(2):
+        service = new_service(1, tmp_path, build, lambda: 1000.0)
+        service.resumes = True
+        worker = Connection(service)
+        worker.introduce(0)
+        worker.ask(Hello(sgd_spec(workers=1), ADDERS, remote=False), Welcome)
+        with pytest.raises(RefusedError, match="no snapshot in .* can be read, and there is no checkpoint"):
+            worker.ask(Initialise(False), Welcome)
+        end(service)
+    assert [path.suffix for path in (tmp_path / "snapshots").iterdir()] == [".torn", ".torn"]
+    snapshots = InlineSnapshots(tmp_path)
+    snapshots.begin_anew()
+    assert [path.suffix for path in (tmp_path / "snapshots").iterdir()] == [".before", ".before"]
 
 
 def test_what_writes_a_snapshot_dies_with_its_server(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Chooses the state from which a new server goes on: worker 0's, or a snapshot of an interrupted run."""
 
 from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import RefusedError
 from fairseq_async.method_spec import OPTIMIZER_OVERRIDES, MethodSpec
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.notices import Tell
@@ -22,6 +23,9 @@ def newest_state(
     Args:
         restored: the state from a checkpoint that worker 0 brings.
         resumes: whether a snapshot of an earlier run counts.
+
+    Raises:
+        RefusedError: there are only snapshots that cannot be read.
     """
     found = snapshots.of_run_before(check_snapshot) if resumes else None
     if found is not None:
@@ -35,6 +39,11 @@ def newest_state(
             where = f"{path.name}, at version {version:,}"
             tell(f"the run goes on from {where}: a run was interrupted there; to begin anew, give another directory")
             return f"snapshot {path.name}", _with_overrides(state, run.spec)
+    elif resumes and restored is None and snapshots.broken:
+        raise RefusedError(
+            f"no snapshot in {snapshots.directory} can be read, and there is no checkpoint to go on from; to begin "
+            "anew, give another directory or remove it"
+        )
     snapshots.clear()
     return ("the beginning", None) if restored is None else ("a checkpoint", _with_overrides(restored, run.spec))
 

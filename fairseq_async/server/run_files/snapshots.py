@@ -9,15 +9,22 @@ from pathlib import Path
 import torch
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import RefusedError, disk_error
+from fairseq_async.errors import BrokenFileError, RefusedError, disk_error, first_line, is_scarcity
 from fairseq_async.exchange.linux import end_with_parent
 from fairseq_async.server.notices import Journal, Tell, tell_log
-from fairseq_async.server.run_files.state_files import private
+from fairseq_async.server.run_files.state_files import load_checked, private, save_checked
 
 DIRECTORY = "snapshots"
-OTHER, _BEFORE = ".other", ".before"  # suffixes of a snapshot that does not fit, and of one that was not asked for
+# suffixes of a snapshot that does not fit, of one that was not asked for, and of one that is proved to be broken
+OTHER, _BEFORE, _TORN = ".other", ".before", ".torn"
 OF_OTHER_RUNS = (OTHER, _BEFORE)
 _KEPT = 2  # snapshots; the last one may be torn by what killed the server
+_PAUSES = (0.2, 0.4, 0.8, 1.6, 3.2)  # seconds before another attempt to read, as where memory is short
+
+
+def snapshots_in(run_dir: Path) -> list[Path]:
+    """Returns the snapshots of a run's directory, in the order of their versions."""
+    return sorted(path for path in (run_dir / DIRECTORY).glob("version-*.pt") if path.is_file())
 
 
 class Snapshots:
@@ -123,34 +130,44 @@ class Snapshots:
     def latest(self, check: Callable[[State], object], resumes: bool = False) -> tuple[Path, State] | None:
         """Returns the newest snapshot of this run that can be read and that ``check`` accepts; None without one.
 
-        Newer ones are skipped with a warning, and renamed: they would be taken for newer than those to come.
+        A newer one that is proved to be broken is set aside with a warning: it would be taken for newer than those to
+        come.
 
         Args:
             resumes: whether this run is to go on from the snapshots of another, which then stay as they are until
                 worker 0 comes.
 
         Raises:
-            RefusedError: there are snapshots that cannot be read, and none of this run that can.
+            RefusedError: there are broken snapshots, and none of this run that can be read; or one cannot be read now.
         """
         for part in self.directory.glob("*.part"):
             part.unlink(missing_ok=True)  # its writer has ended with its server
         for path in reversed(self._files()):
             state = self._read(path, check)
             if state is None:
-                path.replace(path.with_suffix(".torn"))
-            elif state.pop("run", self.run) != self.run:
+                continue
+            if state.pop("run", self.run) != self.run:
                 if resumes:
                     return None
                 self.tell(f"{path} is skipped: it is of another run")
                 path.replace(path.with_suffix(OTHER))
             else:
                 return path, state
-        if any(self.directory.glob("*.torn")):
+        if self.broken:
             raise RefusedError(f"no snapshot in {self.directory} can be read")
         return None
 
+    @property
+    def broken(self) -> list[Path]:
+        """The snapshots that are set aside since they are broken; there is no newer one that is not."""
+        return sorted(self.directory.glob(f"*{_TORN}"))
+
     def of_run_before(self, check: Callable[[State], object]) -> tuple[Path, State] | None:
-        """Returns the newest snapshot, of any run, that can be read and that ``check`` accepts; None without one."""
+        """Returns the newest snapshot, of any run, that can be read and that ``check`` accepts; None without one.
+
+        Raises:
+            RefusedError: one cannot be read now.
+        """
         for path in reversed(self._files()):
             state = self._read(path, check)
             if state is not None:
@@ -159,14 +176,27 @@ class Snapshots:
         return None
 
     def _read(self, path: Path, check: Callable[[State], object]) -> State | None:
-        """Returns the state in a snapshot; None, with a warning, where it cannot be read or ``check`` raises."""
-        try:
-            state: State = torch.load(path, map_location="cpu", weights_only=True)
-            check(state)
-        except Exception as error:  # torch raises whatever the broken bytes lead it to
-            self.tell(f"{path} is skipped: {type(error).__name__}: {error}")
-            return None
-        return state
+        """Returns the state in a snapshot; None, with a warning, where it is proved to be broken, or ``check`` raises:
+        it is then set aside.
+
+        Raises:
+            RefusedError: it cannot be read now, after several attempts.
+        """
+        for pause in (*_PAUSES, None):
+            try:
+                state = load_checked(path)
+                check(state)
+                return state
+            except Exception as error:  # of any kind from ``check``
+                if not is_scarcity(error):
+                    why = str(error) if isinstance(error, BrokenFileError) else f"{type(error).__name__}: {error}"
+                    self.tell(f"{path} is skipped: {why}")
+                    path.replace(path.with_suffix(_TORN))
+                    return None
+                if pause is None:
+                    raise RefusedError(f"{path} cannot be read now: {first_line(error)}; it stays as it is") from error
+            time.sleep(pause)
+        raise AssertionError
 
     def take_last(self, state: State, version: int) -> None:
         """Writes a snapshot in this process, which no longer serves workers."""
@@ -183,7 +213,7 @@ class Snapshots:
         Whoever forgot ``--resume`` can rename it and go on. Of the runs before that one, only the highest version
         stays: otherwise a job that is interrupted and begins anew each night would fill the disk.
         """
-        for path in self._files()[-1:]:
+        for path in self._files()[-1:] or self.broken[-1:]:
             for older in sorted(self.directory.glob(f"*{_BEFORE}"))[:-1]:
                 older.unlink(missing_ok=True)
             self._before = path.replace(path.with_suffix(_BEFORE))
@@ -197,16 +227,26 @@ class Snapshots:
             self._before.replace(self._before.with_suffix(".pt"))
 
     def clear(self) -> None:
-        """Removes all snapshots, such as those of an earlier run."""
-        for path in [*self._files(), *self.directory.glob("*.part"), *self.directory.glob("*.torn")]:
+        """Removes all snapshots, such as those of an earlier run, but for broken ones that are newer than these."""
+        files = self._files()
+        self._remove_broken(files[-1].stem if files else "")
+        for path in [*files, *self.directory.glob("*.part")]:
             path.unlink(missing_ok=True)
+        for path in self.broken:
+            path.replace(path.with_suffix(_BEFORE))
+
+    def _remove_broken(self, before: str) -> None:
+        """Removes the broken snapshots that are older than the one of this name."""
+        for path in self.broken:
+            if path.stem <= before:
+                path.unlink(missing_ok=True)
 
     def _write(self, state: State, version: int) -> None:
         path = self.directory / f"version-{version:012d}.pt"
         part = path.with_suffix(".part")
         try:
             with open(part, "wb", opener=private) as file:
-                torch.save(state | {"run": self.run}, file)
+                save_checked(state | {"run": self.run}, file)
                 file.flush()
                 os.fsync(file.fileno())
             torch.load(part, map_location="cpu", weights_only=True, mmap=True)  # an unreadable file replaces nothing
@@ -214,11 +254,12 @@ class Snapshots:
         finally:
             part.unlink(missing_ok=True)
         _sync(self.directory)
+        self._remove_broken(path.stem)
         for old in self._files()[:-_KEPT]:
             old.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
-        return sorted(self.directory.glob("version-*.pt"))
+        return snapshots_in(self.directory.parent)
 
 
 def _sync(directory: Path) -> None:

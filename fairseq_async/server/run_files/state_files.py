@@ -3,14 +3,20 @@
 import os
 import shutil
 import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import RefusedError, disk_error
+from fairseq_async.errors import BrokenFileError, RefusedError, disk_error, first_line, is_scarcity
+
+_MARK = b"\nCRC32  "  # between a state, which torch reads to its own end, and the checksum behind it
+_CHECKSUM = len(_MARK) + 8  # bytes of both
+_PIECE = 1 << 22  # bytes that are read at once
 
 
 def restored_path(run_dir: Path) -> Path:
@@ -68,6 +74,63 @@ def read_state(path: Path) -> State:
     except Exception as error:  # torch raises whatever the broken bytes lead it to
         raise RefusedError(f"{path}: the server's state cannot be read: {error}") from error
     return state
+
+
+class _Summed:
+    """A file for :func:`torch.save` that counts the checksum of what is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.checksum = file, 0
+        self.flush = file.flush
+
+    def write(self, data: bytes) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
+        return self._file.write(data)
+
+
+def save_checked(state: State, file: BinaryIO) -> None:
+    """Writes a state with a checksum behind it, a CRC-32 over all bytes; raises what :func:`torch.save` raises."""
+    summed = _Summed(file)
+    torch.save(state, summed)  # type: ignore[arg-type]  # it writes and flushes, nothing else
+    file.write(_MARK + b"%08x" % summed.checksum)
+
+
+def load_checked(path: Path, mmap: bool = False) -> State:
+    """Reads what :func:`save_checked` has written, or :func:`torch.save`, whose files have no checksum.
+
+    Args:
+        mmap: map the tensors into memory, so that they are read when they are used.
+
+    Raises:
+        BrokenFileError: the content is not what was written, or not of this format.
+        OSError, MemoryError, RuntimeError: it cannot be read now (:func:`~fairseq_async.errors.is_scarcity`).
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # without waiting for a pipe's writer
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise BrokenFileError("it is not a regular file")
+        _check(file)
+        try:
+            state: State = torch.load(path if mmap else file, map_location="cpu", weights_only=True, mmap=mmap)
+        except Exception as error:  # torch raises whatever broken bytes lead it to
+            if is_scarcity(error):
+                raise
+            raise BrokenFileError(first_line(error)) from error
+    return state
+
+
+def _check(file: BinaryIO) -> None:
+    """Compares a file with the checksum at its end, if it has one; the file is then at its beginning."""
+    left, checksum = max(0, os.fstat(file.fileno()).st_size - _CHECKSUM), 0
+    file.seek(left)
+    mark, given = file.read(len(_MARK)), file.read()
+    file.seek(0)
+    if mark != _MARK:
+        return
+    while left and (piece := file.read(min(_PIECE, left))):
+        checksum, left = zlib.crc32(piece, checksum), left - len(piece)
+    file.seek(0)
+    if given != b"%08x" % checksum:
+        raise BrokenFileError("its bytes do not match its checksum")
 
 
 @contextmanager
