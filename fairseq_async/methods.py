@@ -178,10 +178,12 @@ def _import_plugins() -> None:
 
 
 def _import_plugin(name: str) -> None:
+    path = Path(name).resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last: a user's queue.py hides no module that is installed
     if not name.endswith(".py"):
         importlib.import_module(name)
         return
-    path = Path(name).resolve()
     found = importlib.util.spec_from_file_location(path.stem, path)
     assert found is not None and found.loader is not None  # it ends in .py
     module = sys.modules[path.stem] = importlib.util.module_from_spec(found)

@@ -17,7 +17,7 @@ from fairseq_async.exchange.ports import free_port
 from fairseq_async.launch.last_words import last_words
 from fairseq_async.ray_launch import bound
 from fairseq_async.ray_launch.registry import Ended, Place
-from fairseq_async.server.process import manner
+from fairseq_async.server.process import manner, python_module
 
 _PAUSE = 0.5  # seconds between two looks at the process
 
@@ -73,9 +73,9 @@ class RayShard:
 
     def _run_once(self) -> int:
         self._task.log.parent.mkdir(parents=True, exist_ok=True)
-        line = ["-m", "fairseq_async", "shard", f"{ANY}:{self._port}", "--token-file", str(self._token_file)]
+        line = [*python_module("fairseq_async"), "shard", f"{ANY}:{self._port}", "--token-file", str(self._token_file)]
         line += [] if self._task.tls is None else ["--tls", str(self._task.tls)]
-        begin = [sys.executable, bound.__file__, str(os.getpid()), sys.executable]
+        begin = [sys.executable, bound.__file__, str(os.getpid())]
         with self._task.log.open("a") as output:
             child = subprocess.Popen(
                 [*begin, *line], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True

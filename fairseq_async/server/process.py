@@ -18,6 +18,7 @@ from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.exchange.authentication import new_token, write_token
 from fairseq_async.exchange.linux import environment
 from fairseq_async.exchange.tls import server_context
+from fairseq_async.server import run_module
 from fairseq_async.server.run_files.created_files import CreatedFiles
 from fairseq_async.server.run_files.state_files import ending_path
 
@@ -127,7 +128,7 @@ class ServerProcess:
         make_directories(run_dir, log.parent, named)
         self.token, self.log, self.restarts = token or new_token(), log, restarts
         self.token_file = run_dir / ".token"
-        self._command = [sys.executable, "-m", module, "--workers", str(workers), "--run-dir", str(run_dir)]
+        self._command = [*python_module(module), "--workers", str(workers), "--run-dir", str(run_dir)]
         self._command += ["--ends-with-workers"] if ends_with_workers else []
         self._command += ["--resume"] * resumes + ([] if tls is None else ["--tls", str(tls.resolve())])
         self._environment = os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers)}
@@ -283,6 +284,11 @@ class ServerProcess:
         if self._claimed >= 0:
             os.close(self._claimed)
             self._claimed = -1
+
+
+def python_module(module: str) -> list[str]:
+    """Returns the command that runs a module as a program, which imports nothing from the working directory."""
+    return [sys.executable, run_module.__file__, module]
 
 
 def exposed(address: str) -> str:

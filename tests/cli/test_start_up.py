@@ -166,3 +166,13 @@ def test_every_argument_and_option_is_explained_in_a_sentence() -> None:
             text = getattr(parameter, "help", None) or ""
             assert text.endswith("."), (name, parameter.name, text)
             assert text.startswith("fairseq-train") or text[:1].isupper(), (name, parameter.name, text)
+
+
+def test_the_command_by_its_module_imports_nothing_else_from_the_working_directory(
+    tmp_path: Path, executed: None
+) -> None:
+    for name in ("queue", "random", "typer"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('the module of this project')\n")
+    line = [sys.executable, "-m", "fairseq_async", "launch", "--workers", "1", *JOB, "adasum", "--adasum-form", "x"]
+    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2 and "--adasum-form: Input should be" in ended.stderr, ended.stderr

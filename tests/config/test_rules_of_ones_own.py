@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from fairseq_async import methods
 from fairseq_async.environment import PLUGINS
 from tests.helpers.commands import DEEPSPEED, MODEL, ROOT, Processes, command, free_port
 
@@ -139,3 +141,22 @@ def test_a_file_that_cannot_be_imported_is_one_line(check: Check, tmp_path: Path
     code, output = check([str(tmp_path / "bad.py")])
     assert code == 2 and output.count("\n") == 1, output
     assert f"error: {PLUGINS}: {tmp_path / 'bad.py'} cannot be imported: " in output and said in output
+
+
+@pytest.mark.parametrize("named", ["a_plugin_of_mine", "a_plugin_of_mine.py"])
+def test_a_plugin_of_the_working_directory_imports_what_is_beside_it_and_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    (tmp_path / "a_plugin_of_mine.py").write_text("import beside_my_plugin\nimport colorsys\n")
+    (tmp_path / "beside_my_plugin.py").write_text("")
+    (tmp_path / "colorsys.py").write_text("raise RuntimeError('not the standard library')\n")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # pytest's may have the working directory
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(PLUGINS, named)
+    for module in ("a_plugin_of_mine", "beside_my_plugin", "colorsys"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    try:
+        methods.outer_rules()
+        assert sys.modules["a_plugin_of_mine"].colorsys.rgb_to_hsv is not None
+    finally:
+        methods._imported.discard(named)

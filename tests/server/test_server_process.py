@@ -51,6 +51,21 @@ def server(tmp_path: Path) -> Iterator[ThreadServer]:
     server.stop()
 
 
+def test_a_server_imports_nothing_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executed: None
+) -> None:
+    project, named = tmp_path / "project", ("queue.py", "random.py", "types.py", "yaml.py", "torch/__init__.py")
+    for name in named:
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("raise RuntimeError('the module of this project')\n")
+    monkeypatch.chdir(project)
+    process = ServerProcess(SGD_SERVER, 1, tmp_path / "run", tmp_path / "server.log")
+    try:
+        assert push(join(process, 0, patience=60.0), 0, 0.5).version == 1
+    finally:
+        process.stop()
+
+
 def test_two_workers_share_the_parameters_that_worker_0_brought(server: ThreadServer, tmp_path: Path) -> None:
     first = join(server, 0)
     second = join(server, 1)
