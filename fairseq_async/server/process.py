@@ -18,7 +18,6 @@ from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.exchange.authentication import new_token, write_token
 from fairseq_async.exchange.linux import environment
 from fairseq_async.exchange.tls import server_context
-from fairseq_async.server import run_module
 from fairseq_async.server.run_files.created_files import CreatedFiles
 from fairseq_async.server.run_files.state_files import ending_path
 
@@ -288,7 +287,7 @@ class ServerProcess:
 
 def python_module(module: str) -> list[str]:
     """Returns the command that runs a module as a program, which imports nothing from the working directory."""
-    return [sys.executable, run_module.__file__, module]
+    return [sys.executable, str(Path(__file__).with_name("run_module.py")), module]
 
 
 def exposed(address: str) -> str:
