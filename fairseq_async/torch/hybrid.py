@@ -98,6 +98,7 @@ class HybridAsync(AsyncTraining):
             self._check_several()
         self._check_rates()
         self._hybrid: HybridWorker | None = None
+        self._ended: list[_Part] = []  # the optimizers with a step after the end of the run
 
     @property
     def async_worker(self) -> HybridWorker:
@@ -132,9 +133,12 @@ class HybridAsync(AsyncTraining):
         """Exchanges with the server in place of the optimizer's step, which then finds no gradients."""
         self._check_step(args, kwargs)
         self._check_rates()
-        if self.finished:
-            return self._leave_out_after_end()
         (part,) = (part for part in self._parts if part.optimizer is optimizer)
+        if self.finished:
+            if len(self._parts) > 1 and part not in self._ended:  # the run may end between the steps of a turn
+                self._ended.append(part)
+                return drop_gradients(part.named)
+            return self._leave_out_after_end()
         gradients = step_gradients(part.named)
         if gradients and not is_skipped_by_scaler(optimizer):
             if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a fused optimizer would divide by it
