@@ -115,8 +115,23 @@ def fail(error: object) -> NoReturn:
 
 
 def has_failed() -> bool:
-    """Whether this process ends by :func:`fail` or by an uncaught exception; for exit handlers."""
+    """Whether this process ends by :func:`fail`, by an uncaught exception or, after :func:`note_exit_codes`, by
+    ``sys.exit`` with another code than 0; for exit handlers."""
     return bool(_failures) or getattr(sys, "last_value", None) is not None
+
+
+def note_exit_codes() -> None:
+    """Makes :func:`has_failed` know the code of ``sys.exit``, of which Python tells exit handlers nothing."""
+    sys.exit = _exit
+
+
+def _exit(code: object = None, /) -> NoReturn:
+    if code:  # text, which Python prints, stands for 1
+        _failures.append(code)
+    _pythons_exit(code)  # type: ignore[arg-type]
+
+
+_pythons_exit = sys.exit
 
 
 _failures: list[object] = []

@@ -10,13 +10,14 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError, disk_error, first_line
 from fairseq_async.server import Layout
+from fairseq_async.server.run_files.kept_state import FINAL, VERSION
 from fairseq_async.server.run_files.snapshots import DIRECTORY, snapshots_in
 from fairseq_async.server.run_files.state_files import load_checked
 
@@ -103,7 +104,9 @@ def read(source: Path) -> Source:
         ConfigurationError: there are no parameters that can be read.
     """
     if source.is_file():
-        return _read_file(source)
+        return Source(load_tensors(source), source.parent) if source.name == FINAL else _read_file(source)
+    if (source / FINAL).is_file():
+        return _newest(load_tensors(source / FINAL), _final_version(source / FINAL), source)
     if snapshots := snapshots_in(source):
         return _read_snapshot(snapshots[::-1], source)
     for directory in (source, source / _latest_tag(source)):
@@ -116,8 +119,8 @@ def read(source: Path) -> Source:
     if not source.exists():
         raise ConfigurationError(f"{source}: there is no such file or directory")
     raise ConfigurationError(
-        f"{source}: there are no server's parameters in it: no {DIRECTORY}/, which a run has until it is finished, no "
-        f"{_SERVER_STATE} and no {_FAIRSEQ_LAST}; give a checkpoint"
+        f"{source}: there are no server's parameters in it: no {FINAL} of a finished run, no {DIRECTORY}/ of another, "
+        f"no {_SERVER_STATE} and no {_FAIRSEQ_LAST}; give a checkpoint"
     )
 
 
@@ -155,15 +158,27 @@ def _read_snapshot(paths: list[Path], run_dir: Path) -> Source:
             if path is paths[-1]:
                 raise
             continue  # the file is torn, or the server has just replaced it by a newer one
-        if not (run_dir / _FAIRSEQ_LAST).is_file():
-            return _with_server_parameters(state, path)
-        base = _read_file(run_dir / _FAIRSEQ_LAST)
-        if _server_version(_load(run_dir / _FAIRSEQ_LAST)) >= int(path.stem.partition("-")[2]):
-            return base  # a run goes on from it, too
-        newest = _completed(_server_parameters(state, path), base.tensors)
-        kinds = {name: tensor.dtype for name, tensor in base.tensors.items()}  # of fairseq's model, maybe fp16
-        return Source({name: value.to(kinds.get(name)) for name, value in newest.items()}, run_dir, base.fairseq)
+        return _newest(_server_parameters(state, path), int(path.stem.partition("-")[2]), run_dir)
     raise AssertionError("there is at least one")
+
+
+def _newest(parameters: Tensors, version: int, run_dir: Path) -> Source:
+    """Returns the model of a run whose server had these parameters, or that of fairseq's last checkpoint if it is as
+    new: a run goes on from it, too."""
+    if not (run_dir / _FAIRSEQ_LAST).is_file():
+        return Source(parameters, run_dir)
+    base = _read_file(run_dir / _FAIRSEQ_LAST)
+    if _server_version(_load(run_dir / _FAIRSEQ_LAST)) >= version:
+        return base
+    newest = _completed(parameters, base.tensors)
+    kinds = {name: tensor.dtype for name, tensor in base.tensors.items()}  # of fairseq's model, maybe fp16
+    return Source({name: value.to(kinds.get(name)) for name, value in newest.items()}, run_dir, base.fairseq)
+
+
+def _final_version(path: Path) -> int:
+    """Returns the version of a finished run's parameters; 0 where another program has written the file."""
+    with safe_open(path, framework="pt") as file:
+        return int((file.metadata() or {}).get(VERSION, 0))
 
 
 def _server_version(checkpoint: State) -> int:
@@ -193,10 +208,7 @@ def _beside(directory: Path) -> Tensors:
     """Reads the worker's whole model from a checkpoint's directory; it includes the tensors that the server does not
     have."""
     if (directory / "model.safetensors").is_file():
-        try:
-            return load_file(directory / "model.safetensors")
-        except SafetensorError as error:
-            raise ConfigurationError(f"{directory / 'model.safetensors'}: cannot be read: {error}") from error
+        return load_tensors(directory / "model.safetensors")
     if (directory / _DEEPSPEED_MODEL).is_file():
         return dict(_load(directory / _DEEPSPEED_MODEL)["module"])
     ranks = [path for path in directory.glob(_ZERO_3_MODEL) if path.name.split("_")[3].isdigit()]
@@ -240,6 +252,18 @@ def _tied(tensor: Tensor, trained: Tensors, whole: Tensors) -> Tensor:
         if same or (tensor.dim() > 1 and torch.equal(before, tensor)):
             return value
     return tensor
+
+
+def load_tensors(path: Path) -> Tensors:
+    """Reads a file of tensors.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error}") from error
 
 
 def _load(path: Path) -> Any:

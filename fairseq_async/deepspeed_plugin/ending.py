@@ -1,9 +1,11 @@
 """How a worker's process ends: it leaves the run, and the process that has started the server outlasts the others."""
 
 from fairseq_async.errors import AsyncError, has_failed
+from fairseq_async.server.notices import ENDED
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.client import Client
+from fairseq_async.worker.process import last_word
 
 
 def leave_at_exit(client: Client, async_worker: AsyncWorker, server: ServerProcess | None) -> None:
@@ -28,4 +30,4 @@ def leave_at_exit(client: Client, async_worker: AsyncWorker, server: ServerProce
             client.leave(finished=False)
             server.outlast_workers()
     finally:
-        server.end()
+        server.end(why=ENDED if failed else last_word())

@@ -22,9 +22,10 @@ from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObje
 from fairseq_async.fairseq_plugin.registry import METHODS, AsynchronousMethod, Method, SynchronousMethod
 from fairseq_async.fairseq_plugin.validations import note_validation
 from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.notices import ENDED
 from fairseq_async.server.protocol import Welcome
 from fairseq_async.worker.context import WorkerContext
-from fairseq_async.worker.process import end_process
+from fairseq_async.worker.process import end_process, last_word
 from fairseq_async.worker.server_state import fetch_state, state_file
 
 _COMMAND = "fairseq_cli.train"
@@ -136,6 +137,7 @@ class WorkerSession:
         self.context, self.client, self._server = context.connect(
             method.server(self.arguments), options, self.run_dir, end_process, resumes=_resumes(cfg)
         )
+        self._ended = False
         self.spec: MethodSpec = method.describe(self.arguments, cfg, self.context.workers)
         self._adjust(cfg)
         if self.spec.server.record and self.context.worker == 0:
@@ -161,11 +163,12 @@ class WorkerSession:
         self.client.leave(finished=self.context.worker == 0)
         if self._server is not None:
             self._server.outlast_workers()
+        self._ended = True
 
     def close(self) -> None:
         """Ends the server if this worker has started it; the server of an interrupted run writes a last snapshot."""
         if self._server is not None:
-            self._server.end()
+            self._server.end(why=last_word() if self._ended else ENDED)
 
     def _adjust(self, cfg: FairseqConfig) -> None:
         """Changes the configuration to that of one worker of several."""

@@ -3,7 +3,6 @@
 import shutil
 import time
 from collections.abc import Sequence
-from math import inf
 from pathlib import Path
 
 from fairseq_async.addresses import ANY, LOOPBACK
@@ -18,12 +17,13 @@ from fairseq_async.launch.last_words import last_words, same_mistake, traceback
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt_on_signals
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.script import ScriptCommand
+from fairseq_async.server.notices import ENDED, SAVED
 from fairseq_async.server.process import ServerProcess, manner
 from fairseq_async.server.run_files.created_files import CreatedFiles
 from fairseq_async.worker.invitation import invitation
 from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 
-_FINISHING = 60.0  # seconds for worker 0 to end after the server; it may still write its checkpoint
+_FINISHING = 60.0  # seconds for worker 0 to end after it has left a finished run; it has written its checkpoint before
 _LEAVING = 5.0  # seconds for the other workers to end; one that does not end by then hangs
 
 
@@ -66,6 +66,8 @@ class Launcher:
         self.run_dir = command.run_dir
         self.server: ServerProcess | None = None
         self._created = CreatedFiles(self.run_dir)
+        self._ending: tuple[bool, float] | None = None  # whether worker 0 runs after the end, and since when
+        self._says_it_waits = False
 
     def run(self) -> None:
         """Runs until the run is finished.
@@ -96,7 +98,7 @@ class Launcher:
     def _end(self) -> None:
         self.processes.end()
         if self.server is not None:
-            self.server.end()
+            self.server.end(why=SAVED if self.processes.saved else ENDED)
             self.processes.move_logs(self.run_dir, shutil.move)  # the logs that were on another disk
 
     def _start_server(self, wanted: ServerRequest) -> None:
@@ -127,6 +129,7 @@ class Launcher:
             resumes=self.command.resumes,
             tls=self.tls,
             run_dir_option=wanted.run_dir_option,
+            stays=True,
         )
 
     def _start_server_of_script(self, rendezvous: Rendezvous) -> None:
@@ -161,30 +164,30 @@ class Launcher:
         self.processes.start(worker, self._address, variables)
 
     def _watch(self) -> None:
-        while self.processes.running:
+        while self.processes.running or self.processes.failed:
             time.sleep(0.2)
             if self.command.rendezvous is not None:
                 self._start_server_of_script(self.command.rendezvous)
             self.display.refresh()
-            ended = self.server.poll() if self.server else None
-            if ended is not None:
-                return self._after_server(ended)
+            if self.server is not None and (code := self.server.poll()) is not None:
+                raise RunFailedError(f"the server {manner(code)}; log: {self.run_dir / 'logs' / 'server.log'}")
             for worker in self.processes.failed:
                 self._after_death(worker)
+            if self.server is not None and self.server.over.is_set():
+                self._after_end()
         self.display.refresh()
         if not any(self.display.progress.updates.values()):
             self._check_whether_finished()
 
     def _check_whether_finished(self) -> None:
-        """Decides by the server's exit code, after workers that ended without an update, whether the run was finished
-        already or nothing was trained."""
+        """Decides, after workers that ended without an update, whether the run was finished already or nothing was
+        trained."""
         if self.server is None:
             raise RunFailedError(
                 f"{self.command.name}: the script ended without joining a run; use initialize or attach of "
                 "fairseq_async.deepspeed_plugin, or fairseq_async.torch, in it, as the README shows"
             )
-        self.server.join(_FINISHING)
-        if self.server.poll() != 0:
+        if not self.server.finished.wait(_LEAVING):
             log = self.run_dir / "logs" / "worker-0.log"
             raise RunFailedError(f"the workers ended without having trained anything; log: {log}")
 
@@ -192,15 +195,29 @@ class Launcher:
         code = worker.process.returncode
         self.display.progress.poll()
         said = last_words(worker.log, worker.log_start) if code > 0 else ""
-        hopeless = code > 0 and self.display.progress.updates[worker.id] == worker.updates_at_start
+        finished = self.server is not None and self.server.finished.is_set()  # there are no updates any more
+        if finished and self.processes.saved:
+            return self._give_up(worker)
+        hopeless = code > 0 and self.display.progress.updates[worker.id] == worker.updates_at_start and not finished
         mistaken = code == USER_ERROR or hopeless or same_mistake(worker.last_words, said)
         if (mistaken and code != LOST_SERVER) or worker.restarts >= self.max_restarts:
+            if finished and worker.id > 0:
+                return self._give_up(worker)
             raise self._failure(worker)
         worker.restarts, worker.last_words = worker.restarts + 1, said
         how = f"{manner(code)}: {said}" if said else manner(code)
         self.display.say(f"worker {worker.id} {how}; start {worker.restarts} of {self.max_restarts} again")
         self.processes.kill_children(worker)
+        if finished and self.server is not None:
+            self.server.over.clear()  # until the worker has come, and left again
+            self._ending = None
         self._start(worker)
+
+    def _give_up(self, worker: Worker) -> None:
+        """Leaves a worker out that has died after the end: it has nothing that the run needs."""
+        worker.given_up = True
+        self.processes.kill_children(worker)
+        self.display.say(f"{self.processes.describe_end(worker)}; the run is finished without it")
 
     def _failure(self, worker: Worker) -> RunFailedError:
         """Returns the error of a run that this worker's end has ended; removes the files of a run that never began,
@@ -217,21 +234,26 @@ class Launcher:
             self._created.remove(logs=says_all)
         return RunFailedError(error if says_all else f"{error} (log: {worker.log})")
 
-    def _after_server(self, code: int) -> None:
-        """Waits for the workers after the server has ended; in a finished run, they have left it before.
+    def _after_end(self) -> None:
+        """Waits for the workers' processes when all have left a finished run, and kills those that hang.
 
-        Worker 0 of a script may go on as long as it likes, to evaluate the model for example.
+        Worker 0 of a script may go on as long as it likes, to evaluate the model for example. The others have a moment
+        after its end.
         """
-        self.display.refresh()
-        if code != 0:
-            raise RunFailedError(f"the server {manner(code)}; log: {self.run_dir / 'logs' / 'server.log'}")
-        self.processes.wait(_FINISHING, [0])
-        if self.command.rendezvous is not None and self.processes.workers[0].process.poll() is None:
-            self.display.say("the run is finished; waiting for the script of worker 0 (Ctrl-C ends it)")
-            self.processes.wait(inf, [0])
-        self.processes.wait(_LEAVING)
-        for worker in self.processes.workers:
-            if worker.process.poll() is None:
-                self.display.say(f"worker {worker.id} did not end with the run, and is killed")
-            if worker.process.poll() != 0 and (worker.id == 0 or worker.process.returncode == USER_ERROR):
-                raise RunFailedError(f"{self.processes.describe_end(worker)} (log: {worker.log})")
+        first, now = self.processes.workers[0], time.monotonic()
+        runs = first.process.poll() is None
+        if self._ending is None or self._ending[0] != runs:
+            self._ending = runs, now
+        seconds = now - self._ending[1]
+        if runs and seconds > _FINISHING:
+            if self.command.rendezvous is None:
+                raise RunFailedError(f"{self.processes.describe_end(first)} (log: {first.log})")
+            if not self._says_it_waits:
+                self._says_it_waits = True
+                self.display.say("the run is finished; waiting for the script of worker 0 (Ctrl-C ends it)")
+        elif not runs and seconds > _LEAVING:
+            for worker in self.processes.workers:
+                if worker.process.poll() is None:
+                    self.display.say(f"worker {worker.id} did not end with the run, and is killed")
+                    worker.given_up = True
+                    self.processes.kill_children(worker)

@@ -43,6 +43,7 @@ class Worker:
         updates_at_start: number of the worker's updates in the log of events when its present process was started.
         log_start: offset in the log, in bytes, at which the output of its present process begins.
         last_words: last words of the process before the present one, if that ended with an error of its own.
+        given_up: whether the run, which is finished, does without it.
     """
 
     id: int
@@ -52,6 +53,7 @@ class Worker:
     updates_at_start: int = 0
     log_start: int = 0
     last_words: str = ""
+    given_up: bool = False
 
 
 class RunFailedError(AsyncError):
@@ -119,8 +121,14 @@ class Processes:
 
     @property
     def failed(self) -> list[Worker]:
-        """The workers that have ended with an error."""
-        return [worker for worker in self.workers if worker.process.poll() not in (None, 0)]
+        """The workers that have ended with an error, without those that were given up."""
+        return [worker for worker in self.workers if not worker.given_up and worker.process.poll() not in (None, 0)]
+
+    @property
+    def saved(self) -> bool:
+        """Whether worker 0 has ended in order: a finished model is then saved."""
+        first = self.workers[0]
+        return hasattr(first, "process") and first.process.poll() == 0
 
     def wait(self, seconds: float, ids: Sequence[int] | None = None) -> None:
         """Waits until these workers, or all of them, have ended, but not longer than this."""

@@ -133,15 +133,16 @@ class Actors:
         """Kills the actor of a worker that has ended, and so gives back what it has asked Ray for."""
         ray.kill(self._workers[number])
 
-    def end(self, seconds: float) -> None:
-        """Ends all actors in order: the workers within this time, then the server, which writes its last snapshot."""
+    def end(self, seconds: float, saved: bool = False) -> None:
+        """Ends all actors in order: the workers within this time, then the server, which writes its last snapshot,
+        unless worker 0 has ``saved`` the model of a finished run."""
         if not ray.is_initialized():
             return  # all have ended already, and a further call to Ray would start a local cluster
         try:
             ray.get(self.registry.end.remote(), timeout=_ANSWER)
             self.remove_workers(list(self.runs.values()), self.state().placed, seconds)
             if self._server is not None:
-                ray.get(self._server.end.remote(), timeout=4 * _ANSWER)
+                ray.get(self._server.end.remote(saved), timeout=4 * _ANSWER)
         except (RayError, GetTimeoutError):
             pass  # an actor that is lost has ended
         finally:

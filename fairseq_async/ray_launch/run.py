@@ -133,6 +133,7 @@ class RayRun:
         self._actors = Actors(options.name, new_token(), len(workers), options.max_restarts)
         self._server: ray.ObjectRef | None = None
         self._numbers: set[int] = set()  # of the workers that were started, and not removed by a scale
+        self._saved = False  # whether worker 0 has ended with 0
         self._invited, self._places_at = False, time.monotonic() + _PLACING
         self._shards: dict[int, Place] = {}  # the places of shards on other nodes, which the workers' command has
 
@@ -157,7 +158,7 @@ class RayRun:
         except RayError as error:
             raise RunFailedError(f"the Ray cluster, or the registry in it, is lost: {_first_line(error)}") from error
         finally:
-            self._actors.end(_LEAVING)
+            self._actors.end(_LEAVING, self._saved)
 
     def _watch(self) -> None:
         while True:
@@ -264,6 +265,7 @@ class RayRun:
 
     def _after_worker(self, number: int, how: Ended) -> None:
         if how.code == 0:
+            self._saved = self._saved or number == 0
             return
         error = f"worker {number} {manner(how.code)}: {how.said or 'no output'}"
         if number >= len(self._resources):

@@ -11,6 +11,7 @@ import ray
 from fairseq_async.addresses import ANY
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.ray_launch.registry import Ended, Place, State
+from fairseq_async.server.notices import ENDED, SAVED
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.server.run_files.snapshots import Snapshots, snapshots_in
 from fairseq_async.validation import split_address
@@ -66,16 +67,16 @@ class RayServer:
         ray.get(registry.record_server.remote(Place(host, port)))
 
     def follow(self) -> Ended:
-        """Waits for the server's end, and returns how it has ended."""
+        """Waits until the run is over, and returns how the server has ended; it may stay for a worker 0 that dies."""
         if self._error:
             return Ended(1, self._error)
-        self._process.join()
+        self._process.over.wait()
         return Ended(self._process.poll() or 0)
 
-    def end(self) -> None:
-        """Ends the server, which writes a last snapshot if its run is not finished."""
+    def end(self, saved: bool) -> None:
+        """Ends the server; see :meth:`ServerProcess.end`."""
         if not self._error:
-            self._process.end()
+            self._process.end(why=SAVED if saved else ENDED)
 
     def _start(self, port: int = 0, recovers: bool = False) -> ServerProcess:
         task, run_dir = self._task, Path(self._task.request.run_dir)
@@ -93,6 +94,7 @@ class RayServer:
             tls=tls,
             recovers=recovers,
             run_dir_option=task.request.run_dir_option,
+            stays=True,
         )
 
     def _start_again(self, host: str, before: Place | None) -> ServerProcess:

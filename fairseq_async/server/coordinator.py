@@ -51,7 +51,7 @@ class Coordinator:
     ) -> None:
         self.server, self.plan, self.membership = server, plan, membership
         self.waiting, self.look_ahead = waiting, look_ahead
-        self.finished = False
+        self.finished = self._ended = False
         self.positions: dict[int, JsonObject | None] = {}
         self._pending: dict[int, tuple[Report, bool]] = {}  # by worker: its report, and whether it waits for a receipt
         self.held_since: dict[int, float] = {}
@@ -217,7 +217,7 @@ class Coordinator:
 
     def end(self, now: float) -> Outcome:
         """Ends the run for all workers, as one of them has asked."""
-        self.finished = True
+        self.finished = self._ended = True
         return Outcome(instructions=self._reject_waiting(now)) + self._wake(now)
 
     def merge(self, region: Region, above: Tensor) -> None:
@@ -346,9 +346,9 @@ class Coordinator:
         }
 
     def state_for_waiting_workers(self) -> State:
-        """Returns what a new server needs, besides :meth:`state_dict`, if the workers stay and wait for it: the answers
-        that they may ask for again, and which workers have left for good."""
-        return {"answered": self._answered, "left": self.membership.left_for_good}
+        """Returns what a new server needs, besides :meth:`state_dict`, to go on with the same run: the answers that
+        workers may ask for again, which workers have left for good, and whether one of them has ended the run."""
+        return {"answered": self._answered, "left": self.membership.left_for_good, "ended": self._ended}
 
     def load_state_dict(self, state: State) -> None:
         """Goes on from :meth:`state_dict`, with or without :meth:`state_for_waiting_workers`."""
@@ -359,7 +359,8 @@ class Coordinator:
         self.look_ahead.follow(self.server.version, self.server.parameters)
         self._answered = dict(state.get("answered", {}))
         self._merged = list(state.get("merged", []))
-        self.finished = self.server.finished or self.plan.finished
+        self._ended = bool(state.get("ended"))
+        self.finished = self._ended or self.server.finished or self.plan.finished
 
 
 def build_server(spec: MethodSpec, rule: Rule, parameters: Tensor) -> ParameterServer:

@@ -10,6 +10,10 @@ from contextlib import suppress
 Tell = Callable[[str], None]
 SEPARATOR = " | "  # between the time and the text of a line
 LISTENS, FINISHED = "the server listens at", "the run is finished at version"  # how lines of a server begin
+# to the process that started the server; no line for its user begins so, since control characters are escaped
+RUN_FINISHED, RUN_OVER = "\0finished", "\0over"
+# from that process: worker 0 has ended in order; it has, but may be started again; something else ends the run
+SAVED, KEPT, ENDED = "0", "1", "\n"
 _WRITTEN = 100
 
 
@@ -49,8 +53,12 @@ class Notices:
 
     def __call__(self, text: str) -> None:
         tell_log(text)
+        self.signal(printable(text))
+
+    def signal(self, text: str) -> None:
+        """Writes a line to the pipe alone."""
         with suppress(OSError):
-            os.write(self._descriptor, printable(text).encode(errors="replace") + b"\n")
+            os.write(self._descriptor, text.encode(errors="replace") + b"\n")
 
 
 def printable(text: str) -> str:

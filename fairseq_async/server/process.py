@@ -18,6 +18,7 @@ from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.exchange.authentication import new_token, write_token
 from fairseq_async.exchange.linux import environment
 from fairseq_async.exchange.tls import server_context
+from fairseq_async.server.notices import ENDED, RUN_FINISHED, RUN_OVER
 from fairseq_async.server.run_files.created_files import CreatedFiles
 from fairseq_async.server.run_files.state_files import ending_path
 
@@ -27,6 +28,7 @@ _BUSY_SECONDS = 10.0  # that it waits for a server that may not have noticed yet
 _QUIET_SECONDS = 2.0  # that a worker that has left waits for the others before it prints that it waits
 _FAILURES = 5  # in a row, after which it is not started again: each costs a restart, and a pause
 _LEAVING_SECONDS = 20.0  # that a server may take to end on a busy machine
+_PRINTING_SECONDS = 1.0  # that its last lines may take: a process that it has left may have its pipe open
 
 
 def make_directories(run_dir: Path, logs: Path, given: str) -> None:
@@ -93,10 +95,14 @@ class ServerProcess:
         recovers: the server goes on from the newest snapshot as after its own death, with the workers that are there.
         given: host and port as the user has written them, for an error about them; by default with the names of the
             options that set them.
+        stays: the server stays when its run is over, until :meth:`end`: a worker 0 that is started again before it has
+            saved the model gets the last parameters.
         run_dir_option: name of the option that sets the run's directory, for errors; by default as this process spells
             options.
 
     Attributes:
+        finished: set when the run is finished, and its last state is on disk if there is room.
+        over: set when, besides, all workers have left, or are given up.
         token_file: where other processes of the same user on this machine find the token.
 
     Raises:
@@ -119,6 +125,7 @@ class ServerProcess:
         recovers: bool = False,
         given: str = "",
         run_dir_option: str = "",
+        stays: bool = False,
     ) -> None:
         if tls is not None:
             server_context(tls)
@@ -128,11 +135,12 @@ class ServerProcess:
         self.token, self.log, self.restarts = token or new_token(), log, restarts
         self.token_file = run_dir / ".token"
         self._command = [*python_module(module), "--workers", str(workers), "--run-dir", str(run_dir)]
-        self._command += ["--ends-with-workers"] if ends_with_workers else []
+        self._command += ["--ends-with-workers"] * ends_with_workers + ["--stays"] * stays
         self._command += ["--resume"] * resumes + ([] if tls is None else ["--tls", str(tls.resolve())])
         self._environment = os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers)}
         self._workers = workers
         self._code: int | None = None
+        self.finished, self.over = threading.Event(), threading.Event()
         self._stopping = threading.Event()
         self._starting = threading.RLock()  # a signal may end this server while it is being ended
         self._claimed = -1
@@ -161,30 +169,35 @@ class ServerProcess:
         self._supervisor.join(seconds)
 
     def outlast_workers(self) -> None:
-        """Waits in the process of a worker that has left for the server's end, which comes after the last worker's."""
-        self.join(_QUIET_SECONDS if self._workers > 1 else _LEAVING_SECONDS)  # a lone worker waits only for the server
-        if self.poll() is None:
+        """Waits in the process of a worker that has left until all others have left."""
+        # a lone worker waits only for the server
+        if not self.over.wait(_QUIET_SECONDS if self._workers > 1 else _LEAVING_SECONDS):
             say("worker 0 has ended; its server stays for the other workers (Ctrl-C ends it)")
-            self.join()
+            self.over.wait()
 
-    def end(self, seconds: float = _ENDING_SECONDS) -> None:
-        """Lets the server write a last snapshot, if its run has begun and is not finished, then kills it."""
+    def end(self, seconds: float = _ENDING_SECONDS, why: str = ENDED) -> None:
+        """Lets the server write a last snapshot, if its run has begun, then kills it.
+
+        Args:
+            why: ``SAVED`` removes the state of a finished run; ``KEPT`` and ``ENDED`` leave it, the latter with a line.
+        """
         with self._starting:
             self._stopping.set()
-            self._cut_lifeline()
+            self._cut_lifeline(why)
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             say(f"the server has not written its last snapshot within {seconds:g} s, and is killed")
         self.stop()
+        self._printing.join(_PRINTING_SECONDS)  # its last words may say where the model is
 
-    def _cut_lifeline(self) -> None:
-        """Tells the server, by a byte on its stdin, that the process that started it is gone."""
+    def _cut_lifeline(self, why: str) -> None:
+        """Tells the server, by a byte on its stdin, that the process that started it is gone, or asks it to end."""
         if self.process.stdin is None or self.process.stdin.closed:
             return
         # Closing the pipe is not enough: processes forked from this one, such as a data loader's, have it open too.
         with suppress(BrokenPipeError):  # the server has ended
-            self.process.stdin.write(b"\n")
+            self.process.stdin.write(why.encode())
             self.process.stdin.flush()
         with suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -233,7 +246,8 @@ class ServerProcess:
             raise
         finally:
             os.close(writer)
-        threading.Thread(target=_pass_on, args=(reader,), daemon=True).start()
+        self._printing = threading.Thread(target=self._pass_on, args=(reader,), daemon=True)
+        self._printing.start()
 
     def _recover(self) -> str:
         """Starts a server that goes on from the newest snapshot; returns the snapshot's name, or nothing where that
@@ -275,6 +289,20 @@ class ServerProcess:
             say(f"the server {manner(code)}, and {after}")
         self._code = code
         self._listener.close()
+        self.over.set()  # nobody is to wait for more
+
+    def _pass_on(self, notices: int) -> None:
+        """Runs in a thread: prints the server's notices until the server has ended, and notes what they announce."""
+        with open(notices, errors="replace") as lines:
+            for line in map(str.rstrip, lines):
+                if line not in (RUN_FINISHED, RUN_OVER):
+                    say(line)
+                    continue
+                self.finished.set()
+                if line == RUN_OVER:
+                    self.over.set()
+                else:
+                    self.over.clear()  # a worker has come back
 
     def _let_go(self) -> None:
         """Frees the directory, and closes the socket: workers that connect are refused."""
@@ -303,13 +331,6 @@ def manner(code: int | None) -> str:
     if code is None:
         return "did not end"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-
-
-def _pass_on(notices: int) -> None:
-    """Runs in a thread: prints the server's notices until the server has ended."""
-    with open(notices, errors="replace") as lines:
-        for line in lines:
-            say(line.rstrip("\n"))
 
 
 def say(what: str) -> None:

@@ -14,9 +14,10 @@ from fairseq_async.environment import TOKEN
 from fairseq_async.errors import ExchangeError, HalfAppliedError, RefusedError, disk_error, is_scarcity
 from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.network.event_loop import EventLoop
-from fairseq_async.server.notices import FINISHED, LISTENS, Notices, Tell, tell_log
+from fairseq_async.server.notices import ENDED, KEPT, LISTENS, SAVED, Notices, Tell, tell_log
 from fairseq_async.server.plan import Build
 from fairseq_async.server.run import Run
+from fairseq_async.server.run_files.kept_state import FINAL
 from fairseq_async.server.run_files.state_files import ending_path, meeting_path
 from fairseq_async.server.service import Service
 from fairseq_async.server.shards.remote import Reach
@@ -51,12 +52,15 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
     encryption = None if options.tls is None else server_context(options.tls)
     host, port = listener.getsockname()[:2]
     tell_log(f"{LISTENS} {host}:{port} for {options.workers} workers")
-    if EventLoop(listener, service, sys.stdin, options.ends_with_workers, encryption).run():
-        _finish(service)
-        if service.begun is not None:
-            service.begun.hosts.finish()
+    loop = EventLoop(listener, service, sys.stdin, options.ends_with_workers, encryption, options.stays)
+    if isinstance(tell, Notices):
+        loop.announce = tell.signal
+    over = loop.run()
+    why = sys.stdin.read(1) if options.stays or not over else SAVED if service.membership.has_left(0) else ENDED
+    if over:
+        _finish(service, why)
     else:
-        _keep(service, asked=bool(sys.stdin.read(1)))
+        _keep(service, asked=bool(why))
 
 
 def _is_abandoned() -> bool:
@@ -77,6 +81,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--recover", type=int, help="go on from the last snapshot; descriptor for its name or an error")
     parser.add_argument("--ends-with-workers", action="store_true", help="end when all workers have left")
+    parser.add_argument("--stays", action="store_true", help="stay at the end for a worker 0 that has not saved")
     parser.add_argument("--resume", action="store_true", help="go on from a snapshot of a run that was interrupted")
     parser.add_argument("--notices", type=int, help="descriptor of a pipe for lines that the user is to see")
     parser.add_argument("--tls", type=Path, help="directory of certificates")
@@ -100,25 +105,35 @@ def _recover(service: Service, descriptor: int) -> None:
             raise SystemExit(2) from None
 
 
-def _finish(service: Service) -> None:
-    """Ends a finished run. Its snapshots are removed, as worker 0 has a checkpoint. If worker 0 did not leave in order,
-    and in a run of regions, which save nothing of it, the last state is kept instead."""
+def _finish(service: Service, why: str) -> None:
+    """Ends a run that is over. Its snapshots are removed if worker 0 has saved the model. Otherwise, and in a run of
+    regions, which save nothing of it, the last state is kept.
+
+    Args:
+        why: the last word of the process that started the server; empty if that process was killed.
+    """
     service.snapshots.wait()
     run = service.begun  # None where all workers have left before
-    version = 0 if run is None else run.coordinator.server.version
+    if run is not None and run.coordinator.server.version and (run.spec.of_regions or why != SAVED):
+        with _or_lost(service):
+            service.state.keep_final(run)
+        return None if why == KEPT else service.tell(_what_is_kept(service, run))
+    with _or_told(service):
+        if run is not None:  # else the snapshots are those of a run that was to go on
+            service.snapshots.clear()
+        meeting_path(service.run_dir).unlink(missing_ok=True)
     if run is not None:
-        tell_log(f"{FINISHED} {version:,}")
-    kept = run is not None and run.spec.of_regions
-    if run is None or version == 0 or (service.membership.has_left(0) and not kept):
-        with _or_told(service):
-            if run is not None:  # else the snapshots are those of a run that was to go on
-                service.snapshots.clear()
-            meeting_path(service.run_dir).unlink(missing_ok=True)
-        return
-    _take_last(service, run)
-    where = f"{service.snapshots.directory}; fairseq-async export {service.run_dir} OUT writes them for use"
-    why = "" if kept else "worker 0 was not there at the end: "
-    service.tell(f"{why}the last parameters are kept in {where}")
+        run.hosts.finish()
+
+
+def _what_is_kept(service: Service, run: Run) -> str:
+    run_dir = service.run_dir
+    if not service.state.final:
+        return f"the last state could not be written to {run_dir}: only what worker 0 has saved is left of this run"
+    kept = f"the last parameters are kept in {run_dir / FINAL}; fairseq-async export {run_dir} OUT writes them for use"
+    if run.spec.of_regions:
+        return kept
+    return f"worker 0 has not ended in order: {kept}; started again (a script with --resume), worker 0 gets them"
 
 
 def _keep(service: Service, asked: bool) -> None:
@@ -157,9 +172,14 @@ def _or_told(service: Service) -> Iterator[None]:
 
 
 def _take_last(service: Service, run: Run) -> None:
+    with _or_lost(service):
+        service.snapshots.take_last(run.snapshot(), run.coordinator.server.version)
+
+
+@contextmanager
+def _or_lost(service: Service) -> Iterator[None]:
+    """Tells where the last state is lost with a shard that was stopped together with this server."""
     try:
-        state = run.snapshot()
-    except HalfAppliedError as error:  # a shard was stopped together with this server
+        yield
+    except HalfAppliedError as error:
         service.tell(f"the last snapshot could not be written: {error}")
-        return
-    service.snapshots.take_last(state, run.coordinator.server.version)

@@ -23,6 +23,7 @@ from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.plan import Build
 from fairseq_async.server.receipt import Status
 from fairseq_async.server.run import Run
+from fairseq_async.server.run_files.kept_state import KeptState
 from fairseq_async.server.run_files.resume import check_snapshot, newest_state
 from fairseq_async.server.run_files.snapshots import Snapshots
 from fairseq_async.server.run_files.state_files import read_state, restored_path
@@ -52,6 +53,7 @@ class Service(Connections):
         reach: how to reach hosts of shards on other machines; None where that is not possible.
         wakeup: a socket that becomes readable when :meth:`tick` has something to do before its time; None without one.
         busy: whether there is something left to do when the workers of a finished run have left.
+        state: keeps the run's state on disk.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Service(Connections):
         self.snapshots = Snapshots(run_dir, clock, tell, self.handshake.run)
         self.journal = self.snapshots.journal
         self.run: Run | None = None
+        self.state = KeptState(self.snapshots)
         self.resumes = self.busy = False
         self.reach: Reach | None = None
         self.applying: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -160,8 +163,7 @@ class Service(Connections):
         self._deliver(run, outcome)
         if outcome.settled and (peer := self.peers.get(outcome.settled[-1].receipt.worker)):
             peer.server_seconds += time.perf_counter() - began  # a round that closes at its deadline has no pusher
-        if not coordinator.finished:
-            self._keep_snapshots(run)
+        self.state.keep(run)
         return 1.0 if coordinator.deadline is None else max(0.0, min(1.0, coordinator.deadline - self.clock()))
 
     def recover(self) -> str:
@@ -225,6 +227,8 @@ class Service(Connections):
         """Publishes the parameters and logs the settled updates, then answers the workers of an outcome."""
         run.publish()
         run.log(outcome.settled, self.wall_clock())
+        if run.coordinator.finished:
+            self.state.keep(run)  # a worker that is told of the end may be the last that has the parameters
         for instruction in outcome.instructions:
             peer = self.peers.get(instruction.worker)
             if peer is None:
@@ -311,7 +315,7 @@ class Service(Connections):
         run.begin(self.build, parameters, state, source, self.membership, self.wall_clock())
         self.journal("begin", f"the run begins at version {run.coordinator.server.version:,}, from {source}")
         self._recount(changed=True)
-        self._keep_snapshots(run)
+        self.state.keep(run)
         self.snapshots.wait()  # no worker gets parameters before: a server that dies until then begins anew
         for worker in self.membership.waiting("hello"):
             self.answer(self.peers[worker], run.welcome(worker, self.membership.capacity, self.clock()))
@@ -378,10 +382,6 @@ class Service(Connections):
         if peer.worker != 0:
             raise RefusedError("worker 0 saves the run's state")
         return run.save_state(0)
-
-    def _keep_snapshots(self, run: Run) -> None:
-        settings, version = run.spec.server, run.coordinator.server.version
-        self.snapshots.keep_up(run.snapshot, version, settings.snapshot_seconds, settings.snapshot_updates)
 
     def _leave(self, peer: Peer, finished: bool) -> protocol.Answer:
         self._depart(peer, for_good=True)

@@ -165,6 +165,7 @@ class AsyncTraining(ABC):
             self._client.leave(finished=for_all)
         if self._server is not None:
             self._server.outlast_workers()
+            self._server = None  # it ends with this process, which may die before it has saved the model
 
     def abandon(self) -> None:
         """Leaves the run as if the worker had been killed; also ends a server that this worker has started.

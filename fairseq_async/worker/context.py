@@ -23,7 +23,7 @@ from fairseq_async.validation import split_address
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.invitation import invitation, own_command
 from fairseq_async.worker.meeting import Meeting, Place, wait_until_it_listens
-from fairseq_async.worker.process import end_server_on_sigterm
+from fairseq_async.worker.process import end_own_servers, own
 from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 from fairseq_async.worker.store import PATIENCE, STARTED_AGAIN, ask, open_store, tell
 
@@ -246,6 +246,7 @@ class WorkerContext:
                 f"{option('server')} {host}:{port}: other machines can reach this address; give every worker the same "
                 f"secret with {option('token_file')} FILE, made with: (umask 077; openssl rand -hex 16 > FILE)"
             )
+        end_own_servers()  # of a run before this one in the same process, whose directory this one may have
         process = ServerProcess(
             module,
             self.workers,
@@ -258,8 +259,9 @@ class WorkerContext:
             ends_with_workers=True,
             resumes=resumes,
             tls=tls,
+            stays=True,
         )
-        end_server_on_sigterm(process)
+        own(process)
         say(invitation(process.address, process.token_file.resolve(), own_command(), tls))
         return process
 

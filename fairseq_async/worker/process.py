@@ -1,5 +1,6 @@
 """The process of a worker: prints errors in one line, and ends when the server is gone."""
 
+import atexit
 import os
 import signal
 import sys
@@ -9,8 +10,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
-from fairseq_async.errors import AsyncError, exit_code, fail
+from fairseq_async.errors import AsyncError, exit_code, fail, has_failed, note_exit_codes
+from fairseq_async.server.notices import ENDED, KEPT, SAVED
 from fairseq_async.server.process import ServerProcess
+from fairseq_async.worker.store import may_start_again
 
 
 @contextmanager
@@ -32,6 +35,37 @@ def end_process(reason: AsyncError) -> NoReturn:
     sys.stderr.write(f"fairseq-async: error: {reason}\n")
     sys.stderr.flush()
     os._exit(exit_code(reason))
+
+
+def own(server: ServerProcess) -> None:
+    """Notes that this process has started a server, which ends with it.
+
+    The state of a finished run is removed if this process ends in order: without an uncaught exception, and without a
+    code other than 0 of ``sys.exit``. A process that is killed, or ends by ``os._exit``, leaves the state on disk.
+    """
+    note_exit_codes()
+    if not _own:
+        atexit.register(end_own_servers)
+    _own.append((os.getpid(), server))
+    end_server_on_sigterm(server)
+
+
+def end_own_servers() -> None:
+    """Ends the servers that this process has started: at its end, and before it starts another one."""
+    for owner, server in _own:
+        if owner == os.getpid():  # and not in a process that was forked from it
+            server.end(why=last_word())
+
+
+def last_word() -> str:
+    """Returns what the process of worker 0, which ends, tells the server that it has started.
+
+    Torchrun may start all workers again after worker 0 has ended, because another one dies: the state stays for it.
+    """
+    return ENDED if has_failed() else KEPT if may_start_again() else SAVED
+
+
+_own: list[tuple[int, ServerProcess]] = []
 
 
 def end_server_on_sigterm(server: ServerProcess) -> None:

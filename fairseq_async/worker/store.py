@@ -15,6 +15,12 @@ PATIENCE = timedelta(seconds=120)  # for a value: worker 0 has to import its fra
 STARTED_AGAIN = "TORCHELASTIC_RESTART_COUNT"  # torchrun's: how often it has started all ranks again
 
 
+def may_start_again() -> bool:
+    """Whether torchrun starts all ranks again if one of them dies."""
+    get = os.environ.get
+    return int(get("TORCHELASTIC_MAX_RESTARTS") or 0) > int(get(STARTED_AGAIN) or 0)
+
+
 def open_store(rank: int) -> TCPStore:
     """Connects to torchrun's store, or, where the launcher hosts none, to one that the first rank hosts.
 

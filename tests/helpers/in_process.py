@@ -12,6 +12,7 @@ from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.plan import Build
 from fairseq_async.server.protocol import Greeting, Introduce, Introduced, Request, encode, parse_answer
+from fairseq_async.server.run_files.kept_state import KeptState
 from fairseq_async.server.service import Service
 from scripts.faults.direct import TOKEN, FakeChannel
 from scripts.faults.thread_server import close_files
@@ -69,6 +70,7 @@ def new_service(
 ) -> Service:
     service = kind(TOKEN, workers, run_dir, build, clock)
     service.snapshots = InlineSnapshots(run_dir, clock)
+    service.state = KeptState(service.snapshots)
     return service
 
 

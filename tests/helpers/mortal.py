@@ -12,6 +12,7 @@ import fairseq_async
 from fairseq_async.exchange.authentication import new_token
 from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.plan import Build
+from fairseq_async.server.run_files.kept_state import KeptState
 from fairseq_async.server.run_files.snapshots import Snapshots
 from fairseq_async.server.service import Service
 
@@ -79,6 +80,7 @@ class MortalServer:
             try:
                 service = Service(self.token, self.workers, self.run_dir, self.build)
                 service.snapshots = InlineSnapshots(self.run_dir)
+                service.state = KeptState(service.snapshots)
                 service.recover()
                 loop = EventLoop(listener, service, self._other)
                 peers, self.service = loop.peers, service

@@ -5,14 +5,21 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from fairseq_async.server import program
 from fairseq_async.server.global_service import GlobalService
 from fairseq_async.server.network.event_loop import EventLoop
-from fairseq_async.server.protocol import Hello, Initialise, Leave, Push, Report, Welcome
+from fairseq_async.server.network.peers import Peer
+from fairseq_async.server.notices import ENDED, KEPT, RUN_FINISHED, RUN_OVER, SAVED
+from fairseq_async.server.protocol import Answer, Hello, Initialise, Leave, Push, PushReply, Report, Welcome
+from fairseq_async.server.run_files import kept_state
+from fairseq_async.server.run_files.kept_state import FINAL
 from fairseq_async.server.run_files.state_files import ending_path
 from fairseq_async.server.service import Service
 from tests.helpers import halving
@@ -30,12 +37,13 @@ class Clock:
 class Server:
     """A service and its event loop, whose clock a test moves."""
 
-    def __init__(self, run_dir: Path, kind: type[Service] = Service) -> None:
+    def __init__(self, run_dir: Path, kind: type[Service] = Service, ends_with_workers: bool = True) -> None:
         self.clock = Clock()
         self.service = new_service(2, run_dir, halving.build, self.clock, kind)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.lifeline = socket.socketpair()
-        self.loop = EventLoop(self.listener, self.service, self.lifeline[0], ends_with_workers=True)
+        self.connections: dict[int, Connection] = {}
+        self.loop = EventLoop(self.listener, self.service, self.lifeline[0], ends_with_workers, stays=True)
 
     def close(self) -> None:
         for each in (self.listener, *self.lifeline):
@@ -72,7 +80,7 @@ def test_a_server_waits_for_its_first_workers_however_late_they_are(
         for worker in (0, 1):
             Connection(server.service).introduce(worker, instance=str(worker))
     assert not server.over_at(601.0) and not server.over_at(100_000.0)
-    program._finish(server.service)
+    program._finish(server.service, SAVED)
     assert (tmp_path / "snapshots" / "version-000000000500.pt").exists()
 
 
@@ -152,7 +160,7 @@ def test_a_finished_run_whose_directory_has_become_read_only_ends_with_a_line(
     first.send(Leave(True))
     take_snapshot(server.service)
     monkeypatch.setattr(Path, "unlink", refuse)
-    program._finish(server.service)
+    program._finish(server.service, SAVED)
     (line,) = said
     assert "cannot be removed: " in line and "remove " in line and "\n" not in line
 
@@ -186,3 +194,154 @@ def test_a_server_that_cannot_go_on_says_why(tmp_path: Path, monkeypatch: pytest
 
 def raise_(error: Exception) -> None:
     raise error
+
+
+# The finished model, until worker 0 has saved it
+
+
+def enter_last(server: Server, worker: int, instance: str = "x", **changes: object) -> Welcome:
+    """Enters a run that ends with its second version."""
+    connection = Connection(server.service)
+    connection.introduce(worker, instance)
+    spec = replace(halving_spec(1, waits_for_dead=False, worker_timeout=60.0), last_version=2, **changes)
+    server.connections[worker] = connection
+    welcome = connection.ask(Hello(spec, LAYOUT, remote=False), Welcome)
+    if not welcome.initialised:
+        slot(server.service, 0).zero_()
+        welcome = connection.ask(Initialise(False), Welcome)
+    return welcome
+
+
+def push(server: Server, worker: int, sequence: int, version: int) -> PushReply:
+    slot(server.service, worker).fill_(1.0)
+    return server.connections[worker].ask(Push(sequence, version, 1.0, Report()), PushReply)
+
+
+def finish(server: Server) -> None:
+    """Ends the run with an update of each worker."""
+    for worker in (0, 1):
+        enter_last(server, worker)
+    assert not push(server, 1, 0, 0).finished and push(server, 0, 0, 1).finished
+
+
+def over(server: Server) -> bool:
+    server.loop.peers = list(server.service.peers.values())
+    return server.loop._note_end()
+
+
+def versions(run_dir: Path) -> list[int]:
+    return [int(path.stem.partition("-")[2]) for path in sorted(run_dir.glob("snapshots/version-*.pt"))]
+
+
+def test_the_last_state_is_on_disk_before_a_worker_is_told_of_the_end(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is told may be the last that has the parameters, and the server may be killed right then."""
+    there: list[tuple[list[int], bool]] = []
+    reply = server.service.answer
+
+    def answer(peer: Peer, message: Answer, tensor: torch.Tensor | None = None) -> None:
+        if isinstance(message, PushReply) and message.finished:
+            there.append((versions(tmp_path), (tmp_path / FINAL).exists()))
+        reply(peer, message, tensor)
+
+    monkeypatch.setattr(server.service, "answer", answer)
+    finish(server)
+    assert there == [([0, 2], True)]
+    found = load_file(tmp_path / FINAL)
+    assert found.keys() == {"w"} and torch.equal(found["w"], server.service.described.coordinator.server.parameters)
+
+
+@pytest.mark.parametrize("how", ["at its last version", "as a worker has asked", "in the next job"])
+def test_a_worker_0_that_comes_back_after_the_end_gets_the_last_parameters_at_once(tmp_path: Path, how: str) -> None:
+    """From the same server, from one that was started again, and from a new one that resumes."""
+    with closing(Server(tmp_path)) as before:
+        if how == "as a worker has asked":
+            for worker in (0, 1):
+                enter_last(before, worker)
+            push(before, 0, 0, 0)
+            before.connections[1].send(Leave(True))
+        else:
+            finish(before)
+        parameters = before.service.described.coordinator.server.parameters.clone()
+        before.connections[0].send(Leave(False))
+        assert enter_last(before, 0, "y").finished
+    with closing(Server(tmp_path)) as server:
+        if how == "in the next job":
+            server.service.resumes = True
+        else:
+            server.service.recover()
+        welcome = enter_last(server, 0, "z")
+        assert welcome.finished and welcome.version == (1 if how == "as a worker has asked" else 2)
+        assert torch.equal(server.service.described.coordinator.server.parameters, parameters)
+        assert load_file(tmp_path / FINAL)["w"].equal(parameters)
+
+
+def test_a_run_that_was_ended_goes_on_where_it_is_to_become_longer(tmp_path: Path) -> None:
+    with closing(Server(tmp_path)) as before:
+        for worker in (0, 1):
+            enter_last(before, worker)
+        push(before, 0, 0, 0)
+        before.connections[1].send(Leave(True))
+    with closing(Server(tmp_path)) as server:
+        server.service.resumes = True
+        assert not enter_last(server, 0, max_epoch=7).finished
+        assert not (tmp_path / FINAL).exists(), "it is no model of this run"
+
+
+@pytest.mark.parametrize(
+    ("why", "kept", "lines"),
+    [(SAVED, [], 0), (KEPT, [0, 2], 0), (ENDED, [0, 2], 1), ("", [0, 2], 1)],
+    ids=["saved", "may be started again", "asked to end", "killed"],
+)
+def test_a_finished_state_stays_until_worker_0_has_ended_in_order(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, kept: list[int], lines: int
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(server.service, "tell", said.append)
+    finish(server)
+    program._finish(server.service, why)
+    assert versions(tmp_path) == kept and (tmp_path / FINAL).exists() and len(said) == lines
+    assert all(f"kept in {tmp_path / FINAL}; fairseq-async export {tmp_path} OUT" in line for line in said)
+
+
+def test_a_server_stays_after_the_end_and_says_who_has_left(tmp_path: Path) -> None:
+    """However long worker 0 is away, since whoever has started it starts it again."""
+    with closing(Server(tmp_path, ends_with_workers=False)) as server:
+        announced: list[str] = []
+        server.loop.announce = announced.append
+        finish(server)
+        server.clock.now += 1.0
+        assert not over(server) and announced == [RUN_FINISHED]
+        server.connections[1].send(Leave(False))
+        server.connections[0].close()  # it was killed
+        server.clock.now += 10_000.0
+        assert not over(server) and announced == [RUN_FINISHED]
+        for instance in ("y", "z"):
+            enter_last(server, 0, instance)
+            assert not over(server) and announced.pop() == RUN_FINISHED
+            server.connections[0].send(Leave(False))
+            assert over(server) and announced == [*announced[:-1], RUN_OVER]
+        server.loop.peers = []
+        server.lifeline[1].close()
+        assert server.loop.run()
+
+
+def test_on_a_full_disk_the_workers_get_the_last_parameters_and_it_is_tried_again(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    server.service.snapshots.tell = said.append
+    with monkeypatch.context() as full:
+        full.setattr(kept_state, "write_final", refuse)
+        full.setattr(server.service.snapshots, "take_here", refuse)
+        finish(server)  # both are told
+        server.clock.now += 61.0
+        server.service.tick()
+        (line,) = said
+        assert "could not be written" in line and "Read-only file system" in line and not (tmp_path / FINAL).exists()
+    server.service.tick()
+    assert not (tmp_path / FINAL).exists(), "not all the time"
+    server.clock.now += 61.0
+    server.service.tick()
+    assert (tmp_path / FINAL).exists() and versions(tmp_path)[-1] == 2 and len(said) == 1

@@ -57,7 +57,7 @@ def test_the_readmes_example_trains_under_torchrun(processes: Processes, tmp_pat
     assert {event["worker"] for event in updates} == {0, 1}
     assert sum(event["local_steps"] for event in updates if event["status"] == "applied") == 400
     left = {path.name for path in (tmp_path / "async_training").rglob("*") if path.is_file()}
-    assert left == {"events.jsonl", "run.json", "server.log"}
+    assert left == {"events.jsonl", "run.json", "server.log", "final.safetensors"}
 
 
 def test_a_mistake_is_one_line_and_leaves_nothing(processes: Processes, tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 import selectors
 import socket
 import ssl
+from collections.abc import Callable
 from contextlib import closing
+from math import inf
 from typing import Protocol
 
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.background_reader import BackgroundReader
 from fairseq_async.server.network.connection_loop import ConnectionLoop
+from fairseq_async.server.notices import RUN_FINISHED, RUN_OVER
 from fairseq_async.server.service import Service
 
 _LATE_SECONDS = 20.0  # that a finished server stays for workers that have not come yet
@@ -28,6 +31,11 @@ class EventLoop(ConnectionLoop):
         lifeline: a file whose other end the process that started the server holds open.
         ends_with_workers: end also an unfinished run, when its service says that it is deserted.
         encryption: the TLS context for every connection; None for no encryption.
+        stays: serve on when the run is over, until the lifeline ends: a worker 0 that has died before it has saved the
+            model comes back for it.
+
+    Attributes:
+        announce: tells the process that started the server that the run is finished, or over.
     """
 
     def __init__(
@@ -37,9 +45,12 @@ class EventLoop(ConnectionLoop):
         lifeline: HasFileno,
         ends_with_workers: bool = False,
         encryption: ssl.SSLContext | None = None,
+        stays: bool = False,
     ) -> None:
         super().__init__(listener, service, encryption)
         self.service, self.lifeline, self.ends_with_workers = service, lifeline, ends_with_workers
+        self.stays, self._announced = stays, ""
+        self.announce: Callable[[str], None] = lambda state: None
         self.reader = BackgroundReader(service)
         self._selector.register(lifeline, selectors.EVENT_READ)
         if service.wakeup is not None:
@@ -47,16 +58,18 @@ class EventLoop(ConnectionLoop):
         self._finished_at: float | None = None
 
     def run(self) -> bool:
-        """Serves until the run is over (returns True), or the process that started the server is gone (False)."""
+        """Serves until the run is over, or the process that started the server is gone; returns whether the run is
+        finished, or over."""
         wait, read_at = 0.0, self.service.clock()
         with closing(self.reader):
-            while not self._over():
+            while not self._note_end() or self.stays:
                 selected = self._selector.select(timeout=wait)
                 read_at = self._excuse_silence(read_at, wait)
                 if any(key.fileobj is self.lifeline for key, _ in selected):
                     if not self.service.busy:
-                        return False
+                        return bool(self._announced)
                     self._selector.unregister(self.lifeline)  # the run is finished: the service does what is left
+                    self.stays = False
                 self._serve_selected(selected)
                 # Only after the messages were read: they may be from workers that seem silent.
                 wait = self.service.tick()
@@ -87,6 +100,16 @@ class EventLoop(ConnectionLoop):
                     self.service.receive(each.peer, each.body)
         return received > 0
 
+    def _note_end(self) -> bool:
+        """Whether the run is over; announces that it is finished or over, and where a worker has come back after the
+        end, that it is over no more."""
+        over = self._over()
+        state = RUN_OVER if over else RUN_FINISHED if self.service.finished or self._announced else ""
+        if state != self._announced:
+            self._announced = state
+            self.announce(state)
+        return over
+
     def _over(self) -> bool:
         now = self.service.clock()
         if self.service.busy:
@@ -103,6 +126,8 @@ class EventLoop(ConnectionLoop):
         hanging = {w for w in there - silent if membership.hangs(w, now, since=self._finished_at, untried=0.0)}
         if there - silent - hanging:
             return False
+        if self._announced == RUN_OVER:
+            return True
         for worker in sorted(silent):
             self.service.tell(f"worker {worker} was not heard of for {membership.timeout:g} s: the run ends without it")
         for worker in sorted(hanging):
@@ -114,4 +139,5 @@ class EventLoop(ConnectionLoop):
         """Whether a run, finished for so many seconds, stays open for workers that are still to come."""
         owner_comes = membership.is_away(0) or 0 in membership.unready
         others_come = membership.unready or len(membership.joined) < membership.announced
-        return seconds < (_OWNER_SECONDS if owner_comes else _LATE_SECONDS if others_come else 0.0)
+        owner_seconds = inf if self.stays and not self.ends_with_workers else _OWNER_SECONDS
+        return seconds < (owner_seconds if owner_comes else _LATE_SECONDS if others_come else 0.0)

@@ -38,6 +38,7 @@ def newest_state(
         elif restored is None or version > restored["server"]["version"]:
             where = f"{path.name}, at version {version:,}"
             tell(f"the run goes on from {where}: a run was interrupted there; to begin anew, give another directory")
+            state["ended"] = state.get("ended") and _length(MethodSpec.from_json(state["spec"])) == _length(run.spec)
             return f"snapshot {path.name}", _with_overrides(state, run.spec)
     elif resumes and restored is None and snapshots.broken:
         raise RefusedError(
@@ -53,6 +54,11 @@ def check_snapshot(state: State) -> None:
     MethodSpec.from_json(state["spec"])
     Layout.from_json(state["layout"])
     int(state["server"]["version"])
+
+
+def _length(spec: MethodSpec) -> tuple[object, ...]:
+    """What ends a run: a run that one of its workers has ended goes on if it is to become longer."""
+    return spec.last_version, spec.whole_steps, spec.max_epoch, spec.options.get("total_steps")
 
 
 def _with_overrides(state: State, spec: MethodSpec) -> State:

@@ -199,13 +199,21 @@ class Snapshots:
         raise AssertionError
 
     def take_last(self, state: State, version: int) -> None:
-        """Writes a snapshot in this process, which no longer serves workers."""
-        self.wait()
+        """Writes a snapshot as :meth:`take_here`, at the end of this process; says so where that fails."""
         try:
-            self.directory.mkdir(exist_ok=True)
-            self._write(state, version)
-        except (OSError, RuntimeError) as error:  # torch makes one of the other when the disk is full
+            self.take_here(state, version)
+        except (OSError, RuntimeError) as error:
             self.tell(f"the last snapshot could not be written: {disk_error(error)}")
+
+    def take_here(self, state: State, version: int) -> None:
+        """Writes a snapshot in this process, which serves nobody meanwhile.
+
+        Raises:
+            OSError, RuntimeError: it cannot be written; torch makes one of the other when the disk is full.
+        """
+        self.wait()
+        self.directory.mkdir(exist_ok=True)
+        self._write(state, version)
 
     def begin_anew(self) -> None:
         """Removes the snapshots of earlier runs, but for the newest, which becomes a ``.before``.
