@@ -86,21 +86,29 @@ class HybridAccumulation:
         Returns:
             True for a whole step, False for none, and the share of a whole step for a partial one.
         """
-        mean = self._accumulator(parameters)
+        steps = self.moves_parameters()
+        norm = self.add(parameters, update, measures=steps and self.clip_norm > 0)
+        return self.close(norm) if steps else False
+
+    def add(self, parameters: Tensor, update: Update, measures: bool = False) -> Tensor | None:
+        """Adds one mean gradient; returns the L2 norm of the mean so far where it ``measures`` that on the way."""
+        mean, norm = self._accumulator(parameters), None
         self.weight += update.weight
         self._missing = update.missing & (self._missing if self.count else -1)
-        steps, norm = self.moves_parameters(), None
         if self.count == 0:
             copy_in_threads(mean, update.delta)
-        elif update.weight > 0 and not (steps and self.clip_norm):
+        elif update.weight > 0 and not measures:
             fraction = update.weight / self.weight
             in_threads(lambda pair: pair[0].lerp_(pair[1], fraction), pairs(mean, update.delta))
         elif update.weight > 0:
             norm = _norm_of_lerp(mean, update.delta, update.weight / self.weight)
         self.count += 1
-        if not steps:
-            return False
-        share = self._step(mean, norm) if self.weight > 0 else False  # no token, no gradient to step with
+        return norm
+
+    def close(self, norm: Tensor | None = None) -> float:
+        """Steps the optimizer with the gradients that were added, of this norm if it is known; returns as
+        :meth:`apply`."""
+        share = self._step(norm) if self.weight > 0 else False  # no token, no gradient to step with
         self.weight, self.count = 0.0, 0
         self.updates_per_step, self._left = max(1, self.updates_per_step - self._left), 0
         return share if share < 1 else True
@@ -155,23 +163,24 @@ class HybridAccumulation:
                 tensor.grad = self.mean.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - begin)
         return self.mean
 
-    def _step(self, mean: Tensor, norm: Tensor | None) -> float:
+    def _step(self, norm: Tensor | None) -> float:
         """Steps the optimizer with the mean gradient, of this norm if it is known; returns how much of a step it is."""
         share = min(1.0, self.count / self.whole_step) if self.partial_steps else 1.0
         with self._hidden.without(self._missing), _partial_step(self.optimizer, share):
             if self.clip_norm:
-                self._clip(mean, norm)
+                self._clip(norm)
             step_in_threads(self.optimizer) if self.elementwise else self.optimizer.step()
         return share
 
-    def _clip(self, mean: Tensor, norm: Tensor | None) -> None:
+    def _clip(self, norm: Tensor | None) -> None:
         """Clips as ``torch.nn.utils.clip_grad_norm_`` does, but without a pass over memory where the factor is 1."""
         if norm is None:
             norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in self._tensors if tensor.grad is not None])
         norm = self.norm_of_all(norm)
         if norm + 1e-6 > self.clip_norm:
             factor = self.clip_norm / (norm + 1e-6)
-            in_threads(lambda part: part.mul_(factor), mean.split(PIECE))
+            assert self.mean is not None
+            in_threads(lambda part: part.mul_(factor), self.mean.split(PIECE))
 
 
 def partial_rate(optimizer: torch.optim.Optimizer, share: float) -> float:

@@ -5,18 +5,19 @@ from functools import partial
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fairseq_async.algorithms import Rule
 from fairseq_async.deepspeed_plugin import schedules
 from fairseq_async.deepspeed_plugin.served import SCHEDULER
 from fairseq_async.errors import ConfigurationError, as_key, spell_options
 from fairseq_async.method_spec import JsonObject, MethodSpec
 from fairseq_async.server import Layout, gradient_main
-from fairseq_async.server.optimizers.scheduled_rule import Schedule, ScheduledRule
+from fairseq_async.server.optimizers.scheduled_rule import Schedule
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.program import serve
 
 
-def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[ScheduledRule, EpochPlan]:
+def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, EpochPlan]:
     """Builds the rule of a run, with its schedule, and its plan.
 
     Raises:

@@ -27,6 +27,7 @@ class RunLength:
         local: whether steps are the workers' local steps.
         partial: whether the update of one of k workers is 1/k of a step.
         unit: what the weights of updates count; see :attr:`RunDescription.unit`.
+        optimizers: number of optimizers, each of which makes updates and versions.
     """
 
     workers: int
@@ -35,6 +36,7 @@ class RunLength:
     local: bool = False
     partial: bool = False
     unit: str = "tokens"
+    optimizers: int = 1
 
     @classmethod
     def read(cls, run_dir: Path) -> "RunLength":
@@ -49,13 +51,17 @@ class RunLength:
         steps = spec.options.get("total_steps", 0) if local else spec.last_version or spec.whole_steps
         workers = description.workers or 1
         limit = steps if isinstance(steps, int) else 0
-        return cls(workers, limit, spec.max_epoch, local, spec.closes_early, description.unit)
+        optimizers = spec.framework.get("parts")
+        several = len(optimizers) if isinstance(optimizers, list) else 1
+        return cls(workers, limit, spec.max_epoch, local, spec.closes_early, description.unit, several)
 
     def steps_of(self, work: Work) -> int:
         """Returns the number of whole steps, as ``num_updates`` counts them."""
         if self.local:
             return work.local_steps // self.workers
-        return work.updates // self.workers if self.partial else work.version
+        steps = work.updates // self.workers if self.partial else work.version
+        # an estimate: one of several optimizers may step more often than the others
+        return steps if self.optimizers == 1 else min(self.steps or steps, steps // self.optimizers)
 
     def fraction(self, work: Work) -> float:
         """Returns the part of the run that is done, from 0 to 1; 0 where the run has no limit."""

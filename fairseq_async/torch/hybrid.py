@@ -1,11 +1,15 @@
 """Hybrid asynchronous SGD round an ordinary optimizer, whose steps are taken in the server."""
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.nn import Parameter
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
@@ -21,7 +25,7 @@ from fairseq_async.server.optimizers.learning_rates import (
     present_rates,
     tabulate,
 )
-from fairseq_async.server.optimizers.torch_optimizer import describe
+from fairseq_async.server.optimizers.torch_optimizer import PARTS, describe
 from fairseq_async.torch.options import parse_options
 from fairseq_async.torch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
 from fairseq_async.torch.training import AsyncTraining
@@ -46,11 +50,20 @@ class HybridAsync(AsyncTraining):
                 loss(model, batch()).backward()
                 optimizer.step()
 
+    With several optimizers, the step of each sends the gradients of its own parameters alone, and the server steps the
+    same optimizer by the mean of such gradients, with its own step count and schedule: a generator and a discriminator
+    train as in a plain loop, and so do two optimizers that step after one ``backward``. ``progress`` and
+    ``total_steps`` are the steps of the optimizer with the fewest.
+
     Args:
-        optimizer: Adam, AdamW or SGD of ``torch.optim``. Its state stays empty here: the server has it.
+        model: the model, or several, for which names in messages begin with the model's number.
+        optimizer: Adam, AdamW or SGD of ``torch.optim``, or several of these, of different parameters. Their state
+            stays empty here: the server has it.
         scheduler: the optimizer's scheduler, any whose rates are a function of the number of its steps. The server
-            takes the rates, by its own steps; what the scheduler does to this worker's optimizer is of no effect.
-        clip_norm: largest L2 norm of the mean gradient that the server steps with; 0 does not clip.
+            takes the rates, by its own steps; what the scheduler does to this worker's optimizer is of no effect. Of
+            several optimizers a list, with None for those without one.
+        clip_norm: largest L2 norm of the mean gradient that the server steps with, of each optimizer by itself; 0 does
+            not clip.
         options: those of ``hybrid_async`` and of the server, see docs/pytorch.md.
     """
 
@@ -59,25 +72,33 @@ class HybridAsync(AsyncTraining):
     @errors_in_one_line()
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None = None,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer],
+        scheduler: LRScheduler | Sequence[LRScheduler | None] | None = None,
         clip_norm: float = 0.0,
         **options: Any,
     ) -> None:
         server, self.options = parse_options(HybridOptions, options, "HybridAsync")
-        super().__init__(model, optimizer, server)
+        optimizers = _listed(optimizer)
+        super().__init__(_one_model(model), _one_optimizer(optimizers), server)
         if not (isinstance(clip_norm, int | float) and 0 <= clip_norm < inf):
             raise ConfigurationError(f"HybridAsync: clip_norm is {clip_norm!r}: it must be a number of at least 0")
-        if not (scheduler is None or isinstance(scheduler, LRScheduler)):
-            raise ConfigurationError(f"scheduler is {scheduler!r}: it must be one of torch.optim.lr_scheduler")
-        rates = [] if scheduler is None else tabulate(scheduler, optimizer, self.options.total_steps)
-        self._inner = describe(optimizer, self._named, rates=rates, clip_norm=float(clip_norm))
-        self._rates, self._options = present_rates(optimizer), present_options(optimizer)
-        self._scheduler = scheduler
-        self._limit = None if scheduler is None else CountLimit(scheduler, self.options.total_steps)
+        schedulers = _listed(scheduler) if scheduler is not None else [None] * len(optimizers)
+        if len(schedulers) != len(optimizers):
+            raise ConfigurationError(
+                f"scheduler has {len(schedulers)} for {len(optimizers)} optimizers: give a list, with None for one "
+                "without a scheduler"
+            )
+        steps = self.options.total_steps
+        self._parts = [
+            _Part(each, its, self._named, steps, float(clip_norm))
+            for each, its in zip(optimizers, schedulers, strict=True)
+        ]
+        if len(self._parts) > 1:
+            self._check_several()
         self._check_rates()
         self._hybrid: HybridWorker | None = None
+        self._ended: list[_Part] = []  # the optimizers with a step after the end of the run
 
     @property
     def async_worker(self) -> HybridWorker:
@@ -94,32 +115,40 @@ class HybridAsync(AsyncTraining):
         return self.async_worker.learning_rate
 
     def describe(self, workers: int) -> MethodSpec:
-        framework, steps = self._inner.to_json(), self.options.total_steps
-        return hybrid_spec(self.options, workers, self._server_options, framework, steps)
+        steps, inner = self.options.total_steps, [part.inner.to_json() for part in self._parts]
+        if len(inner) == 1:
+            return hybrid_spec(self.options, workers, self._server_options, inner[0], steps)
+        spec = hybrid_spec(self.options, workers, self._server_options, {PARTS: [*inner]}, steps)
+        return replace(spec, last_version=None, whole_steps=steps)  # a version is the step of one optimizer
 
     def _make_worker(self, client: Client) -> HybridWorker:
         self._hybrid = HybridWorker(client, self._named, self.options.max_refused)
         return self._hybrid
 
     def _add_hooks(self) -> list[RemovableHandle]:
-        return [self.optimizer.register_step_pre_hook(self._exchange)]
+        return [part.optimizer.register_step_pre_hook(self._exchange) for part in self._parts]
 
     @errors_in_one_line()
     def _exchange(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Exchanges with the server in place of the optimizer's step, which then finds no gradients."""
         self._check_step(args, kwargs)
         self._check_rates()
+        (part,) = (part for part in self._parts if part.optimizer is optimizer)
         if self.finished:
+            if len(self._parts) > 1 and part not in self._ended:  # the run may end between the steps of a turn
+                self._ended.append(part)
+                return drop_gradients(part.named)
             return self._leave_out_after_end()
-        gradients = step_gradients(self._named)
+        gradients = step_gradients(part.named)
         if gradients and not is_skipped_by_scaler(optimizer):
             if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a fused optimizer would divide by it
                 for gradient in gradients:
                     gradient.div_(scale)
             self._sleep_if_slowed_down()
-            self.async_worker.write_ahead()  # while the norm is measured
-            self._push(l2_norm(gradients))
-        drop_gradients(self._named)
+            with part.alone():
+                self.async_worker.write_ahead()  # while the norm is measured
+                self._push(l2_norm(gradients))
+        drop_gradients(part.named)
         self._step_ended = time.perf_counter()
 
     def _push(self, norm: float) -> None:
@@ -128,6 +157,78 @@ class HybridAsync(AsyncTraining):
         self.async_worker.step(1.0, None if loss is None else float(loss), wait=not norm < inf, norm=norm)
 
     def _check_rates(self) -> None:
+        for part in self._parts:
+            part.check_rates()
+
+    def _check_several(self) -> None:
+        """Checks that several optimizers have no parameter in common, and options that go with them.
+
+        Raises:
+            ConfigurationError: otherwise.
+        """
+        of_others = set[int]()
+        for part in self._parts:
+            for name, parameter in part.named:
+                if id(parameter) in of_others:
+                    raise ConfigurationError(f"{name} is in two optimizers: leave it to one of them")
+            of_others |= {id(parameter) for _, parameter in part.named}
+        server, options = self._server_options, self.options
+        several, updates = f"with {len(self._parts)} optimizers", options.updates_per_step or 1
+        if server.server_shards > 1 or server.shard_hosts:
+            raise ConfigurationError(f"server_shards= and shard_hosts= do not go {several}: leave them out")
+        if updates > 1 and not options.barrier:
+            raise ConfigurationError(
+                f"updates_per_step is {updates}: {several}, give 1 or barrier=True, or leave it out"
+            )
+        if options.gradient_rule != "accumulation":
+            raise ConfigurationError(f"gradient_rule is {options.gradient_rule}: {several}, leave it out")
+
+
+class _Part:
+    """One optimizer of the run, with its scheduler.
+
+    Args:
+        named: all parameters that are exchanged.
+        steps: number of steps of the run.
+
+    Attributes:
+        named: the optimizer's own parameters.
+        inner: its description for the server.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        named: list[tuple[str, Parameter]],
+        steps: int,
+        clip_norm: float,
+    ) -> None:
+        if not (scheduler is None or isinstance(scheduler, LRScheduler)):
+            raise ConfigurationError(f"scheduler is {scheduler!r}: it must be one of torch.optim.lr_scheduler")
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.optimizer = optimizer
+        self.named = [(name, parameter) for name, parameter in named if id(parameter) in own]
+        self._others = [parameter for _, parameter in named if id(parameter) not in own]
+        rates = [] if scheduler is None else tabulate(scheduler, optimizer, steps)
+        self.inner = describe(optimizer, named, rates=rates, clip_norm=clip_norm)
+        self._rates, self._options = present_rates(optimizer), present_options(optimizer)
+        self._scheduler = scheduler
+        self._limit = None if scheduler is None else CountLimit(scheduler, steps)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within it, no parameter of another optimizer has a gradient."""
+        gradients = [parameter.grad for parameter in self._others]
+        for parameter in self._others:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(self._others, gradients, strict=True):
+                parameter.grad = gradient
+
+    def check_rates(self) -> None:
         """Checks that nothing but a scheduler that the server knows sets the learning rates, or other options.
 
         Raises:
@@ -139,3 +240,27 @@ class HybridAsync(AsyncTraining):
             check_scheduled(self.optimizer, self._scheduler)
         else:
             check_rates(self.optimizer, self._rates, "give a scheduler of torch as scheduler=")
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _one_model(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """Returns a module that has all models."""
+    if isinstance(model, list | tuple) and all(isinstance(each, nn.Module) for each in model):
+        return nn.ModuleList(model)
+    return cast(nn.Module, model)
+
+
+def _one_optimizer(optimizers: list[Optimizer]) -> Optimizer:
+    """Returns the optimizer, or of several one that has all their parameters, and never steps."""
+    if len(optimizers) == 1:
+        return optimizers[0]
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise ConfigurationError(f"optimizer has a {type(each).__name__}: give instances of torch.optim.Optimizer")
+    if not optimizers:
+        raise ConfigurationError("optimizer is an empty list: give at least one")
+    parameters = (parameter for each in optimizers for group in each.param_groups for parameter in group["params"])
+    return SGD(list(dict.fromkeys(parameters)), lr=0.0)

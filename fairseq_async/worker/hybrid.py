@@ -62,7 +62,7 @@ class HybridWorker(AsyncWorker):
     total_progress = progress
 
     def join(self, spec: MethodSpec) -> Welcome:
-        self._partial_steps = spec.closes_early
+        self._partial_steps = spec.closes_early or "parts" in spec.framework  # a version is not a whole step
         return super().join(spec)
 
     def begin(self, welcome: Welcome) -> None:

@@ -286,6 +286,8 @@ def test_the_night_before_a_resumption_is_no_part_of_the_time_left_of_the_whole_
         (RunLength(4), Work(updates=8, version=8), "update 8"),
         (RunLength(4, steps=5000), Work(updates=8, version=1200), "update 1,200 of 5,000"),
         (RunLength(4, steps=10, partial=True), Work(updates=8, version=5), "update 2 of 10"),
+        (RunLength(2, steps=10, partial=True, optimizers=2), Work(updates=12, version=7), "update 3 of 10"),
+        (RunLength(1, steps=10, optimizers=2), Work(updates=28, version=28), "update 10 of 10"),
         (RunLength(2, steps=50, local=True), Work(updates=2, version=2, local_steps=30), "step 15 of 50"),
         (RunLength(2, max_epoch=3), Work(updates=4, version=4, epochs=2.5), "update 4, epoch 3 of 3"),
     ],

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fairseq_async.algorithms import Rule, Update
 from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import RefusedError
 from fairseq_async.server.plan import whole_steps
 
 
@@ -56,7 +57,10 @@ class ScheduledRule(Rule):
         self._follow()
 
     def apply(self, parameters: Tensor, update: Update) -> float:
-        share = self.rule.apply(parameters, update)
+        return self.count(self.rule.apply(parameters, update))
+
+    def count(self, share: float) -> float:
+        """Counts this share of a step, which was taken; returns it."""
         if share:
             self.steps += share
             self._follow()
@@ -81,6 +85,7 @@ class ScheduledRule(Rule):
     def load_state_dict(self, state: State) -> None:
         """Goes on from a state. With None for the schedule in it, as after ``--reset-lr-scheduler``, the schedule stays
         at its beginning."""
+        check_parts(state, 1)
         self.rule.load_state_dict(state)
         self.steps = state["steps"]
         if state["schedule"] is not None:
@@ -89,3 +94,13 @@ class ScheduledRule(Rule):
 
     def _follow(self) -> None:
         self.schedule.follow(whole_steps(self.steps))
+
+
+def check_parts(state: State, optimizers: int) -> None:
+    """Checks that a state is of so many optimizers.
+
+    Raises:
+        RefusedError: it is of another number.
+    """
+    if (count := len(state.get("parts", [state]))) != optimizers:
+        raise RefusedError(f"the checkpoint's state is of {count} optimizers, this run has {optimizers}")

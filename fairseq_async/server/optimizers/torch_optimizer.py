@@ -23,6 +23,7 @@ from fairseq_async.server.optimizers.learning_rates import Rates
 # Each of these steps every element independently: a model may be stepped in pieces, by several threads.
 OPTIMIZERS: dict[str, type[Adam | AdamW | SGD]] = {"Adam": Adam, "AdamW": AdamW, "SGD": SGD}
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not what it is
+PARTS = "parts"  # the key of several optimizers' descriptions
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _Option: TypeAlias = bool | float | list[float]
 
@@ -76,6 +77,18 @@ class OptimizerSpec:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ConfigurationError(f"the description of the optimizer: {where}: {first['msg']}") from error
+
+
+def parts_of(framework: JsonObject) -> list[OptimizerSpec]:
+    """Returns the descriptions of several optimizers, each for some of the tensors.
+
+    Raises:
+        ConfigurationError: these are none.
+    """
+    parts = framework[PARTS]
+    if not (isinstance(parts, list) and parts and all(isinstance(part, dict) for part in parts)):
+        raise ConfigurationError("the description of the optimizers is no list of descriptions")
+    return [OptimizerSpec.from_json(part) for part in parts if isinstance(part, dict)]
 
 
 @cache
