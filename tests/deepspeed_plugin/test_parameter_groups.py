@@ -43,6 +43,7 @@ def seen(out: Path, name: str) -> dict[str, Any]:
 def test_one_worker_steps_each_group_as_plain_deepspeed_does(
     parameters: Callable[[str], dict[str, torch.Tensor]], out: Path, name: str
 ) -> None:
+    """So does a parameter that no loss uses, which decays in DeepSpeed."""
     start, expected, found = (parameters(each) for each in ("start", f"{name}.plain", f"{name}.asynchronous"))
     for key, tensor in expected.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-6)

@@ -59,7 +59,9 @@ CASES: dict[str, Callable[[nn.Module], dict[str, Any]]] = {"json": of_the_json, 
 
 def make_model() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 1))
+    model[0].register_parameter("unused_weight", nn.Parameter(torch.ones(3)))  # DeepSpeed gives it a gradient of zeros
+    return model
 
 
 def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

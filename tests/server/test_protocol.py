@@ -166,6 +166,13 @@ def test_a_value_of_another_type_is_malformed_and_the_field_is_named(change: dic
     assert str(error.value).startswith("malformed message: " + message) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("missing", ["", "-1", "0x1", "G", "0" * 8193])
+def test_missing_tensors_are_bounded_hexadecimal_digits(missing: str) -> None:
+    with pytest.raises(RefusedError, match="report: missing: "):
+        parse_request(encode(Push(0, 0, 1.0, Report(missing=missing))))
+    assert parse_request(encode(Push(0, 0, 1.0, Report(missing="f0")))) == Push(0, 0, 1.0, Report(missing="f0"))
+
+
 @pytest.mark.parametrize("body", [b"[]", b"{}", b"null", b"3", b'"push"'])
 def test_json_that_is_no_message_is_malformed(body: bytes) -> None:
     with pytest.raises(MalformedMessageError, match="^malformed message: "):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fairseq_async.errors import RefusedError
+from fairseq_async.server.protocol import Push, Report
 from tests.helpers.hybrid_job import HybridJob
 from tests.helpers.run_files import snapshot_versions
 from tests.helpers.server_client import StartServer, StartThreadServer, join_patiently, kill
@@ -27,6 +28,16 @@ def test_scaled_gradients_are_in_the_slot_and_arrive(start_thread_server: StartT
     job.backward(gradient.clone(), torch.ones(2))  # as where nothing scales
     job.worker.step(1, None)
     assert job.parameters() == [-0.25, -1.75, -2.5, -4.0, 0.0, 0.0]
+
+
+def test_an_update_that_lacks_other_tensors_than_the_models_is_refused(start_thread_server: StartThreadServer) -> None:
+    client = join_patiently(start_thread_server(1), 0)
+    job = HybridJob(client)
+    with pytest.raises(RefusedError, match="of 2 tensors, others than these are missing: 4"):
+        client.push(lambda slot: None, Push(0, 0, 1.0, Report(missing="4")))
+    job.backward(torch.ones(2, 2))
+    job.worker.step(1, None)
+    assert job.parameters() == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_a_worker_that_was_not_announced_draws_from_a_shard_that_is_there(
