@@ -6,7 +6,7 @@ has them; the engines of this plugin override ``_take_model_step``.
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, TypeAlias
@@ -198,6 +198,12 @@ def _gradient_scaler(engine: DeepSpeedEngine) -> torch.amp.GradScaler | None:
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     """Returns the whole shape of a parameter in ZeRO 3, which has no elements of its own between two steps."""
     return tuple(getattr(parameter, "ds_shape"))  # noqa: B009 - torch's type hints do not know DeepSpeed's attribute
+
+
+def before_each_step(engine: DeepSpeedEngine, hook: Callable[..., None]) -> None:
+    """Calls ``hook`` before each step of the optimizer within DeepSpeed's wrappers, whoever calls it."""
+    if isinstance(engine.basic_optimizer, torch.optim.Optimizer):
+        engine.basic_optimizer.register_step_pre_hook(lambda *_: hook())
 
 
 def count_step(engine: DeepSpeedEngine, applied: bool) -> None:

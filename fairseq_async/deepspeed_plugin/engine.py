@@ -5,7 +5,7 @@ import logging
 import shutil
 import time
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -14,16 +14,13 @@ from torch import Tensor
 from fairseq_async.deepspeed_plugin import tensors
 from fairseq_async.deepspeed_plugin.batches import digest_of
 from fairseq_async.deepspeed_plugin.compat import (
-    check_overflow_always,
+    before_each_step,
     count_step,
-    lower_loss_scale,
-    may_overflow,
     refresh_masters,
 )
-from fairseq_async.deepspeed_plugin.schedules import check_schedule, set_schedule
+from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import AsyncError, RefusedError, fail
 from fairseq_async.method_spec import MethodSpec
-from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
@@ -33,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _SERVER_STATE = "async_server.pt"  # in the directory of a checkpoint
 _COMPRESSOR_STATE = "async_compressor.pt"  # likewise
+_BEGINS_AT = "async_schedule_begins_at"  # in the client state of a checkpoint
 _STATE_AT_END = ".state-at-end.pt"  # in run_dir
 ClientState: TypeAlias = dict[str, Any]  # what a script saves in a checkpoint besides the engine
 
@@ -74,6 +72,9 @@ class AsyncEngine(DeepSpeedEngine):
         self._step_ended = 0.0
         self._warned_of_end = False
         self._trained = tensors.trainable(self)
+        self._followed = FollowedSchedule(self.lr_scheduler)
+        self._takes_step = False  # whether the engine itself is in a step of its optimizer
+        before_each_step(self, self._check_caller_of_step)
 
     @property
     def finished(self) -> bool:
@@ -88,6 +89,7 @@ class AsyncEngine(DeepSpeedEngine):
     def join_run(self) -> LocalSGDWorker | HybridWorker:
         """Joins the run if that has not happened yet; returns the worker side of the method."""
         if not self.async_worker.joined:
+            self._check_followed()
             self._join(None)
         return self.async_worker
 
@@ -105,7 +107,14 @@ class AsyncEngine(DeepSpeedEngine):
         return super().backward(loss, *args, **kwargs)
 
     @errors_in_one_line()
-    def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: object, **kwargs: object) -> object:
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: ClientState | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         """Saves this worker's engine, and from worker 0 also the server's whole state.
 
         Worker 0's checkpoint is in ``save_dir``, that of worker n in its subdirectory ``worker-n``. After :meth:`end`,
@@ -114,7 +123,8 @@ class AsyncEngine(DeepSpeedEngine):
         tag = f"global_step{self.global_steps}" if tag is None else tag
         self.async_worker.settle()
         own = checkpoint_directory(save_dir, self.worker)
-        saved = super().save_checkpoint(own, tag, *args, **kwargs)
+        position = {_BEGINS_AT: self._followed.begins_at}
+        saved = super().save_checkpoint(own, tag, (client_state or {}) | position, *args, **kwargs)
         compressor = self.async_worker.compressor_state() if self.context.rank == 0 else None
         if compressor is not None:
             torch.save(compressor, Path(own) / str(tag) / _COMPRESSOR_STATE)
@@ -181,8 +191,11 @@ class AsyncEngine(DeepSpeedEngine):
         )
         if not load_optimizer_states:
             refresh_masters(self)
+        begins_at = (loaded[1] or {}).pop(_BEGINS_AT, None)
         if self.finished:
             return loaded
+        if load_lr_scheduler_states and not load_module_only:
+            self._followed.restore(begins_at)
         if load_module_only:
             self._join(None)
             return loaded
@@ -259,12 +272,30 @@ class AsyncEngine(DeepSpeedEngine):
         """Joins the run, brings parameters to a server that has none, then takes the server's parameters."""
         welcome = self.async_worker.join(self.spec)
         if not welcome.initialised:
+            if server_state is None:
+                self._check_new_run()
             welcome = self.async_worker.bring_parameters(None if server_state is None else str(server_state))
         self.async_worker.begin(welcome)
 
+    def _check_new_run(self) -> None:
+        """Checks what this engine brings to a run that begins without a server's state; here its parameters alone."""
+
     def _set_learning_rates(self) -> None:
         """Sets the optimizer's learning rates to those of the run's progress."""
-        set_schedule(self.lr_scheduler, self.async_worker.progress)
+        self._followed.follow(self.async_worker.progress)
+
+    @errors_in_one_line()
+    def _check_followed(self) -> None:
+        """Checks that the script does not step the schedule, before it is set to the run's progress again."""
+        self._followed.check()
+
+    def _check_caller_of_step(self) -> None:
+        """Ends the process with one line if the script steps the engine's optimizer: the run would not see the step."""
+        if not (self._takes_step or self.finished):
+            fail(
+                "the script calls optimizer.step(), and the run sees the steps of engine.step() alone: call that in "
+                "its place"
+            )
 
     def _is_past_the_end(self) -> bool:
         """Whether the run was over before this step, which then does nothing but count; says so once."""
@@ -299,71 +330,6 @@ class AsyncEngine(DeepSpeedEngine):
         if self.monitor.enabled:
             scalars = [(f"Async/{name}", value, self.global_samples) for name, value in self.async_worker.last.items()]
             self.monitor.write_events(scalars)
-
-
-class LocalEngine(AsyncEngine):
-    """The engine of local SGD: steps as DeepSpeed does, and exchanges after its local steps.
-
-    A step whose gradient has NaN or Inf is left out, since the optimizer would keep the NaN or Inf in its moments. Such
-    a step changes no parameter, and counts as skipped and not as a local step, as those that fp16 skips.
-    """
-
-    async_worker: LocalSGDWorker
-
-    def set_up(
-        self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext, run_dir: Path
-    ) -> None:
-        """Sets the attributes of this class; see :meth:`AsyncEngine.set_up`.
-
-        Raises:
-            ConfigurationError: the learning-rate schedule cannot follow the run.
-        """
-        super().set_up(async_worker, spec, context, run_dir)
-        self._left_out = left_out_steps(self.worker, async_worker.refusals.limit)
-        check_overflow_always(self.optimizer)
-        check_schedule(self.lr_scheduler)
-
-    def offload_states(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuses what would move the fp32 masters to other memory: the exchange would go on with the old one."""
-        fail(
-            'offload_states: with "async_training" the optimizer stays where it is; leave the call out, or give '
-            '"offload_optimizer"'
-        )
-
-    def step(self, *args: object, **kwargs: object) -> None:
-        """Steps as DeepSpeed does; after the last local step of a round, exchanges with the server.
-
-        A worker whose gradients had NaN or Inf ``max_refused`` times in a row ends with one line. With a loss scale,
-        they count once it is 1; in fp16, DeepSpeed itself ends the worker when the scale cannot be lowered.
-        """
-        before = self.global_steps
-        super().step(*args, **kwargs)
-        if self.global_steps > before:  # not after each of several micro-batches
-            if not self.finished:
-                self._end_step()
-            self._step_ended = time.perf_counter()
-
-    def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
-        """Steps the optimizer if the gradient is finite and the run is not over; else skips the step."""
-        self._check_trained()
-        if self._is_past_the_end():
-            self._skip_step()
-        elif tensors.has_nonfinite_step(self):
-            lower_loss_scale(self)
-            self._skip_step()
-        else:
-            super()._take_model_step(lr_kwargs)
-
-    @errors_in_one_line()
-    def _end_step(self) -> None:
-        """Counts a step that was taken, and exchanges with the server if it was the last of its round."""
-        self._sleep_if_slowed_down()
-        skipped = not self.was_step_applied()
-        if not may_overflow(self):
-            self._left_out.count(self._left_out.total + skipped)
-        if not skipped and self.async_worker.step(time.perf_counter() - self._step_ended, self._loss):
-            self._log()
-        self._set_learning_rates()
 
 
 def checkpoint_directory(directory: str, worker: int) -> str:

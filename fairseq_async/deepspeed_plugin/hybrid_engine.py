@@ -6,12 +6,14 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fairseq_async.deepspeed_plugin.compat import count_step
 from fairseq_async.deepspeed_plugin.engine import AsyncEngine, ClientState
 from fairseq_async.deepspeed_plugin.schedules import NamedSchedule
 from fairseq_async.deepspeed_plugin.served import SCHEDULER
 from fairseq_async.deepspeed_plugin.tensors import trainable
-from fairseq_async.errors import fail
+from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.optimizers.learning_rates import (
     RateTable,
@@ -61,6 +63,20 @@ class HybridEngine(AsyncEngine):
         self._rates, self._options = present_rates(self.optimizer), present_options(self.optimizer)
         return loaded
 
+    def _check_new_run(self) -> None:
+        """Checks that the optimizer brings no moments to a new run, whose server begins without.
+
+        Raises:
+            ConfigurationError: it has stepped before.
+        """
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        if any(isinstance(value, Tensor) and value.count_nonzero() for value in states):
+            raise ConfigurationError(
+                f"the {type(self.optimizer).__name__} has stepped before this run, whose server would begin without "
+                "its moments: make it anew (load_checkpoint with load_module_only=True takes the parameters alone), or "
+                "use local_sgd, which goes on with it"
+            )
+
     def _check_without_optimizer(self) -> None:
         """Ends the process with one line: the optimizer's state is the server's, as the parameters are."""
         fail(
@@ -74,7 +90,7 @@ class HybridEngine(AsyncEngine):
             self.pull()
         return super().eval()
 
-    def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: object, **kwargs: object) -> object:
+    def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> object:
         """Saves as :meth:`AsyncEngine.save_checkpoint`, with the server's parameters: the model's may be ahead."""
         if self.async_worker.look_ahead:
             self.pull()
@@ -85,6 +101,7 @@ class HybridEngine(AsyncEngine):
         """Exchanges with the server where DeepSpeed would step its optimizer, after the last micro-batch."""
         if self._is_past_the_end():
             return self._skip_step()
+        self._check_followed()
         self._check_rates()
         self._check_trained()
         gradients = step_gradients(trainable(self))
@@ -128,3 +145,4 @@ class HybridEngine(AsyncEngine):
     def _set_learning_rates(self) -> None:
         """Sets the learning rates as the server sets those of its optimizer."""
         self._schedule.follow(whole_steps(self.async_worker.progress))
+        self._followed.note()

@@ -42,10 +42,11 @@ from fairseq_async.deepspeed_plugin.data import (
     sizes_of_shards,
 )
 from fairseq_async.deepspeed_plugin.ending import leave_at_exit
-from fairseq_async.deepspeed_plugin.engine import AsyncEngine, LocalEngine
+from fairseq_async.deepspeed_plugin.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.hybrid_engine import HybridEngine
 from fairseq_async.deepspeed_plugin.island import IslandClient
 from fairseq_async.deepspeed_plugin.loading import loading_of
+from fairseq_async.deepspeed_plugin.local_engine import LocalEngine
 from fairseq_async.deepspeed_plugin.schedules import Schedule
 from fairseq_async.deepspeed_plugin.synchronous_engine import (
     GroupPosition,
@@ -59,7 +60,7 @@ from fairseq_async.global_server import local_sgd_server
 from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.methods import MethodOptions
 from fairseq_async.server.process import ServerProcess
-from fairseq_async.torch.parameters import untrained_checksum
+from fairseq_async.torch.parameters import check_memory, untrained_checksum
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.hybrid import HybridWorker
@@ -73,6 +74,8 @@ _LONGEST = 300  # characters of a reason: some show a whole tensor
 _MISTAKES = (ValueError, TypeError, KeyError, AttributeError, AssertionError, NotImplementedError, DeepSpeedConfigError)
 _initialize_deepspeed = deepspeed.initialize  # DeepSpeed's own, also after attach() has replaced it
 _HYBRID_SERVER = "fairseq_async.deepspeed_plugin.server"  # with torch's optimizers and DeepSpeed's schedules
+
+_made: list[AsyncEngine] = []  # of this process
 
 AsyncOptions: TypeAlias = LocalSGDOptions | HybridOptions
 Config: TypeAlias = dict[str, Any]  # DeepSpeed's configuration, without our section: JSON
@@ -163,6 +166,8 @@ class _Arguments:
         Raises:
             ConfigurationError: there is a mistake; names the key.
         """
+        if isinstance(self.model, nn.Module):
+            check_memory(self.model)
         checks.check_values(config, self.name)
         checks.check_optimizer(config, self.name, self.others["optimizer"] is not None, in_the_server)
         checks.check_scheduler(config, self.name, self.others["lr_scheduler"] is not None)
@@ -266,6 +271,11 @@ def _initialize_asynchronous(
 ) -> Initialized:
     """Makes an engine that is a worker, or one rank of it; starts the server if this process is to start it."""
     data, shards = arguments.training_data, options.shards if isinstance(options, LocalSGDOptions) else 0
+    if _made:
+        raise ConfigurationError(
+            "initialize was called before in this process, and a process trains one engine in an asynchronous run: "
+            "train several models together with fairseq_async.torch, or give each a process of its own"
+        )
     context = entered_world()
     if context is None:
         check_not_started()
@@ -317,6 +327,7 @@ def _make_worker_engine(
     description = _describe(options, section, context, sizes, inner)
     engine.set_up(async_worker, description, context, Path(section.run_dir))
     atexit.register(leave_at_exit, client, async_worker, server)
+    _made.append(engine)
     ranks = context.rank, context.island_size
     loader = arguments.make_loader(engine, sizes, options, ranks, engine.join_run, own)
     return engine, made[1], loader, engine.lr_scheduler

@@ -1,5 +1,6 @@
 """Learning-rate schedules in DeepSpeed: its own by name, and those that follow a run's count."""
 
+import warnings
 from typing import Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
@@ -66,7 +67,57 @@ def set_schedule(schedule: Schedule | None, progress: float) -> None:
             schedule.step(int(progress) - 1)
     elif schedule is not None:
         schedule.last_epoch = int(progress) - 1
-        schedule.step()
+        with warnings.catch_warnings():  # torch takes the first rates for those after a step that did not come
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            schedule.step()
+
+
+def steps_taken(schedule: Schedule | None) -> int:
+    """Returns how many steps a schedule has taken; 0 for one that does not say so."""
+    if isinstance(schedule, DeepSpeedSchedule):
+        return schedule.last_batch_iteration + 1
+    return int(getattr(schedule, "last_epoch", 0))
+
+
+class FollowedSchedule:
+    """An engine's schedule, which follows the run from where it was when the run began, as after an ordinary run.
+
+    Args:
+        schedule: the engine's; None if it has none.
+
+    Attributes:
+        begins_at: the schedule's steps before the run's first one.
+    """
+
+    def __init__(self, schedule: Schedule | None) -> None:
+        self.schedule = schedule
+        self.begins_at = self._count = steps_taken(schedule)
+
+    def follow(self, progress: float) -> None:
+        """Sets the schedule to the run's progress."""
+        set_schedule(self.schedule, self.begins_at + progress)
+        self.note()
+
+    def restore(self, begins_at: int | None) -> None:
+        """Takes the place of a loaded schedule: None for that of an ordinary run, which goes on in this one."""
+        self.begins_at = steps_taken(self.schedule) if begins_at is None else begins_at
+
+    def note(self) -> None:
+        """Notes where the schedule is now, for :meth:`check`."""
+        self._count = steps_taken(self.schedule)
+
+    def check(self) -> None:
+        """Checks that nothing else has stepped the schedule.
+
+        Raises:
+            ConfigurationError: something has.
+        """
+        if (now := steps_taken(self.schedule)) != self._count:
+            raise ConfigurationError(
+                f"the script has moved the {type(self.schedule).__name__} of the engine from step {self._count} to "
+                f"{now}: engine.step() steps it, by the run's progress; leave its step() out, and give it its position "
+                "before initialize"
+            )
 
 
 class NamedSchedule(StepSchedule):

@@ -31,6 +31,12 @@ def trainable(engine: DeepSpeedEngine) -> list[tuple[str, Parameter]]:
     return [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
 
 
+def unstepped(engine: DeepSpeedEngine) -> list[tuple[str, Parameter]]:
+    """Returns the parameters that are trained and that the engine's optimizer does not have."""
+    stepped = {id(parameter) for _, parameter in _stepped(engine)}
+    return [(name, parameter) for name, parameter in trainable(engine) if id(parameter) not in stepped]
+
+
 def _stepped(engine: DeepSpeedEngine) -> list[tuple[str, Parameter]]:
     """Returns the parameters of :func:`trainable` that the optimizer has: it keeps no master of another parameter.
 
@@ -116,4 +122,8 @@ def replica_of(engine: DeepSpeedEngine, rank: int) -> Replica:
         return MasterReplica(named, [(0, masters[id(parameter)]) for _, parameter in named], rank == 0)
     if all(parameter.dtype is torch.float32 for _, parameter in named):
         return TensorReplica(named, rank == 0)
-    raise ConfigurationError(f"no fp32 masters are known in {type(engine.optimizer).__name__}: use ZeRO stage 1")
+    name, parameter = next((name, each) for name, each in named if each.dtype is not torch.float32)
+    key = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(parameter.dtype)
+    remedy = f'give "{key}": {{"enabled": true}}' if key else "make it float32"
+    kind = str(parameter.dtype).removeprefix("torch.")
+    raise ConfigurationError(f"{name} is {kind}, and {type(engine.optimizer).__name__} has no fp32 master: {remedy}")

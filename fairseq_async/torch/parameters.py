@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Collection
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,33 @@ def exchanged_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[s
             kind = str(parameter.dtype).removeprefix("torch.")
             raise ConfigurationError(f"{name} is {kind}: keep parameters in float32, and compute under torch.autocast")
     return named
+
+
+def check_memory(model: nn.Module) -> None:
+    """Checks that each parameter has elements of its own, in memory that can be exchanged.
+
+    Raises:
+        ConfigurationError: a parameter is lazy, on ``meta``, sparse or complex, or shares its storage with another.
+    """
+    ranges: list[tuple[int, int, str]] = []
+    for name, each in model.named_parameters():
+        if torch.nn.parameter.is_lazy(each):
+            raise ConfigurationError(f"{name} is lazy and has no shape yet: compute one batch with the model before")
+        if each.is_meta:
+            raise ConfigurationError(f"{name} is on meta and has no values: call to_empty() and load them before")
+        if each.layout is not torch.strided:
+            raise ConfigurationError(f"{name} is a sparse tensor: make it dense, by to_dense()")
+        if each.is_complex() and each.requires_grad:
+            raise ConfigurationError(f"{name} is complex: keep its real and imaginary parts, by torch.view_as_real()")
+        if each.numel() and each.requires_grad:
+            last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+            ranges.append((each.data_ptr(), each.data_ptr() + (last + 1) * each.element_size(), name))
+    for (_, end, name), (start, _, other) in pairwise(sorted(ranges)):
+        if start < end:
+            raise ConfigurationError(
+                f"{other} shares its memory with {name}: give both modules one Parameter (a.weight = b.weight), or "
+                "copies of their own"
+            )
 
 
 def check_exchanged(optimizer: Optimizer, exchanged: Collection[int]) -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,9 +15,11 @@ from torch.nn import Parameter
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from fairseq_async.deepspeed_plugin.engine import AsyncEngine, LocalEngine
+from fairseq_async.deepspeed_plugin.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.hybrid_engine import HybridEngine
-from fairseq_async.deepspeed_plugin.tensors import replica_of, trainable
+from fairseq_async.deepspeed_plugin.local_engine import LocalEngine
+from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
+from fairseq_async.deepspeed_plugin.tensors import replica_of, trainable, unstepped
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.server.optimizers.learning_rates import present_options, present_rates
 
@@ -102,6 +105,68 @@ def test_what_zero_does_not_step_is_not_exchanged() -> None:
     assert [segment.name for segment in replica_of(engine, 0).layout.segments] == ["1.weight", "1.bias"]
 
 
+@pytest.mark.parametrize(("dtype", "key"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_a_model_in_half_precision_without_masters_is_one_line_with_the_key_that_makes_them(
+    dtype: torch.dtype, key: str
+) -> None:
+    model = nn.Linear(2, 1).to(dtype)
+    engine = with_optimizer(model, **vars(SGD(model.parameters())))
+    with pytest.raises(ConfigurationError, match=f'weight is .*float16, .* give "{key}": {{"enabled": true}}'):
+        replica_of(engine, 0)
+
+
+def prepared(kind: type[AsyncEngine], model: nn.Module, optimizer: torch.optim.Optimizer) -> AsyncEngine:
+    """An engine that is set up, and has not joined; of DeepSpeed's engine it has what that needs."""
+    engine = kind.__new__(kind)
+    nn.Module.__init__(engine)
+    engine.module, engine.optimizer, engine.basic_optimizer, engine.lr_scheduler = model, optimizer, optimizer, None
+    refusals, context = SimpleNamespace(limit=3), SimpleNamespace(worker=0, workers=1)
+    worker = SimpleNamespace(refusals=refusals, finished=False, joined=True)
+    AsyncEngine.set_up(engine, cast(Any, worker), cast(Any, None), cast(Any, context), Path("run"))
+    return engine
+
+
+@pytest.mark.parametrize("kind", [LocalEngine, HybridEngine])
+def test_a_step_of_the_optimizer_that_the_script_takes_is_one_line(
+    kind: type[AsyncEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    engine, before = prepared(kind, model, optimizer), model.weight.detach().clone()
+    model(torch.ones(2)).sum().backward()
+    with pytest.raises(SystemExit):
+        optimizer.step()
+    assert "the run sees the steps of engine.step() alone" in capsys.readouterr().err
+    assert torch.equal(model.weight, before)
+    engine._takes_step = True  # as the engine's own
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_a_gradient_of_a_parameter_that_no_exchange_has_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(DeepSpeedEngine, "backward", lambda engine, loss: loss.backward())
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    engine = cast(Any, prepared(LocalEngine, model, SGD(model[0].parameters(), lr=0.1)))
+    engine._unstepped = unstepped(engine)
+    engine.backward(model[0](torch.ones(2)).sum())
+    with pytest.raises(SystemExit):
+        engine.backward(model(torch.ones(2)).sum())
+    assert "1.weight has a gradient and is in no exchange" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("momentum", "is_new"), [(0.0, True), (0.9, False)])
+def test_moments_that_the_server_would_begin_without_are_one_line(momentum: float, is_new: bool) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=momentum)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    engine = prepared(HybridEngine, model, optimizer)
+    with nullcontext() if is_new else pytest.raises(ConfigurationError, match="SGD has stepped before this run"):
+        engine._check_new_run()
+
+
 def test_an_optimizer_of_another_model_is_one_line() -> None:
     model = nn.Linear(2, 1)
     engine = with_optimizer(model, **vars(SGD([Parameter(torch.zeros(1))])))
@@ -137,6 +202,7 @@ def test_a_step_of_hybrid_async_without_a_gradient_sends_nothing_and_says_so_onc
     engine.module, engine._warned_of_no_gradient = nn.Linear(2, 1), False
     engine.async_worker = cast(Any, SimpleNamespace(finished=False))  # it has no step
     monkeypatch.setattr(HybridEngine, "_check_rates", lambda engine: None)
+    monkeypatch.setattr(AsyncEngine, "_check_followed", lambda engine: None)
     monkeypatch.setattr(HybridEngine, "_check_trained", lambda engine: None)
     monkeypatch.setattr(HybridEngine, "_skip_step", lambda engine: skipped.append(True))
     engine._take_model_step(None)
@@ -153,6 +219,7 @@ def test_a_sparse_gradient_of_hybrid_async_is_one_line(
     engine.module(torch.tensor([1])).sum().backward()
     engine.async_worker = cast(Any, SimpleNamespace(finished=False))
     monkeypatch.setattr(HybridEngine, "_check_rates", lambda engine: None)
+    monkeypatch.setattr(AsyncEngine, "_check_followed", lambda engine: None)
     monkeypatch.setattr(HybridEngine, "_check_trained", lambda engine: None)
     with pytest.raises(SystemExit):
         engine._take_model_step(None)
@@ -193,7 +260,7 @@ class SavingEngine(LocalEngine):
         self.optimizer = self.lr_scheduler = None
         self.async_worker, self.context = cast(Any, Saving(joined)), cast(Any, SimpleNamespace(rank=0))
         self.worker, self._state_at_end, self._has_left = worker, run_dir / "state", False
-        self.given: list[str] = []
+        self.given, self._followed = list[str](), FollowedSchedule(None)
 
     @property
     def did(self) -> list[str]:
@@ -302,7 +369,7 @@ def hybrid_engine(optimizer: SGD, has_schedule: bool) -> HybridEngine:
     nn.Module.__init__(engine)
     engine.async_worker, engine.optimizer = cast(Any, SimpleNamespace(finished=False)), optimizer
     engine._has_schedule, engine._rates = has_schedule, present_rates(optimizer)
-    engine._options = present_options(optimizer)
+    engine._options, engine._followed = present_options(optimizer), FollowedSchedule(None)
     return engine
 
 
@@ -329,6 +396,7 @@ def test_a_layer_that_is_unfrozen_during_the_run_is_one_line(
     engine.module = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1).requires_grad_(False))
     engine.async_worker, engine._trained = cast(Any, SimpleNamespace(finished=False)), trainable(engine)
     monkeypatch.setattr(HybridEngine, "_check_rates", lambda engine: None)
+    monkeypatch.setattr(AsyncEngine, "_check_followed", lambda engine: None)
     engine._check_trained()
     engine.module[1].requires_grad_(True)
     with pytest.raises(SystemExit):

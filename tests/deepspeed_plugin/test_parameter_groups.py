@@ -39,7 +39,7 @@ def seen(out: Path, name: str) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("name", ["json", "script"])
+@pytest.mark.parametrize("name", ["json", "script", "position"])
 def test_one_worker_steps_each_group_as_plain_deepspeed_does(
     parameters: Callable[[str], dict[str, torch.Tensor]], out: Path, name: str
 ) -> None:

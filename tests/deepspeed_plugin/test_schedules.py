@@ -7,6 +7,7 @@ import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import nn
 from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
 
 from fairseq_async.deepspeed_plugin import schedules
 from fairseq_async.errors import ConfigurationError
@@ -30,6 +31,37 @@ def test_a_schedule_that_the_script_gives_is_a_table_of_the_rates_that_it_would_
         if row is not table[-1]:
             drawn.step()
             schedule.step()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("taken", [0, 5])
+def test_a_schedule_follows_the_run_from_where_it_was_without_a_warning_of_torchs(taken: int) -> None:
+    """The engine of local SGD sets the rates before its optimizer's first step, which torch takes for a mistake."""
+    drawn = optimizer()
+    schedule = LambdaLR(drawn, lambda step: 0.5**step)
+    schedule.last_epoch = taken
+    followed = schedules.FollowedSchedule(schedule)
+    for progress in (0, 1, 3):
+        followed.follow(progress)
+        assert [group["lr"] for group in drawn.param_groups] == [each * 0.5 ** (taken + progress) for each in (1, 0.5)]
+    followed.check()
+    drawn.step()
+    schedule.step()
+    with pytest.raises(ConfigurationError, match=f"moved the LambdaLR of the engine from step {taken + 3} to"):
+        followed.check()
+
+
+@pytest.mark.parametrize(("saved", "begins_at"), [(2, 2), (0, 0), (None, 5)])
+def test_a_loaded_schedule_goes_on_from_an_ordinary_runs_position_and_from_that_of_this_run_once(
+    saved: int | None, begins_at: int
+) -> None:
+    """A checkpoint of an asynchronous run says where its schedule began; its count has the run's progress in it."""
+    schedule = WarmupLR(optimizer(), warmup_num_steps=4)
+    followed = schedules.FollowedSchedule(schedule)
+    schedule.load_state_dict({"last_batch_iteration": 4})
+    followed.restore(saved)
+    followed.follow(1.0)
+    assert (followed.begins_at, schedule.last_batch_iteration) == (begins_at, begins_at)
 
 
 def test_deepspeeds_schedules_take_the_largest_rates_of_the_groups() -> None:

@@ -15,7 +15,7 @@ import deepspeed
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import fairseq_async.deepspeed_plugin as deepspeed_async
 from fairseq_async.deepspeed_plugin.synchronous_engine import set_environment_without_launcher
@@ -54,7 +54,21 @@ def of_the_script(model: nn.Module) -> dict[str, Any]:
     return {"optimizer": optimizer, "lr_scheduler": schedule, "config": PLAIN}
 
 
-CASES: dict[str, Callable[[nn.Module], dict[str, Any]]] = {"json": of_the_json, "script": of_the_script}
+def of_an_ordinary_run(model: nn.Module) -> dict[str, Any]:
+    """A schedule that has taken five steps."""
+    optimizer = SGD(groups(model), lr=0.05)
+    schedule = LambdaLR(optimizer, lambda step: 0.8**step)
+    for _ in range(5):
+        optimizer.step()
+        schedule.step()
+    return {"optimizer": optimizer, "lr_scheduler": schedule, "config": PLAIN}
+
+
+CASES: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "json": of_the_json,
+    "script": of_the_script,
+    "position": of_an_ordinary_run,
+}
 
 
 def make_model() -> nn.Module:
