@@ -119,7 +119,8 @@ class HybridAsync(AsyncTraining):
         if len(inner) == 1:
             return hybrid_spec(self.options, workers, self._server_options, inner[0], steps)
         spec = hybrid_spec(self.options, workers, self._server_options, {PARTS: [*inner]}, steps)
-        return replace(spec, last_version=None, whole_steps=steps)  # a version is the step of one optimizer
+        # a version is the step of one optimizer: it neither is a step of the run nor says where the next one leads
+        return replace(spec, last_version=None, whole_steps=steps, look_ahead=0.0)
 
     def _make_worker(self, client: Client) -> HybridWorker:
         self._hybrid = HybridWorker(client, self._named, self.options.max_refused)
@@ -180,6 +181,8 @@ class HybridAsync(AsyncTraining):
             raise ConfigurationError(
                 f"updates_per_step is {updates}: {several}, give 1 or barrier=True, or leave it out"
             )
+        if options.look_ahead:
+            raise ConfigurationError(f"look_ahead is {options.look_ahead}: {several}, leave it out")
         if options.gradient_rule != "accumulation":
             raise ConfigurationError(f"gradient_rule is {options.gradient_rule}: {several}, leave it out")
 
