@@ -70,7 +70,7 @@ class AsyncEngine(DeepSpeedEngine):
         self._state_at_end, self._has_left = run_dir.resolve() / _STATE_AT_END, False
         self._loss: Tensor | None = None
         self._step_ended = 0.0
-        self._warned_of_end = False
+        self._warned_of_end = self._warned_of_no_gradient = False
         self._trained = tensors.trainable(self)
         self._followed = FollowedSchedule(self.lr_scheduler)
         self._takes_step = False  # whether the engine itself is in a step of its optimizer
@@ -320,6 +320,15 @@ class AsyncEngine(DeepSpeedEngine):
         self.zero_grad()
         self.skipped_steps += 1
         count_step(self, applied=False)
+
+    def _skip_without_gradient(self) -> None:
+        """Skips a step for which the script has not called ``backward``; says so at the first one."""
+        if not self._warned_of_no_gradient:
+            logger.warning(
+                "engine.step() without a gradient does nothing: call engine.backward(loss) before it in each step"
+            )
+            self._warned_of_no_gradient = True
+        self._skip_step()
 
     def _sleep_if_slowed_down(self) -> None:
         """Sleeps so that this step takes ``slowdown`` times as long, for experiments."""

@@ -1,6 +1,5 @@
 """DeepSpeed's engine as a worker of hybrid asynchronous SGD."""
 
-import logging
 import time
 from math import inf
 from pathlib import Path
@@ -31,8 +30,6 @@ from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.process import errors_in_one_line
 
-logger = logging.getLogger(__name__)
-
 
 class HybridEngine(AsyncEngine):
     """The engine of hybrid asynchronous SGD: pushes gradients to the server, whose optimizer steps.
@@ -55,7 +52,6 @@ class HybridEngine(AsyncEngine):
         self._has_schedule = self.lr_scheduler is not None
         self._rates, self._options = present_rates(self.optimizer), present_options(self.optimizer)
         self._check_rates()
-        self._warned_of_no_gradient = False
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, ClientState]:
         """Loads as :meth:`AsyncEngine.load_checkpoint`; learning rates and options are then those of the checkpoint."""
@@ -106,8 +102,7 @@ class HybridEngine(AsyncEngine):
         self._check_trained()
         gradients = step_gradients(trainable(self))
         if not gradients:
-            self._warn_of_no_gradient()
-            return self._skip_step()
+            return self._skip_without_gradient()
         self._sleep_if_slowed_down()
         self.async_worker.write_ahead()  # while the norm is measured
         norm, loss = l2_norm(gradients), None if self._loss is None else float(self._loss)
@@ -121,14 +116,6 @@ class HybridEngine(AsyncEngine):
         count_step(self, applied)
         self._step_ended = time.perf_counter()
         self._log()
-
-    def _warn_of_no_gradient(self) -> None:
-        """Says once that a step is left out for which the script has not called ``backward``."""
-        if not self._warned_of_no_gradient:
-            logger.warning(
-                "engine.step() without a gradient sends nothing: call engine.backward(loss) before it in each step"
-            )
-            self._warned_of_no_gradient = True
 
     def _check_rates(self) -> None:
         """Checks that the script does not change the optimizer's options, nor the learning rates where the server has

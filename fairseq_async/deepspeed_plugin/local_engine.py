@@ -38,6 +38,7 @@ class LocalEngine(AsyncEngine):
         """
         super().set_up(async_worker, spec, context, run_dir)
         self._left_out = left_out_steps(self.worker, async_worker.refusals.limit)
+        self._lacks_gradient = False
         self._unstepped = tensors.unstepped(self)
         check_overflow_always(self.optimizer)
         check_schedule(self.lr_scheduler)
@@ -72,7 +73,7 @@ class LocalEngine(AsyncEngine):
         before = self.global_steps
         super().step(*args, **kwargs)
         if self.global_steps > before:  # not after each of several micro-batches
-            if not self.finished:
+            if not (self.finished or self._lacks_gradient):
                 self._end_step()
             self._step_ended = time.perf_counter()
 
@@ -80,8 +81,11 @@ class LocalEngine(AsyncEngine):
         """Steps the optimizer if the gradient is finite and the run is not over; else skips the step."""
         self._check_trained()
         self._check_followed()
+        self._lacks_gradient = tensors.has_no_gradient(self)
         if self._is_past_the_end():
             self._skip_step()
+        elif self._lacks_gradient:  # torch's optimizer would do nothing, which is no local step
+            self._skip_without_gradient()
         elif tensors.has_nonfinite_step(self):
             lower_loss_scale(self)
             self._skip_step()

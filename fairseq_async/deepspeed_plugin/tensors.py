@@ -89,6 +89,13 @@ def skips_nonfinite_steps(optimizer: DeepSpeedOptimizer) -> bool:
     return bool(low_precision_groups(optimizer))
 
 
+def has_no_gradient(engine: DeepSpeedEngine) -> bool:
+    """Whether the script has computed no gradient for the coming step, in fp32 without ZeRO; DeepSpeed's own optimizers
+    step with zeros then."""
+    gradients = (parameter.grad for parameter in engine.module.parameters())
+    return not skips_nonfinite_steps(engine.optimizer) and all(gradient is None for gradient in gradients)
+
+
 def has_nonfinite_step(engine: DeepSpeedEngine) -> bool:
     """Whether the coming step's gradient has NaN or Inf, and the optimizer does not see that: in fp32 without ZeRO."""
     if skips_nonfinite_steps(engine.optimizer):

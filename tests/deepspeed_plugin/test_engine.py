@@ -44,6 +44,7 @@ class Engine(LocalEngine):
     def __init__(self) -> None:
         self.async_worker = cast(Any, Worker())
         self.training, self.global_steps, self._step_ended, self._loss = True, 0, 0.0, None
+        self._lacks_gradient = False
         self.context, self.micro_batches = cast(Any, SimpleNamespace(slowdown=1.0)), 0
 
     def __getattr__(self, name: str) -> Any:
@@ -193,20 +194,18 @@ def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_ser
     assert done == [*pulls, "saves ('directory', 'tag')", *pulls, "evaluates"]
 
 
-def test_a_step_of_hybrid_async_without_a_gradient_sends_nothing_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", [LocalEngine, HybridEngine])
+def test_a_step_without_a_gradient_is_no_step_of_the_run_and_says_so_once(
+    kind: type[AsyncEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     skipped: list[bool] = []
-    engine = HybridEngine.__new__(HybridEngine)
-    nn.Module.__init__(engine)
-    engine.module, engine._warned_of_no_gradient = nn.Linear(2, 1), False
-    engine.async_worker = cast(Any, SimpleNamespace(finished=False))  # it has no step
+    model = nn.Linear(2, 1)
+    engine = prepared(kind, model, SGD(model.parameters(), lr=0.1))  # its worker has no step
     monkeypatch.setattr(HybridEngine, "_check_rates", lambda engine: None)
     monkeypatch.setattr(AsyncEngine, "_check_followed", lambda engine: None)
-    monkeypatch.setattr(HybridEngine, "_check_trained", lambda engine: None)
-    monkeypatch.setattr(HybridEngine, "_skip_step", lambda engine: skipped.append(True))
-    engine._take_model_step(None)
-    engine._take_model_step(None)
+    monkeypatch.setattr(kind, "_skip_step", lambda engine: skipped.append(True))
+    for _ in range(2):
+        engine._take_model_step(None)
     assert len(skipped) == 2 and caplog.text.count("call engine.backward(loss) before it") == 1
 
 
