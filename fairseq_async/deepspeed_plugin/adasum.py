@@ -69,8 +69,16 @@ class AdasumEngine(SynchronousEngine):
         self.form = options.form_for(f"the optimizer {name}", adaptive="sgd" not in name.lower())
         device = torch.device(self.device)
         self._combine = NodeAdasum(device=device) if options.hierarchy == "node" else DistributedAdasum()
-        self._replica = tensors.replica_of(self, rank=0)
+        self._replica, self._unstepped = tensors.replica_of(self, rank=0), tensors.unstepped(self)
         self._states = RankStates(self.basic_optimizer)
+
+    @errors_in_one_line()
+    def backward(self, *args: object, **kwargs: object) -> object:
+        """Computes gradients as DeepSpeed does. One of a parameter that the engine does not step, which no rank would
+        combine with the others', ends the process with one line."""
+        result: object = super().backward(*args, **kwargs)
+        tensors.check_unstepped(self._unstepped)
+        return result
 
     def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: object, **kwargs: object) -> object:
         """Saves on every rank as DeepSpeed does, since the ranks' optimizer states may differ.

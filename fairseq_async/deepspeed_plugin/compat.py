@@ -18,7 +18,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, fail
 
 # A torch optimizer, or one of DeepSpeed's wrappers of it. The wrappers have neither type hints nor a base class that
 # declares the attributes which are read here.
@@ -200,10 +200,23 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape"))  # noqa: B009 - torch's type hints do not know DeepSpeed's attribute
 
 
-def before_each_step(engine: DeepSpeedEngine, hook: Callable[..., None]) -> None:
-    """Calls ``hook`` before each step of the optimizer within DeepSpeed's wrappers, whoever calls it."""
+def refuse_other_steps(engine: DeepSpeedEngine, is_expected: Callable[[], bool]) -> None:
+    """From now on, ends the process with one line where the script itself steps the optimizer within DeepSpeed's
+    wrappers: the run would not see the step.
+
+    Args:
+        is_expected: whether a step that is about to be taken is the engine's own.
+    """
+
+    def check(*_: object) -> None:
+        if not is_expected():
+            fail(
+                "the script calls optimizer.step(), and the run sees the steps of engine.step() alone: call that in "
+                "its place"
+            )
+
     if isinstance(engine.basic_optimizer, torch.optim.Optimizer):
-        engine.basic_optimizer.register_step_pre_hook(lambda *_: hook())
+        engine.basic_optimizer.register_step_pre_hook(check)
 
 
 def count_step(engine: DeepSpeedEngine, applied: bool) -> None:

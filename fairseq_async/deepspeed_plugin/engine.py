@@ -14,9 +14,9 @@ from torch import Tensor
 from fairseq_async.deepspeed_plugin import tensors
 from fairseq_async.deepspeed_plugin.batches import digest_of
 from fairseq_async.deepspeed_plugin.compat import (
-    before_each_step,
     count_step,
     refresh_masters,
+    refuse_other_steps,
 )
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import AsyncError, RefusedError, fail
@@ -74,7 +74,7 @@ class AsyncEngine(DeepSpeedEngine):
         self._trained = tensors.trainable(self)
         self._followed = FollowedSchedule(self.lr_scheduler)
         self._takes_step = False  # whether the engine itself is in a step of its optimizer
-        before_each_step(self, self._check_caller_of_step)
+        refuse_other_steps(self, lambda: self._takes_step or self.finished)
 
     @property
     def finished(self) -> bool:
@@ -288,14 +288,6 @@ class AsyncEngine(DeepSpeedEngine):
     def _check_followed(self) -> None:
         """Checks that the script does not step the schedule, before it is set to the run's progress again."""
         self._followed.check()
-
-    def _check_caller_of_step(self) -> None:
-        """Ends the process with one line if the script steps the engine's optimizer: the run would not see the step."""
-        if not (self._takes_step or self.finished):
-            fail(
-                "the script calls optimizer.step(), and the run sees the steps of engine.step() alone: call that in "
-                "its place"
-            )
 
     def _is_past_the_end(self) -> bool:
         """Whether the run was over before this step, which then does nothing but count; says so once."""

@@ -43,18 +43,15 @@ class LocalEngine(AsyncEngine):
         check_overflow_always(self.optimizer)
         check_schedule(self.lr_scheduler)
 
+    @errors_in_one_line()
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
         """Computes gradients as :meth:`AsyncEngine.backward`.
 
         A gradient of a parameter that is in no exchange ends the process with one line.
         """
         result = super().backward(loss, *args, **kwargs)
-        for name, parameter in self._unstepped:
-            if parameter.grad is not None and not self.finished:
-                fail(
-                    f"{name} has a gradient and is in no exchange, so that each worker would have its own: give it to "
-                    "the engine's optimizer, or freeze it with requires_grad_(False) before initialize"
-                )
+        if not self.finished:
+            tensors.check_unstepped(self._unstepped)
         return result
 
     def offload_states(self, *args: object, **kwargs: object) -> NoReturn:

@@ -16,6 +16,7 @@ from fairseq_async.deepspeed_plugin.compat import (
     lower_loss_scale,
     may_overflow,
     refresh_masters,
+    refuse_other_steps,
 )
 from fairseq_async.deepspeed_plugin.engine import ClientState
 from fairseq_async.environment import WORKER
@@ -55,6 +56,8 @@ class SynchronousEngine(DeepSpeedEngine):
         self.options, self.worker, self._skipped_in_a_row = options, dist.get_rank(), 0
         self.workers = dist.get_world_size()
         self.context = WorkerContext(self.worker, self.workers)
+        self._takes_step = False  # whether the engine itself is in a step of its optimizer
+        refuse_other_steps(self, lambda: self._takes_step or self.finished)
         check_overflow_always(self.optimizer)
         self._check_equal()
 
@@ -92,6 +95,12 @@ class SynchronousEngine(DeepSpeedEngine):
 
     def _check_equal(self) -> None:
         check_equal(list(self.module.named_parameters()))  # frozen ones too, which no step makes equal
+
+    def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
+        """Steps as DeepSpeed does."""
+        self._takes_step = True
+        super()._take_model_step(lr_kwargs)
+        self._takes_step = False
 
     def _skip_step(self, bad: bool) -> bool:
         """Returns whether to leave out this step, and counts a step that is. All ranks must give the same ``bad``.

@@ -37,6 +37,20 @@ def unstepped(engine: DeepSpeedEngine) -> list[tuple[str, Parameter]]:
     return [(name, parameter) for name, parameter in trainable(engine) if id(parameter) not in stepped]
 
 
+def check_unstepped(parameters: list[tuple[str, Parameter]]) -> None:
+    """Checks, after ``backward``, the parameters of :func:`unstepped`, which are in no exchange.
+
+    Raises:
+        ConfigurationError: one has a gradient; something else than the engine trains it.
+    """
+    for name, parameter in parameters:
+        if parameter.grad is not None:
+            raise ConfigurationError(
+                f"{name} has a gradient and is in no exchange, so that each worker would have its own: give it to "
+                "the engine's optimizer, or freeze it with requires_grad_(False) before initialize"
+            )
+
+
 def _stepped(engine: DeepSpeedEngine) -> list[tuple[str, Parameter]]:
     """Returns the parameters of :func:`trainable` that the optimizer has: it keeps no master of another parameter.
 

@@ -46,6 +46,9 @@ CASES: dict[str, dict[str, Any]] = {
     "nan_0": {"config": configured(ADASUM), "nan": 3},
     "nan_1": {"config": configured(ADASUM, ADAM, **zero(1)), "nan": 3},
     "differ": {"config": configured(ADASUM), "differ": True},
+    "adasum_by_hand": {"config": configured(ADASUM), "by_hand": True},
+    "adascale_by_hand": {"config": configured(ADASCALE), "by_hand": True},
+    "unstepped": {"config": configured(ADASUM), "from": 2},
     "straight": {"config": configured(ADASUM, ADAM, **zero(1)), "save_at": 4},
     "resumed": {"config": configured(ADASUM, ADAM, **zero(1)), "load": "straight"},
     "half": {"config": configured(ADASUM | {"total_steps": 8}, ADAM, **BF16), "save_at": 8},
@@ -210,6 +213,19 @@ def test_ranks_that_differ_are_one_line(results: Any) -> None:
     for rank in results("differ"):
         assert rank["error"].count("error:") == 1
         assert "the ranks have different values in 1 of 4 parameters, the first of them 2.bias" in rank["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("adasum_by_hand", "the script calls optimizer.step(), and the run sees the steps of engine.step() alone"),
+        ("adascale_by_hand", "the script calls optimizer.step(), and the run sees the steps of engine.step() alone"),
+        ("unstepped", "0.weight has a gradient and is in no exchange"),
+    ],
+)
+def test_what_the_method_would_not_see_is_one_line(results: Any, name: str, line: str) -> None:
+    for rank in results(name):
+        assert rank["error"].count("error:") == 1 and line in rank["error"]
 
 
 @pytest.mark.parametrize("method", ["adasum", "adascale"])

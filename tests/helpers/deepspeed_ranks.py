@@ -1,8 +1,8 @@
 """A DeepSpeed script of two ranks that trains one case after the other, since its start takes longest.
 
 ``deepspeed --num_accelerators 2 deepspeed_ranks.py CASES.json``: a case is {"name", "config", "save_at", "load",
-"only", "weights", "nan", "differ", "sparse"}. What a rank has seen and come to is NAME-RANK.pt beside the file of
-cases; an error, its one line.
+"only", "weights", "nan", "differ", "sparse", "by_hand", "from"}. What a rank has seen and come to is NAME-RANK.pt
+beside the file of cases; an error, its one line.
 """
 
 import argparse
@@ -51,7 +51,10 @@ def train(case: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
     if case.get("differ"):
         model[2].bias.data.add_(rank)
     engine, _, loader, _ = deepspeed_async.initialize(
-        model=model, model_parameters=model.parameters(), training_data=data(), config=case["config"]
+        model=model,
+        model_parameters=list(model.parameters())[case.get("from", 0) :],
+        training_data=data(),
+        config=case["config"],
     )
     if "load" in case:
         what = {"load_module_only": case.get("only", False), "load_optimizer_states": not case.get("weights")}
@@ -62,6 +65,8 @@ def train(case: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
         loss = nn.functional.mse_loss(engine(x.to(dtype)).float(), y)
         engine.backward(loss * (float("nan") if len(drawn) == nan and rank == 1 else 1.0))
         before = engine.global_steps
+        if case.get("by_hand"):
+            engine.optimizer.step()
         engine.step()
         if engine.global_steps > before:
             adascale = getattr(engine, "adascale", None)
