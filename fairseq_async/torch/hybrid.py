@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -37,10 +37,10 @@ from fairseq_async.worker.process import errors_in_one_line
 class HybridAsync(AsyncTraining):
     """Hybrid asynchronous SGD (Aji & Heafield 2019, arXiv 1906.03496).
 
-    ``optimizer.step()`` sends the gradients to the server and takes its parameters if they have changed; then the
-    gradients are None, so that the step itself changes nothing. The server steps an optimizer of the same class, with
-    the same parameter groups, by the mean of several gradients. When a worker is killed, its gradient is on its way or
-    lost, but never half applied.
+    ``optimizer.step()`` sends the gradients to the server and takes its parameters if they have changed. Within the
+    step itself the gradients are None, so that it changes nothing; afterwards they are as before. The server steps an
+    optimizer of the same class, with the same parameter groups, by the mean of several gradients. When a worker is
+    killed, its gradient is on its way or lost, but never half applied.
 
     Example::
 
@@ -127,7 +127,8 @@ class HybridAsync(AsyncTraining):
         return self._hybrid
 
     def _add_hooks(self) -> list[RemovableHandle]:
-        return [part.optimizer.register_step_pre_hook(self._exchange) for part in self._parts]
+        before = [part.optimizer.register_step_pre_hook(self._exchange) for part in self._parts]
+        return before + [part.optimizer.register_step_post_hook(part.give_back) for part in self._parts]
 
     @errors_in_one_line()
     def _exchange(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -149,7 +150,7 @@ class HybridAsync(AsyncTraining):
             with part.alone():
                 self.async_worker.write_ahead()  # while the norm is measured
                 self._push(l2_norm(gradients))
-        drop_gradients(part.named)
+        part.take_gradients()
         self._step_ended = time.perf_counter()
 
     def _push(self, norm: float) -> None:
@@ -218,6 +219,7 @@ class _Part:
         self._rates, self._options = present_rates(optimizer), present_options(optimizer)
         self._scheduler = scheduler
         self._limit = None if scheduler is None else CountLimit(scheduler, steps)
+        self._taken: list[tuple[Parameter, Tensor | None]] = []
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -230,6 +232,21 @@ class _Part:
         finally:
             for parameter, gradient in zip(self._others, gradients, strict=True):
                 parameter.grad = gradient
+
+    def take_gradients(self) -> None:
+        """Takes the optimizer's gradients away, until :meth:`give_back`.
+
+        ``zero_grad(set_to_none=False)`` is to find them: a parameter that the next loss does not use then has zeros,
+        which count as they do in a plain loop.
+        """
+        self._taken = [(parameter, parameter.grad) for _, parameter in self.named]
+        drop_gradients(self.named)
+
+    def give_back(self, *of_the_hook: object) -> None:
+        """Gives the gradients back after the optimizer's step."""
+        for parameter, gradient in self._taken:
+            parameter.grad = gradient
+        self._taken = []
 
     def check_rates(self) -> None:
         """Checks that nothing but a scheduler that the server knows sets the learning rates, or other options.

@@ -53,6 +53,29 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+def test_zeros_that_the_loop_makes_of_gradients_count(workers: Start) -> None:
+    """And what a loop accumulates over steps, as it does where it does not clear the gradients."""
+
+    def train(model: Switched, optimizer: Optimizer, steps: range) -> Tensor:
+        for step in steps:
+            if step % 3:
+                optimizer.zero_grad(set_to_none=False)
+            model.loss(0, step).backward()
+            optimizer.step()
+        return flat(model)
+
+    def asynchronous(worker: int) -> Tensor:
+        model = Switched()
+        optimizer = OPTIMIZERS["AdamW"](model)
+        with HybridAsync(model, optimizer, updates_per_step=1):
+            return train(model, optimizer, range(len(USED)))
+
+    model = Switched()
+    expected = train(model, OPTIMIZERS["AdamW"](model), range(len(USED)))
+    assert torch.equal(*workers(1, gradient_main.build).run(asynchronous), expected)
+    assert not torch.equal(expected, plain(OPTIMIZERS["AdamW"], 1))
+
+
 def plain(make: Callable[[nn.Module], Optimizer], workers: int) -> Tensor:
     """The mean of the workers' gradients; None where all are None."""
     model = Switched()
