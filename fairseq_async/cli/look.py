@@ -17,12 +17,11 @@ def audit(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN, 
     """Show from a run's logs that every update that was acknowledged counts once, or was taken back by a rollback."""
     without = f"{run_dir}: there is no events.jsonl; give the --run-dir or --save-dir of a run"
     find(run_dir / "events.jsonl", lambda _: without)
-    from rich.console import Console  # start-up time
-
+    from fairseq_async.launch.display import plain_console  # start-up time
     from fairseq_async.reporting.audit import audit as check
     from fairseq_async.reporting.audit import show
 
-    show(check(run_dir), Console())
+    show(check(run_dir), plain_console())
 
 
 @app.command()
@@ -95,11 +94,10 @@ def capacity(
     from fairseq_async.reporting.capacity_question import read_question  # start-up time
 
     question = read_question(run_dir, parameters, link, shards, apart, compress, workers, step_seconds, at_most_waiting)
-    from rich.console import Console
-
+    from fairseq_async.launch.display import plain_console
     from fairseq_async.reporting.capacity_answer import answer
 
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = plain_console(width=None if sys.stdout.isatty() else 140)
     for part in answer(question):
         console.print(part, highlight=False)
 

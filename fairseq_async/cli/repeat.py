@@ -33,12 +33,11 @@ def simulate(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the simulation in --out.")] = False,
 ) -> None:
     """Train by several methods on simulated machines: real gradients, a virtual clock, one process."""
-    from rich.console import Console  # start-up time
-
     from fairseq_async.simulation import experiment as experiments
 
     spell_options(as_key)
     given = experiments.read(experiment)
+    from fairseq_async.launch.display import plain_console
     from fairseq_async.simulation.simulate import Interrupted, Simulator, table
 
     directory = out or Path("runs/simulate") / experiment.stem
@@ -50,7 +49,7 @@ def simulate(
         raise typer.Exit(130) from None
     except OSError as error:  # a full disk; --resume goes on when there is room
         raise ConfigurationError(f"--out {directory} cannot be written to: {error.strerror}") from error
-    Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
+    plain_console(width=None if sys.stdout.isatty() else 140).print(table(rows))
     report([directory], None)
 
 

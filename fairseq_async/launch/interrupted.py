@@ -20,7 +20,7 @@ def what_is_kept(
     All processes of the run have ended.
     """
     progress.poll()
-    if not any(progress.updates.values()):
+    if not progress.begun:
         created.remove(logs=False)
     newest = max(map(_version, snapshots_in(run_dir)), default=0)
     if not (progress.version or newest):

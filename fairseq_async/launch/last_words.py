@@ -54,7 +54,7 @@ def same_mistake(before: str, now: str) -> bool:
 def _is_full(directory: Path) -> bool:
     try:
         found = os.statvfs(directory)
-    except FileNotFoundError:
+    except OSError:
         return False
     return found.f_blocks > 0 and found.f_bavail * found.f_frsize < _ROOM  # no blocks: a disk that does not count them
 
@@ -77,7 +77,7 @@ def _lines(log: Path, start: int) -> list[str]:
         with log.open("rb") as file:
             file.seek(max(start, log.stat().st_size - _MOST))
             lines = [_RANK.sub("", line) for line in file.read().decode(errors="replace").splitlines()]
-    except FileNotFoundError:
+    except OSError:  # no log, or one that cannot be read now
         return []
     return list(_without_ignored(lines))
 

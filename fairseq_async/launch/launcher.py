@@ -176,7 +176,7 @@ class Launcher:
             if self.server is not None and self.server.over.is_set():
                 self._after_end()
         self.display.refresh()
-        if not any(self.display.progress.updates.values()):
+        if not self.display.progress.begun:
             self._check_whether_finished()
 
     def _check_whether_finished(self) -> None:
@@ -198,7 +198,9 @@ class Launcher:
         finished = self.server is not None and self.server.finished.is_set()  # there are no updates any more
         if finished and self.processes.saved:
             return self._give_up(worker)
-        hopeless = code > 0 and self.display.progress.updates[worker.id] == worker.updates_at_start and not finished
+        progress = self.display.progress
+        unseen = not progress.unread and progress.updates[worker.id] == worker.updates_at_start
+        hopeless = code > 0 and unseen and not finished
         mistaken = code == USER_ERROR or hopeless or same_mistake(worker.last_words, said)
         if (mistaken and code != LOST_SERVER) or worker.restarts >= self.max_restarts:
             if finished and worker.id > 0:
@@ -227,7 +229,7 @@ class Launcher:
             for line in traceback(worker.log):  # the log is removed with the script's first directory
                 self.display.say(line)
             return RunFailedError(error)
-        begun = any(self.display.progress.updates.values())
+        begun = self.display.progress.begun
         says_all = not begun and worker.process.returncode == USER_ERROR
         if not begun:
             self._end()

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 from fairseq_async.errors import ConfigurationError
@@ -19,6 +18,7 @@ from fairseq_async.server.run_files.events import Event, LineReader
 from fairseq_async.server.run_files.validations import VALIDATIONS, Validation, parse_validation
 
 _WINDOW = 15.0  # seconds over which rates and means are taken
+_FAR = 1e9  # seconds; an end that is farther away is not shown
 _BUSY = 0.2  # share of the time that the server works, from which on it is told
 SERVER_LOG = Path("logs") / "server.log"
 
@@ -63,9 +63,7 @@ class Progress:
     Attributes:
         updates: number of updates of each worker in this part of the run.
         version: version of the server's parameters.
-
-    Raises:
-        ConfigurationError: events are there already, and cannot be read.
+        unread: why the run's files could not be read at the last look; empty where they could be.
     """
 
     def __init__(
@@ -75,8 +73,7 @@ class Progress:
         # lines that cannot be read are skipped here; an audit names them
         self._events = LineReader(run_dir / EVENTS, Event.from_json, skip=lambda _: None)
         self._log = LineReader(run_dir / SERVER_LOG, log_text)
-        self._log.skip_to_end()
-        self._said = "the processes start"
+        self._said, self.unread = "the processes start", ""
         self._validations = LineReader(run_dir / VALIDATIONS, parse_validation, skip=lambda _: None)
         self._began = self._seen_at = clock()
         self._earlier = None if whole else EarlierEvents(run_dir)
@@ -84,6 +81,7 @@ class Progress:
         self._validation: Validation | None = None
         self._length: RunLength | None = None
         self._sizes: list[int] | None = None
+        self._look(self._log.skip_to_end)
         self._reset()
         self.poll()
 
@@ -105,7 +103,20 @@ class Progress:
             self._reset()
 
     def poll(self) -> None:
-        """Reads the events that were added since the last call; after a restart of the server, all that it has kept."""
+        """Reads the events that were added since the last call; after a restart of the server, all that it has kept.
+
+        What cannot be read now, as on a file system that does not answer for a while, is read at a later call.
+        """
+        self._look(self._read)
+
+    def _look(self, read: Callable[[], None]) -> None:
+        try:
+            read()
+            self.unread = ""
+        except ConfigurationError as error:
+            self.unread = str(error)
+
+    def _read(self) -> None:
         self._pauses.look()
         if self._earlier is not None:
             self._earlier.look()
@@ -121,6 +132,11 @@ class Progress:
         now = self._newest + self.silent
         while self._recent and self._recent[0].time < now - _WINDOW:
             self._version_before = self._recent.popleft().version_after
+
+    @property
+    def begun(self) -> bool:
+        """Whether an update of this part of the run is known, or may be there unread."""
+        return bool(self.unread) or any(self.updates.values())
 
     @property
     def silent(self) -> float:
@@ -222,12 +238,14 @@ class Progress:
         done, seconds = self._length.fraction(self._work), self._newest - began
         if not before < done < 1 or seconds <= 1:
             return ""
-        return f", {timedelta(seconds=round(seconds * (1 - done) / (done - before)))} left"
+        left = seconds * (1 - done) / (done - before)
+        return f", {timedelta(seconds=round(left))} left" if left < _FAR else ""
 
     @property
     def status(self) -> str:
         """The progress in one line; before the first update, what the run waits for."""
-        return f"starting: {self._waited_for()}" if self._first is None else self.summary()
+        text = f"starting: {self._waited_for()}" if self._first is None else self.summary()
+        return f"{text}; {self.unread}" if self.unread else text
 
     def summary(self) -> str:
         """Returns the progress in one line."""
@@ -282,4 +300,4 @@ def _sent(compressed: Compressed | None, seconds: float) -> str:
 
 
 def _mean(values: list[float]) -> float:
-    return fmean(values) if values else 0.0
+    return sum(values) / len(values) if values else 0.0

@@ -73,6 +73,6 @@ class RunLength:
         name, steps = "step" if self.local else "update", self.steps_of(work)
         text = f"{name} {steps:,}" + (f" of {self.steps:,}" if self.steps else "")
         if work.epochs or self.max_epoch:
-            epoch = min(self.max_epoch or 10**9, 1 + int(work.epochs + 1e-6))
+            epoch = 1 + int(min(work.epochs + 1e-6, (self.max_epoch or 10**9) - 1))
             text += f", epoch {epoch}" + (f" of {self.max_epoch}" if self.max_epoch else "")
         return text

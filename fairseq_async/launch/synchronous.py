@@ -3,15 +3,14 @@
 import json
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
-
-from rich.console import Console
 
 from fairseq_async.addresses import LOOPBACK
 from fairseq_async.errors import USER_ERROR, ConfigurationError
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.launch.command import WorkerCommand
-from fairseq_async.launch.display import LINE_EVERY, say
+from fairseq_async.launch.display import LINE_EVERY, plain_console, say
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt_on_signals
 from fairseq_async.server.process import make_directories
 from fairseq_async.server.run_files.created_files import CreatedFiles
@@ -101,12 +100,20 @@ def _checked(port: int) -> int:
 
 
 def _say(text: str) -> None:
-    say(Console(stderr=True), text)
+    with suppress(OSError, SystemExit):  # the ranks do not depend on what somebody reads
+        say(plain_console(stderr=True), text)
+
+
+def _lines(log: Path) -> list[str]:
+    try:
+        return log.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def progress_in(log: Path) -> str:
     """Returns the last progress of training that fairseq has logged; ``starting`` before any."""
-    for line in reversed(log.read_text(errors="replace").splitlines()):
+    for line in reversed(_lines(log)):
         _, found, record = line.partition("| train_inner | ")
         if found and record.startswith("{"):
             try:

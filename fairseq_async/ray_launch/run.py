@@ -278,7 +278,7 @@ class RayRun:
                 self._display.say(line)
             raise RunFailedError(error)
         self._display.progress.poll()
-        begun = any(self._display.progress.updates.values())
+        begun = self._display.progress.begun
         if not begun:
             self._actors.end(_LEAVING)
             self._created.remove(logs=how.code == USER_ERROR)

@@ -4,9 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-
-from fairseq_async.launch.display import Display
+from fairseq_async.launch.display import Display, plain_console
 from fairseq_async.launch.progress import SERVER_LOG, Progress, log_text
 from fairseq_async.server.notices import FINISHED, LISTENS
 from fairseq_async.server.run_files.description import SUMMARY, RunDescription
@@ -39,11 +37,14 @@ class WatchedRun(Progress):
 
     def poll(self) -> None:
         """Reads what was added to the run's files since the last call."""
+        self._look(self._read_end)
+        super().poll()
+
+    def _read_end(self) -> None:
         for line in self._lines:
             if line.startswith((LISTENS, FINISHED)):
                 self.finished = line.startswith(FINISHED)
         self.finished = self.finished or (self._trial and (self.run_dir / SUMMARY).exists())
-        super().poll()
 
     def summary(self) -> str:
         """Returns the progress in one line, and for how long nothing new has come."""
@@ -53,11 +54,11 @@ class WatchedRun(Progress):
 def follow(run_dir: Path) -> None:
     """Shows a run's progress until it is finished, or until Ctrl-C."""
     watched = WatchedRun(run_dir)
-    with Display(watched, Console()) as display:  # the view is what the command is for: not on stderr
+    with Display(watched, plain_console()) as display:  # the view is what the command is for: not on stderr
         if not watched.finished:
             display.say(watched.summary())
         try:
-            while not watched.finished:
+            while not (watched.finished or display.closed):
                 display.refresh()
                 time.sleep(_PAUSE)
             display.say(f"finished: {watched.result()}")

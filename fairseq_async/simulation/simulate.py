@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.display import plain_console
 from fairseq_async.simulation import problem as problems
 from fairseq_async.simulation.cluster import Cluster
 from fairseq_async.simulation.experiment import Experiment, Method, ScheduleOptions
@@ -70,7 +70,7 @@ class Simulator:
 
     def __init__(self, experiment: Experiment, out: Path, resume: bool) -> None:
         self.experiment, self.out = experiment, out
-        self.console = Console(stderr=True)
+        self.console = plain_console(stderr=True)
         self._check_out(resume)
         self.pairs = [Pair(m, name, c) for name, c in experiment.clusters.items() for m in experiment.methods]
         self._check_names()
@@ -95,7 +95,8 @@ class Simulator:
             Interrupted: by Ctrl-C; the second one ends the process at once.
         """
         before = signal.signal(signal.SIGINT, self._interrupt)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        name = TextColumn("{task.description}", markup=False)
+        columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         try:
             with Progress(*columns, console=self.console) as self.progress:
                 start = self._start()

@@ -138,25 +138,25 @@ class LineReader(Generic[_Line]):
             pass
 
     def _new_lines(self) -> Iterator[bytes]:
-        if not self.path.exists():
-            return
-        self.cut = False
-        with self._opened() as file:
-            self._begin_again_if_replaced(os.fstat(file.fileno()))
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    self.cut = True
-                    return
-                self._offset += len(line)
-                self.number += 1
-                yield line
-
-    def _opened(self) -> BinaryIO:
         try:
-            return self.path.open("rb")
+            with self.path.open("rb") as file:
+                self.cut = False
+                self._begin_again_if_replaced(os.fstat(file.fileno()))
+                file.seek(self._offset)
+                yield from self._whole_lines(file)
+        except (FileNotFoundError, NotADirectoryError):
+            return
         except OSError as error:
             raise ConfigurationError(f"{self.path} cannot be read: {error.strerror}") from error
+
+    def _whole_lines(self, file: BinaryIO) -> Iterator[bytes]:
+        for line in file:
+            if not line.endswith(b"\n"):
+                self.cut = True
+                return
+            self._offset += len(line)
+            self.number += 1
+            yield line
 
     def _begin_again_if_replaced(self, file: os.stat_result) -> None:
         if self.number and (file.st_ino != self._file or file.st_size < self._offset):
