@@ -4,6 +4,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
@@ -41,7 +42,7 @@ class StalenessPolicy:
         return self.limit is not None and staleness > self.limit
 
     def adjusted(self, update: Update, staleness: int, now: Tensor, then: Tensor | None) -> Update:
-        """Returns the compensated and weighted update.
+        """Returns the compensated and weighted update; an update whose compensation fp32 cannot hold is weighted alone.
 
         Args:
             now: the current parameters, flat.
@@ -50,7 +51,9 @@ class StalenessPolicy:
         """
         delta = update.delta
         if self.compensation and then is not None:
-            delta = delta + self.compensation * delta * delta * (now - then)
+            compensated = delta + self.compensation * delta * delta * (now - then)
+            if bool(torch.isfinite(torch.linalg.vector_norm(compensated))):  # g⊙g of a finite g may be Inf
+                delta = compensated
         if self.power and staleness > 0:
             delta = delta * (1.0 + staleness) ** self.power
         return update if delta is update.delta else replace(update, delta=delta)

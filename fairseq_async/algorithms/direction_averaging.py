@@ -10,6 +10,7 @@ from fairseq_async.algorithms.rule import State, fills
 from fairseq_async.algorithms.update import Update
 
 _CANCELLED = 1e-6  # share of Σ w: a few times the rounding error of a sum of unit vectors in fp32
+_MOST = 2.0**53  # a weight; sums of vectors times such weights are still within fp32
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -118,7 +119,8 @@ class DirectionAveraging(MomentumRule):
 
 
 def token_weight(update: Update) -> float:
-    """Returns w = tokens²/steps, or the number of steps where no tokens were counted."""
-    if not update.tokens:
-        return update.weight
-    return update.tokens**2 / update.weight if update.weight > 0 else 0.0
+    """Returns w = tokens²/steps, or the number of steps where no tokens were counted; 2⁵³ at most, and 0 below 2⁻⁵³."""
+    weight = update.weight
+    if update.tokens:
+        weight = update.tokens**2 / weight if weight > 0 else 0.0
+    return min(weight, _MOST) if weight * _MOST >= 1 else 0.0

@@ -94,7 +94,7 @@ def capacity(
     from fairseq_async.reporting.capacity_question import read_question  # start-up time
 
     question = read_question(run_dir, parameters, link, shards, apart, compress, workers, step_seconds, at_most_waiting)
-    from fairseq_async.launch.display import plain_console
+    from fairseq_async.launch.display import plain_console  # start-up time
     from fairseq_async.reporting.capacity_answer import answer
 
     console = plain_console(width=None if sys.stdout.isatty() else 140)

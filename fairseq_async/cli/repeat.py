@@ -33,11 +33,11 @@ def simulate(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the simulation in --out.")] = False,
 ) -> None:
     """Train by several methods on simulated machines: real gradients, a virtual clock, one process."""
-    from fairseq_async.simulation import experiment as experiments
+    from fairseq_async.simulation import experiment as experiments  # start-up time
 
     spell_options(as_key)
     given = experiments.read(experiment)
-    from fairseq_async.launch.display import plain_console
+    from fairseq_async.launch.display import plain_console  # start-up time
     from fairseq_async.simulation.simulate import Interrupted, Simulator, table
 
     directory = out or Path("runs/simulate") / experiment.stem

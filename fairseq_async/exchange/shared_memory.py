@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.threads import copy_in_threads
-from fairseq_async.errors import ExchangeError
+from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange.copying import copy
 
 DIRECTORY = "/dev/shm"
@@ -40,13 +41,14 @@ class SharedMemory:
         self.parameters, self.workers, self.publishes = parameters, workers, publishes
         self._descriptor = descriptor
         self._map = mmap.mmap(descriptor, self.nbytes(parameters, workers, publishes))
-        # the seqlock's counter, the version, and for each worker the last sequence number taken out of its slot
-        self._header = torch.frombuffer(self._map, dtype=torch.int64, count=2 + workers)
+        # the seqlock's counter, the version, for each worker the last sequence number taken out of its slot, and a
+        # random number that names this memory
+        self._header = torch.frombuffer(self._map, dtype=torch.int64, count=3 + workers)
         self._fence = threading.Lock()
 
     @staticmethod
     def nbytes(parameters: int, workers: int, publishes: bool = True) -> int:
-        before_the_last = _pages(8 * (2 + workers)) + _pages(4 * parameters) * (publishes + workers - 1)
+        before_the_last = _header_size(workers) + _pages(4 * parameters) * (publishes + workers - 1)
         return before_the_last + 4 * parameters
 
     @classmethod
@@ -57,7 +59,7 @@ class SharedMemory:
             ExchangeError: there is no room in /dev/shm.
         """
         size = cls.nbytes(parameters, workers, publishes)
-        shared = _pages(8 * (2 + workers)) + _pages(4 * parameters) * publishes
+        shared = _header_size(workers) + _pages(4 * parameters) * publishes
         try:
             descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
             os.ftruncate(descriptor, size)
@@ -66,6 +68,7 @@ class SharedMemory:
             raise ExchangeError(_no_room(shared, error)) from error
         memory = cls(descriptor, parameters, workers, publishes)
         memory._header[2:] = -1  # nothing is taken yet; 0 is the first sequence number
+        memory._header[-1] = secrets.randbits(63)
         return memory
 
     @classmethod
@@ -73,21 +76,36 @@ class SharedMemory:
         """Opens a worker's side; ``path`` is the server's :attr:`path`.
 
         Raises:
+            ConfigurationError: the file is not the server's.
             ExchangeError: the file cannot be opened, or is not of the size that these parameters need.
         """
+        file = path.partition(":")[0]
         try:
-            descriptor = os.open(path, os.O_RDWR)
+            descriptor = os.open(file, os.O_RDWR)
         except OSError as error:
-            raise ExchangeError(f"the server's shared memory {path} cannot be opened: {error.strerror}") from error
+            raise ExchangeError(f"the server's shared memory {file} cannot be opened: {error.strerror}") from error
         if os.fstat(descriptor).st_size != cls.nbytes(parameters, workers, publishes):
             os.close(descriptor)
-            raise ExchangeError(f"the server's shared memory {path} is not of the size that this model needs")
-        return cls(descriptor, parameters, workers, publishes)
+            raise ExchangeError(f"the server's shared memory {file} is not of the size that this model needs")
+        memory = cls(descriptor, parameters, workers, publishes)
+        if memory._name != path.partition(":")[2]:
+            memory.close()
+            raise ConfigurationError(
+                f"{file} is not the memory of this run's server, which is in another container with the same network; "
+                "let it listen on another address than 127.0.0.1 (--host): then parameters go through the network"
+            )
+        return memory
 
     @property
     def path(self) -> str:
-        """Path at which other processes of the same user open the file."""
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        """Path at which other processes of the same user open the file, and behind a colon the name of the memory: in
+        another container, the same path may be another process's file."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}:{self._name}"
+
+    @property
+    def _name(self) -> str:
+        file = os.fstat(self._descriptor)
+        return f"{file.st_dev:x}-{file.st_ino:x}-{int(self._header[-1]):x}"
 
     @property
     def inode(self) -> int:
@@ -119,7 +137,7 @@ class SharedMemory:
         return torch.frombuffer(self._map, dtype=torch.float32, count=count, offset=offset)
 
     def _offset(self, index: int) -> int:
-        return _pages(8 * (2 + self.workers)) + _pages(4 * self.parameters) * index
+        return _header_size(self.workers) + _pages(4 * self.parameters) * index
 
     def publish(self, parameters: Tensor, version: int) -> None:
         self._advance_counter()
@@ -186,6 +204,10 @@ class SharedMemory:
         # past the counter.
         with self._fence:
             pass
+
+
+def _header_size(workers: int) -> int:
+    return _pages(8 * (3 + workers))
 
 
 def _pages(size: int) -> int:

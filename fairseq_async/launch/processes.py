@@ -3,8 +3,10 @@
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -140,7 +142,11 @@ class Processes:
         return f"worker {worker.id} {manner(worker.process.returncode)}: {said}"
 
     def end(self) -> None:
-        """Asks all workers to end, and kills those that do not."""
+        """Asks all workers to end, and kills those that do not after five seconds, whatever is pressed meanwhile."""
+        with _undisturbed():
+            self._end()
+
+    def _end(self) -> None:
         started = [worker for worker in self.workers if hasattr(worker, "process")]
         for worker in started:
             if worker.process.poll() is None:
@@ -179,6 +185,19 @@ def _signal(worker: Worker, number: signal.Signals) -> None:
         os.killpg(worker.process.pid, number)
     except ProcessLookupError:
         pass
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignores the signals of an impatient user: a Ctrl-C in here would leave workers that ignore SIGTERM."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ours = threading.current_thread() is threading.main_thread()  # no other thread can set them, or is interrupted
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers} if ours else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def interrupt_on_signals() -> None:

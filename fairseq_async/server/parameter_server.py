@@ -11,6 +11,7 @@ from fairseq_async.algorithms.rule import ComparingRule, State
 from fairseq_async.algorithms.threads import copy_in_threads
 from fairseq_async.errors import HalfAppliedError, RefusedError
 from fairseq_async.exchange import copy
+from fairseq_async.server.protocol.work import LARGEST
 from fairseq_async.server.receipt import Receipt, Status
 
 OPEN = 1 << 30
@@ -214,8 +215,8 @@ class ParameterServer:
         """Raises a RefusedError for an update that no worker can have sent in the server's present state."""
         if not 0 <= update.base_version <= self.version:
             raise RefusedError(f"base version {update.base_version}: the server is at {self.version}")
-        if not (math.isfinite(update.weight) and update.weight >= 0):
-            raise RefusedError(f"weight {update.weight}: it must be a finite number, not below 0")
+        if not 0 <= update.weight <= LARGEST:  # NaN neither: rules multiply by it, and by its square, in fp32
+            raise RefusedError(f"weight {update.weight}: it must be a number from 0 to {LARGEST}")
         self._check_sequence(update)
 
     def _check_sequence(self, update: Update) -> None:

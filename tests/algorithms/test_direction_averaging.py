@@ -46,6 +46,16 @@ def test_a_round_of_which_nothing_is_left_moves_nothing() -> None:
         assert theta.item() == 0.0
 
 
+@pytest.mark.parametrize("tokens", [0.0, 2.0**53])
+@pytest.mark.parametrize("steps", [1e-300, 2.0**53])
+def test_the_largest_and_smallest_weights_overflow_nothing(steps: float, tokens: float) -> None:
+    rule, theta = DirectionAveraging(1.0, 0.0, 2, [1, 1], embeddings=[0]), torch.zeros(2)
+    for delta in ([1e18, 1.0], [1e18, 3.0]):
+        rule.apply(theta, update(delta, steps, tokens))
+    weighs = tokens > 0 or steps > 1  # fp32 has no 1e-300: such an update counts as one of no steps
+    assert theta.tolist() == pytest.approx([-1e18, -2.0] if weighs else [0.0, 0.0])
+
+
 def test_an_update_of_denormal_numbers_has_a_length_and_no_direction() -> None:
     """1 / 1e-40 is more than fp32 has. The mean length of 2 and next to nothing is 1."""
     rule, theta = DirectionAveraging(1.0, 0.0, 2, [1]), torch.zeros(1)

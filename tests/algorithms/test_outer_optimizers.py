@@ -185,6 +185,12 @@ def test_values_out_of_range_are_refused(make: Callable[[], Any], message: str) 
         make()
 
 
+def test_a_compensation_that_fp32_cannot_hold_leaves_the_update_as_it_is() -> None:
+    g, now, then = torch.tensor([1e25, 1.0]), torch.tensor([1.0, 1.0]), torch.tensor([0.0, 3.0])
+    late = update(g)
+    assert StalenessPolicy(compensation=0.5).adjusted(late, 3, now, then) is late
+
+
 def test_staleness_weighs_and_compensates_by_its_formulas() -> None:
     g, now, then = torch.tensor([2.0, -1.0]), torch.tensor([1.0, 1.0]), torch.tensor([0.0, 3.0])
     late = update(g)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairseq_async.errors import ExchangeError
+from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange import SharedMemory
 
 SIZE = 200_000
@@ -56,8 +56,23 @@ def test_slots_and_parameters_do_not_overlap() -> None:
 
 def test_it_has_no_name_that_could_clash_or_be_left_behind() -> None:
     memory = SharedMemory.create(1000, 2)
-    assert os.readlink(memory.path).startswith("/dev/shm/") and os.stat(memory.path).st_nlink == 0
+    path = memory.path.partition(":")[0]
+    assert os.readlink(path).startswith("/dev/shm/") and os.stat(path).st_nlink == 0
     memory.close()
+
+
+def test_the_memory_of_another_run_at_the_same_path_is_not_taken_for_the_servers() -> None:
+    """Two containers that share 127.0.0.1 have processes of the same number with the same descriptors."""
+    here, there = SharedMemory.create(5, 3), SharedMemory.create(5, 3)
+    (path, _), (_, name) = here.path.split(":"), there.path.split(":")
+    with pytest.raises(ConfigurationError, match="is not the memory of this run's server"):
+        SharedMemory.attach(f"{path}:{name}", 5, 3)
+    inode = here.path.rpartition("-")[0]
+    with pytest.raises(ConfigurationError, match="is not the memory of this run's server"):
+        SharedMemory.attach(f"{inode}-{1:x}", 5, 3)  # a file on another machine's disk may have the same numbers
+    attached = SharedMemory.attach(here.path, 5, 3)
+    attached.slot(2).fill_(4.0)
+    assert here.slot(2).tolist() == [4.0] * 5
 
 
 def test_no_room_is_one_clear_line() -> None:

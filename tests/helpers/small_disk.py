@@ -97,8 +97,12 @@ def trouble(what: str, directory: Path, server: ServerProcess) -> None:
     if what in ("full", "full in shards"):
         fill(directory)
     elif what == "read-only":
-        mount("--bind", str(directory), str(directory))  # files that are open stay open
-        mount("-o", "remount,bind,ro", str(directory))
+        # Made read-only before anybody can open a file through it, which would keep it writable; open files stay open.
+        aside = directory.parent / "read-only"
+        aside.mkdir()
+        mount("--bind", str(directory), str(aside))
+        mount("-o", "remount,bind,ro", str(aside))
+        mount("--move", str(aside), str(directory))
     elif what == "no shared memory":
         fill(SHARED)
     else:
@@ -110,7 +114,7 @@ def trouble(what: str, directory: Path, server: ServerProcess) -> None:
 
 def relieve(what: str, directory: Path) -> None:
     if what == "read-only":
-        subprocess.run(["umount", str(directory)], check=True)
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)  # a file may be open
     for path in (directory / "filler", SHARED / "filler"):
         path.unlink(missing_ok=True)
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch import processes as processes_module
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.processes import interrupt_on_signals
 from tests.helpers.checkpoints import load
@@ -116,6 +118,29 @@ def test_a_signal_ends_everything_as_ctrl_c_does(
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 130 and "Traceback" not in output and "go on with: fairseq-async launch" in output
     nothing_is_left(tmp_path, shared_memory)
+
+
+def test_workers_that_ignore_sigterm_are_killed_however_often_ctrl_c_is_pressed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stubborn:
+        run_dir, on_cpu, synchronous = tmp_path, True, False
+
+        def line(self, address: str | None) -> list[str]:
+            return ["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 1; done"]
+
+    monkeypatch.setattr(processes_module, "_ENDING", 1.0)
+    several = processes_module.Processes(Stubborn(), 2)
+    for worker in several.workers:
+        several.start(worker, None, {})
+    wait_until(lambda: all(worker.log.read_bytes() for worker in several.workers), 30)
+    pressed = [threading.Timer(0.2 * n, os.kill, (os.getpid(), signal.SIGINT)) for n in (1, 2, 3)]
+    for timer in pressed:
+        timer.start()
+    several.end()
+    for timer in pressed:
+        timer.join()
+    assert [worker.process.returncode for worker in several.workers] == [-signal.SIGKILL] * 2
 
 
 def test_with_nohup_a_closed_terminal_ends_nothing() -> None:

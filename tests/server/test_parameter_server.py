@@ -1,6 +1,7 @@
 """The state machine, driven by hand."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -54,6 +55,14 @@ def test_nan_and_inf_are_refused_and_counted_and_change_nothing(bad: float) -> N
     assert it.version == 0 and it.parameters.tolist() == [0, 0]
     it.push(update(1, 1, 3.0))
     assert it.version == 1 and it.parameters.tolist() == [-2, -2]
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0, 2.0**54, 1e39])
+def test_a_weight_that_fp32_cannot_multiply_with_is_refused(weight: float) -> None:
+    it = server()
+    with pytest.raises(RefusedError, match=f"weight {re.escape(str(weight))}: it must be a number from 0 to {2**53}"):
+        it.push(update(0, 0, 1.0, weight=weight))
+    assert it.version == 0 and it.push(update(0, 0, 1.0, weight=2.0**53)).status is Status.APPLIED
 
 
 def test_a_finished_run_takes_no_more_steps() -> None:

@@ -10,9 +10,9 @@ from fairseq_async.server.positions import bounded
 from fairseq_async.server.protocol.message import message
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_LARGEST = 1 << 53  # a log's numbers are summed as floats, which are exact up to there
-Count = Annotated[int, Field(ge=0, le=_LARGEST)]
-Tokens = Annotated[float, Field(ge=0, le=_LARGEST, allow_inf_nan=False)]  # a rule squares them
+LARGEST = 1 << 53  # a log's numbers are summed as floats, which are exact up to there
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Tokens = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]  # a rule squares them
 
 
 @message
