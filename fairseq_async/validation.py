@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from fairseq_async.addresses import IPV4_ONLY, is_ipv6
 from fairseq_async.errors import ConfigurationError
 
 
@@ -15,6 +16,8 @@ def split_address(address: str) -> tuple[str, int]:
         ValueError: the address has another form.
     """
     host, _, port = address.rpartition(":")
+    if is_ipv6(host):
+        raise ValueError(IPV4_ONLY)
     if not _is_host(host) or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ValueError("an address is written HOST:PORT, as in 10.0.0.1:29400")
     return host, int(port)

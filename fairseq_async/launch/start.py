@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from fairseq_async.addresses import LOOPBACK, is_loopback
+from fairseq_async.addresses import IPV4_ONLY, LOOPBACK, is_ipv6, is_loopback
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.script import ScriptCommand
@@ -35,8 +35,10 @@ class Launch:
         """Checks the flags against each other.
 
         Raises:
-            ConfigurationError: flags do not fit together, or a slowdown is below 1.
+            ConfigurationError: flags do not fit together, the host is no IPv4 host, or a slowdown is below 1.
         """
+        if is_ipv6(self.host):
+            raise ConfigurationError(f"--host {self.host}: {IPV4_ONLY}")
         if self.host != LOOPBACK and not self.token_file and not is_loopback(self.host):
             raise ConfigurationError(
                 f"--host {self.host}: other machines can reach this address; give a secret with --token-file FILE, "

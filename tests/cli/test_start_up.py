@@ -42,6 +42,8 @@ JOB = ["--", "fairseq-train", "data", "--optimizer"]
             2,
             "--slowdown fast: numbers with commas",
         ),
+        (["launch", "--workers", "2", "--host", "::", *JOB, "local_sgd"], 2, "--host ::: IPv6 addresses are not"),
+        (["join", "[::1]:29400", "--token-file", __file__, *JOB, "local_sgd"], 2, "[::1]:29400: IPv6 addresses are"),
         (["join", "a", "--token-file", __file__, *JOB, "local_sgd"], 2, "a: an address is written HOST:PORT"),
         (
             ["join", "a:1", "--token-file", "none", *JOB, "local_sgd"],
