@@ -92,7 +92,7 @@ class SharedMemory:
             memory.close()
             raise ConfigurationError(
                 f"{file} is not the memory of this run's server, which is in another container with the same network; "
-                "let it listen on another address than 127.0.0.1 (--host): then parameters go through the network"
+                "let it listen on another address than 127.0.0.1: then parameters go through the network"
             )
         return memory
 
