@@ -22,6 +22,7 @@ from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObje
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.session import WorkerSession
 from fairseq_async.server.protocol import Welcome
+from fairseq_async.torch.parameters import check_memory
 from fairseq_async.worker.async_worker import AsyncWorker
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,13 @@ class AsynchronousTrainer(Trainer, ABC):
     # Checkpoints
 
     def trainable_parameters(self) -> list[tuple[str, Parameter]]:
-        """Returns the parameters that this worker exchanges, with their names."""
+        """Returns the parameters that this worker exchanges, with their names.
+
+        Raises:
+            ConfigurationError: a parameter has no elements of its own that can be exchanged.
+        """
+        for module in (self.model, self.criterion):
+            check_memory(module)
         return trainable_parameters(self.model, self.criterion)
 
     def load_fairseq_checkpoint(

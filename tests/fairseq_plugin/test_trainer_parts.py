@@ -243,3 +243,13 @@ def test_the_server_of_worker_0_outlasts_it() -> None:
     session._server = SimpleNamespace(outlast_workers=lambda: done.append("waited"))
     session.end()
     assert done == ["left True", "waited"]
+
+
+def test_a_parameter_that_cannot_be_exchanged_is_one_line() -> None:
+    trainer: Any = object.__new__(HybridTrainer)
+    trainer._model = trainer._wrapped_model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    trainer._criterion = trainer._wrapped_criterion = torch.nn.Module()
+    assert len(trainer.trainable_parameters()) == 4
+    trainer._model[1].weight.data = trainer._model[0].weight.data
+    with pytest.raises(ConfigurationError, match="1.weight shares its memory with 0.weight"):
+        trainer.trainable_parameters()
