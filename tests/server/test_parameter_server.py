@@ -65,6 +65,15 @@ def test_a_weight_that_fp32_cannot_multiply_with_is_refused(weight: float) -> No
     assert it.version == 0 and it.push(update(0, 0, 1.0, weight=2.0**53)).status is Status.APPLIED
 
 
+def test_starts_are_ahead_along_the_last_step_also_while_gradients_wait_for_the_next() -> None:
+    parameters, ahead = torch.zeros(2), torch.empty(2)
+    it = ParameterServer(parameters, HybridAccumulation(torch.optim.SGD([parameters], lr=1.0), 2), keeps_last_step=True)
+    for number in range(3):  # the third waits for a fourth
+        it.push(update(0, number, 1.0))
+    it.write_ahead(ahead, 1.0)
+    assert it.parameters.tolist() == [-1, -1] and ahead.tolist() == [-2, -2]
+
+
 def test_a_finished_run_takes_no_more_steps() -> None:
     it = server(last_version=1)
     assert it.push(update(0, 0, 1.0)).status is Status.APPLIED
