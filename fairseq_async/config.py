@@ -371,6 +371,7 @@ class ServerOptions(Options):
         json_schema_extra=_OFF | {"metavar": "HOST:PORT,…"},
     )
     record: bool = Field(False, description="keep in the run's directory what a replay needs")
+    no_standby: bool = Field(False, description="start no second process that becomes the server when that dies")
 
     @field_validator("shard_hosts")
     @classmethod

@@ -134,12 +134,15 @@ def serve(
         Path | None, typer.Option(metavar="DIR", help="Encrypt every connection, with the certificates in DIR.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last snapshot in --run-dir.")] = False,
+    no_standby: Annotated[
+        bool, typer.Option("--no-standby", help="Start no second process that waits to become the server.")
+    ] = False,
 ) -> None:
     """Be the global server of several regions, whose own servers are its workers (HALoS): each has --upstream."""
     find(token_file, lambda why: f"--token-file {token_file}: cannot be read: {why}")
     from fairseq_async.launch.serve import serve as begin  # start-up time
 
-    begin(address, regions, run_dir, token_file, tls, resume)
+    begin(address, regions, run_dir, token_file, tls, resume, not no_standby)
 
 
 @app.command()

@@ -15,13 +15,16 @@ from fairseq_async.validation import split_address
 _SERVER, _RESTARTS = "fairseq_async.server.global_main", 3
 
 
-def serve(address: str, regions: int, run_dir: Path, token_file: Path, tls: Path | None, resume: bool) -> None:
+def serve(
+    address: str, regions: int, run_dir: Path, token_file: Path, tls: Path | None, resume: bool, standby: bool = True
+) -> None:
     """Runs the server until the run is finished, or all regions have left.
 
     Args:
         address: HOST:PORT at which the regions reach the server.
         regions: number of regions.
         resume: whether to go on from the last snapshot in the directory.
+        standby: whether a second process waits to become the server.
 
     Raises:
         ConfigurationError: the address, the directory, the token or the certificates cannot be used.
@@ -49,6 +52,7 @@ def serve(address: str, regions: int, run_dir: Path, token_file: Path, tls: Path
         resumes=resume,
         tls=tls,
         given=f"HOST:PORT {address}",
+        standby=standby,
     )
     say(f"global server of regions 0 to {regions - 1}, which join with --upstream {server.address},region=N")
     try:

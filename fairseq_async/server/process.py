@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 from fairseq_async.addresses import LOOPBACK, is_loopback
 from fairseq_async.environment import TOKEN
@@ -20,13 +21,16 @@ from fairseq_async.exchange.linux import environment
 from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.notices import ENDED, RUN_FINISHED, RUN_OVER
 from fairseq_async.server.run_files.created_files import CreatedFiles
+from fairseq_async.server.run_files.snapshots import snapshots_in
 from fairseq_async.server.run_files.state_files import ending_path
+from fairseq_async.server.successor import Started, Successor
 
 _BACKLOG = 128  # connections that may wait until the server has imported its modules
 _ENDING_SECONDS = 120.0  # that the next run waits for the last snapshot of the one before
 _BUSY_SECONDS = 10.0  # that it waits for a server that may not have noticed yet that its launcher is gone
 _QUIET_SECONDS = 2.0  # that a worker that has left waits for the others before it prints that it waits
 _FAILURES = 5  # in a row, after which it is not started again: each costs a restart, and a pause
+_STANDBY_SECONDS = 1.0  # between two looks whether the run has begun, so that the standby may be started
 _LEAVING_SECONDS = 20.0  # that a server may take to end on a busy machine
 _PRINTING_SECONDS = 1.0  # that its last lines may take: a process that it has left may have its pipe open
 
@@ -77,7 +81,8 @@ class ServerProcess:
     """A server process that this process starts, and starts again from its last snapshot if it dies.
 
     The server does not outlive this process. The socket listens before the server has imported anything, and while a
-    server that has died is started again: a worker that connects meanwhile waits.
+    server that has died is started again: a worker that connects meanwhile waits. Beside the server waits a standby, a
+    second process that has imported everything. It becomes the server when that dies, and another standby is started.
 
     Args:
         module: the module whose ``__main__`` calls :func:`~fairseq_async.server.program.serve` with its own ``build``.
@@ -99,6 +104,7 @@ class ServerProcess:
             saved the model gets the last parameters.
         run_dir_option: name of the option that sets the run's directory, for errors; by default as this process spells
             options.
+        standby: keep a standby, where the server may be started again.
 
     Attributes:
         finished: set when the run is finished, and its last state is on disk if there is room.
@@ -126,6 +132,7 @@ class ServerProcess:
         given: str = "",
         run_dir_option: str = "",
         stays: bool = False,
+        standby: bool = True,
     ) -> None:
         if tls is not None:
             server_context(tls)
@@ -138,7 +145,8 @@ class ServerProcess:
         self._command += ["--ends-with-workers"] * ends_with_workers + ["--stays"] * stays
         self._command += ["--resume"] * resumes + ([] if tls is None else ["--tls", str(tls.resolve())])
         self._environment = os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers)}
-        self._workers = workers
+        self._workers, self._run_dir = workers, run_dir
+        self._has_standby, self._standby = standby, cast("Successor | None", None)
         self._code: int | None = None
         self.finished, self.over = threading.Event(), threading.Event()
         self._stopping = threading.Event()
@@ -184,6 +192,7 @@ class ServerProcess:
         with self._starting:
             self._stopping.set()
             self._cut_lifeline(why)
+            self._end_standby()
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -207,6 +216,7 @@ class ServerProcess:
         with self._starting:
             self._stopping.set()
             self.process.kill()
+            self._end_standby()
         self.process.wait()
         with suppress(OSError):  # a directory that has become read-only keeps it, and it opens nothing any more
             self.token_file.unlink(missing_ok=True)
@@ -219,20 +229,22 @@ class ServerProcess:
 
     def _start_first(self, recovers: bool) -> None:
         if not recovers:
-            return self._start()
+            self.process, self._printing = self._spawn()
+            return
         while not self._recover():
             if self.restarts == 0:
                 raise ConfigurationError(f"the server {manner(self.process.wait())} as it was started; see {self.log}")
             self.restarts -= 1
 
-    def _start(self, *arguments: str, report: Sequence[int] = ()) -> None:
+    def _spawn(self, *arguments: str, report: Sequence[int] = ()) -> "Started":
+        """Starts a process of the server's program, and the thread that prints its notices."""
         reader, writer = os.pipe()
         try:
             with self.log.open("a") as output, self._starting:
                 if self._stopping.is_set():
                     raise ConfigurationError("the server was stopped")
                 listening = self._listener.fileno()
-                self.process = subprocess.Popen(
+                process = subprocess.Popen(
                     [*self._command, "--listener", str(listening), "--notices", str(writer), *arguments],
                     stdin=subprocess.PIPE,
                     stdout=output,
@@ -246,33 +258,63 @@ class ServerProcess:
             raise
         finally:
             os.close(writer)
-        self._printing = threading.Thread(target=self._pass_on, args=(reader,), daemon=True)
-        self._printing.start()
+        printing = threading.Thread(target=self._pass_on, args=(reader,), daemon=True)
+        printing.start()
+        return process, printing
+
+    def _successor(self, *arguments: str) -> "Successor":
+        """Starts a process that goes on from the newest snapshot."""
+        reader, writer = os.pipe()
+        try:
+            return Successor(*self._spawn("--recover", str(writer), *arguments, report=[writer]), reader)
+        except BaseException:
+            os.close(reader)
+            raise
+        finally:
+            os.close(writer)
 
     def _recover(self) -> str:
-        """Starts a server that goes on from the newest snapshot; returns the snapshot's name, or nothing where that
-        server has died before it could go on.
+        """Lets the standby, or a new process, go on from the newest snapshot; returns the snapshot's name, or nothing
+        where that server has died before it could go on.
 
         Raises:
             ConfigurationError: it cannot go on.
         """
-        reader, writer = os.pipe()
-        with open(reader) as report:
-            try:
-                self._start("--recover", str(writer), report=[writer])
-            finally:
-                os.close(writer)
-            said = report.read()
+        with self._starting:
+            standby, self._standby = self._standby, None
+            successor = standby if standby is not None and standby.begin() else self._successor()
+            if standby is not None and standby is not successor:
+                standby.end()
+            self.process, self._printing = successor.process, successor.printing
+        said = successor.report()
         if said.startswith("error: "):
             self.process.kill()
             self.process.wait()
             raise ConfigurationError(said.removeprefix("error: "))
         return said
 
+    def _wait(self) -> int:
+        """Waits for the server's end, and returns its exit code. Starts its standby once the run has begun: before, it
+        would only take time from the workers' start."""
+        while self._has_standby and self.restarts > 0 and self._standby is None and not self._stopping.is_set():
+            with suppress(subprocess.TimeoutExpired):
+                return self.process.wait(_STANDBY_SECONDS)
+            if snapshots_in(self._run_dir):
+                with suppress(OSError, ConfigurationError), self._starting:  # no memory; or it is being stopped
+                    self._standby = self._successor("--standby")
+                break
+        return self.process.wait()
+
+    def _end_standby(self) -> None:
+        with self._starting:
+            standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.end()
+
     def _supervise(self) -> None:
         """Runs in a thread: starts the server again when it dies, at the same address, for workers that wait for it."""
         failures = 0  # in a row
-        while (code := self.process.wait()) != 0 and not self._stopping.is_set() and self.restarts > 0:
+        while (code := self._wait()) != 0 and not self._stopping.is_set() and self.restarts > 0:
             self.restarts -= 1
             try:
                 snapshot, failures = self._recover(), 0
@@ -287,6 +329,7 @@ class ServerProcess:
                 continue
             after = f"was started again from {snapshot}" if snapshot else "the one that was to go on has died at once"
             say(f"the server {manner(code)}, and {after}")
+        self._end_standby()
         self._code = code
         self._listener.close()
         self.over.set()  # nobody is to wait for more

@@ -1,6 +1,7 @@
 """The program of a server: from its command line to the end of its run, and the files that it leaves then."""
 
 import argparse
+import io
 import os
 import select
 import signal
@@ -9,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import torch
 
 from fairseq_async.environment import TOKEN
 from fairseq_async.errors import ExchangeError, HalfAppliedError, RefusedError, disk_error, is_scarcity
@@ -21,6 +24,7 @@ from fairseq_async.server.run_files.kept_state import FINAL
 from fairseq_async.server.run_files.state_files import ending_path, meeting_path
 from fairseq_async.server.service import Service
 from fairseq_async.server.shards.remote import Reach
+from fairseq_async.server.successor import BEGIN
 
 MakeService = Callable[[argparse.Namespace, Build, Tell], Service]
 
@@ -40,6 +44,8 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
     # A scheduler or DeepSpeed's launcher stops a job by a signal to every process. This server still writes its last
     # snapshot: it ends when the process that started it is gone.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if options.standby and not _is_to_begin():
+        return
     tell = tell_log if options.notices is None else Notices(options.notices)
     service = make(options, build, tell)
     service.resumes = options.resume
@@ -63,6 +69,15 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
         _keep(service, asked=bool(why))
 
 
+def _is_to_begin() -> bool:
+    """Prepares all that a server does once, as a standby, and then waits; returns whether it is to become the server.
+    Otherwise the process that has started it ends it, or is gone."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # the first one imports much of torch
+    torch.save(optimizer.state_dict(), file := io.BytesIO())
+    torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    return os.read(sys.stdin.fileno(), 1) == BEGIN
+
+
 def _is_abandoned() -> bool:
     """Whether the process that started the server is gone, which the event loop finds too."""
     return bool(select.select([sys.stdin], [], [], 0)[0])
@@ -80,6 +95,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--recover", type=int, help="go on from the last snapshot; descriptor for its name or an error")
+    parser.add_argument("--standby", action="store_true", help="wait for a byte on stdin before anything is done")
     parser.add_argument("--ends-with-workers", action="store_true", help="end when all workers have left")
     parser.add_argument("--stays", action="store_true", help="stay at the end for a worker 0 that has not saved")
     parser.add_argument("--resume", action="store_true", help="go on from a snapshot of a run that was interrupted")

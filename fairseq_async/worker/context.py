@@ -200,7 +200,7 @@ class WorkerContext:
         rendezvous, tls = Rendezvous(Path(os.environ[RENDEZVOUS])), _certificates(options)
         if self.worker == 0:
             own = str(run_dir.resolve()), str(tls) if tls else None, option("run_dir")
-            rendezvous.request(ServerRequest(module, *own))
+            rendezvous.request(ServerRequest(module, *own, standby=not options.no_standby))
         return rendezvous.wait()
 
     def _find_server_of_job(
@@ -260,6 +260,7 @@ class WorkerContext:
             resumes=resumes,
             tls=tls,
             stays=True,
+            standby=not options.no_standby,
         )
         own(process)
         say(invitation(process.address, process.token_file.resolve(), own_command(), tls))

@@ -16,20 +16,26 @@ def count(run_dir: Path, worker: int) -> int:
 def find(run_dir: Path, pattern: str) -> list[int]:
     """Processes of this run whose command line or environment has the pattern.
 
-    Without those that one of them has forked: a server forks to write a snapshot, a worker to load its data.
+    Without those that one of them has forked: a server forks to write a snapshot, a worker to load its data. With a
+    pattern, without the standby of a server, which is the younger of two.
     """
-    parents = {}
+    parents, servers = {}, dict[int, int]()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words, variables = command_line(int(folder.name))
-            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            state = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
         line = " ".join(words)
         environment = "\0".join(f"{name}={value}" for name, value in variables.items())
         if str(run_dir) in line and re.search(pattern, f"{line}\0{environment}"):
-            parents[int(folder.name)] = int(parent)
-    return [process for process, parent in parents.items() if parent not in parents]
+            parents[int(folder.name)] = int(state[1])
+            if "--notices" in words:
+                servers[int(folder.name)] = int(state[19])
+    found = [process for process, parent in parents.items() if parent not in parents]
+    seen = [process for process in servers if process in found]
+    standbys = set(sorted(seen, key=servers.__getitem__)[1:]) if pattern else set()
+    return [process for process in found if process not in standbys]
 
 
 def server_of(run_dir: Path) -> int:

@@ -19,6 +19,7 @@ from fairseq_async.exchange.authentication import challenge, proof, read_token, 
 from fairseq_async.server import Status
 from fairseq_async.server.network import connection_loop
 from fairseq_async.server.network.peers import Peer
+from fairseq_async.server.process import ServerProcess
 from fairseq_async.server.protocol import (
     Greeting,
     Introduce,
@@ -155,6 +156,53 @@ def test_a_server_is_started_again_and_its_end_is_seen_where_there_is_no_room_fo
     assert pull_after_loss(first) == (0, 1.0)
     kill(server)
     wait_until(lambda: server.poll() == -signal.SIGKILL)
+
+
+def standby_of(server: ServerProcess) -> int:
+    """Its process, once there is one."""
+    wait_until(lambda: server._standby is not None, 30)
+    assert server._standby is not None
+    return server._standby.process.pid
+
+
+def test_the_standby_becomes_the_server_and_another_one_waits(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server(restarts=2)
+    first = join_patiently(server, 0, snapshot_updates=1, snapshot_seconds=1e6)
+    standby = standby_of(server)
+    push(first, 0, 0.5)
+    wait_until(lambda: snapshot_versions(tmp_path)[-1:] == [1])
+    kill(server)
+    assert push(first, 1, 0.25, base=1).status is Status.APPLIED and server.process.pid == standby
+    assert pull(first) == (2, 0.25)
+    last = standby_of(server)
+    os.kill(last, signal.SIGKILL)  # no standby is better than no server
+    kill(server)
+    assert push(first, 2, 0.125, base=2).status is Status.APPLIED
+    assert server.process.pid not in (standby, last)
+    time.sleep(1.5)
+    assert server._standby is None, "the server will not be started again"
+
+
+@pytest.mark.parametrize("how", ["end", "stop", "finished", "starter is gone"])
+def test_a_standby_ends_with_its_server(start_server: StartServer, how: str) -> None:
+    server = start_server(workers=1, restarts=1)
+    first = join_patiently(server, 0)
+    standby = standby_of(server)
+    if how == "finished":
+        first.leave(finished=True)
+    elif how == "starter is gone":
+        assert server._standby is not None and server._standby.process.stdin is not None
+        server._standby.process.stdin.close()
+    else:
+        (server.end if how == "end" else server.stop)()
+    wait_until(lambda: not Path(f"/proc/{standby}/cmdline").exists() or is_a_zombie(standby), 30)
+
+
+def is_a_zombie(process: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
 
 
 def test_a_server_that_is_killed_while_it_is_started_again_costs_one_restart_more(
