@@ -54,6 +54,19 @@ def test_slots_and_parameters_do_not_overlap() -> None:
     assert other.read(seen.copy_) == 4 and seen.tolist() == [9.0] * 5
 
 
+def test_the_version_is_written_before_readers_may_take_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, seen = SharedMemory.create(5, 3), list[tuple[int, int]]()
+    advance = SharedMemory._advance_counter
+
+    def noted(of: SharedMemory) -> None:
+        seen.append((int(of._header[0]), int(of._header[1])))
+        advance(of)
+
+    monkeypatch.setattr(SharedMemory, "_advance_counter", noted)
+    memory.publish(torch.ones(5), 7)
+    assert seen == [(0, 0), (1, 7)], "an even counter says that version and parameters belong together"
+
+
 def test_it_has_no_name_that_could_clash_or_be_left_behind() -> None:
     memory = SharedMemory.create(1000, 2)
     path = memory.path.partition(":")[0]

@@ -67,3 +67,30 @@ def test_a_restart_goes_on_in_the_middle_of_a_step() -> None:
     again.load_state_dict(rule.state_dict())
     step(again, parameters, 1)
     assert again.steps == 1.0 and schedule.followed == [0, 0, 1]
+
+
+class Rate(Recorded):
+    """Sets ``first`` / (1 + steps)."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, first: float) -> None:
+        super().__init__()
+        self.optimizer, self.first = optimizer, first
+
+    def follow(self, steps: int) -> None:
+        self.optimizer.param_groups[0]["lr"] = self.first / (1 + steps)
+
+
+def test_the_first_step_after_a_reset_of_the_schedule_has_the_new_schedules_rate() -> None:
+    """The saved optimizer has the old rate, 8 / (1 + 1) = 4; the new schedule has 2 / (1 + 1) = 1."""
+    rules = []
+    for first in (8.0, 2.0):
+        parameters = torch.zeros(1)
+        optimizer = torch.optim.SGD([parameters], lr=1.0)
+        rule = ScheduledRule(HybridAccumulation(optimizer, 1), Rate(optimizer, first))
+        rules.append((rule, optimizer, parameters))
+    (before, _, moved), (after, optimizer, parameters) = rules
+    step(before, moved, 1)
+    after.load_state_dict(before.state_dict() | {"schedule": None})
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    step(after, parameters, 1)
+    assert parameters.tolist() == [-1.0]

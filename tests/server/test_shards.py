@@ -32,7 +32,7 @@ from fairseq_async.server.shards import build as building
 from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy
 from fairseq_async.server.shards.messages import Norm, NormOfAll, encode, parse
 from fairseq_async.server.shards.process import ShardProcess
-from fairseq_async.server.shards.rule import ShardedRule
+from fairseq_async.server.shards.rule import ShardedRule, _as_the_first
 from tests.helpers.in_process import Connection, end, new_service
 from tests.helpers.sharded import ADAM, LAYOUT, MISSING, OUTER, SIZES, options_of
 
@@ -176,6 +176,16 @@ def test_a_server_goes_on_from_the_state_of_another_in_as_many_shards(method: st
             second.push(3, 3)
             assert torch.equal(second.parameters, first.parameters)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["state.pt"]
+
+
+def test_every_shard_has_the_options_of_the_first_which_a_user_may_have_changed() -> None:
+    groups = [{"params": [0], "lr": 0.5, "betas": (0.8, 0.9)}, {"params": [1, 2], "lr": 0.25, "betas": (0.7, 0.9)}]
+    first = {"schedule": {"warmup": 3}, "optimizer": {"state": {0: "its own"}, "param_groups": groups}, "steps": 2.0}
+    saved = [{"params": [0, 1], "lr": 1.0, "betas": (0.1, 0.2)}, {"params": [2], "lr": 2.0, "betas": (0.1, 0.2)}]
+    state = {"schedule": {"warmup": 9}, "optimizer": {"state": {0: "kept"}, "param_groups": saved}, "weight": 4.0}
+    found = _as_the_first(state, first)
+    assert found["schedule"] == {"warmup": 3} and found["weight"] == 4.0 and found["optimizer"]["state"] == {0: "kept"}
+    assert found["optimizer"]["param_groups"] == [groups[0] | {"params": [0, 1]}, groups[1] | {"params": [2]}]
 
 
 def test_a_shard_that_was_killed_ends_the_server(tmp_path: Path) -> None:

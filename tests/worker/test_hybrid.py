@@ -1,14 +1,17 @@
 """A worker's gradients on their way into its slot."""
 
+import math
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from fairseq_async.errors import RefusedError
+from fairseq_async.server import Status
 from fairseq_async.server.protocol import Push, Report
+from scripts.faults.thread_server import ThreadServer
 from tests.helpers.hybrid_job import HybridJob
 from tests.helpers.run_files import snapshot_versions
 from tests.helpers.server_client import StartServer, StartThreadServer, join_patiently, kill
@@ -28,6 +31,15 @@ def test_scaled_gradients_are_in_the_slot_and_arrive(start_thread_server: StartT
     job.backward(gradient.clone(), torch.ones(2))  # as where nothing scales
     job.worker.step(1, None)
     assert job.parameters() == [-0.25, -1.75, -2.5, -4.0, 0.0, 0.0]
+
+
+def test_the_norm_of_what_came_behind_the_message_is_measured_whatever_its_sender_says(tmp_path: Path) -> None:
+    with ExitStack() as ends:
+        server = ThreadServer(1, tmp_path, "127.0.0.2")
+        ends.callback(server.stop)
+        client = join_patiently(server, 0)
+        answer = client.push(lambda slot: slot.fill_(math.nan), Push(0, 0, 1.0, norm=1.0))
+        assert answer.status is Status.REFUSED
 
 
 def test_an_update_that_lacks_other_tensors_than_the_models_is_refused(start_thread_server: StartThreadServer) -> None:
