@@ -133,13 +133,20 @@ def parse(
     name = values.get(key, default_rule(method))
     if not isinstance(name, str) or name not in known:
         raise ConfigurationError(f"{where}: {spell(key)}: Input should be {_one_of(list(known))} (it is {name!r})")
-    of_others = {field for model in known.values() for field in model.model_fields} - set(known[name].model_fields)
+    fields = {field: info for model in known.values() for field, info in model.model_fields.items()}
+    of_others = set(fields) - set(known[name].model_fields)
     given = {option: value for option, value in values.items() if option not in of_others}
     options = checked(cast("type[_Options]", known[name]), given | {key: name}, where, spell, also_known)
     for option in values:
-        if option in of_others and values[option]:
+        if option in of_others and not _is_off(values[option], fields[option].default):
             raise ConfigurationError(f"{where}: {spell(option)} is of no use with {spell(key)} {name}: leave it out")
     return options
+
+
+def _is_off(value: object, default: object) -> bool:
+    """Whether a value switches its option off. 0 does not where None does, as a grace period of 0, or where 0 is out of
+    range, as a number of fragments."""
+    return value is None or (not value and (value == default or isinstance(default, bool | float)))
 
 
 _Rule = TypeVar("_Rule")

@@ -90,6 +90,7 @@ class AdaScaleTrainer(SynchronousTrainer):
 
     def __init__(self, cfg: FairseqConfig, *args: FairseqObject, **kwargs: FairseqObject) -> None:
         self._options, self._gradients, self._warned = _options_of(cfg), _gradients(cfg), False
+        self._passes: set[int] = set()  # the backward passes of a step from a loss of the criterion
         super().__init__(cfg, *args, **kwargs)
 
     def _build_optimizer(self) -> None:
@@ -122,7 +123,7 @@ class AdaScaleTrainer(SynchronousTrainer):
     def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
         """Takes one step as fairseq does, after dropping the norms that a step that was not taken has left."""
         self.wrapped.adascale.discard_norms()
-        self._batches = len(real_batches(samples))
+        self._batches, self._passes = len(real_batches(samples)), set()
         self._num_updates = int(self._num_updates)  # tasks and models may take remainders of it
         return super().train_step(samples, raise_oom)
 
@@ -130,6 +131,8 @@ class AdaScaleTrainer(SynchronousTrainer):
         super()._after_forward(criterion, inputs, output)
         if torch.is_grad_enabled():
             self.wrapped.adascale.begin_pass(0.0 if self._is_dummy else float(output[1]))
+            if output[0].requires_grad:
+                output[0].register_hook(lambda _: self._passes.add(torch._C._current_graph_task_id()))
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         """Measures the gain, then clips the gradients: at this point they are reduced, and not clipped yet."""
@@ -140,11 +143,12 @@ class AdaScaleTrainer(SynchronousTrainer):
 
     def _check_passes(self) -> None:
         adascale, batches = self.wrapped.adascale, self._batches
+        passes = max(adascale.passes, len(self._passes))  # two losses may have no parameter in common
         if not adascale.due:
             return
-        if adascale.passes > batches:
+        if passes > batches:
             raise ConfigurationError(
-                f"adascale saw {adascale.passes} backward passes for {batches} batches: --task {self.cfg.task._name} "
+                f"adascale saw {passes} backward passes for {batches} batches: --task {self.cfg.task._name} "
                 "calls backward for parts of a batch, and the differences between these would count as noise; give "
                 "another --task or another --optimizer"
             )

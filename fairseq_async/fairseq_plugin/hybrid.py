@@ -17,10 +17,10 @@ from fairseq.utils import set_torch_seed
 from torch import Tensor
 from torch.nn import Parameter
 
-from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
 from fairseq_async.fairseq_plugin.compat.batches import real_batches
+from fairseq_async.fairseq_plugin.compat.checkpoints import of_another_optimizer
 from fairseq_async.fairseq_plugin.compat.precision import finite_norm, loss_scaler, overflows
 from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates, RemoteSchedule
@@ -151,7 +151,7 @@ class HybridAsync(FairseqOptimizer):
             ConfigurationError: ``state_dict`` is not of a ``hybrid_async`` run.
         """
         if "server" not in state_dict:
-            raise ConfigurationError("the checkpoint is of another optimizer; use --reset-optimizer")
+            raise of_another_optimizer("hybrid_async")
         if self.scaler is not None and "loss_scale" in state_dict:
             self.scaler.loss_scale = state_dict["loss_scale"]
         self.restored = state_dict

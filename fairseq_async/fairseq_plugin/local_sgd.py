@@ -96,7 +96,6 @@ class LocalSGDTrainer(AsynchronousTrainer):
             self._left_out = left_out_steps(self.session.context.worker, options.max_refused)
         self._in_step = self._overflow = False
         self._own_parameters: Tensor | None = None  # while the model has the server's
-        self._last_step: tuple[float, float] | None = None  # its loss, in nats per token, and its tokens
 
     def load_checkpoint(
         self, filename: str, reset_optimizer: bool = False, *args: object, **kwargs: object
@@ -204,12 +203,11 @@ class LocalSGDTrainer(AsynchronousTrainer):
         return finite_norm(norm)
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Sets ``num_updates`` to the run's progress. fairseq calls this after a step, so it also ends a local step."""
+        """Sets ``num_updates`` to the run's progress."""
         if self._worker is None or not self._worker.joined:
             return super().set_num_updates(num_updates)
         if self._in_step:
-            self._in_step = False
-            self._end_step()
+            return None  # the step ends when its tokens are known, in _reduce_and_log_stats
         previous = int(self._num_updates)
         applied = self._applied_updates(max(previous, int(self.worker.run_progress)), previous)
         super().set_num_updates(int(applied))
@@ -227,14 +225,15 @@ class LocalSGDTrainer(AsynchronousTrainer):
         finally:
             self._num_updates = counted
 
-    def _end_step(self) -> None:
+    def _end_step(self, loss: float, tokens: float) -> None:
+        """Counts a local step, of which the loss is in nats per token, and sets the progress after it."""
+        self._in_step = False
         self.worker.epochs += self.fraction_of_epoch(self._batches)
-        loss, tokens = self._last_step or (None, 0.0)  # of the previous step: fairseq sums this one's later
-        self._last_step = None
         self.worker.tokens += tokens
         position = self._iterator.state_dict()
         if self.worker.step(time.perf_counter() - self._started, loss, position):
             self._server_state = None
+        self.set_num_updates(int(self._num_updates))
 
     def _applied_updates(self, progress: int, previous: int) -> AppliedUpdates:
         """Returns the progress that fairseq's loop is to see.
@@ -256,7 +255,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
             if self._overflow:
                 return None  # fairseq logs nothing of such a step
             loss = sum(float(output.get("loss", 0.0)) for output in logging_outputs)
-            self._last_step = loss / max(1.0, float(sample_size)), float(sample_size)
+            self._end_step(loss / max(1.0, float(sample_size)), float(sample_size))
             for name, value in self.worker.last.items():
                 metrics.log_scalar(name, value, priority=600, round=3)
         return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)

@@ -102,6 +102,7 @@ def check_asynchronous(args: Namespace, cfg: DictConfig) -> None:
         "--store-ema": cfg.ema.store_ema,
         "--quantization-config-path": common.quantization_config_path is not None,
         "--fp16-adam-stats": getattr(args, "fp16_adam_stats", False),
+        "--quant-noise-pq": name == "hybrid_async" and getattr(args, "quant_noise_pq", 0) > 0,  # sets weights to 0
         "--lr-scheduler pass_through": getattr(args, "lr_scheduler", None) == "pass_through",
     }
     for flag, given in unsupported.items():

@@ -9,7 +9,6 @@ from fairseq_async.errors import ConfigurationError, as_argument, spell_options
 from fairseq_async.validation import checked
 
 _Options = TypeVar("_Options", LocalSGDOptions, HybridOptions)
-_OF_LOADERS = ("shards", "seed")  # the user's own loader divides and shuffles the data here
 
 
 def parse_options(base: type[_Options], given: Mapping[str, object], where: str) -> tuple[ServerOptions, _Options]:
@@ -23,11 +22,8 @@ def parse_options(base: type[_Options], given: Mapping[str, object], where: str)
         ConfigurationError: an unknown argument, or a bad value.
     """
     spell_options(as_argument)
-    for name in _OF_LOADERS:
-        if name in given:
-            raise ConfigurationError(
-                f"{where}: {name} is of no use here: your own loader divides and shuffles the data"
-            )
+    if "shards" in given:
+        raise ConfigurationError(f"{where}: shards is of no use here: your own loader divides the data")
     of_server = {name: value for name, value in given.items() if name in ServerOptions.model_fields}
     of_method = {name: value for name, value in given.items() if name not in of_server}
     server = checked(ServerOptions, of_server, where, str)

@@ -96,7 +96,9 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
         fragment = in_turn(self._fragments, push.sequence)
         answer = self.client.push(lambda slot: fragment.of(slot).sub_(self._room(fragment)), push)
         work = self._wait_while_idle(answer)
-        self._pulled = None if work.finished or answer.status is Status.REFUSED else push.sequence
+        lost = answer.refused > self.refusals.total  # the answer that it was refused: this one says that it came before
+        refused = answer.status is Status.REFUSED or lost
+        self._pulled = None if work.finished or refused else push.sequence
         return Exchanged(answer, work, self._pull_into_slot(self._pulled, starts=not work.finished))
 
     def _pull_into_slot(self, fragment_of: int | None, starts: bool = True) -> int:

@@ -32,6 +32,7 @@ from fairseq_async.method_spec import (
     local_sgd_spec,
 )
 from fairseq_async.methods import OuterRule, register_outer_rule
+from fairseq_async.torch.options import parse_options
 from scripts import option_tables
 
 OUTER = st.sampled_from(["diloco", "nesterov", "buffered_nesterov", "delayed_nesterov", "sgd"])  # of version 0.1
@@ -200,9 +201,16 @@ def test_a_synchronous_rule_and_a_grace_period_make_a_barrier_of_all_workers() -
 def test_an_option_of_another_rule_is_refused_unless_it_is_off() -> None:
     off = {"outer": "diloco", "delay": None, "c": 0.0, "overlap": False, "grace_period": None}
     assert methods.parse(LocalSGDOptions, off, "here") == DiLoCoOptions()
-    for key, value in {"delay": 2, "c": 0.1, "overlap": True, "grace_period": 1.0, "staleness_power": -1.0}.items():
+    on = {"delay": 2, "c": 0.1, "overlap": True, "grace_period": 1.0, "staleness_power": -1.0}
+    zeros = {"grace_period ": 0, "grace_period": 0.0, "staleness_limit": 0, "fragments": 0, "delay ": 0, "quorum": 0}
+    for key, value in ((name.strip(), value) for name, value in (*on.items(), *zeros.items())):
         with pytest.raises(ConfigurationError, match=f'^here: "{key}" is of no use with "outer" diloco: leave it out$'):
             methods.parse(LocalSGDOptions, {"outer": "diloco", key: value}, "here")
+
+
+def test_an_argument_in_pytorch_may_seed_the_rounding_of_compressed_updates() -> None:
+    server, options = parse_options(LocalSGDOptions, {"seed": 7, "compress": "dqsgd"}, "AsyncLocalSGD")
+    assert local_sgd_spec(options, 2, [], server, {}).options["seed"] == 7
 
 
 def test_an_error_names_an_option_as_the_front_end_writes_it() -> None:

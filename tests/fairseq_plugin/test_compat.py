@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fairseq import checkpoint_utils
 from fairseq.data.token_block_dataset import TokenBlockDataset
 from fairseq.optim import FP16Optimizer
 
@@ -59,6 +60,17 @@ def test_positions_of_another_number_of_workers_are_refused() -> None:
     check_workers(extra_state, 2, "the same")
     with pytest.raises(ConfigurationError, match="FILE is of a run of 2 workers.* has 3.*--reset-dataloader"):
         check_workers(extra_state, 3, "FILE")
+
+
+def test_a_position_of_plain_fairseq_is_of_the_ranks_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"cfg": {"distributed_training": {"distributed_world_size": 1}}}
+    monkeypatch.setattr(checkpoint_utils, "load_checkpoint_to_cpu", lambda filename: state)
+    extra_state = {"train_iterator": {"epoch": 1, "iterations_in_epoch": 12}}
+    check_workers(extra_state, 1, "FILE")
+    with pytest.raises(ConfigurationError, match="FILE is of a run of 1 worker.* has 2.*--reset-dataloader"):
+        check_workers(extra_state, 2, "FILE")
+    extra_state["train_iterator"] = {"epoch": 2, "iterations_in_epoch": 0}
+    check_workers(extra_state, 2, "FILE")
 
 
 @pytest.mark.parametrize("cached", [True, False])

@@ -162,6 +162,7 @@ def test_a_rule_goes_on_from_its_state_with_moments_schedule_and_half_a_step(mon
         (["--amp"], "--amp"),
         (["--store-ema"], "--store-ema"),
         (["--quantization-config-path", "pq.yaml"], "--quantization-config-path: not possible"),
+        (["--quant-noise-pq", "0.1"], "--quant-noise-pq: not possible"),
         (["--max-refused", "0"], "--max-refused: Input should be greater than or equal to 1 (it is 0)"),
         (["--lr-scheduler", "pass_through"], "--lr-scheduler pass_through"),
         (["--optimizer-overrides", "weight_decay=0"], "--optimizer-overrides weight_decay=0: write it as in '{"),

@@ -71,11 +71,16 @@ def summed_losses() -> None:
 
 
 def parts_of_batches() -> None:
-    """The task calls backward twice for each batch, as multilingual_translation does for two languages."""
+    """The task calls backward twice for each batch, as multilingual_translation does for two languages; the two losses
+    have no parameter in common, as without shared encoders and decoders."""
 
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        STEP(*args, **kwargs)
-        return STEP(*args, **kwargs)
+    def train_step(self: Any, sample: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        for trained, other in ((model.encoder, model.decoder), (model.decoder, model.encoder)):
+            trained.requires_grad_(True)
+            other.requires_grad_(False)
+            results = STEP(self, sample, model, *args, **kwargs)
+        model.requires_grad_(True)
+        return results
 
     FairseqTask.train_step = train_step
 

@@ -297,12 +297,18 @@ def test_residuals_of_fragments_come_back_with_the_worker_and_not_to_other_fragm
     assert one.decode(first, 3).tolist() == [0.25, 0.5, 1.0], "what was refused goes with the next"
 
 
-def test_a_worker_whose_update_has_nan_takes_the_whole_model(start: Start) -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_worker_whose_update_has_nan_takes_the_whole_model(
+    start: Start, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
     server = start(1)
-    worker = Descent(client(server), streaming(), 1)
+    worker = Descent(client(server, 0, 30.0), streaming(), 1)
     for _ in range(4):
         worker.step()
     worker.theta.fill_(float("nan"))
+    if is_lost:
+        worker.local.settle()
+        lose_next_answer(worker.local, monkeypatch)
     for _ in range(3):
         worker.step()
     assert torch.equal(worker.theta, parameters(server))

@@ -117,12 +117,21 @@ def check_workers(extra_state: StateDict, workers: int, filename: str) -> None:
     Raises:
         ConfigurationError: that run had another number of workers.
     """
-    before = extra_state.get(_RANKS, workers)
+    within_epoch = extra_state.get("train_iterator", {}).get("iterations_in_epoch", 0) > 0
+    before = extra_state.get(_RANKS) or (_ranks_of_plain_fairseq(filename) if within_epoch else workers)
     if before != workers:
         raise ConfigurationError(
             f"{filename} is of a run of {before} workers, and this one has {workers}, each with another part of the "
             f"data: give --reset-dataloader, or start {before} workers"
         )
+
+
+def _ranks_of_plain_fairseq(filename: str) -> int:
+    """Reads from a checkpoint of plain fairseq, whose extra state does not say it, how many ranks divided its data."""
+    ranks: int = checkpoint_utils.load_checkpoint_to_cpu(filename)["cfg"]["distributed_training"][
+        "distributed_world_size"
+    ]
+    return ranks
 
 
 def rescale_position(extra_state: StateDict, ranks: int) -> None:
