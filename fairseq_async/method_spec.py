@@ -144,6 +144,27 @@ class MethodSpec:
         """The codecs of updates and parameters."""
         return compression.parse(self.options.get("compress"))
 
+    @property
+    def total_steps(self) -> int:
+        """Number of mean local steps of a worker, or of steps of the server, after which the run ends; 0 for no end."""
+        given = self.options.get("total_steps", 0)
+        assert isinstance(given, int)
+        return self.last_version or self.whole_steps or given
+
+    def as_long_as(self, other: "MethodSpec") -> "MethodSpec":
+        """Returns the same method with another's number of steps, and its learning rates if the numbers differ."""
+        if self.total_steps == other.total_steps:
+            return self
+        options = {name: other.options[name] for name in self.options.keys() & other.options & {"total_steps"}}
+        rates = {name: other.framework[name] for name in self.framework.keys() & other.framework & {"learning_rates"}}
+        return replace(
+            self,
+            options=self.options | options,
+            framework=self.framework | rates,
+            last_version=other.last_version,
+            whole_steps=other.whole_steps,
+        )
+
     def difference(self, other: "MethodSpec") -> str | None:
         """Returns the name of the first option in which two descriptions differ; None if they are equal."""
         for each in fields(self):

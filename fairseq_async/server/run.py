@@ -103,7 +103,7 @@ class Run:
         """
         if difference := hello.layout.difference(self.layout):
             raise RefusedError(f"{name} has another model than the others: {difference}")
-        if other := self.spec.difference(hello.spec):
+        if other := self.spec.difference(hello.spec.as_long_as(self.spec) if hello.any_length else hello.spec):
             raise RefusedError(f"{name} was started with another {other} than the others{_REMEDIES.get(other, '')}")
         self._untrained = hello.untrained if self._untrained is None else self._untrained
         if hello.untrained != self._untrained:
@@ -281,6 +281,7 @@ class Run:
             refused=server.refused.get(worker, 0),
             finished=instruction.finished,
             from_checkpoint=self.from_checkpoint,
+            total_steps=self.spec.total_steps,
             assignment=instruction.assignment,
         )
 

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.torch.follow_run import FollowRun, Plan, RunSchedule, wrap
 from fairseq_async.torch.hybrid import HybridAsync
 from fairseq_async.torch.local_sgd import AsyncLocalSGD
 from fairseq_async.torch.training import AsyncTraining
 from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.hybrid import HybridWorker
+from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.process import errors_in_one_line
 
 STATE = "async_server.pt"  # in the directory of a checkpoint
@@ -24,10 +28,14 @@ STATE = "async_server.pt"  # in the directory of a checkpoint
 class AsyncCallback(TrainerCallback):
     """Makes a ``Trainer`` one worker of an asynchronous run; the ``Trainer`` believes that it trains alone.
 
-    Start the script with ``fairseq-async launch``. Each worker takes the Trainer's own number of steps, on its own part
-    of the data: ``dataset.shard(callback.workers, callback.worker)``. Worker 0 evaluates and saves, both with the
-    server's parameters; the other workers do neither. A checkpoint has the server's whole state, with which a resumed
-    run goes on. A Trainer that goes on from a checkpoint without it is an error: the server would begin anew.
+    Start the script with ``fairseq-async launch``. Each worker trains on its own part of the data:
+    ``dataset.shard(callback.workers, callback.worker)``. The run ends for all workers together, after as many mean
+    local steps of a worker, or steps of the server, as worker 0's Trainer counts: a fast worker takes more steps than
+    that, a slow one fewer. The Trainer's steps, epochs and learning rates are those of the run.
+
+    Worker 0 evaluates and saves, both with the server's parameters; the other workers do neither. A checkpoint has the
+    server's whole state, with which a resumed run goes on. A Trainer that goes on from a checkpoint without it is an
+    error: the server would begin anew.
 
     Example::
 
@@ -39,8 +47,8 @@ class AsyncCallback(TrainerCallback):
         method: ``local_sgd`` or ``hybrid_async``.
         resume_from_checkpoint: what ``train`` is given under this name, which the Trainer does not tell its callbacks.
             Needed where the checkpoint is not in ``output_dir``.
-        options: of :class:`~fairseq_async.torch.AsyncLocalSGD` or :class:`~fairseq_async.torch.HybridAsync`. With
-            ``hybrid_async``, ``total_steps`` is by default that of the Trainer, and the Trainer's scheduler is used.
+        options: of :class:`~fairseq_async.torch.AsyncLocalSGD` or :class:`~fairseq_async.torch.HybridAsync`.
+            ``total_steps`` takes the place of the Trainer's own number of steps, also in its schedule.
     """
 
     @errors_in_one_line()
@@ -61,6 +69,10 @@ class AsyncCallback(TrainerCallback):
         self._resumed_from = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
         self._context = WorkerContext.find()
         self._training: AsyncTraining | None = None
+        self._trainer: Trainer | None = None
+        self._flow: FollowRun | None = None
+        if not hasattr(Trainer.set_initial_training_values, "__wrapped__"):
+            wrap(Trainer, "set_initial_training_values", _plan_training)
 
     @property
     def worker(self) -> int:
@@ -90,29 +102,22 @@ class AsyncCallback(TrainerCallback):
                 "auto_find_batch_size: there was not enough memory for the first batch size, and a process takes part "
                 "in one run: give a smaller per_device_train_batch_size, and leave auto_find_batch_size out"
             )
+        assert self._trainer is not None and self._flow is not None, "the Trainer has not planned its steps"
         optimizer: Optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # of accelerate's wrapper
         scheduler: LRScheduler = getattr(kwargs["lr_scheduler"], "scheduler", kwargs["lr_scheduler"])
         self._training = self._make(kwargs["model"], optimizer, scheduler, state.max_steps)
+        self._training.any_length = True
         if state.global_step:
             self._restore(self._training, Path(self._resumed_from or _checkpoint(args, state)) / STATE)
         atexit.register(self._training.abandon)  # for a Trainer that fails
         self._training.__enter__()
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Puts this worker's own parameters back into the model."""
-        self.training.restore_parameters()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Prepares for what the Trainer does next: an evaluation, a checkpoint, the end."""
-        self._prepare(state, control)
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Does what :meth:`on_step_end` does."""
-        self._prepare(state, control)
+        planned = state.max_steps
+        self._flow.begin(self._training.total_steps)
+        if state.max_steps != planned and self._trainer._created_lr_scheduler:
+            self._trainer.lr_scheduler = None
+            scheduler = self._trainer.create_scheduler(num_training_steps=state.max_steps)
+        schedule = RunSchedule(scheduler, optimizer, self._worker_side(), state.max_steps)
+        self._trainer.lr_scheduler = schedule  # type: ignore[assignment]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds the server's state to worker 0's checkpoint."""
@@ -125,15 +130,21 @@ class AsyncCallback(TrainerCallback):
     ) -> None:
         """Leaves the run. The model has the server's last parameters, or the best ones, as the Trainer was asked.
 
-        Where worker 0 has stopped before its last step, as by ``EarlyStoppingCallback``, the run ends for all workers.
+        Where worker 0 has stopped before the end, as by ``EarlyStoppingCallback``, the run ends for all workers.
         """
-        self.training.leave(for_all=self.worker == 0 and state.global_step < state.max_steps)
+        self.training.leave(for_all=self.worker == 0 and not self.training.finished)
         self.training.abandon()
+
+    def follow(self, trainer: Trainer, plan: Plan, loader: object) -> Plan:
+        """Makes a Trainer follow the run; returns its plan for as many steps as the run has."""
+        self._trainer = trainer
+        self._flow = FollowRun(trainer, self._worker_side, self._prepare, self._restore_parameters)
+        return self._flow.plan(plan, loader, self.options.get("total_steps", 0), self.workers)
 
     def _make(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> AsyncTraining:
         if self.method == "local_sgd":
-            return AsyncLocalSGD(model, optimizer, **self.options)
-        return HybridAsync(model, optimizer, scheduler=scheduler, **{"total_steps": steps} | self.options)
+            return AsyncLocalSGD(model, optimizer, **self.options | {"total_steps": steps})
+        return HybridAsync(model, optimizer, scheduler=scheduler, **self.options | {"total_steps": steps})
 
     def _restore(self, training: AsyncTraining, path: Path) -> None:
         """Restores the server's state.
@@ -149,19 +160,32 @@ class AsyncCallback(TrainerCallback):
                 "that train() goes on from, or begin anew with from_pretrained() and without resuming"
             )
 
-    def _prepare(self, state: TrainerState, control: TrainerControl) -> None:
+    def _prepare(self, control: TrainerControl) -> None:
         """Stops at the end, and gives worker 0 the server's parameters where it evaluates or saves.
 
         The last local steps are sent here: later the Trainer may load the best model, which is no step.
         """
-        self.training.restore_parameters()
-        if control.should_training_stop or self.training.finished or state.global_step >= state.max_steps:
-            control.should_training_stop = True
+        if control.should_training_stop:
             self.training.pull()
         if self.worker > 0:
             control.should_evaluate = control.should_save = control.should_log = False
         elif control.should_evaluate or control.should_save:
             self.training.take_server_parameters()
+
+    def _worker_side(self) -> LocalSGDWorker | HybridWorker:
+        assert isinstance(self.training, AsyncLocalSGD | HybridAsync)
+        return self.training.async_worker
+
+    def _restore_parameters(self) -> None:
+        self.training.restore_parameters()
+
+
+def _plan_training(original: Callable[..., Plan], trainer: Trainer, args: TrainingArguments, loader: object) -> Plan:
+    plan = original(trainer, args, loader)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, AsyncCallback):
+            return callback.follow(trainer, plan, loader)
+    return plan
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

@@ -52,6 +52,8 @@ class AsyncTraining(ABC):
         worker: this worker's number; worker 0 is to evaluate and save.
         workers: number of workers that were announced, for a ``DistributedSampler``.
         loss: loss of the coming step, for the log; set it before ``optimizer.step()`` if you like.
+        any_length: whether worker 0 alone says how many steps the run has; to be set before the block is entered.
+        total_steps: number of steps of the run, once the block is entered; 0 for no end.
     """
 
     server_module: str
@@ -62,6 +64,7 @@ class AsyncTraining(ABC):
         self._named = exchanged_parameters(model, optimizer)
         self._exchanged = {id(parameter) for _, parameter in self._named}
         self.loss: float | Tensor | None = None
+        self.any_length, self.total_steps = False, 0
         self._context = WorkerContext.find()
         self._restored: State | None = None
         self._own: Tensor | None = None  # this worker's parameters, while the model has the server's
@@ -145,12 +148,13 @@ class AsyncTraining(ABC):
             self.server_module, self._server_options, self._run_dir, end_process
         )
         self._client.untrained = untrained_checksum(self._model, self._exchanged)
+        self._client.any_length = self.any_length
         worker = self._make_worker(self._client)
         welcome = worker.join(self.describe(self.workers))
         if not welcome.initialised:
             with state_file(self._restored, self._run_dir) as path:
                 welcome = worker.bring_parameters(path)
-        self._restored = None
+        self._restored, self.total_steps = None, welcome.total_steps
         worker.begin(welcome)
 
     @errors_in_one_line()

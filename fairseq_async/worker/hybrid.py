@@ -59,7 +59,7 @@ class HybridWorker(AsyncWorker):
         """The server's steps so far, in whole steps; partial steps are added up."""
         return self._steps if self._partial_steps else float(self.version)
 
-    total_progress = progress
+    total_progress = run_progress = progress
 
     def join(self, spec: MethodSpec) -> Welcome:
         self._partial_steps = spec.closes_early or "parts" in spec.framework  # a version is not a whole step

@@ -62,6 +62,7 @@ class LastingConnection:
         worker: this worker's id.
         workers: number of workers that were announced.
         untrained: checksum of the model's parameters that are not trained; to be set before :meth:`join`.
+        any_length: whether the run's number of steps is worker 0's, if this worker's is another; likewise.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class LastingConnection:
         self.remote = address.rpartition(":")[0] != LOOPBACK
         self._streams = streams if self.remote else 1
         self.memory: SharedMemory | None = None
-        self.untrained = ""
+        self.untrained, self.any_length = "", False
         encryption = None if tls is None else worker_context(tls)
         self._instance = uuid.uuid4().hex
         self._endpoint = Endpoint(address, token, joins=worker is None, instance=self._instance, encryption=encryption)
@@ -215,7 +216,8 @@ class LastingConnection:
     def _hello(self) -> Welcome:
         assert self._joined_with is not None
         layout, spec = self._joined_with
-        self._channel.send(protocol.encode(protocol.Hello(spec, layout, self.remote, self.untrained)))
+        hello = protocol.Hello(spec, layout, self.remote, self.untrained, self.any_length)
+        self._channel.send(protocol.encode(hello))
         welcome = self._channel.answer(Welcome)
         self._channel.give_up_after(spec.server.worker_timeout)
         self._initialised, self._state_path = welcome.initialised, welcome.state_path

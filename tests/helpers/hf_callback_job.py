@@ -48,7 +48,8 @@ class OutOfMemory(TrainerCallback):
 def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer:
     """Twelve steps, with an evaluation and a checkpoint after six and twelve."""
     others: list[TrainerCallback] = [Stop()] if options.pop("stops", False) else []
-    finds = options.pop("finds_batch_size", False)
+    finds, epochs = options.pop("finds_batch_size", False), options.pop("epochs", 0)
+    samples = options.pop("samples", 256)
     others += [OutOfMemory()] if finds else []
     callback = AsyncCallback(**options)
     torch.manual_seed(callback.worker)
@@ -56,20 +57,22 @@ def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer
     model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
     arguments = TrainingArguments(
         output_dir=str(out),
-        max_steps=12,
+        max_steps=-1 if epochs else 12,
+        num_train_epochs=epochs or 1,
         per_device_train_batch_size=4,
         learning_rate=5e-3,
         weight_decay=0.1,
         eval_strategy="steps",
         eval_steps=6,
         save_steps=6,
+        logging_steps=1,
         load_best_model_at_end=True,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
         auto_find_batch_size=finds,
     )
-    data = Counting(range(callback.worker, 256, callback.workers))
+    data = Counting(range(callback.worker, samples - callback.worker, callback.workers))
     callbacks = [callback, *others]
     trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=Counting(range(16)), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=checkpoint)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fairseq_async.environment import SERVER, TOKEN, WORKER, WORKERS
+from fairseq_async.environment import SERVER, SLOWDOWN, TOKEN, WORKER, WORKERS
 from fairseq_async.export import Format, export
 from fairseq_async.server.process import ServerProcess
 from tests.helpers.commands import HELPERS, ROOT, Processes, command
@@ -18,7 +18,9 @@ PATH = f"{HELPERS / 'without_fairseq'}:{ROOT}"
 DILOCO: dict[str, Any] = {"method": "local_sgd", "outer": "diloco", "local_steps": 3}
 
 
-def train(folder: Path, workers: int, options: dict[str, Any], *flags: str) -> list[dict[str, Any]]:
+def train(
+    folder: Path, workers: int, options: dict[str, Any], *flags: str, slowdown: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     """The events of the run, whose processes have all ended well."""
     module = "local_sgd_main" if options["method"] == "local_sgd" else "gradient_main"
     log = folder / "server.log"
@@ -28,7 +30,8 @@ def train(folder: Path, workers: int, options: dict[str, Any], *flags: str) -> l
         own = json.dumps(options | {"run_dir": str(folder / "run")})
         line = [command("python"), HELPERS / "hf_callback_job.py", folder / "out", own, *flags]
         known = {SERVER: server.address, TOKEN: server.token, WORKERS: str(workers), "PYTHONPATH": PATH}
-        started = [processes.start(line, **known, **{WORKER: str(worker)}) for worker in range(workers)]
+        slower = [{SLOWDOWN: each} for each in slowdown] or [{}] * workers
+        started = [processes.start(line, **known, **{WORKER: str(n)}, **slower[n]) for n in range(workers)]
         outputs += [process.communicate(timeout=200)[0] for process in started]
         assert [process.returncode for process in started] == [0] * workers, outputs
         server.join(30)
@@ -57,6 +60,28 @@ def test_every_worker_takes_the_trainers_steps(two: tuple[Path, list[dict[str, A
         (worker, sequence) for worker in range(2) for sequence in range(4)
     ]
     assert {event["local_steps"] for event in events} == {3}
+
+
+@pytest.mark.parametrize("slowdown", [("1", "6"), ("6", "1")])
+def test_the_trainer_follows_the_run_whichever_worker_is_slow(tmp_path: Path, slowdown: tuple[str, str]) -> None:
+    """A fast worker takes more than its twelve steps, and worker 0 saves the finished model as checkpoint-12."""
+    events = train(tmp_path, 2, {"method": "local_sgd", "local_steps": 2}, slowdown=slowdown)
+    steps = [sum(event["local_steps"] for event in events if event["worker"] == worker) for worker in (0, 1)]
+    assert sum(steps) == 24 and steps[slowdown.index("1")] > 12
+    state = torch.load(tmp_path / "out" / "checkpoint-12" / "async_server.pt", weights_only=True)
+    assert state["server"]["version"] == max(event["version_after"] for event in events)
+    trainer_state = json.loads((tmp_path / "out" / "checkpoint-12" / "trainer_state.json").read_text())
+    rates = {line["step"]: line["learning_rate"] for line in trainer_state["log_history"] if "loss" in line}
+    assert rates and all(0 < rate <= 5e-3 for rate in rates.values())  # a schedule of own steps comes to 0, or not near
+    assert min(rates.values()) <= 5e-3 * 5 / 12
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "hybrid_async"])
+def test_workers_with_parts_of_unequal_length_have_worker_0s_number_of_steps(tmp_path: Path, method: str) -> None:
+    train(tmp_path, 2, {"method": method, "epochs": 2, "samples": 50})  # batches of 25 samples, and of 24
+    described = json.loads((tmp_path / "run" / "run.json").read_text())["method"]
+    length = described["options"].get("total_steps") or described["last_version"] or described["whole_steps"]
+    assert length == 14 and (tmp_path / "out" / "checkpoint-14").exists()
 
 
 def test_a_worker_0_that_stops_early_ends_the_run_for_all(tmp_path: Path) -> None:

@@ -106,6 +106,15 @@ def tabulate(scheduler: Any, optimizer: Optimizer, steps: int) -> Rates:
     return rates
 
 
+def rates_by_step(scheduler: Any, optimizer: Optimizer, steps: int) -> Callable[[int], list[float]]:
+    """Returns a function from a number of steps, in any order, to the rates of the parameter groups after them; see
+    :func:`tabulate`, which a ``LambdaLR`` does not need."""
+    if type(scheduler) is LambdaLR:
+        return _row_of_lambdas(scheduler)
+    rates = tabulate(scheduler, optimizer, steps)
+    return lambda step: rates[min(step, steps)]
+
+
 class CountLimit:
     """Keeps a worker's own scheduler from counting beyond the steps of the run: a fast worker steps it more often than
     the run has steps, where OneCycleLR, for one, would fail.

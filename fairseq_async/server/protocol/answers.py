@@ -49,6 +49,7 @@ class Welcome:
         refused: how many of this worker's updates were refused: those with NaN or Inf, and outliers.
         from_checkpoint: whether the run has begun from a checkpoint that its workers are to read. If not, a checkpoint
             in its directory is this run's own, with worker 0's place in the data.
+        total_steps: number of steps after which the run ends; 0 for no end.
     """
 
     initialised: bool
@@ -62,6 +63,7 @@ class Welcome:
     refused: int = 0
     finished: bool = False
     from_checkpoint: bool = False
+    total_steps: int = 0
     assignment: Assignment = field(default_factory=Assignment)
     kind: Literal["welcome"] = "welcome"
 

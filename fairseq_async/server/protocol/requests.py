@@ -41,12 +41,14 @@ class Hello:
         remote: whether tensors follow the messages on this connection; otherwise they go through shared memory.
         untrained: checksum of the model's parameters that are not trained, which every worker has by itself; empty
             where there are none, or the worker's front end does not say.
+        any_length: whether the run's number of steps is worker 0's where this worker has counted another.
     """
 
     spec: MethodSpec
     layout: Layout
     remote: bool
     untrained: str = ""
+    any_length: bool = False
     kind: Literal["hello"] = "hello"
 
 

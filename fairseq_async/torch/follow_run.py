@@ -1,0 +1,194 @@
+"""A ``Trainer`` of transformers that counts, logs, evaluates, saves and ends by the run, not by its own steps."""
+
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, TypeAlias
+
+from torch.optim import Optimizer
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import DefaultFlowCallback
+from transformers.trainer_utils import has_length
+
+from fairseq_async.algorithms.rule import State
+from fairseq_async.server.optimizers.learning_rates import rates_by_step
+from fairseq_async.worker.hybrid import HybridWorker
+from fairseq_async.worker.local_sgd import LocalSGDWorker
+
+Plan: TypeAlias = tuple[Any, ...]  # what ``Trainer.set_initial_training_values`` returns
+Worker: TypeAlias = LocalSGDWorker | HybridWorker
+_ROUNDING = 1e-6  # of progress: a third of a step, three times
+
+
+def wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+    """Puts ``around(original, self, …)`` in the place of a method."""
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def wrapped(self: object, *args: object, **kwargs: object) -> object:
+        return around(original, self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+class FollowRun(DefaultFlowCallback):
+    """Takes the place of a ``Trainer``'s ``DefaultFlowCallback``: steps and epochs are those of the run.
+
+    A faster worker takes more than its share of the run's steps, and a slower one less. So ``state.global_step`` is the
+    run's progress in whole steps, and ``state.epoch`` that of all workers together. What is due at a multiple of steps,
+    or at the end of an epoch, is done when the run passes it. At the end of the run ``global_step`` is ``max_steps``,
+    and the training of every worker ends.
+
+    Args:
+        trainer: a ``Trainer`` that is about to train.
+        find: returns the worker side of the method; None while there is none.
+        prepare: called with the ``Trainer``'s control before the ``Trainer`` logs, evaluates or saves.
+        restore: called afterwards.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        find: Callable[[], Worker | None],
+        prepare: Callable[[TrainerControl], None],
+        restore: Callable[[], None],
+    ) -> None:
+        self._trainer, self._find, self._prepare, self._restore = trainer, find, prepare, restore
+        self._epochs = self._steps_per_epoch = self._batches_per_epoch = 0
+        self._own_steps = 0  # whose losses were not logged yet
+        others = [each for each in trainer.callback_handler.callbacks if not isinstance(each, DefaultFlowCallback)]
+        trainer.callback_handler.callbacks = [self, *others]
+        log_save_evaluate = partial(self._log_save_evaluate, trainer._maybe_log_save_evaluate)
+        setattr(trainer, "_maybe_log_save_evaluate", log_save_evaluate)  # noqa: B010 - mypy assigns to no method
+
+    def plan(self, plan: Plan, loader: object, total_steps: int, parts: int = 1) -> Plan:
+        """Returns the ``Trainer``'s plan without an end of its epochs, which a fast worker has more of.
+
+        Args:
+            plan: the ``Trainer``'s own.
+            loader: the loader of the training data.
+            total_steps: the run's number of steps; 0 for that of the plan.
+            parts: number of parts in which the data was divided, of which the ``Trainer`` has one.
+        """
+        epochs, steps_per_epoch, examples, samples, batch_size, batches, steps = plan
+        total_steps = total_steps or steps
+        self._epochs = epochs
+        if has_length(loader):
+            self._steps_per_epoch, self._batches_per_epoch = steps_per_epoch, batches
+            self._epochs = -(-total_steps // steps_per_epoch)
+        samples = samples * parts * total_steps / steps
+        return sys.maxsize, steps_per_epoch, examples, samples, batch_size * parts, batches, total_steps
+
+    def begin(self, total_steps: int) -> None:
+        """Takes the run's number of steps, where worker 0 has given it, and the progress of a run that is under way."""
+        trainer, worker = self._trainer, self._find()
+        trainer.state.max_steps = total_steps or trainer.state.max_steps
+        if worker is not None:
+            trainer.state.global_step = max(trainer.state.global_step, self._steps(worker))
+            trainer._initial_global_step = trainer._globalstep_last_logged = trainer.state.global_step
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Says how many epochs the run has."""
+        state.num_train_epochs = self._epochs
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Counts the run's steps in place of this worker's, and says what is due after them."""
+        before, worker = state.global_step - 1, self._find()  # the Trainer has counted this worker's step
+        assert worker is not None
+        self._own_steps += 1
+        state.global_step = max(before, self._steps(worker))
+        if self._steps_per_epoch:
+            state.epoch = self._epoch(state.global_step, args.gradient_accumulation_steps)
+        control.should_training_stop |= worker.finished
+        due = partial(self._is_due, before, state.global_step, worker.finished)
+        logs_at_end = args.logging_strategy == "epoch"
+        if due(args.logging_strategy, state.logging_steps, logs_at_end) or (args.logging_first_step and not before):
+            control.should_log = True
+        position = state.epoch if args.eval_strategy == "epoch" else state.global_step
+        if due(args.eval_strategy, state.eval_steps) and args.eval_delay <= (position or 0):
+            control.should_evaluate = True
+        control.should_save |= due(args.save_strategy, state.save_steps)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Does what is due at the end of an epoch where nobody knows how long one is, or training was stopped in it."""
+        if not self._steps_per_epoch or (control.should_training_stop and state.global_step % self._steps_per_epoch):
+            super().on_epoch_end(args, state, control)
+
+    def _steps(self, worker: Worker) -> int:
+        """Returns the run's progress in whole steps; only a run that is over has had all of them."""
+        most = self._trainer.state.max_steps - (not worker.finished)
+        return min(int(worker.run_progress + _ROUNDING), most)
+
+    def _epoch(self, steps: int, batches_per_step: int) -> float:
+        whole, more = divmod(steps, self._steps_per_epoch)
+        return whole + more * batches_per_step / self._batches_per_epoch
+
+    def _is_due(self, before: int, now: int, finished: bool, strategy: str, steps: int, at_end: bool = True) -> bool:
+        """Whether the run has passed a multiple of what the strategy says, or has finished if that counts."""
+        if strategy == "epoch":
+            steps = self._steps_per_epoch
+        elif strategy != "steps":
+            return False
+        return (finished and at_end) or (steps > 0 and now // steps > before // steps)
+
+    def _log_save_evaluate(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Stands for the ``Trainer``'s method, before which every callback has said what it wants."""
+        control = self._trainer.control
+        self._prepare(control)
+        if control.should_log or control.should_training_stop:
+            self._scale_loss()
+        original(*args, **kwargs)
+        self._restore()
+
+    def _scale_loss(self) -> None:
+        """Scales the sum of this worker's losses, which the ``Trainer`` is to divide by the run's steps, not its own."""
+        steps = self._trainer.state.global_step - self._trainer._globalstep_last_logged
+        if self._own_steps and (steps or self._trainer.control.should_training_stop):
+            self._trainer._tr_loss *= steps / self._own_steps
+            self._own_steps = 0
+
+
+class RunSchedule:
+    """A ``Trainer``'s learning-rate schedule by the progress of the run, in place of this worker's own steps.
+
+    With local SGD it sets the rates of this worker's optimizer. With ``hybrid_async`` the optimizer steps in the server,
+    which has the same rates, and this is for the log.
+
+    Args:
+        scheduler: the ``Trainer``'s own, which is not stepped any more.
+        optimizer: the optimizer of the scheduler.
+        worker: the worker side of the method.
+        total_steps: number of steps of the run.
+
+    Raises:
+        ConfigurationError: the rates do not follow from the number of steps alone.
+    """
+
+    def __init__(self, scheduler: Any, optimizer: Optimizer, worker: Worker, total_steps: int) -> None:
+        self._scheduler, self._optimizer, self._worker = scheduler, optimizer, worker
+        self._rates_after = rates_by_step(scheduler, optimizer, total_steps)
+        self.step()
+
+    def step(self) -> None:
+        """Takes the rates for the next step."""
+        self._steps = int(self._worker.run_progress + _ROUNDING)
+        self._rates = self._rates_after(self._steps)
+        if isinstance(self._worker, LocalSGDWorker):
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate
+
+    def get_last_lr(self) -> list[float]:
+        """Returns the learning rate of each parameter group; between a step of the optimizer and one of the schedule,
+        which is when the ``Trainer`` asks, that of the step."""
+        return self._rates
+
+    def state_dict(self) -> State:
+        """Returns the state of the ``Trainer``'s own scheduler, at the progress of the run."""
+        return {**self._scheduler.state_dict(), "last_epoch": self._steps}
+
+    def load_state_dict(self, state: State) -> None:
+        """Does nothing: the position is that of the run."""
