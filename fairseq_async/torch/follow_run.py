@@ -145,7 +145,7 @@ class FollowRun(DefaultFlowCallback):
         self._restore()
 
     def _scale_loss(self) -> None:
-        """Scales the sum of this worker's losses, which the ``Trainer`` is to divide by the run's steps, not its own."""
+        """Scales the sum of this worker's losses, which the ``Trainer`` divides by the run's steps and not by its own."""
         steps = self._trainer.state.global_step - self._trainer._globalstep_last_logged
         if self._own_steps and (steps or self._trainer.control.should_training_stop):
             self._trainer._tr_loss *= steps / self._own_steps
@@ -155,8 +155,8 @@ class FollowRun(DefaultFlowCallback):
 class RunSchedule:
     """A ``Trainer``'s learning-rate schedule by the progress of the run, in place of this worker's own steps.
 
-    With local SGD it sets the rates of this worker's optimizer. With ``hybrid_async`` the optimizer steps in the server,
-    which has the same rates, and this is for the log.
+    With local SGD it sets the rates of this worker's optimizer. With ``hybrid_async`` the optimizer steps in the
+    server, which has the same rates, and this is for the log.
 
     Args:
         scheduler: the ``Trainer``'s own, which is not stepped any more.
