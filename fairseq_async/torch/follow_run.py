@@ -145,7 +145,7 @@ class FollowRun(DefaultFlowCallback):
         self._restore()
 
     def _scale_loss(self) -> None:
-        """Scales the sum of this worker's losses, which the ``Trainer`` divides by the run's steps and not by its own."""
+        """Scales the sum of this worker's losses, which the ``Trainer`` divides by the run's steps, not by its own."""
         steps = self._trainer.state.global_step - self._trainer._globalstep_last_logged
         if self._own_steps and (steps or self._trainer.control.should_training_stop):
             self._trainer._tr_loss *= steps / self._own_steps
