@@ -155,15 +155,12 @@ class MethodSpec:
         """Returns the same method with another's number of steps, and its learning rates if the numbers differ."""
         if self.total_steps == other.total_steps:
             return self
-        options = {name: other.options[name] for name in self.options.keys() & other.options & {"total_steps"}}
-        rates = {name: other.framework[name] for name in self.framework.keys() & other.framework & {"learning_rates"}}
-        return replace(
-            self,
-            options=self.options | options,
-            framework=self.framework | rates,
-            last_version=other.last_version,
-            whole_steps=other.whole_steps,
-        )
+        both = self.options.keys() & other.options & {"total_steps"}
+        options = self.options | {name: other.options[name] for name in both}
+        both = self.framework.keys() & other.framework & {"learning_rates"}
+        framework = self.framework | {name: other.framework[name] for name in both}
+        length = {"last_version": other.last_version, "whole_steps": other.whole_steps}
+        return replace(self, options=options, framework=framework, **length)
 
     def difference(self, other: "MethodSpec") -> str | None:
         """Returns the name of the first option in which two descriptions differ; None if they are equal."""
