@@ -11,14 +11,17 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 from fairseq_async import cli
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import LOST_SERVER, USER_ERROR, ConfigurationError
 from fairseq_async.launch import processes as processes_module
 from fairseq_async.launch.command import WorkerCommand
-from fairseq_async.launch.processes import interrupt_on_signals
+from fairseq_async.launch.launcher import Launcher
+from fairseq_async.launch.processes import RunFailedError, Worker, interrupt_on_signals
+from fairseq_async.launch.script import ScriptCommand
 from tests.helpers.checkpoints import load
 from tests.helpers.commands import HYBRID, MODEL, Processes, command, free_port, launch_command
 from tests.helpers.launched import count, find, server_of, worker_of
@@ -86,6 +89,27 @@ def test_a_worker_that_dies_too_often_ends_the_run(
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 1 and "error: worker 1 was killed by SIGKILL" in output
     nothing_is_left(tmp_path, shared_memory)
+
+
+@pytest.mark.parametrize(("code", "starts"), [(LOST_SERVER, 2), (USER_ERROR, 0), (1, 0)])
+def test_a_worker_whose_server_is_away_before_its_first_update_is_started_again_as_often_as_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, starts: int
+) -> None:
+    """With another exit code, a worker that ends before its first update has made a mistake."""
+    script = ScriptCommand(["python", __file__], tmp_path, resumes=False)
+    launcher = Launcher(script, 1, [], max_restarts=2, port=0)
+    launcher.display, started = MagicMock(), list[Worker]()
+    launcher.display.progress = MagicMock(updates={0: 0}, unread=False)
+    (worker,) = launcher.processes.workers
+    worker.process = MagicMock(returncode=code)
+    worker.log.parent.mkdir(parents=True)
+    worker.log.write_text("fairseq-async: error: the server at 127.0.0.1:7 is gone\n")
+    monkeypatch.setattr(launcher, "_start", started.append)
+    monkeypatch.setattr(launcher.processes, "kill_children", lambda worker: None)
+    with pytest.raises(RunFailedError, match="the server at 127.0.0.1:7 is gone"):
+        for _ in range(4):
+            launcher._after_death(worker)
+    assert len(started) == starts
 
 
 def test_a_worker_that_nobody_announced_joins_a_run_and_leaves_it(
