@@ -63,6 +63,24 @@ def test_work_starts_from_rounded_parameters_and_the_servers_own_stay_exact(tmp_
 
 
 @pytest.mark.parametrize("host", HOSTS)
+def test_a_validation_between_two_starts_changes_nothing_of_what_changes_are_added_to(
+    tmp_path: Path, host: str
+) -> None:
+    starts = []
+    for validates in (False, True):
+        run_dir = tmp_path / f"validates-{validates}"
+        with local_sgd(run_dir, workers=1, host=host, compress={"pull": "e3m0"}) as [worker]:
+            own = []
+            for number, values in enumerate(([1.3, -0.7, 100.0], [0.11, 0.7, -3.0], [0.0, 0.05, 7.0])):
+                send(worker, number, values, number)
+                if validates:
+                    exact(worker)
+                own.append(start(worker))
+            starts.append(own)
+    assert starts[0] == starts[1] and starts[0][1] != starts[0][0]
+
+
+@pytest.mark.parametrize("host", HOSTS)
 def test_all_workers_are_given_the_same_and_what_int8_loses_comes_with_the_next_version(
     tmp_path: Path, host: str
 ) -> None:
