@@ -159,8 +159,8 @@ class MethodSpec:
         options = self.options | {name: other.options[name] for name in both}
         both = self.framework.keys() & other.framework & {"learning_rates"}
         framework = self.framework | {name: other.framework[name] for name in both}
-        length = {"last_version": other.last_version, "whole_steps": other.whole_steps}
-        return replace(self, options=options, framework=framework, **length)
+        same = replace(self, options=options, framework=framework)
+        return replace(same, last_version=other.last_version, whole_steps=other.whole_steps)
 
     def difference(self, other: "MethodSpec") -> str | None:
         """Returns the name of the first option in which two descriptions differ; None if they are equal."""
