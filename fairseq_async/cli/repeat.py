@@ -103,7 +103,11 @@ def export(
     ] = "",
     config: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="For hf: directory of the model's config.json and tokenizer."),
+        typer.Option(metavar="DIR", help="For hf: directory of config.json (adapter_config.json) and tokenizer."),
+    ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="For hf: the model into which an adapter of PEFT is merged."),
     ] = None,
 ) -> None:
     """Write the server's parameters for others: an HF directory, safetensors, fairseq's checkpoint, a state dict."""
@@ -114,7 +118,7 @@ def export(
     from fairseq_async.export import Format  # start-up time
     from fairseq_async.export import export as write
 
-    written = write(source, out, Format(form) if form else None, config)
+    written = write(source, out, Format(form) if form else None, config, base)
     print(f"{out}: the server's parameters, as {written.value}")
 
 

@@ -16,6 +16,7 @@ from fairseq_async.cli import app
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.export import Format, export
 from fairseq_async.server import Layout
+from fairseq_async.server.run_files.kept_state import write_final
 
 VALUES = torch.arange(6.0) / 7
 NAMED = [("head.weight", torch.zeros(2, 2)), ("head.bias", torch.zeros(2))]
@@ -137,6 +138,19 @@ def test_a_fairseq_checkpoint_loses_its_optimizer_state_and_takes_a_newer_snapsh
     assert equal(newer, half | {"out.weight": half["head.weight"], "version": torch.tensor([3.0]).half()})
 
 
+def test_a_finished_runs_file_is_exported_and_nothing_else(tmp_path: Path) -> None:
+    """Its snapshots are removed, or older where the disk was full; the file is what a server has written."""
+    run = run_with_snapshots(tmp_path / "run")
+    write_final(run, Layout.of(NAMED), VALUES + 1, 9)
+    expected = {name: value + 1 for name, value in TRAINED.items()}
+    for source in (run, run / "final.safetensors"):
+        export(source, tmp_path / f"{source.name}.pt")
+        assert equal(torch.load(tmp_path / f"{source.name}.pt", weights_only=True), expected)
+    (run / "final.safetensors").write_bytes(b"torn")
+    with pytest.raises(ConfigurationError, match="final.safetensors: cannot be read"):
+        export(run, tmp_path / "other.pt")
+
+
 @pytest.mark.parametrize("where", ["hybrid", "local_sgd"])
 def test_a_fairseq_checkpoint_that_is_newer_than_the_snapshots_is_exported(tmp_path: Path, where: str) -> None:
     """The launcher was killed after the checkpoint, or the run goes on."""
@@ -223,6 +237,7 @@ def test_what_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_what_an_export_that_was_killed_has_left_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
+    save_file(TRAINED, tmp_path / "model.safetensors")
     (tmp_path / ".model.part").mkdir()
     (tmp_path / ".model.part" / "tokenizer.json").write_text("cut")
     export(run_with_snapshots(tmp_path / "run"), tmp_path / "model", config=tmp_path)

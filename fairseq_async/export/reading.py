@@ -1,10 +1,7 @@
-"""Exports the server's parameters, from a run or a checkpoint, to formats that other programs read."""
+"""Reads the server's parameters, and the rest of the model, from a run or a checkpoint."""
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -15,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import ConfigurationError, disk_error, first_line
+from fairseq_async.errors import ConfigurationError, first_line
+from fairseq_async.export.names import fitted
 from fairseq_async.server import Layout
 from fairseq_async.server.run_files.kept_state import FINAL, VERSION
 from fairseq_async.server.run_files.snapshots import DIRECTORY, snapshots_in
@@ -25,18 +23,7 @@ _SERVER_STATE = "async_server.pt"  # in a checkpoint's directory of DeepSpeed or
 _DEEPSPEED_MODEL = "mp_rank_00_model_states.pt"
 _ZERO_3_MODEL = "zero_pp_rank_*_mp_rank_00_model_states.pt"
 _FAIRSEQ_LAST = "checkpoint_last.pt"
-_OF_A_MODEL = ("*.json", "*.txt", "*.model", "*.jinja")  # files of configuration and tokenizer
-_OF_TRAINING = ("trainer_state.json", "run.json", "zero_to_fp32.py", "model.safetensors.index.json")
 Tensors = dict[str, Tensor]
-
-
-class Format(str, Enum):
-    """The format of the exported file or directory."""
-
-    HF = "hf"
-    SAFETENSORS = "safetensors"
-    FAIRSEQ = "fairseq"
-    STATE_DICT = "state_dict"
 
 
 @dataclass(frozen=True)
@@ -47,54 +34,13 @@ class Source:
         tensors: the whole model: the server's parameters, and the tensors of the checkpoint that are not trained.
         directory: the directory in which the configuration of the model may lie.
         fairseq: fairseq's checkpoint without its parameters; empty where there is none.
+        whole: the names of the tensors of worker 0's own model, where that was saved beside the server's state.
     """
 
     tensors: Tensors
     directory: Path
     fairseq: State = field(default_factory=dict)
-
-
-def export(source: Path, out: Path, format: Format | None = None, config: Path | None = None) -> Format:
-    """Exports the model in ``source`` to ``out``; returns the format, which is chosen by ``out`` if none is given.
-
-    Args:
-        source: a run's directory, a checkpoint's directory of DeepSpeed or of transformers, fairseq's checkpoint, or a
-            file with a server's state.
-        config: a directory with the ``config.json`` that an HF directory needs.
-
-    Raises:
-        ConfigurationError: ``source`` has no server's parameters, or ``out`` exists or cannot be written.
-    """
-    try:
-        taken = out.exists()
-    except OSError as error:  # such as a name that is too long
-        raise ConfigurationError(f"{out} cannot be written: {error}") from error
-    if taken:
-        raise ConfigurationError(f"{out} exists already: give another OUT")
-    found = read(source)
-    chosen = format or _default_format(out, found)
-    with _written(out) as part:
-        match chosen:
-            case Format.HF:
-                _write_hf(found, part, config)
-            case Format.SAFETENSORS:
-                _save_safetensors(found.tensors, part)
-            case Format.FAIRSEQ:
-                torch.save(_fairseq_checkpoint(found), part)
-            case Format.STATE_DICT:
-                torch.save(found.tensors, part)
-    return chosen
-
-
-def _default_format(out: Path, found: Source) -> Format:
-    if out.suffix == ".safetensors":
-        return Format.SAFETENSORS
-    if out.suffix in (".pt", ".pth", ".bin"):
-        return Format.FAIRSEQ if found.fairseq else Format.STATE_DICT
-    return Format.HF
-
-
-# Reading
+    whole: Collection[str] = ()
 
 
 def read(source: Path) -> Source:
@@ -189,7 +135,8 @@ def _server_version(checkpoint: State) -> int:
 
 
 def _with_server_parameters(state: State, path: Path) -> Source:
-    return Source(_completed(_server_parameters(state, path), _beside(path.parent)), path.parent)
+    whole = _beside(path.parent)
+    return Source(_completed(_server_parameters(state, path), whole), path.parent, whole=whole.keys())
 
 
 def _server_parameters(state: State, path: Path) -> Tensors:
@@ -234,7 +181,10 @@ def _of_zero_3(ranks: list[State]) -> Tensors:
 
 
 def _completed(trained: Tensors, whole: Tensors) -> Tensors:
-    """Returns the trained parameters, and the other tensors of the whole model."""
+    """Returns the trained parameters, and the other tensors of the whole model, whose names count: a wrapper may have
+    changed those of the trained ones."""
+    if names := fitted(trained, whole):
+        trained = {names[name]: tensor for name, tensor in trained.items()}
     return trained | {name: _tied(tensor, trained, whole) for name, tensor in whole.items() if name not in trained}
 
 
@@ -275,55 +225,7 @@ def _load(path: Path) -> Any:
         raise ConfigurationError(f"{path}: cannot be read: {first_line(error)}") from error
 
 
-# Writing
-
-
-@contextmanager
-def _written(out: Path) -> Iterator[Path]:
-    """Yields a path beside ``out``, which is renamed to ``out`` when all is written, and removed otherwise."""
-    part = out.with_name(f".{out.name}.part")
-    try:
-        _remove(part)  # of an export that was killed
-        yield part
-        part.replace(out)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise ConfigurationError(f"{out} cannot be written: {disk_error(error)}") from error
-    finally:
-        with suppress(OSError):  # on a disk that cannot be written to, there is nothing to remove
-            _remove(part)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
-
-
-def _save_safetensors(tensors: Tensors, path: Path) -> None:
+def save_tensors(tensors: Tensors, path: Path) -> None:
+    """Writes a file of tensors, as transformers reads it."""
     own = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}  # it refuses shared memory
-    save_file(own, path, metadata={"format": "pt"})  # without which transformers does not read it
-
-
-def _write_hf(found: Source, directory: Path, config: Path | None) -> None:
-    """Writes the parameters and the configuration, and the tokenizer if it is there."""
-    given = found.directory if config is None else config
-    if not (given / "config.json").is_file():
-        raise ConfigurationError(
-            f"{given}: there is no config.json, which an HF directory needs: give --config with the directory of the "
-            "model, or --format safetensors"
-        )
-    directory.mkdir()
-    for pattern in _OF_A_MODEL:
-        for path in given.glob(pattern):
-            if path.is_file() and path.name not in _OF_TRAINING:
-                shutil.copy(path, directory)
-    _save_safetensors(found.tensors, directory / "model.safetensors")
-
-
-def _fairseq_checkpoint(found: Source) -> State:
-    """Returns fairseq's checkpoint without optimizer states, with the parameters in the checkpoint's own precision."""
-    if not found.fairseq:
-        raise ConfigurationError(
-            f"{found.directory}: there is no checkpoint of fairseq, whose configuration --format fairseq needs"
-        )
-    return found.fairseq | {"model": found.tensors}
+    save_file(own, path, metadata={"format": "pt"})
