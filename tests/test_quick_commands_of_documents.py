@@ -18,6 +18,7 @@ import typer
 import yaml
 
 from fairseq_async import cli
+from fairseq_async.export import export
 from fairseq_async.reporting import watch
 from fairseq_async.server.process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
@@ -52,6 +53,8 @@ def readers_files(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     Path("RUN|CHECKPOINT", "config.json").write_text("{}")
     Path("DIR").mkdir()
     Path("DIR", "config.json").write_text("{}")
+    for directory in ("RUN|CHECKPOINT", "DIR"):
+        export(run_dir, Path(directory, "model.safetensors"))  # names to compare with
     Path("checkpoints").mkdir()
     content = {"model": {"weight": torch.zeros(2)}, "cfg": {"task": {"_name": "translation"}}, "extra_state": {}}
     torch.save(content, "checkpoints/checkpoint_best.pt")

@@ -117,6 +117,8 @@ def _checked(found: Source, given: Path) -> Tensors:
 def _of_configuration(directory: Path) -> Described | None:
     """Makes the model of a configuration without its values; None where transformers does not know it."""
     try:
+        if "model_type" not in json.loads((directory / "config.json").read_text()):
+            return None  # before an import that takes seconds
         import transformers  # not in every environment
 
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)

@@ -180,9 +180,13 @@ def place(files: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def close_but(numbers: Sequence[int]) -> None:
-    kept = sorted({0, 1, 2, *numbers})
-    for low, high in zip(kept, [*kept[1:], 1 << 16], strict=True):
-        os.closerange(low + 1, high)
+    """Closes all others that are open. Their numbers stay taken: an object of the parent's that is freed here later, as
+    of torchrun's, would close what has its number then."""
+    kept = {0, 1, 2, *numbers}
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in {int(name) for name in os.listdir("/proc/self/fd")} - kept - {nothing}:
+        os.dup2(nothing, number, inheritable=False)
+    os.close(nothing)
 
 
 class Nested(subprocess.Popen):  # type: ignore[type-arg]
