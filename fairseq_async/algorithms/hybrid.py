@@ -150,6 +150,10 @@ class HybridAccumulation:
             self.mean = torch.empty_like(state["mean"]) if self.mean is None else self.mean
             self.mean.copy_(state["mean"])
 
+    def cut_into_tensors(self) -> None:
+        """Lets the optimizer have a state of its own for each of the tensors."""
+        self._hidden.cut_into_tensors()
+
     @property
     def _optimized(self) -> list[Tensor]:
         return [tensor for group in self.optimizer.param_groups for tensor in group["params"]]

@@ -87,6 +87,10 @@ class HiddenGradients:
         for number, (group, uncut) in enumerate(zip(self._optimizer.param_groups, self._uncut, strict=True)):
             group["params"] = list(uncut) if sizes is None else list(_recut(uncut, sizes[number]))
 
+    def cut_into_tensors(self) -> None:
+        """Cuts the pieces at the bounds of all tensors, so that each has a state of its own."""
+        self._cut_at(sorted({start for start, _ in map(_elements, self._tensors)}))
+
     def _hidden(self, missing: int) -> list[Tensor]:
         """Returns the missing tensors, and the optimizer's pieces of them, each once."""
         hidden = [tensor for number, tensor in enumerate(self._tensors) if missing >> number & 1]

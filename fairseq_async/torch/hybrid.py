@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
+from fairseq_async.algorithms.rule import State
 from fairseq_async.config import HybridOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import MethodSpec, hybrid_spec
@@ -26,6 +27,7 @@ from fairseq_async.server.optimizers.learning_rates import (
     tabulate,
 )
 from fairseq_async.server.optimizers.torch_optimizer import PARTS, describe
+from fairseq_async.torch.brought_state import brought_state, has_stepped
 from fairseq_async.torch.options import parse_options
 from fairseq_async.torch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
 from fairseq_async.torch.training import AsyncTraining
@@ -58,7 +60,8 @@ class HybridAsync(AsyncTraining):
     Args:
         model: the model, or several, for which names in messages begin with the model's number.
         optimizer: Adam, AdamW or SGD of ``torch.optim``, or several of these, of different parameters. Their state
-            stays empty here: the server has it.
+            stays empty here: the server has it. An optimizer that has stepped before brings its moments and step
+            counts to a new server; of several workers those of worker 0, as with the parameters.
         scheduler: the optimizer's scheduler, any whose rates are a function of the number of its steps. The server
             takes the rates, by its own steps; what the scheduler does to this worker's optimizer is of no effect. Of
             several optimizers a list, with None for those without one.
@@ -122,11 +125,18 @@ class HybridAsync(AsyncTraining):
         # a version is the step of one optimizer: it neither is a step of the run nor says where the next one leads
         return replace(spec, last_version=None, whole_steps=steps, look_ahead=0.0)
 
+    def _state_brought(self, spec: MethodSpec) -> State | None:
+        """Returns the moments of optimizers that have stepped before, as a server's state."""
+        optimizers = [part.optimizer for part in self._parts]
+        return brought_state(spec, self._named, optimizers) if any(map(has_stepped, optimizers)) else None
+
     def _make_worker(self, client: Client) -> HybridWorker:
         self._hybrid = HybridWorker(client, self._named, self.options.max_refused)
         return self._hybrid
 
     def _add_hooks(self) -> list[RemovableHandle]:
+        for part in self._parts:
+            part.optimizer.state.clear()  # the server has it from now on
         before = [part.optimizer.register_step_pre_hook(self._exchange) for part in self._parts]
         return before + [part.optimizer.register_step_post_hook(part.give_back) for part in self._parts]
 

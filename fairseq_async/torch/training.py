@@ -113,6 +113,10 @@ class AsyncTraining(ABC):
     @abstractmethod
     def _make_worker(self, client: Client) -> AsyncWorker: ...
 
+    def _state_brought(self, spec: MethodSpec) -> State | None:
+        """Returns the state that the optimizers bring to a new server; None where they have none, or keep it."""
+        return None
+
     @abstractmethod
     def _add_hooks(self) -> list[RemovableHandle]: ...
 
@@ -150,9 +154,10 @@ class AsyncTraining(ABC):
         self._client.untrained = untrained_checksum(self._model, self._exchanged)
         self._client.any_length = self.any_length
         worker = self._make_worker(self._client)
-        welcome = worker.join(self.describe(self.workers))
+        spec = self.describe(self.workers)
+        welcome = worker.join(spec)
         if not welcome.initialised:
-            with state_file(self._restored, self._run_dir) as path:
+            with state_file(self._restored or self._state_brought(spec), self._run_dir) as path:
                 welcome = worker.bring_parameters(path)
         self._restored, self.total_steps = None, welcome.total_steps
         worker.begin(welcome)

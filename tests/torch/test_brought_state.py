@@ -1,0 +1,121 @@
+"""An optimizer that has stepped brings its moments to the server: ten more steps are those of the plain loop."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from fairseq_async.server import gradient_main
+from fairseq_async.torch import HybridAsync
+from tests.helpers.torch_workers import ThreadWorkers
+
+Start = Callable[..., ThreadWorkers]
+BEFORE, AFTER = 7, 10
+
+
+class Net(nn.Module):
+    """A frozen tensor between trained ones, one larger than a piece of the server, and one used every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.frozen, self.wide, self.rare = (
+            nn.Parameter(0.1 * torch.randn(*shape, generator=generator))
+            for shape in ((5, 3), (3,), (3, 30_000), (30_000,))
+        )
+        self.frozen.requires_grad_(False)
+
+    def forward(self, step: int) -> Tensor:
+        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        hidden = (inputs @ self.first + self.frozen).tanh() @ self.wide
+        return (hidden + self.rare if step % 2 else hidden).square().mean() + hidden.mean()
+
+
+def groups(net: Net) -> list[dict[str, Any]]:
+    return [{"params": [net.wide, net.first], "weight_decay": 0.1}, {"params": [net.frozen, net.rare], "lr": 0.02}]
+
+
+OPTIMIZERS: dict[str, Callable[[Net], Optimizer]] = {
+    "SGD": lambda net: SGD(net.parameters(), lr=0.05, momentum=0.9),
+    "Adam": lambda net: Adam(net.parameters(), lr=0.01),
+    "AdamW": lambda net: AdamW(groups(net), lr=0.01, amsgrad=True),
+}
+
+
+def train(net: Net, optimizer: Optimizer, begin: int, end: int) -> None:
+    for step in range(begin, end):
+        optimizer.zero_grad()
+        net(step).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_ten_steps_after_a_plain_run_are_its_own(workers: Start, make: Callable[[Net], Optimizer]) -> None:
+    net = Net()
+    optimizer = make(net)
+    train(net, optimizer, 0, BEFORE)
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    train(net, optimizer, BEFORE, BEFORE + AFTER)
+
+    def go_on(worker: int) -> Net:
+        own = Net()
+        its = make(own)
+        own.load_state_dict(saved[0])
+        its.load_state_dict(saved[1])
+        with HybridAsync(own, its, total_steps=AFTER) as training:
+            train(own, its, BEFORE, BEFORE + AFTER)
+            assert training.finished
+        assert not its.state
+        return own
+
+    (ended,) = workers(1, gradient_main.build).run(go_on)
+    for (name, expected), found in zip(net.named_parameters(), ended.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+def test_of_two_optimizers_each_brings_its_own(workers: Start) -> None:
+    def make(net: Net) -> list[Optimizer]:
+        return [SGD([net.rare, net.first], lr=0.05, momentum=0.9), AdamW([net.wide], lr=0.01)]
+
+    def both(net: Net, optimizers: list[Optimizer], begin: int, end: int) -> None:
+        for step in range(begin, end):
+            net.zero_grad()
+            net(step).backward()
+            for each in optimizers:
+                each.step()
+
+    net = Net()
+    optimizers = make(net)
+    both(net, optimizers, 0, BEFORE)
+    saved = copy.deepcopy((net.state_dict(), *(each.state_dict() for each in optimizers)))
+    both(net, optimizers, BEFORE, BEFORE + AFTER)
+
+    def go_on(worker: int) -> Net:
+        own = Net()
+        its = make(own)
+        for each, state in zip((own, *its), saved, strict=True):
+            each.load_state_dict(state)
+        with HybridAsync(own, its, total_steps=AFTER):
+            both(own, its, BEFORE, BEFORE + AFTER)
+        return own
+
+    (ended,) = workers(1, gradient_main.build).run(go_on)
+    for (name, expected), found in zip(net.named_parameters(), ended.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+def test_a_server_in_shards_cannot_be_given_moments(workers: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    def go_on(worker: int) -> object:
+        net = Net()
+        optimizer = Adam(net.parameters(), lr=0.01)
+        train(net, optimizer, 0, 1)
+        with pytest.raises(SystemExit) as end, HybridAsync(net, optimizer, total_steps=2, server_shards=2):
+            pass
+        return end.value.code
+
+    assert workers(1, gradient_main.build).run(go_on) == [2]
+    assert "Adam has stepped before this run" in capsys.readouterr().err
