@@ -5,13 +5,12 @@ from typing import Any
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch.optim.lr_scheduler import LambdaLR
 
 from fairseq_async.deepspeed_plugin import schedules
 from fairseq_async.deepspeed_plugin.tensors import trainable
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
-from fairseq_async.server.optimizers.learning_rates import Rates, tabulate
+from fairseq_async.server.optimizers.learning_rates import tabulate
 from fairseq_async.server.optimizers.torch_optimizer import describe
 
 SCHEDULER = "scheduler"  # the key of a schedule of DeepSpeed's, beside those of OptimizerSpec
@@ -38,19 +37,13 @@ def leave_to_server(engine: DeepSpeedEngine, config: dict[str, Any], total_steps
     optimizer, section = engine.optimizer, config.get("scheduler")
     if not trainable(engine):
         raise ConfigurationError("the model has no parameter that is trained")
-    rates = None if engine.lr_scheduler is None else _tabulate(engine.lr_scheduler, optimizer, total_steps)
+    rates = None if engine.lr_scheduler is None else tabulate(engine.lr_scheduler, optimizer, total_steps)
     clip_norm = float(engine.gradient_clipping())
     inner = describe(optimizer, trainable(engine), equal_of_torch(optimizer), rates, clip_norm).to_json()
     if rates is None and section is not None and schedules.is_deepspeeds(section):
         engine.lr_scheduler = schedules.build(section, optimizer)
         inner[SCHEDULER] = section
     return inner
-
-
-def _tabulate(schedule: schedules.Schedule, optimizer: torch.optim.Optimizer, steps: int) -> Rates:
-    """Returns the rates of the run's steps, from where the schedule is now; a LambdaLR is tabulated from its step 0."""
-    before = schedules.steps_taken(schedule) if isinstance(schedule, LambdaLR) and steps else 0
-    return tabulate(schedule, optimizer, before + steps)[before:]
 
 
 def equal_of_torch(optimizer: torch.optim.Optimizer) -> str:

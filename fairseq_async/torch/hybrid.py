@@ -18,7 +18,7 @@ from fairseq_async.config import HybridOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import MethodSpec, hybrid_spec
 from fairseq_async.server.optimizers.learning_rates import (
-    CountLimit,
+    StepCount,
     check_options,
     check_rates,
     check_scheduled,
@@ -125,6 +125,14 @@ class HybridAsync(AsyncTraining):
         # a version is the step of one optimizer: it neither is a step of the run nor says where the next one leads
         return replace(spec, last_version=None, whole_steps=steps, look_ahead=0.0)
 
+    @errors_in_one_line()
+    def load_state_dict(self, state: State) -> None:
+        """See :meth:`AsyncTraining.load_state_dict`; the state has the position of the schedule, too."""
+        super().load_state_dict(state)
+        if state:
+            for part in self._parts:
+                part.count_in_server()
+
     def _state_brought(self, spec: MethodSpec) -> State | None:
         """Returns the moments of optimizers that have stepped before, as a server's state."""
         optimizers = [part.optimizer for part in self._parts]
@@ -144,8 +152,9 @@ class HybridAsync(AsyncTraining):
     def _exchange(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Exchanges with the server in place of the optimizer's step, which then finds no gradients."""
         self._check_step(args, kwargs)
-        self._check_rates()
         (part,) = (part for part in self._parts if part.optimizer is optimizer)
+        if not is_skipped_by_scaler(optimizer):
+            part.before_step()
         if self.finished:
             if len(self._parts) > 1 and part not in self._ended:  # the run may end between the steps of a turn
                 self._ended.append(part)
@@ -226,10 +235,21 @@ class _Part:
         self._others = [parameter for _, parameter in named if id(parameter) not in own]
         rates = [] if scheduler is None else tabulate(scheduler, optimizer, steps)
         self.inner = describe(optimizer, named, rates=rates, clip_norm=clip_norm)
+        self._steps = steps
         self._rates, self._options = present_rates(optimizer), present_options(optimizer)
         self._scheduler = scheduler
-        self._limit = None if scheduler is None else CountLimit(scheduler, steps)
         self._taken: list[tuple[Parameter, Tensor | None]] = []
+        self._count = None if scheduler is None else StepCount(scheduler, steps)
+
+    def count_in_server(self) -> None:
+        """Takes the rates from the schedule's beginning: the server is given a state that has the position.
+
+        Raises:
+            ConfigurationError: the scheduler has taken steps, and its rates before are not known.
+        """
+        if self._scheduler is not None:
+            rates = tabulate(self._scheduler, self.optimizer, self._steps, counted=True)
+            self.inner = replace(self.inner, learning_rates=rates)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -258,6 +278,12 @@ class _Part:
             parameter.grad = gradient
         self._taken = []
 
+    def before_step(self) -> None:
+        """Checks what :meth:`check_rates` does, and that the loop steps the scheduler as often as the optimizer."""
+        if self._count is not None:
+            self._count.before_step()
+        self.check_rates()
+
     def check_rates(self) -> None:
         """Checks that nothing but a scheduler that the server knows sets the learning rates, or other options.
 
@@ -265,8 +291,7 @@ class _Part:
             ConfigurationError: something else sets them.
         """
         check_options(self.optimizer, self._options)
-        if self._limit is not None and self._scheduler is not None:
-            self._limit.hold()
+        if self._scheduler is not None:
             check_scheduled(self.optimizer, self._scheduler)
         else:
             check_rates(self.optimizer, self._rates, "give a scheduler of torch as scheduler=")

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.server.optimizers.learning_rates import RateTable, StepSchedule, tabulate
+from fairseq_async.server.optimizers.learning_rates import RateTable, StepCount, StepSchedule, tabulate
 
 STEPS = 6
 Make = Callable[[Optimizer], Any]
@@ -108,6 +108,44 @@ def stepped(of: Optimizer) -> ExponentialLR:
     return scheduler
 
 
+def test_a_table_begins_where_its_scheduler_is() -> None:
+    drawn = optimizer()
+    expected = tabulate(ExponentialLR(drawn, 0.5), drawn, STEPS + 1)
+    for make in (stepped, lambda of: ChainedScheduler([stepped(of)])):
+        drawn = optimizer()
+        scheduler = make(drawn)
+        assert tabulate(scheduler, drawn, STEPS) == expected[1:]
+        with pytest.raises(ConfigurationError, match=f"{type(scheduler).__name__} has taken 1 steps: give a new one"):
+            tabulate(scheduler, drawn, STEPS, counted=True)
+
+
+@pytest.mark.parametrize(("often", "said"), [([0, 0, 1], "less often"), ([2, 2, 2], "more often")])
+def test_a_scheduler_that_is_not_stepped_with_its_optimizer_is_noticed(often: list[int], said: str) -> None:
+    drawn = optimizer()
+    scheduler = ExponentialLR(drawn, 0.5)
+    count = StepCount(scheduler, 100)
+    with pytest.raises(ConfigurationError, match=f"ExponentialLR is stepped {said} than the optimizer"):
+        for steps in often * 3:
+            count.before_step()
+            drawn.step()
+            for _ in range(steps):
+                scheduler.step()
+
+
+@pytest.mark.parametrize("often", [[0, 0, 0], [1, 1, 1], [1, 2, 1]], ids=["never", "once", "a skipped step"])
+def test_a_scheduler_that_is_stepped_with_its_optimizer_or_never_is_right(often: list[int]) -> None:
+    drawn = optimizer()
+    scheduler = ExponentialLR(drawn, 0.5)
+    count = StepCount(scheduler, 5)
+    for steps in often * 3:
+        count.before_step()
+        drawn.step()
+        for _ in range(steps):
+            scheduler.step()
+    count.before_step()
+    assert scheduler.last_epoch <= 5
+
+
 @pytest.mark.parametrize(
     ("make", "steps", "message"),
     [
@@ -119,8 +157,6 @@ def stepped(of: Optimizer) -> ExponentialLR:
         (partial(OneCycleLR, max_lr=1.0, total_steps=STEPS), STEPS, "changes more than the learning rate.*cycle_mom"),
         (partial(Locked, gamma=0.5), STEPS, "Locked cannot be copied"),
         (lambda of: ExponentialLR(optimizer(), 0.5), STEPS, "ExponentialLR is the scheduler of another optimizer"),
-        (stepped, STEPS, "ExponentialLR has taken 1 steps: give a new one"),
-        (lambda of: ChainedScheduler([stepped(of)]), STEPS, "ChainedScheduler has taken 1 steps"),
     ],
 )
 def test_a_scheduler_that_is_no_table_is_refused_in_one_line(make: Make, steps: int, message: str) -> None:

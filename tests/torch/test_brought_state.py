@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
 
 from fairseq_async.server import gradient_main
 from fairseq_async.torch import HybridAsync
@@ -46,28 +47,43 @@ OPTIMIZERS: dict[str, Callable[[Net], Optimizer]] = {
 }
 
 
-def train(net: Net, optimizer: Optimizer, begin: int, end: int) -> None:
+SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "a function": lambda optimizer: LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * 0.9**step),
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, BEFORE + AFTER),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.05, BEFORE + AFTER, cycle_momentum=False),
+}
+CASES = [(make, SCHEDULERS["a function"]) for make in OPTIMIZERS.values()]
+CASES += [(OPTIMIZERS["AdamW"], schedule) for schedule in SCHEDULERS.values()]
+
+
+def train(net: Net, optimizer: Optimizer, begin: int, end: int, scheduler: LRScheduler | None = None) -> None:
     for step in range(begin, end):
         optimizer.zero_grad()
         net(step).backward()
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_ten_steps_after_a_plain_run_are_its_own(workers: Start, make: Callable[[Net], Optimizer]) -> None:
+@pytest.mark.parametrize(("make", "schedule"), CASES, ids=[*OPTIMIZERS, *SCHEDULERS])
+def test_ten_steps_after_a_plain_run_are_its_own(
+    workers: Start, make: Callable[[Net], Optimizer], schedule: Callable[[Optimizer], LRScheduler]
+) -> None:
     net = Net()
     optimizer = make(net)
-    train(net, optimizer, 0, BEFORE)
-    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
-    train(net, optimizer, BEFORE, BEFORE + AFTER)
+    scheduler = schedule(optimizer)
+    train(net, optimizer, 0, BEFORE, scheduler)
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), scheduler.state_dict()))
+    train(net, optimizer, BEFORE, BEFORE + AFTER, scheduler)
 
     def go_on(worker: int) -> Net:
         own = Net()
         its = make(own)
-        own.load_state_dict(saved[0])
-        its.load_state_dict(saved[1])
-        with HybridAsync(own, its, total_steps=AFTER) as training:
-            train(own, its, BEFORE, BEFORE + AFTER)
+        rates = schedule(its)
+        for each, state in zip((own, its, rates), saved, strict=True):
+            each.load_state_dict(state)
+        with HybridAsync(own, its, scheduler=rates, total_steps=AFTER) as training:
+            train(own, its, BEFORE, BEFORE + AFTER, rates)
             assert training.finished
         assert not its.state
         return own

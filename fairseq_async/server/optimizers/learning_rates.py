@@ -70,7 +70,7 @@ class RateTable(StepSchedule):
                 group["lr"] = rate
 
 
-def tabulate(scheduler: Any, optimizer: Optimizer, steps: int) -> Rates:
+def tabulate(scheduler: Any, optimizer: Optimizer, steps: int, counted: bool = False) -> Rates:
     """Tabulates the rates of a script's own scheduler. A server cannot have that: it is Python code, and nothing is
     unpickled.
 
@@ -78,16 +78,24 @@ def tabulate(scheduler: Any, optimizer: Optimizer, steps: int) -> Rates:
         scheduler: a scheduler of ``optimizer``, whose method ``step`` is called once after each step of the optimizer;
             neither is changed.
         steps: number of steps of the whole run.
+        counted: whether the server's own count, in a state that it is given, has the steps that the scheduler has
+            taken; row 0 is then that of a new scheduler.
 
     Returns:
-        A table: row n has the rate of each parameter group after n steps.
+        A table: row n has the rate of each parameter group after n steps from where the scheduler is now.
 
     Raises:
         ConfigurationError: the rates do not follow from the number of steps alone, or are too many.
     """
     name = type(scheduler).__name__
     _check(scheduler, name, optimizer, steps)
-    row_after = _row_of_lambdas(scheduler) if type(scheduler) is LambdaLR else _row_of_copy(scheduler, name, optimizer)
+    taken = steps_taken(scheduler)
+    if type(scheduler) is LambdaLR:
+        row_after = _row_of_lambdas(scheduler, 0 if counted else taken)
+    elif counted and taken:
+        raise ConfigurationError(f"{name} has taken {taken} steps: give a new one; the server's state has the position")
+    else:
+        row_after = _row_of_copy(scheduler, name, optimizer)
     rates = []
     for step in range(steps + 1):
         try:
@@ -110,14 +118,16 @@ def rates_by_step(scheduler: Any, optimizer: Optimizer, steps: int) -> Callable[
     """Returns a function from a number of steps, in any order, to the rates of the parameter groups after them; see
     :func:`tabulate`, which a ``LambdaLR`` does not need."""
     if type(scheduler) is LambdaLR:
-        return _row_of_lambdas(scheduler)
-    rates = tabulate(scheduler, optimizer, steps)
+        return _row_of_lambdas(scheduler, 0)
+    rates = tabulate(scheduler, optimizer, steps, counted=True)
     return lambda step: rates[min(step, steps)]
 
 
-class CountLimit:
-    """Keeps a worker's own scheduler from counting beyond the steps of the run: a fast worker steps it more often than
-    the run has steps, where OneCycleLR, for one, would fail.
+class StepCount:
+    """Watches how a worker's loop steps its own scheduler, whose rates the server takes, by steps of the optimizer.
+
+    A fast worker steps it more often than the run has steps, where OneCycleLR, for one, would fail: it is kept from
+    counting beyond them.
 
     Args:
         scheduler: one of torch's, of which :func:`tabulate` has made a table.
@@ -125,15 +135,39 @@ class CountLimit:
     """
 
     def __init__(self, scheduler: Any, steps: int) -> None:
-        self._counting, self._steps = _counting(scheduler), steps
+        self._scheduler, self._counting = scheduler, _counting(scheduler)
+        self._began = self._last = steps_taken(scheduler)
+        self._end = self._began + steps
         self._kept = [each.last_epoch for each in self._counting]
+        self._idle = self._hasty = 0  # how many steps of the optimizer in a row came without one of it, or with more
 
-    def hold(self) -> None:
-        """Takes back the last step of a scheduler that has come to the run's end; to be called before each step."""
-        if _steps_taken(self._counting) < self._steps:
+    def before_step(self) -> None:
+        """Takes back the last step of a scheduler that has come to the run's end; to be called before each step of the
+        optimizer.
+
+        Raises:
+            ConfigurationError: the loop steps the scheduler less often, or more often, than the optimizer. A loop that
+                never steps it is right: the server's schedule goes on by itself.
+        """
+        taken = steps_taken(self._scheduler)
+        if self._counting and taken < self._end:
+            self._check(taken)
             self._kept = [each.last_epoch for each in self._counting]
         for each, kept in zip(self._counting, self._kept, strict=True):
             each.last_epoch = kept
+
+    def _check(self, taken: int) -> None:
+        more, self._last = taken - self._last, taken
+        self._hasty = self._hasty + 1 if more > 1 else 0  # a GradScaler skips steps of the optimizer, but not for ever
+        late, self._idle = self._idle, 0 if more else self._idle + 1
+        sparse = late > 1 if more else self._idle > 1 and taken > self._began
+        if self._hasty > 2 or sparse:
+            often = "more often" if self._hasty > 2 else "less often"
+            raise ConfigurationError(
+                f"{type(self._scheduler).__name__} is stepped {often} than the optimizer, and the server takes its "
+                "rates at each step of the optimizer: step it once after each optimizer.step(), and give it its "
+                "lengths in steps (of an epoch of n batches, n times as many)"
+            )
 
 
 def _counting(scheduler: Any) -> list[Any]:
@@ -143,7 +177,9 @@ def _counting(scheduler: Any) -> list[Any]:
     return [scheduler, *within] if hasattr(scheduler, "last_epoch") else within
 
 
-def _steps_taken(counting: list[Any]) -> int:
+def steps_taken(scheduler: Any) -> int:
+    """Returns how many steps a scheduler has taken; 0 where it does not count."""
+    counting = _counting(scheduler)
     return int(counting[0].last_epoch) if counting else 0
 
 
@@ -234,15 +270,12 @@ def _check(scheduler: Any, name: str, optimizer: Optimizer, steps: int) -> None:
             f"{name}: {steps} steps of {groups} parameter groups are more than {LARGEST_TABLE} learning rates, which "
             "is the most that is sent to the server"
         )
-    taken = _steps_taken(_counting(scheduler))
-    if taken != 0 and type(scheduler) is not LambdaLR:
-        raise ConfigurationError(f"{name} has taken {taken} steps: give a new one; the server's state has the position")
 
 
-def _row_of_lambdas(scheduler: LambdaLR) -> Callable[[int], list[float]]:
-    """Returns a function from a number of steps to the rates after them, wherever the scheduler is now."""
+def _row_of_lambdas(scheduler: LambdaLR, taken: int) -> Callable[[int], list[float]]:
+    """Returns a function from a number of steps, besides those taken, to the rates after them."""
     pairs = list(zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True))
-    return lambda step: [float(base) * float(factor(step)) for base, factor in pairs]
+    return lambda step: [float(base) * float(factor(taken + step)) for base, factor in pairs]
 
 
 def _row_of_copy(scheduler: Any, name: str, optimizer: Optimizer) -> Callable[[int], list[float]]:
