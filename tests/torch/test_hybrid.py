@@ -276,7 +276,7 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Optimizer], dict[str, Any], str]] =
         {"clip_norm": -1.0},
         "clip_norm is -1.0: it must be a number of at least 0",
     ),
-    "shards": (OPTIMIZERS["Adam"], {"seed": 3}, "seed is of no use"),
+    "shards": (OPTIMIZERS["Adam"], {"shards": 3}, "shards is of no use"),
     "another method": (OPTIMIZERS["Adam"], {"method": "local_sgd"}, "method: Input should be 'hybrid_async'"),
     "a parameter of another model": (
         lambda model: Adam([*model.parameters(), nn.Parameter(torch.ones(1))]),
