@@ -1,6 +1,7 @@
 """Errors that a user can act upon, which are printed as one line, without a traceback; and the spelling of options."""
 
 import errno
+import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -71,6 +72,16 @@ def as_argument(name: str) -> str:
 def as_flag(name: str) -> str:
     """Spells an option as a flag of a command."""
     return "--" + name.replace("_", "-")
+
+
+def as_placeholder(name: str) -> str:
+    """Marks an option in the messages of a server, which does not know the front end of its workers."""
+    return f"{{option:{name}}}"
+
+
+def spelled(message: str) -> str:
+    """Returns a server's message with its options as the user of this process writes them."""
+    return re.sub(r"\{option:(\w+)\}", lambda marked: option(marked[1]), message)
 
 
 _spell: list[Callable[[str], str]] = [as_flag]

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from fairseq_async.algorithms import Rule
 from fairseq_async.deepspeed_plugin import schedules
 from fairseq_async.deepspeed_plugin.served import SCHEDULER
-from fairseq_async.errors import ConfigurationError, as_key, spell_options
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject, MethodSpec
 from fairseq_async.server import Layout, gradient_main
 from fairseq_async.server.optimizers.scheduled_rule import Schedule
@@ -37,5 +37,4 @@ def _follow(section: JsonObject, optimizer: Optimizer) -> Schedule:
 
 
 if __name__ == "__main__":
-    spell_options(as_key)
     serve(build)

@@ -15,7 +15,7 @@ from typing import cast
 
 from fairseq_async.addresses import LOOPBACK, is_loopback
 from fairseq_async.environment import TOKEN
-from fairseq_async.errors import ConfigurationError, option
+from fairseq_async.errors import ConfigurationError, option, spelled
 from fairseq_async.exchange.authentication import new_token, write_token
 from fairseq_async.exchange.linux import environment
 from fairseq_async.exchange.tls import server_context
@@ -290,7 +290,7 @@ class ServerProcess:
         if said.startswith("error: "):
             self.process.kill()
             self.process.wait()
-            raise ConfigurationError(said.removeprefix("error: "))
+            raise ConfigurationError(spelled(said).removeprefix("error: "))
         return said
 
     def _wait(self) -> int:
@@ -337,7 +337,7 @@ class ServerProcess:
     def _pass_on(self, notices: int) -> None:
         """Runs in a thread: prints the server's notices until the server has ended, and notes what they announce."""
         with open(notices, errors="replace") as lines:
-            for line in map(str.rstrip, lines):
+            for line in map(spelled, map(str.rstrip, lines)):
                 if line not in (RUN_FINISHED, RUN_OVER):
                     say(line)
                     continue

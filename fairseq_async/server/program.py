@@ -14,7 +14,15 @@ from pathlib import Path
 import torch
 
 from fairseq_async.environment import TOKEN
-from fairseq_async.errors import ExchangeError, HalfAppliedError, RefusedError, disk_error, is_scarcity
+from fairseq_async.errors import (
+    ExchangeError,
+    HalfAppliedError,
+    RefusedError,
+    as_placeholder,
+    disk_error,
+    is_scarcity,
+    spell_options,
+)
 from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.notices import ENDED, KEPT, LISTENS, SAVED, Notices, Tell, tell_log
@@ -41,6 +49,7 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
         make: makes its service, from the options of the command line.
     """
     options = _parse(arguments)
+    spell_options(as_placeholder)  # a worker or launcher that shows a message knows its front end
     # A scheduler or DeepSpeed's launcher stops a job by a signal to every process. This server still writes its last
     # snapshot: it ends when the process that started it is gone.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

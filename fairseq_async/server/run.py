@@ -342,18 +342,21 @@ class Run:
         if (count := state.get("fragments", 1)) != self.spec.fragments:
             raise RefusedError(
                 f"the checkpoint's momentum is of {count} fragments, this run has {self.spec.fragments}: give "
-                f"{option('fragments')} {count}, or {option('reset_optimizer')}"
+                f"{option('fragments')} {count}, or "
+                "begin anew with its parameters alone"
             )
         if (count := state.get("server_shards", 1)) != (now := self.spec.server.shards):
             raise RefusedError(
                 f"the checkpoint's state is of a server in {count} shards, this run's is in {now}: give "
-                f"{as_many(count, len(self.spec.server.hosts))}, or {option('reset_optimizer')}"
+                f"{as_many(count, len(self.spec.server.hosts))}, or "
+                "begin anew with its parameters alone"
             )
         before, own = state.get("inner_optimizer"), inner_optimizer(self.spec)
         if before != own and before is not None:
             raise RefusedError(
                 f"the checkpoint's inner optimizer is {before}, this run's is {own}: give "
-                f"{option('inner_optimizer')} {before}, or {option('reset_optimizer')}"
+                f"{option('inner_optimizer')} {before}, or "
+                "begin anew with its parameters alone"
             )
 
 

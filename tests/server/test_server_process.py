@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from fairseq_async import errors
 from fairseq_async.config import ServerOptions
 from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.exchange import Channel
@@ -25,7 +26,17 @@ from fairseq_async.server.network import connection_loop
 from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.process import ServerProcess
-from fairseq_async.server.protocol import Goodbye, Greeting, Hello, Push, PushReply, Welcome, encode, parse_answer
+from fairseq_async.server.protocol import (
+    ErrorReply,
+    Goodbye,
+    Greeting,
+    Hello,
+    Push,
+    PushReply,
+    Welcome,
+    encode,
+    parse_answer,
+)
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.context import WorkerContext
 from scripts.faults.sgd_server import build, sgd_spec
@@ -469,3 +480,13 @@ def test_an_answer_that_the_clock_brings_is_sent_to_its_end_before_the_clock_is_
     parse_answer(channel.receive(), Goodbye)
     assert torch.equal(channel.room, parameters)
     server.stop()
+
+
+@pytest.mark.parametrize("spell", [errors.as_key, errors.as_argument])
+def test_a_message_of_the_server_names_options_as_the_users_of_the_worker_write_them(
+    monkeypatch: pytest.MonkeyPatch, spell: Any
+) -> None:
+    monkeypatch.setattr(errors, "_spell", [spell])
+    said = f"give {errors.as_placeholder('server_shards')} 3"
+    with pytest.raises(RefusedError, match=f"^give {spell('server_shards')} 3$"):
+        parse_answer(encode(ErrorReply(said)), Welcome)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from fairseq_async.errors import ProtocolError, RefusedError
+from fairseq_async.errors import ProtocolError, RefusedError, spelled
 from fairseq_async.server.protocol.answers import Answer, ErrorReply
 from fairseq_async.server.protocol.requests import Request
 
@@ -49,7 +49,7 @@ def parse_answer(body: bytes, expected: type[_Message]) -> _Message:
     """
     answer: Answer = _parse(body, _ANSWER)
     if isinstance(answer, ErrorReply):
-        raise RefusedError(answer.error)
+        raise RefusedError(spelled(answer.error))
     if not isinstance(answer, expected):
         raise ProtocolError(f"the server answered {answer.kind} where {expected.__name__} was expected")
     return answer
