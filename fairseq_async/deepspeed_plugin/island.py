@@ -86,6 +86,12 @@ class IslandClient:
         """See :meth:`Client.wait_for_work`."""
         return self._broadcast_answer(lambda client: client.wait_for_work(), WorkReply)
 
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on a rank of the island."""
+        flags = torch.tensor([int(flag)], device=deepspeed.get_accelerator().current_device_name())
+        deepspeed.comm.all_reduce(flags)
+        return bool(flags.item())
+
     def save_state(self, path: str) -> int:
         """See :meth:`Client.save_state`."""
         return self._broadcast_answer(lambda client: client.save_state(path), int)

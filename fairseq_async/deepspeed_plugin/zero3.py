@@ -35,7 +35,12 @@ class PartitionedReplica:
             )
         )
         self._named, self._parameters, self._rank = named, [parameter for _, parameter in named], rank
-        self.device = device_of([safe_get_local_fp32_param(parameter) for parameter in self._parameters])
+        self.device = device_of([master for _, master in self.named])
+
+    @property
+    def named(self) -> list[tuple[str, Tensor]]:
+        """The masters' partitions."""
+        return [(name, safe_get_local_fp32_param(parameter).detach()) for name, parameter in self._named]
 
     def read(self, flat: Tensor) -> None:
         for part, local in self._local_parts(flat):

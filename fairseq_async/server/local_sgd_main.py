@@ -28,6 +28,7 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, L
             shards=spec.shards,
             seed=options.seed,
             max_epoch=spec.max_epoch,
+            barrier=spec.full_rounds,
         )
     except ValueError as error:
         raise ConfigurationError(str(error)) from error

@@ -41,6 +41,8 @@ class LocalStepPlan:
         max_epoch: passes over the data by all workers together; 0 for no end.
         shards: samples in each shard of the training set; empty where workers bring data of their own.
         seed: seed of the choice of shards.
+        barrier: whether nobody begins a round before all have ended the one before: then a step of any worker is one
+            step of the schedule, however fast the worker is.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class LocalStepPlan:
         shards: list[int],
         seed: int,
         max_epoch: int = 0,
+        barrier: bool = False,
     ) -> None:
         self.workers, self.maximum, self.total_steps, self.dynamic = workers, maximum, total_steps, dynamic
-        self.shards, self.max_epoch = shards, max_epoch
+        self.shards, self.max_epoch, self.barrier = shards, max_epoch, barrier
         self.epochs = 0.0
         self.speeds: dict[int, float] = {}
         self.gone: set[int] = set()
@@ -207,7 +210,7 @@ class LocalStepPlan:
     def _progress_per_step(self, worker: int, shard: int | None) -> float:
         if shard is not None:
             return sum(self.shards) / self.shards[shard] / self.workers
-        if worker not in self.speeds:
+        if self.barrier or worker not in self.speeds:
             return 1.0
         present = self._present
         return fmean(present.values()) / present.get(worker, self.speeds[worker])

@@ -143,7 +143,9 @@ class AsyncCallback(TrainerCallback):
 
     def _make(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> AsyncTraining:
         if self.method == "local_sgd":
-            return AsyncLocalSGD(model, optimizer, **self.options | {"total_steps": steps})
+            local = AsyncLocalSGD(model, optimizer, **self.options | {"total_steps": steps})
+            local.has_schedule = True
+            return local
         return HybridAsync(model, optimizer, scheduler=scheduler, **self.options | {"total_steps": steps})
 
     def _restore(self, training: AsyncTraining, path: Path) -> None:

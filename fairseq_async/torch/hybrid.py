@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
@@ -30,6 +30,7 @@ from fairseq_async.server.optimizers.torch_optimizer import PARTS, describe
 from fairseq_async.torch.brought_state import brought_state, has_stepped
 from fairseq_async.torch.options import parse_options
 from fairseq_async.torch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
+from fairseq_async.torch.schedules import one_for_each
 from fairseq_async.torch.training import AsyncTraining
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.hybrid import HybridWorker
@@ -82,16 +83,11 @@ class HybridAsync(AsyncTraining):
         **options: Any,
     ) -> None:
         server, self.options = parse_options(HybridOptions, options, "HybridAsync")
-        optimizers = _listed(optimizer)
-        super().__init__(_one_model(model), _one_optimizer(optimizers), server)
+        super().__init__(model, optimizer, server)
+        optimizers = self.optimizers
         if not (isinstance(clip_norm, int | float) and 0 <= clip_norm < inf):
             raise ConfigurationError(f"HybridAsync: clip_norm is {clip_norm!r}: it must be a number of at least 0")
-        schedulers = _listed(scheduler) if scheduler is not None else [None] * len(optimizers)
-        if len(schedulers) != len(optimizers):
-            raise ConfigurationError(
-                f"scheduler has {len(schedulers)} for {len(optimizers)} optimizers: give a list, with None for one "
-                "without a scheduler"
-            )
+        schedulers = one_for_each(optimizers, scheduler)
         steps = self.options.total_steps
         self._parts = [
             _Part(each, its, self._named, steps, float(clip_norm))
@@ -182,17 +178,11 @@ class HybridAsync(AsyncTraining):
             part.check_rates()
 
     def _check_several(self) -> None:
-        """Checks that several optimizers have no parameter in common, and options that go with them.
+        """Checks that the options go with several optimizers.
 
         Raises:
-            ConfigurationError: otherwise.
+            ConfigurationError: one does not.
         """
-        of_others = set[int]()
-        for part in self._parts:
-            for name, parameter in part.named:
-                if id(parameter) in of_others:
-                    raise ConfigurationError(f"{name} is in two optimizers: leave it to one of them")
-            of_others |= {id(parameter) for _, parameter in part.named}
         server, options = self._server_options, self.options
         several, updates = f"with {len(self._parts)} optimizers", options.updates_per_step or 1
         if server.server_shards > 1 or server.shard_hosts:
@@ -227,8 +217,6 @@ class _Part:
         steps: int,
         clip_norm: float,
     ) -> None:
-        if not (scheduler is None or isinstance(scheduler, LRScheduler)):
-            raise ConfigurationError(f"scheduler is {scheduler!r}: it must be one of torch.optim.lr_scheduler")
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.optimizer = optimizer
         self.named = [(name, parameter) for name, parameter in named if id(parameter) in own]
@@ -295,27 +283,3 @@ class _Part:
             check_scheduled(self.optimizer, self._scheduler)
         else:
             check_rates(self.optimizer, self._rates, "give a scheduler of torch as scheduler=")
-
-
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given]
-
-
-def _one_model(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """Returns a module that has all models."""
-    if isinstance(model, list | tuple) and all(isinstance(each, nn.Module) for each in model):
-        return nn.ModuleList(model)
-    return cast(nn.Module, model)
-
-
-def _one_optimizer(optimizers: list[Optimizer]) -> Optimizer:
-    """Returns the optimizer, or of several one that has all their parameters, and never steps."""
-    if len(optimizers) == 1:
-        return optimizers[0]
-    for each in optimizers:
-        if not isinstance(each, Optimizer):
-            raise ConfigurationError(f"optimizer has a {type(each).__name__}: give instances of torch.optim.Optimizer")
-    if not optimizers:
-        raise ConfigurationError("optimizer is an empty list: give at least one")
-    parameters = (parameter for each in optimizers for group in each.param_groups for parameter in group["params"])
-    return SGD(list(dict.fromkeys(parameters)), lr=0.0)

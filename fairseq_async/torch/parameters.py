@@ -1,8 +1,8 @@
 """The parameters and gradients of a model and its optimizer that are exchanged."""
 
 import zlib
-from collections.abc import Collection
-from itertools import pairwise
+from collections.abc import Collection, Sequence
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -15,27 +15,27 @@ from fairseq_async.server.optimizers.torch_optimizer import check_of_model
 _COMPILED = "_orig_mod."  # before each name in a model that torch.compile has wrapped
 
 
-def exchanged_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
-    """Returns the model's trainable parameters that the optimizer steps, with their names, in the model's order.
+def exchanged_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, Parameter]]:
+    """Returns the model's trainable parameters that the optimizers step, with their names, in the model's order.
 
     Raises:
-        ConfigurationError: the optimizer has others, or they are not fp32, or the model synchronises its gradients.
+        ConfigurationError: the optimizers have others, or one parameter twice, or the model cannot be exchanged.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"model is a {type(model).__name__}: give a torch.nn.Module, and then its optimizer")
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer")
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # accelerate's wrapper says that it is an Optimizer
-        raise ConfigurationError(
-            f"optimizer is a {type(optimizer).__name__}, which wraps another: give that one, optimizer.optimizer"
-        )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConfigurationError(
             "the model is in DistributedDataParallel, whose workers wait for each other: unwrap it"
         )
-    stepped = {id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
+    check_memory(model)
+    stepped = set[int]()
+    for optimizer in optimizers:
+        of_one = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+        if twice := stepped & set(map(id, of_one)):
+            name = next((name for name, each in model.named_parameters() if id(each) in twice), "a parameter")
+            raise ConfigurationError(f"{name} is in two optimizers: leave it to one of them")
+        stepped |= set(map(id, of_one))
     named = [(name.replace(_COMPILED, ""), each) for name, each in model.named_parameters() if id(each) in stepped]
-    check_of_model(optimizer, named)
+    for optimizer in optimizers:
+        check_of_model(optimizer, named)
     if not named:
         raise ConfigurationError("the optimizer has no parameter of the model that is trained")
     for name, parameter in named:
@@ -72,22 +72,57 @@ def check_memory(model: nn.Module) -> None:
             )
 
 
-def check_exchanged(optimizer: Optimizer, exchanged: Collection[int]) -> None:
-    """Checks that the coming step of the optimizer is one of exchanged parameters alone.
+def one_model(models: Sequence[nn.Module]) -> nn.Module:
+    """Returns the model; of several, a module that has all of them, in which names begin with a model's number.
+
+    Raises:
+        ConfigurationError: something else than modules was given.
+    """
+    for each in models:
+        if not isinstance(each, nn.Module):
+            raise ConfigurationError(
+                f"model is a {type(each).__name__}: give a torch.nn.Module, or a list of them, and then its optimizer"
+            )
+    return models[0] if len(models) == 1 else nn.ModuleList(models)
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Checks that these are torch's optimizers.
+
+    Raises:
+        ConfigurationError: one is something else, or there is none.
+    """
+    if not optimizers:
+        raise ConfigurationError("optimizer is an empty list: give at least one")
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise ConfigurationError(
+                f"optimizer is a {type(each).__name__}: give a torch.optim.Optimizer, or a list of them"
+            )
+        if not hasattr(each, "_optimizer_step_pre_hooks"):  # accelerate's wrapper says that it is an Optimizer
+            raise ConfigurationError(
+                f"optimizer is a {type(each).__name__}, which wraps another: give that one, optimizer.optimizer"
+            )
+
+
+def check_exchanged(model: nn.Module, optimizers: Sequence[Optimizer], exchanged: Collection[int]) -> None:
+    """Checks that no parameter has a gradient that the run does not exchange. Each worker would train its own copy.
 
     Args:
         exchanged: the ``id`` of each parameter that is exchanged.
 
     Raises:
-        ConfigurationError: another parameter has a gradient. Each worker would train its own copy of it.
+        ConfigurationError: a parameter of the model or of an optimizer has one.
     """
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter.grad is not None and id(parameter) not in exchanged:
-                raise ConfigurationError(
-                    f"a parameter of param_groups[{number}], of shape {tuple(parameter.shape)}, is trained now and is "
-                    "not exchanged: it was frozen, or not there, when the run began; train it from there on"
-                )
+    groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+    for parameter in chain(model.parameters(), *groups):
+        if parameter.grad is not None and id(parameter) not in exchanged:
+            name = next((name for name, each in model.named_parameters() if each is parameter), "")
+            raise ConfigurationError(
+                f"{name or f'a parameter of shape {tuple(parameter.shape)}'} has a gradient and is not exchanged: it "
+                "was in no optimizer of the run, frozen, or not there when the run began; give its optimizer too "
+                "(several in a list), or freeze it with requires_grad_(False)"
+            )
 
 
 def untrained_checksum(model: nn.Module, exchanged: Collection[int]) -> str:

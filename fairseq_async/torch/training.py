@@ -4,11 +4,11 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,13 @@ from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.torch.parameters import (
     check_exchanged,
+    check_optimizers,
     drop_gradients,
     exchanged_parameters,
+    one_model,
     untrained_checksum,
 )
+from fairseq_async.torch.steps import watch_steps
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.context import WorkerContext
@@ -46,7 +49,8 @@ class AsyncTraining(ABC):
     a new run those of worker 0's model. At the end of the block the model has the server's parameters. If an exception
     ends the block, the worker is gone from the run as if it had been killed.
 
-    A step whose gradient has NaN or Inf is left out. Mistakes end the process with one line and exit code 2.
+    A step whose gradient has NaN or Inf is left out. Mistakes end the process with one line and exit code 2. So do
+    steps that the run does not see, such as those of an optimizer that was made anew in the block.
 
     Attributes:
         worker: this worker's number; worker 0 is to evaluate and save.
@@ -58,10 +62,14 @@ class AsyncTraining(ABC):
 
     server_module: str
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, server: ServerOptions) -> None:
-        self.optimizer, self._model = optimizer, model
+    def __init__(
+        self, model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer], server: ServerOptions
+    ) -> None:
+        self.optimizers: list[Optimizer] = listed(optimizer)
+        self._model = one_model(listed(model))
+        check_optimizers(self.optimizers)
         self._server_options, self._run_dir = server, Path(server.run_dir)
-        self._named = exchanged_parameters(model, optimizer)
+        self._named = exchanged_parameters(self._model, self.optimizers)
         self._exchanged = {id(parameter) for _, parameter in self._named}
         self.loss: float | Tensor | None = None
         self.any_length, self.total_steps = False, 0
@@ -104,6 +112,7 @@ class AsyncTraining(ABC):
 
         With local SGD, local steps that are done are sent first; the rest of the round is given up.
         """
+        self.restore_parameters()
         self.async_worker.catch_up()
 
     @abstractmethod
@@ -129,7 +138,7 @@ class AsyncTraining(ABC):
         except BaseException:
             self.abandon()
             raise
-        self._handles = self._add_hooks()
+        self._handles = [*self._add_hooks(), *watch_steps(self.optimizers, self._named)]
         self._step_ended = time.perf_counter()
         return self
 
@@ -210,6 +219,7 @@ class AsyncTraining(ABC):
         state = fetch_state(self._connected, self._run_dir)
         replica = self.async_worker.replica
         if self._own is None:
+            self.async_worker.check_unchanged()
             self._own = torch.zeros(replica.layout.size, dtype=torch.float32, device="cpu")
             replica.read(self._own)
         replica.write(state["server"]["parameters"])
@@ -261,7 +271,7 @@ class AsyncTraining(ABC):
         """Refuses a step with a closure, or of more than is exchanged; ``args`` of a hook begin with the optimizer."""
         if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             raise ConfigurationError("optimizer.step(closure) is not supported: compute the gradients before the step")
-        check_exchanged(self.optimizer, self._exchanged)
+        check_exchanged(self._model, self.optimizers, self._exchanged)
 
     def _take_loss(self) -> float | Tensor | None:
         """Returns the loss of this step, without the graph behind it, and forgets it."""
@@ -281,6 +291,11 @@ class AsyncTraining(ABC):
         """Sleeps so that this step takes ``slowdown`` times as long, for experiments; returns the step's seconds."""
         time.sleep((self._context.slowdown - 1.0) * (time.perf_counter() - self._step_ended))
         return time.perf_counter() - self._step_ended
+
+
+def listed(given: Any) -> list[Any]:
+    """Returns a list or tuple as a list, and anything else as the only element of one."""
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _note_run() -> None:

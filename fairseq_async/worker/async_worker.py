@@ -6,6 +6,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.protocol import Welcome
+from fairseq_async.worker.changes import ParameterWatch
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.replica import Replica
 
@@ -86,6 +87,7 @@ class AsyncWorker:
         self.look_ahead = 0.0
         self.first_batch: str | None = None
         self.last: dict[str, float] = {}
+        self._watched, self._watch = replica, ParameterWatch(replica.named)
 
     def join(self, spec: MethodSpec) -> Welcome:
         """Joins the run; the welcome says whether the server has parameters."""
@@ -130,6 +132,20 @@ class AsyncWorker:
     def pull(self) -> None:
         """Takes the server's current parameters, in fp32."""
         self.version, self.look_ahead = self.client.pull(self.replica.write), 0.0
+        self.note_parameters()
+
+    def note_parameters(self) -> None:
+        """Notes that the parameters are now as the run has made them, for :meth:`changed_parameter`."""
+        if self._watched is not self.replica:
+            self._watched, self._watch = self.replica, ParameterWatch(self.replica.named)
+        self._watch.note()
+
+    def changed_parameter(self) -> str | None:
+        """Returns the name of a parameter that has changed since this worker took the server's; None if none has."""
+        return self._watch.changed() if self._watched is self.replica else None
+
+    def check_unchanged(self) -> None:
+        """Checks that no change of the parameters would be lost with the next pull; local SGD sends such changes."""
 
     def catch_up(self) -> None:
         """Sends the work that is done, then takes the server's current parameters, which may contain it."""
@@ -139,7 +155,7 @@ class AsyncWorker:
             self.pull()  # the parameters that came with an answer may be ahead of the server's own, or compressed
 
     def send_done(self) -> None:
-        """Sends the work that is done and not sent yet; here none, since each gradient is sent when it is computed."""
+        """Sends the work that is done and not sent yet."""
 
     def take_first_batch(self) -> str | None:
         """Returns the digest of the first batch once, then None."""

@@ -220,6 +220,10 @@ class Client(LastingConnection):
         """Waits until there is work for this worker again, or the run is finished."""
         return self._ask(protocol.WaitForWork(), protocol.WorkReply)
 
+    def on_any_rank(self, flag: bool) -> bool:
+        """Returns the flag: here the worker is one process."""
+        return flag
+
     def save_state(self, path: str) -> int:
         """Saves the server's whole state in a file; returns the version of the parameters. A server on another machine
         must see the same disk."""

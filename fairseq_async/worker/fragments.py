@@ -56,7 +56,7 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
     def exchange(self, position: JsonObject | None = None) -> None:
         """Takes an answer that is on its way, then sends the next fragment early and takes the answer to that too."""
         self.take_answer()
-        if self.done and not self.finished:
+        if not self.finished and self.has_work():
             self._send(position)
             self.take_answer()
 

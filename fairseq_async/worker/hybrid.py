@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from fairseq_async.algorithms.missing import missing_of
 from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.devices import Transfer
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.protocol import Assignment, Push, Report, Welcome
@@ -73,6 +74,7 @@ class HybridWorker(AsyncWorker):
     def take_state(self, server: State) -> None:
         """Takes parameters and progress from the server's whole state."""
         self.replica.write(server["parameters"])
+        self.note_parameters()
         self.version, self._steps = server["version"], server["rule"]["steps"]
 
     def scale_into_slot(self, factor: float) -> None:
@@ -119,9 +121,11 @@ class HybridWorker(AsyncWorker):
             norm: the gradient's L2 norm where it is known, so that the server need not compute it.
 
         Raises:
+            ConfigurationError: something else than the run has changed parameters.
             RefusedError: the last ``max_refused`` gradients had NaN or Inf, or were outliers.
             ExchangeError: the server is gone; this gradient may be lost.
         """
+        self.check_unchanged()
         started = time.perf_counter()
         missing = 0 if self._zeros else missing_of(parameter.grad for parameter in self._parameters)
         self.pin_exchanged()
@@ -148,6 +152,24 @@ class HybridWorker(AsyncWorker):
         self.waited = 0.0
         self.refusals.count(answer.refused, outlier=answer.status is Status.OUTLIER)
 
+    def send_done(self) -> None:
+        """Sends nothing, since each gradient is sent when it is computed; checks that nothing would be overwritten."""
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Checks that the parameters are as this worker took them from the server.
+
+        Raises:
+            ConfigurationError: something else than the run has changed parameters.
+        """
+        if name := self.changed_parameter():
+            raise ConfigurationError(
+                f"{name} is not as this worker took it from the server: something in this process changes parameters "
+                "(clamping, max_norm, a pruning mask, load_state_dict, another optimizer). With hybrid_async they are "
+                "the server's, and its next ones would overwrite the change: leave it out, or use local SGD, which "
+                "takes such changes"
+            )
+
     def _note(self, assignment: Assignment) -> None:
         self.learning_rate, self._steps = assignment.learning_rate or 0.0, assignment.total_progress
 
@@ -157,6 +179,7 @@ class HybridWorker(AsyncWorker):
         if self.finished:
             return self.pull()
         self.version = self.client.pull(self.replica.write, look_ahead, starts=True)
+        self.note_parameters()
         self.look_ahead = look_ahead
 
     def _scale_into(self, factor: float, slot: Tensor) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
 from fairseq_async.server.protocol import Assignment, Push, PushReply, Report, Welcome, WorkReply
 from fairseq_async.server.receipt import Status
@@ -49,6 +50,7 @@ class LocalSGDWorker(AsyncWorker):
         self._losses: list[float | Tensor] = []
         self._step_seconds: list[float] = []
         self._waited = 0.0
+        self._has_stepped = False
 
     @property
     def local_steps(self) -> int:
@@ -86,6 +88,7 @@ class LocalSGDWorker(AsyncWorker):
         """Takes the parameters that the next local steps start from, which may be ahead of the server's own; at the
         end of the run, the server's own parameters."""
         self.version = self.client.pull(self.replica.write, starts=not self.finished)
+        self.note_parameters()
 
     def step(self, seconds: float, loss: float | Tensor | None = None, position: JsonObject | None = None) -> bool:
         """Counts one step of the inner optimizer, and exchanges when the round is done; True after an exchange.
@@ -108,6 +111,7 @@ class LocalSGDWorker(AsyncWorker):
     def count(self, seconds: float, loss: float | Tensor | None) -> None:
         """Counts one more local step."""
         self.done += 1
+        self._has_stepped = True
         self._step_seconds.append(seconds)
         if loss is not None:
             self._losses.append(loss)
@@ -126,12 +130,28 @@ class LocalSGDWorker(AsyncWorker):
 
     def send_done(self) -> None:
         """Ends the round early, with the local steps that are done; the rest of the assignment is dropped."""
-        if self.done:
+        if self.has_work():
             self.exchange()
+
+    def has_work(self) -> bool:
+        """Whether there is something to send: local steps, or what the script has done to the parameters after them.
+
+        Raises:
+            ConfigurationError: parameters have changed, and this worker has taken no local step at all.
+        """
+        if self.done:
+            return True
+        changed = self.changed_parameter()
+        if changed is not None and not self._has_stepped:
+            raise ConfigurationError(
+                f"{changed} was trained, or changed, and no step of the run's optimizer came, so that the server's "
+                "parameters would overwrite it: step the optimizer that the run was given, and that one alone"
+            )
+        return self.client.on_any_rank(changed is not None)
 
     def message(self, position: JsonObject | None) -> Push:
         """The message that goes with the pseudo-gradient."""
-        return Push(self.sequence, self.version, float(self.done), self._report(position), pulls=True)
+        return Push(self.sequence, self.version, float(max(1, self.done)), self._report(position), pulls=True)
 
     def _wait_while_idle(self, answer: Welcome | PushReply) -> WorkReply:
         """Returns the work that an answer brings; waits for other work as long as the assignment is to do nothing."""

@@ -55,7 +55,7 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
     def exchange(self, position: JsonObject | None = None) -> None:
         """Takes an answer that is on its way, then sends the steps done since, and takes the answer to these too."""
         self.settle()
-        if self.done and not self.finished:
+        if not self.finished and self.has_work():
             super().exchange(position)
 
     def settle(self) -> None:
@@ -75,12 +75,16 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
             self.replica.write(self.client.slot)
         else:
             self.done, self._losses, self._step_seconds, self.epochs, self.tokens = counted
+            by_hand = not self.done and self.changed_parameter() is not None  # since they were sent, by no step
             self._go_on_from(answer)
+            if not by_hand:
+                self.note_parameters()
         self._note(answer)
         self.last["steps_in_flight"] = float(counted[0])
 
     def _send(self, position: JsonObject | None) -> None:
         self._keep_sent()
+        self.note_parameters()
         self._exchange = self._thread.submit(self._exchange_in_thread, self.message(position))
         self.sequence += 1
         self.offset += self.done

@@ -21,6 +21,11 @@ class Replica(Protocol):
     def layout(self) -> Layout: ...
 
     @property
+    def named(self) -> Sequence[tuple[str, Tensor]]:
+        """The tensors of θ here, with the names of their parameters."""
+        ...
+
+    @property
     def device(self) -> Device:
         """Device of the parameters that :meth:`read` and :meth:`subtract` copy from."""
         ...
@@ -51,7 +56,7 @@ class TensorReplica:
 
     def __init__(self, named: Sequence[tuple[str, Tensor]], is_writer: bool = True) -> None:
         self.layout = Layout.of(named)
-        self._named, self._tensors = named, [tensor for _, tensor in named]
+        self.named, self._tensors = named, [tensor for _, tensor in named]
         self._is_writer = is_writer
         self.device = device_of(self._tensors)
 
@@ -69,7 +74,7 @@ class TensorReplica:
         unpack(self._tensors, between(self.device, flat).upload(flat))
 
     def part(self, tensors: slice) -> "TensorReplica":
-        return TensorReplica(self._named[tensors], self._is_writer)
+        return TensorReplica(self.named[tensors], self._is_writer)
 
 
 class MasterReplica:
@@ -90,7 +95,8 @@ class MasterReplica:
         self._named, self._given = named, masters
         self._parameters = [tensor for _, tensor in named]
         self._held = [None if given is None else given[0] for given in masters]
-        self._masters = [given[1] for given in masters if given is not None]
+        self.named = [(name, given[1]) for (name, _), given in zip(named, masters, strict=True) if given is not None]
+        self._masters = [master for _, master in self.named]
         self.device = device_of(self._masters)
         # with an offloaded optimizer, the masters are in memory and the parameters on a GPU
         same = {master.device for master in self._masters} == {each.device for each in self._parameters}

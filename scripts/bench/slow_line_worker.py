@@ -86,14 +86,16 @@ class Steps:
     def __init__(self, c4: C4) -> None:
         self.c4 = c4
         self.optimizer = AdamW(c4.model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
+        self.steps_schedule = True  # not in a run, which steps it by its own progress
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
 
     def take(self, batch: Tensor) -> None:
         self.optimizer.zero_grad()
         self.c4.loss(batch)[0].backward()
         clip_grad_norm_(self.c4.model.parameters(), 1.0)
         self.optimizer.step()
-        self._schedule.step()
+        if self.steps_schedule:
+            self.schedule.step()
 
 
 def meet(out: Path, worker: int) -> float:
@@ -109,7 +111,8 @@ def train(job: Job, c4: C4, worker: int) -> tuple[float, list[tuple[int, Tensor]
     training, text = Steps(c4), batches(c4, range(worker, c4.samples, WORKERS), job.seed)
     kept = [(0, parameters_to_vector(c4.model.parameters()).detach())] if worker == 0 else []
     started = meet(Path(job.out), worker)
-    with AsyncLocalSGD(c4.model, training.optimizer, **job.options) as run:
+    training.steps_schedule = False
+    with AsyncLocalSGD(c4.model, training.optimizer, training.schedule, **job.options) as run:
         while not run.finished:
             training.take(next(text))
             version = run.async_worker.version

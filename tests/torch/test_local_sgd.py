@@ -48,19 +48,21 @@ def diloco(workers: int, rates: Callable[[int], float], rounds: int = ROUNDS) ->
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_it_is_diloco_with_the_optimizers_own_scheduler(workers: Start, count: int) -> None:
-    """The scheduler counts this worker's steps, and is the user's: nothing is given to the worker."""
+def test_it_is_diloco_with_a_scheduler(workers: Start, count: int) -> None:
+    """A lone worker's scheduler may be the user's, who steps it; with several it follows the run."""
 
     def train(worker: int) -> Tensor:
         model = Point()
         optimizer = SGD(model.parameters(), lr=LR)
         scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        with AsyncLocalSGD(model, optimizer, total_steps=H * ROUNDS, **DILOCO) as training:
+        given = None if count == 1 else scheduler
+        with AsyncLocalSGD(model, optimizer, given, total_steps=H * ROUNDS, **DILOCO) as training:
             while not training.finished:
                 optimizer.zero_grad()
                 model(TARGETS[worker]).backward()
                 optimizer.step()
-                scheduler.step()
+                if count == 1:
+                    scheduler.step()
             assert training.progress == H * ROUNDS
         return model.theta.detach()
 
@@ -234,7 +236,7 @@ def test_what_is_no_model_or_no_optimizer_is_one_line(capsys: pytest.CaptureFixt
     optimizer = SGD(model.parameters(), lr=LR)
     wrapped = cast(Any, type("AcceleratedOptimizer", (SGD,), {"__init__": lambda self: None}))()
     for given, said in [
-        ((optimizer, model), "model is a SGD: give a torch.nn.Module, and then its optimizer"),
+        ((optimizer, model), "model is a SGD: give a torch.nn.Module, or a list of them, and then its optimizer"),
         ((model, model.parameters()), "optimizer is a generator: give a torch.optim.Optimizer"),
         ((model, wrapped), "optimizer is a AcceleratedOptimizer, which wraps another: give that one"),
     ]:
@@ -269,7 +271,7 @@ def test_a_parameter_that_is_trained_from_later_on_is_one_line(
                         optimizer.add_param_group({"params": second})
 
     workers(1, local_sgd_main.build).run(train)
-    assert "is trained now and is not exchanged" in capsys.readouterr().err
+    assert "1.weight has a gradient and is not exchanged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("equal", [True, False])

@@ -217,7 +217,11 @@ WRONG: dict[str, tuple[Callable[[list[nn.Module]], Any], dict[str, Any], str]] =
         "0.0.weight is in two optimizers",
     ),
     "none": (lambda nets: [], {}, "optimizer is an empty list"),
-    "no optimizer": (lambda nets: [Adam(nets[0].parameters()), nets[1]], {}, "optimizer has a Sequential"),
+    "no optimizer": (
+        lambda nets: [Adam(nets[0].parameters()), nets[1]],
+        {},
+        "optimizer is a Sequential: give a torch.optim.Optimizer",
+    ),
     "one that the server has not": (
         lambda nets: [Adam(nets[0].parameters()), torch.optim.RMSprop(nets[1].parameters())],
         {},

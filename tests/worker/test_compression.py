@@ -98,7 +98,7 @@ def test_a_residual_waits_for_an_update_with_weight(tmp_path: Path) -> None:
         for push in (Push(0, 0, 2.0), Push(1, 1, 0.0)):
             _, payload = compressor.encode(push, torch.tensor([4.0, 3.0, 0.0]) * push.weight)
             compressor.settle(taken=True)
-        assert payload is not None and not compressor.decode(payload, 3).any()
+        assert payload is not None and not compressor.decode(payload, 3, push).any()
         assert residual(worker) == [0.0, 6.0, 0.0]
 
 
@@ -303,7 +303,7 @@ def test_a_residual_is_sent_by_whatever_codec_the_run_goes_on_with(tmp_path: Pat
         _, payload = after.encode(Push(1, 1, 1.0), torch.tensor([-1.0, -1.0, 0.0]))
         assert payload is not None
         if after.keeps_residual:
-            assert after.decode(payload, 3)[1] == pytest.approx(-4.0, rel=0.1)
+            assert after.decode(payload, 3, Push(1, 1, 1.0))[1] == pytest.approx(-4.0, rel=0.1)
 
 
 def test_dqsgd_with_other_bits_measures_its_norm_anew(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ def test_residuals_of_fragments_come_back_with_the_worker_and_not_to_other_fragm
     push, update = Push(4, 0, 1.0, Report()), torch.zeros(3)
     (_, first), (_, second) = one.encode(push, update), back.encode(push, update)
     assert first is not None and second is not None and torch.equal(first, second)
-    assert one.decode(first, 3).tolist() == [0.25, 0.5, 1.0], "what was refused goes with the next"
+    assert one.decode(first, 3, push).tolist() == [0.25, 0.5, 1.0], "what was refused goes with the next"
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
