@@ -13,7 +13,7 @@ from fairseq_async.exchange.tls import worker_context
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.display import Display
 from fairseq_async.launch.interrupted import has_snapshot, what_is_kept
-from fairseq_async.launch.last_words import last_words, same_mistake, traceback
+from fairseq_async.launch.last_words import same_mistake, traceback
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt_on_signals
 from fairseq_async.launch.progress import Progress
 from fairseq_async.launch.script import ScriptCommand
@@ -197,7 +197,8 @@ class Launcher:
     def _after_death(self, worker: Worker) -> None:
         code = worker.process.returncode
         self.display.progress.poll()
-        said = last_words(worker.log, worker.log_start) if code > 0 else ""
+        self.processes.kill_children(worker)  # before its last words: they may hold its output open
+        said = self.processes.last_words(worker) if code > 0 else ""
         finished = self.server is not None and self.server.finished.is_set()  # there are no updates any more
         if finished and self.processes.saved:
             return self._give_up(worker)
@@ -212,7 +213,6 @@ class Launcher:
         worker.restarts, worker.last_words = worker.restarts + 1, said
         how = f"{manner(code)}: {said}" if said else manner(code)
         self.display.say(f"worker {worker.id} {how}; start {worker.restarts} of {self.max_restarts} again")
-        self.processes.kill_children(worker)
         if finished and self.server is not None:
             self.server.over.clear()  # until the worker has come, and left again
             self._ending = None
@@ -221,7 +221,6 @@ class Launcher:
     def _give_up(self, worker: Worker) -> None:
         """Leaves a worker out that has died after the end: it has nothing that the run needs."""
         worker.given_up = True
-        self.processes.kill_children(worker)
         self.display.say(f"{self.processes.describe_end(worker)}; the run is finished without it")
 
     def _failure(self, worker: Worker) -> RunFailedError:

@@ -17,6 +17,7 @@ import torch
 from fairseq_async.errors import AsyncError
 from fairseq_async.exchange.linux import environment
 from fairseq_async.launch.last_words import last_words
+from fairseq_async.launch.output import Output
 from fairseq_async.launch.programs import executing
 from fairseq_async.server.process import manner
 
@@ -43,17 +44,16 @@ class Worker:
         process: the present process; this attribute is not there before :meth:`Processes.start`.
         restarts: how often the worker was started again.
         updates_at_start: number of the worker's updates in the log of events when its present process was started.
-        log_start: offset in the log, in bytes, at which the output of its present process begins.
         last_words: last words of the process before the present one, if that ended with an error of its own.
         given_up: whether the run, which is finished, does without it.
     """
 
     id: int
     log: Path
+    output: Output = field(default_factory=Output)
     process: subprocess.Popen[bytes] = field(init=False)
     restarts: int = 0
     updates_at_start: int = 0
-    log_start: int = 0
     last_words: str = ""
     given_up: bool = False
 
@@ -80,18 +80,9 @@ class Processes:
         Raises:
             ConfigurationError: the command cannot be executed.
         """
-        worker.log.parent.mkdir(parents=True, exist_ok=True)
         line = self.command.line(address)
-        with worker.log.open("ab") as log, executing(line[0]):
-            worker.log_start = log.tell()
-            worker.process = subprocess.Popen(
-                line,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | self._environment(worker) | variables,
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the others in order
-            )
+        with executing(line[0]):
+            worker.process = worker.output.of(line, worker.log, os.environ | self._environment(worker) | variables)
         if not self.on_gpu:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(worker.process.pid, {cores[worker.id % len(cores)]})
@@ -136,9 +127,14 @@ class Processes:
         """Waits until these workers, or all of them, have ended, but not longer than this."""
         _wait([worker for worker in self.workers if ids is None or worker.id in ids], seconds)
 
+    def last_words(self, worker: Worker) -> str:
+        """Returns the last words of the worker's present process, which has ended."""
+        worker.output.finish()
+        return last_words(worker.log, worker.output.start)
+
     def describe_end(self, worker: Worker) -> str:
         """Returns a line that says how the worker ended, with the last words of its log, which say more than a code."""
-        said = last_words(worker.log, worker.log_start) or "no output"
+        said = self.last_words(worker) or "no output"
         return f"worker {worker.id} {manner(worker.process.returncode)}: {said}"
 
     def end(self) -> None:
@@ -155,6 +151,7 @@ class Processes:
         for worker in started:
             _signal(worker, signal.SIGKILL)  # also to processes that it may have left in its group
             worker.process.wait()
+            worker.output.finish()
 
     def kill_children(self, worker: Worker) -> None:
         """Kills what a worker that has ended has left: a data loader may go on for seconds, with a copy of everything

@@ -16,6 +16,7 @@ from fairseq_async.environment import JOINS, MEETING, PLUGINS, RENDEZVOUS, SERVE
 from fairseq_async.errors import LOST_SERVER, USER_ERROR
 from fairseq_async.exchange.linux import environment
 from fairseq_async.launch.last_words import last_words, same_mistake
+from fairseq_async.launch.output import Output
 from fairseq_async.launch.task import SCHEDULERS
 from fairseq_async.ray_launch import bound
 from fairseq_async.ray_launch.registry import Ended, Orders, State
@@ -72,7 +73,7 @@ class RayWorker:
         self._token: str = ray.get(self._registry.token.remote())
         self._restarts, self._said = task.restarts, ""
         self._address = ""  # the server's address that the child knows
-        self._log = task.logs / f"worker-{task.number}.log"
+        self._log, self._output = task.logs / f"worker-{task.number}.log", Output()
         self._rendezvous = Rendezvous(task.directory / f"worker-{task.number}")
         state: State = ray.get(self._registry.state.remote())
         self._succeeds = task.number in state.placed  # Ray has started the actor again
@@ -108,7 +109,6 @@ class RayWorker:
         again."""
         self._address = orders.address
         self._use(orders)
-        start = self._log.stat().st_size if self._log.exists() else 0
         child = self._start()
         try:
             while child.poll() is None:
@@ -121,7 +121,8 @@ class RayWorker:
                 self._use(orders)
         finally:
             _end(child)
-        return Ended(child.returncode, last_words(self._log, start) if child.returncode > 0 else "")
+            self._output.finish()
+        return Ended(child.returncode, last_words(self._log, self._output.start) if child.returncode > 0 else "")
 
     def _check_in(self) -> Orders:
         request = self._rendezvous.requested() if self._task.number == 0 else None
@@ -144,19 +145,10 @@ class RayWorker:
                 self._log = target
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        self._log.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self._rendezvous.directory, ignore_errors=True)  # of the child before
         self._rendezvous.directory.mkdir(mode=0o700, parents=True)
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, bound.__file__, str(os.getpid()), *self._task.line],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=self._task.cwd,
-                env=self._environment(),
-                start_new_session=True,
-            )
+        line = [sys.executable, bound.__file__, str(os.getpid()), *self._task.line]
+        return self._output.of(line, self._log, self._environment(), self._task.cwd)
 
     def _environment(self) -> dict[str, str]:
         """Returns the child's environment: the node's, without the variables by which a library would find the ranks

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -66,6 +67,15 @@ def test_a_run_goes_on_with_a_full_disk_and_writes_again_when_there_is_room(on_a
     assert found["said"].count("events are not recorded: the disk is full; the run goes on") == 1
     assert found["said"].count("a snapshot could not be written") == 1
     assert found["snapshots"] >= 1 and len(found["log"]) < 20_000
+
+
+def test_a_worker_prints_on_to_a_full_disk_and_its_log_says_what_is_missing(on_a_small_disk: Any) -> None:
+    found = on_a_small_disk("prints")
+    assert (found["code"], found["words"]) == (3, "after")
+    (lost,) = re.findall(r"\nfairseq-async: (\d+) bytes of output could not be written here\n", found["log"])
+    note = len(f"\nfairseq-async: {lost} bytes of output could not be written here\n")
+    assert found["log"].startswith("before\n") and found["log"].endswith("after\n")
+    assert len(found["log"]) - note + int(lost) == len("before\n") + 3000 * 1000 + len("after\n")
 
 
 def test_a_run_goes_on_in_a_directory_that_has_become_read_only(on_a_small_disk: Any) -> None:

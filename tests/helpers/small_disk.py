@@ -1,9 +1,10 @@
 """A server and its workers on a disk that is full or read-only for a while; in a mount namespace of its own.
 
-Arguments: what happens (``full``, ``full in shards``, ``read-only``, ``no shared memory``), and an empty directory. The
-log is on this disk too, as a launcher's is. Prints JSON.
+Arguments: what happens (``full``, ``full in shards``, ``read-only``, ``no shared memory``, ``no memory``, ``prints``),
+and an empty directory. The log is on this disk too, as a launcher's is. Prints JSON.
 """
 
+import io
 import json
 import resource
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from fairseq_async import methods
 from fairseq_async.config import LocalSGDOptions, ServerOptions
 from fairseq_async.errors import AsyncError
+from fairseq_async.launch.processes import Processes
 from fairseq_async.method_spec import MethodSpec, local_sgd_spec
 from fairseq_async.server import Layout
 from fairseq_async.server.process import ServerProcess
@@ -28,6 +30,21 @@ from tests.helpers.waiting import wait_until
 SHARED = Path("/dev/shm")
 LAYOUT = Layout.of([("weight", torch.zeros(25_000)), ("bias", torch.zeros(25_000))])  # 200 kB for each slot
 METHOD = sgd_spec(snapshot_updates=1)
+NOT_WRITTEN = "a snapshot could not be written"
+PRINTS = """
+import sys, time
+from pathlib import Path
+print("before", flush=True)
+while not Path("full").exists():
+    time.sleep(0.01)
+for _ in range(3000):
+    print("x" * 999, flush=True)
+Path("printed").touch()
+while not Path("room").exists():
+    time.sleep(0.01)
+print("after", flush=True)
+sys.exit(3)
+"""
 
 
 def in_shards() -> MethodSpec:
@@ -54,10 +71,51 @@ def fill(directory: Path) -> Path:
                 return path
 
 
+class Printing:
+    """The command of a worker that prints more than the disk has room for."""
+
+    on_cpu, synchronous = True, False
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def line(self, address: str | None) -> list[str]:
+        return [sys.executable, "-c", f"import os; os.chdir({str(self.run_dir.parent)!r}){PRINTS}"]
+
+
+def printed(directory: Path) -> dict[str, Any]:
+    """What becomes of a worker that prints to a full disk."""
+    processes = Processes(Printing(directory), 1)
+    (worker,) = processes.workers
+    processes.start(worker, None, {})
+    try:
+        wait_until(lambda: worker.log.read_bytes() == b"before\n")
+        fill(directory)
+        (directory.parent / "full").touch()
+        wait_until(lambda: worker.process.poll() is not None or (directory.parent / "printed").exists())
+        (directory / "filler").unlink()
+        (directory.parent / "room").touch()
+        processes.wait(20.0)
+        return {"code": worker.process.poll(), "words": processes.last_words(worker), "log": worker.log.read_text()}
+    finally:
+        processes.end()
+
+
+class Terminal(io.StringIO):
+    """Stderr, which keeps what was written to it."""
+
+    def write(self, text: str) -> int:
+        sys.__stderr__.write(text)
+        return super().write(text)
+
+
 def main() -> None:
     what, directory = sys.argv[1], Path(sys.argv[2])
+    sys.stderr = said = Terminal()
     mount("-t", "tmpfs", "-o", "size=2m", "none", str(directory))
     mount("-t", "tmpfs", "-o", "size=1m", "none", str(SHARED))
+    if what == "prints":
+        return print(json.dumps(printed(directory)))
     log, shards = directory / "server.log", what == "full in shards"
     method, module = (in_shards(), "fairseq_async.server.local_sgd_main") if shards else (METHOD, SGD_SERVER)
     server = ServerProcess(module, 2, directory, log, restarts=0)
@@ -74,6 +132,8 @@ def main() -> None:
             statuses.append(push(worker, number, 0.5, wait=True, **steps).status)
             if what.startswith("full"):
                 fill(directory)  # again: the writer of a snapshot gives back what it had
+        if what.startswith("full"):
+            wait_until(lambda: NOT_WRITTEN in said.getvalue())  # on a busy machine the writer is behind
         if what == "no shared memory":
             found["joiner"] = refused(server)
         relieve(what, directory)
@@ -95,6 +155,8 @@ def main() -> None:
 
 def trouble(what: str, directory: Path, server: ServerProcess) -> None:
     if what in ("full", "full in shards"):
+        # The writer has nothing to do: a snapshot that was written now would remove another one, and so make room.
+        wait_until(lambda: snapshot_versions(directory)[-1:] == [1])
         fill(directory)
     elif what == "read-only":
         # Made read-only before anybody can open a file through it, which would keep it writable; open files stay open.

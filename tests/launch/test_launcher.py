@@ -11,19 +11,21 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 from unittest.mock import MagicMock
 
 import pytest
 
 from fairseq_async import cli
 from fairseq_async.errors import LOST_SERVER, USER_ERROR, ConfigurationError
+from fairseq_async.launch import output
 from fairseq_async.launch import processes as processes_module
 from fairseq_async.launch.command import WorkerCommand
 from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.processes import RunFailedError, Worker, interrupt_on_signals
 from fairseq_async.launch.script import ScriptCommand
 from tests.helpers.checkpoints import load
-from tests.helpers.commands import HYBRID, MODEL, Processes, command, free_port, launch_command
+from tests.helpers.commands import HYBRID, MODEL, ROOT, Processes, command, free_port, launch_command
 from tests.helpers.launched import count, find, server_of, worker_of
 from tests.helpers.run_files import events
 from tests.helpers.waiting import wait_until
@@ -165,6 +167,48 @@ def test_workers_that_ignore_sigterm_are_killed_however_often_ctrl_c_is_pressed(
     for timer in pressed:
         timer.join()
     assert [worker.process.returncode for worker in several.workers] == [-signal.SIGKILL] * 2
+
+
+def test_the_last_words_are_those_of_the_present_process_though_a_child_of_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child is in a session of its own, so that it survives and holds the output open; the disk is slow."""
+
+    class Talkative:
+        run_dir, on_cpu, synchronous = tmp_path, True, False
+
+        def line(self, address: str | None) -> list[str]:
+            script = "setsid sleep 12 & head -c 300000 /dev/zero | tr '\\0' x; echo; printf %s $WORD >&2; exit 3"
+            return ["sh", "-c", script]
+
+    def slowly(log: BinaryIO, printed: bytes, append: Callable[[BinaryIO, bytes], int] = output._append) -> int:
+        threading.Event().wait(0.1)
+        return append(log, printed)
+
+    monkeypatch.setattr(output, "_append", slowly)
+    monkeypatch.setattr(output, "_REST", 2.0)
+    several = processes_module.Processes(Talkative(), 1)
+    (worker,) = several.workers
+    for number, word in enumerate(("once", "twice")):
+        several.start(worker, None, {"WORD": word})
+        worker.process.wait(30)
+        assert several.last_words(worker) == word
+        assert worker.output.start == number * 300_005
+    assert worker.log.read_text() == "x" * 300_000 + "\nonce" + "x" * 300_000 + "\ntwice"
+
+
+def test_a_killed_launcher_is_no_error_of_a_worker_that_prints_as_it_ends(tmp_path: Path) -> None:
+    waits = "while kill -0 $PPID 2> /dev/null; do sleep 0.05; done; echo ending && touch ended"
+    starts = f"""
+import os, signal
+from pathlib import Path
+from fairseq_async.launch.output import Output
+Output().of(["sh", "-c", {waits!r}], Path("log"), os.environ)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", starts], cwd=tmp_path, env=variables).returncode == -signal.SIGKILL
+    wait_until((tmp_path / "ended").exists)
 
 
 def test_with_nohup_a_closed_terminal_ends_nothing() -> None:

@@ -44,6 +44,7 @@ def test_a_worker_that_is_started_again_writes_on_in_the_log(
     orders = Orders("", str(run_dir), False)
     worker._use(orders)
     assert worker._start().wait(60) == 0
+    worker._output.finish()
     worker._use(orders)
     assert (run_dir / "logs" / "worker-1.log").read_text() == ("before\nnow\n" if again else "now\n")
 
