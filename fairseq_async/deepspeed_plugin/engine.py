@@ -21,6 +21,7 @@ from fairseq_async.deepspeed_plugin.compat import (
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import AsyncError, RefusedError, fail
 from fairseq_async.method_spec import MethodSpec
+from fairseq_async.worker.changes import ParameterWatch
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
@@ -32,6 +33,7 @@ _SERVER_STATE = "async_server.pt"  # in the directory of a checkpoint
 _COMPRESSOR_STATE = "async_compressor.pt"  # likewise
 _BEGINS_AT = "async_schedule_begins_at"  # in the client state of a checkpoint
 _STATE_AT_END = ".state-at-end.pt"  # in run_dir
+_PASSES_OF_A_STEP = 4
 ClientState: TypeAlias = dict[str, Any]  # what a script saves in a checkpoint besides the engine
 
 
@@ -72,7 +74,7 @@ class AsyncEngine(DeepSpeedEngine):
         self._step_ended = 0.0
         self._warned_of_end = self._warned_of_no_gradient = False
         self._trained = tensors.trainable(self)
-        self._followed = FollowedSchedule(self.lr_scheduler)
+        self._followed, self._backward_passes = FollowedSchedule(self.lr_scheduler), 0  # since the last engine.step()
         self._takes_step = False  # whether the engine itself is in a step of its optimizer
         refuse_other_steps(self, lambda: self._takes_step or self.finished)
 
@@ -103,8 +105,28 @@ class AsyncEngine(DeepSpeedEngine):
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
         """Computes gradients as DeepSpeed does, and keeps the loss for the server's log."""
+        self._check_step_comes()
         self._loss = loss.detach().clone()  # with CUDA graphs the next step writes its loss into the same memory
         return super().backward(loss, *args, **kwargs)
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        """Steps as DeepSpeed does."""
+        self._backward_passes = 0
+        super().step(*args, **kwargs)
+
+    def _check_step_comes(self) -> None:
+        """Ends the process with one line if the model is trained without ``engine.step()``: parameters have changed
+        between the fourth and the eighth backward pass without one. A step may have several passes, and those of SAM
+        have other parameters for a while."""
+        self._backward_passes += 1
+        if self._backward_passes == _PASSES_OF_A_STEP:
+            self._watch = ParameterWatch(self.async_worker.replica.named)
+            self._watch.note()
+        elif self._backward_passes == 2 * _PASSES_OF_A_STEP and not self.finished and (name := self._watch.changed()):
+            fail(
+                f"{name} is trained without engine.step(), which alone the run sees: call it in place of the step of "
+                "another optimizer"
+            )
 
     @errors_in_one_line()
     def save_checkpoint(
@@ -261,6 +283,7 @@ class AsyncEngine(DeepSpeedEngine):
 
         With local SGD, local steps that are done are sent first; the rest of the round is given up.
         """
+        self._backward_passes = 0
         self.async_worker.catch_up()
 
     @errors_in_one_line()

@@ -22,6 +22,7 @@ from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.deepspeed_plugin.tensors import replica_of, trainable, unstepped
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.server.optimizers.learning_rates import present_options, present_rates
+from fairseq_async.worker.replica import TensorReplica
 
 
 class Worker:
@@ -142,6 +143,27 @@ def test_a_step_of_the_optimizer_that_the_script_takes_is_one_line(
     engine._takes_step = True  # as the engine's own
     optimizer.step()
     assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("kind", [LocalEngine, HybridEngine])
+def test_training_without_the_engines_step_is_one_line_and_several_backward_passes_are_none(
+    kind: type[AsyncEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(DeepSpeedEngine, "backward", lambda engine, loss: loss.backward())
+    monkeypatch.setattr(DeepSpeedEngine, "step", lambda engine: None)
+    model = nn.Linear(2, 1)
+    engine = cast(Any, prepared(kind, model, SGD(model.parameters(), lr=0.1)))
+    engine._unstepped, engine.global_steps = [], 0
+    engine.async_worker.replica = TensorReplica(list(model.named_parameters()))
+    another = SGD(model.parameters(), lr=0.1)  # the script's own, made anew
+    for _ in range(20):
+        engine.backward(model(torch.ones(2)).sum())
+    engine.step()
+    with pytest.raises(SystemExit):
+        for _ in range(8):
+            engine.backward(model(torch.ones(2)).sum())
+            another.step()
+    assert "error: weight is trained without engine.step(), which alone the run sees" in capsys.readouterr().err
 
 
 def test_a_gradient_of_a_parameter_that_no_exchange_has_is_one_line(
