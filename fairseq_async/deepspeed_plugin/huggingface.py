@@ -1,11 +1,13 @@
 """Hugging Face's ``Trainer`` and accelerate as workers of an asynchronous run.
 
 Both call ``deepspeed.initialize`` themselves, after they have initialised torch.distributed. :func:`attach` gives the
-worker its own world before that, and puts this package's ``initialize`` in the place of DeepSpeed's. A configuration
-without the section ``"async_training"`` changes nothing: the same script then trains synchronously.
+worker its own world before that, and puts this package's ``initialize`` in the place of DeepSpeed's. Without
+the section ``"async_training"`` in its configuration the same script trains synchronously, and a line says so.
 """
 
+import inspect
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -15,7 +17,9 @@ from typing import Any, TypeAlias
 import deepspeed
 import transformers.trainer
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+from deepspeed.runtime.config import DeepSpeedConfig
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
@@ -28,6 +32,7 @@ from fairseq_async.deepspeed_plugin.hybrid_engine import HybridEngine
 from fairseq_async.deepspeed_plugin.initialize import initialize
 from fairseq_async.deepspeed_plugin.world import enter_world, entered_world
 from fairseq_async.errors import AsyncError, as_key, fail, spell_options
+from fairseq_async.server.process import say
 from fairseq_async.worker.context import WorkerContext
 
 Config: TypeAlias = dict[str, Any]
@@ -39,6 +44,7 @@ _OPTIMIZER = (
 )
 _FASTEST = 64  # passes that a fast worker may take, for each one that the Trainer counts
 _deepspeed_initialize = deepspeed.initialize
+_PARAMETERS = inspect.signature(deepspeed.initialize)
 
 
 def attach() -> None:
@@ -51,12 +57,16 @@ def attach() -> None:
     - A ``Trainer``'s training data is divided among the workers; other loaders are as the script makes them.
     - Worker 0 alone validates, saves and logs. It does so with the server's parameters.
     - ``total_steps`` of the section, if it is ``"auto"`` or not there, is the Trainer's number of steps.
+
+    Training without DeepSpeed, or by a ``deepspeed.initialize`` that was imported before, ends with one line.
     """
     if deepspeed.initialize is _initialize:
         return
     deepspeed.initialize = _initialize
     _wrap(TrainingArguments, "__post_init__", _make_arguments)
     _wrap(DeepSpeedPlugin, "__post_init__", _make_plugin)
+    _wrap(DeepSpeedConfig, "__init__", _check_configuration)
+    _wrap(Accelerator, "prepare", _prepare)
     _wrap(HfTrainerDeepSpeedConfig, "trainer_config_finalize", _complete_configuration)
     _wrap(Trainer, "get_train_dataloader", _make_train_loader)
     _wrap(Trainer, "set_initial_training_values", _plan_training)
@@ -80,7 +90,7 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
 
 
 def _make_arguments(original: Callable[[TrainingArguments], None], arguments: TrainingArguments) -> None:
-    _enter_world(arguments.deepspeed)  # before the Trainer initialises torch.distributed
+    _enter_world(arguments.deepspeed or _launched_with())  # before the Trainer initialises torch.distributed
     original(arguments)
 
 
@@ -89,14 +99,38 @@ def _make_plugin(original: Callable[[DeepSpeedPlugin], None], plugin: DeepSpeedP
     _enter_world(plugin.deepspeed_config)  # before accelerate does
 
 
+def _launched_with() -> str | None:
+    """Returns the name of the DeepSpeed configuration that was given to ``accelerate launch``."""
+    uses = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    return os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") if uses else None
+
+
+def _prepare(original: Callable[..., Any], accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    """Refuses an optimizer that would step without DeepSpeed: nothing of ours would be in that training."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED and any(isinstance(each, Optimizer) for each in args):
+        fail(
+            "attach was called, but this training is without DeepSpeed: give TrainingArguments(deepspeed=FILE), "
+            "DeepSpeedPlugin(hf_ds_config=FILE) or accelerate launch --use_deepspeed --deepspeed_config_file FILE, and "
+            "leave use_cpu=True or --cpu out, with which there is none"
+        )
+    return original(accelerator, *args, **kwargs)
+
+
+def _check_configuration(original: Callable[..., None], made: DeepSpeedConfig, *args: Any, **kwargs: Any) -> None:
+    """Refuses our section where DeepSpeed reads it: it would ignore the section, and train synchronously."""
+    original(made, *args, **kwargs)
+    if _SECTION in made._param_dict:
+        fail(f'"{_SECTION}": deepspeed.initialize was imported before attach was called: call attach before the import')
+
+
 def _enter_world(given: str | Config | None) -> None:
     """Makes this process one rank of a worker, if the configuration has our section."""
     config = _read(given)
-    if not isinstance(config.get(_SECTION), dict):
+    if _SECTION not in config:
         return
-    section = dict(config[_SECTION])
-    if section.get("total_steps") == "auto":
-        del section["total_steps"]  # the Trainer says it later
+    section = config[_SECTION]
+    if isinstance(section, dict) and section.get("total_steps") == "auto":
+        section = {key: value for key, value in section.items() if key != "total_steps"}  # the Trainer says it later
     spell_options(as_key)
     try:
         _, ours, options = configuration.split(
@@ -108,12 +142,13 @@ def _enter_world(given: str | Config | None) -> None:
         fail(error)
 
 
-def _read(given: str | Config | None) -> Config:
+def _read(given: str | os.PathLike[str] | Config | None) -> Config:
     """Returns a configuration, given as the Trainer takes it: as a file's name, as JSON, or as a dictionary.
 
-    If it cannot be read, the result is {}: the Trainer will say so.
+    If it cannot be read, the result is {}: the Trainer or DeepSpeed will say so.
     """
-    if isinstance(given, str):
+    if isinstance(given, str | os.PathLike):
+        given = os.fspath(given)
         try:
             given = json.loads(given if given.lstrip().startswith("{") else Path(given).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -127,7 +162,7 @@ def _complete_configuration(
     """Sets ``total_steps`` of our section to the Trainer's number of steps, if it is "auto" or not there."""
     if entered_world() is not None and not {"optimizer", "scheduler"} & config.config.keys():
         # the Trainer would keep its schedule for itself, and step it by this worker's own steps
-        name = args.deepspeed if isinstance(args.deepspeed, str) else "config"
+        name = args.deepspeed if isinstance(args.deepspeed, str) else _launched_with() or "config"
         fail(f'{name}: the Trainer keeps its learning-rate schedule from the run: add "optimizer": {_OPTIMIZER}')
     section = config.config.get(_SECTION)
     if isinstance(section, dict) and section.get("total_steps", "auto") == "auto":
@@ -137,8 +172,12 @@ def _complete_configuration(
 
 def _initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Stands for ``deepspeed.initialize``: makes an engine of ours if the configuration has our section."""
-    config = kwargs.get("config", kwargs.get("config_params"))
-    if not isinstance(config, dict) or not isinstance(config.get(_SECTION), dict):
+    given = _PARAMETERS.bind(*args, **kwargs).arguments
+    names = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
+    config = _read(next((name for name in names if name is not None), None))
+    if _SECTION not in config:
+        if os.environ.get("RANK", "0") == "0":
+            say(f'attach was called, but the DeepSpeed configuration has no "{_SECTION}": this training is synchronous')
         made: tuple[Any, ...] = _deepspeed_initialize(*args, **kwargs)
         return made
     if FollowRun.engine is not None:
@@ -146,9 +185,10 @@ def _initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
             "one process trains in one asynchronous run; start another process for another, and give the batch size "
             "itself in place of auto_find_batch_size"
         )
-    if "train_micro_batch_size_per_gpu" in config:  # accelerate has filled in both, of a world that is one worker
+    if {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} <= config.keys():
+        # accelerate has filled in the third, too, of a world that is one worker
         config = {key: value for key, value in config.items() if key != "train_batch_size"}
-    engine, optimizer, loader, schedule = initialize(*args, **kwargs | {"config": config, "config_params": None})
+    engine, optimizer, loader, schedule = initialize(**given | {"config": config, "config_params": None})
     if not isinstance(engine, AsyncEngine):
         return engine, optimizer, loader, schedule
     FollowRun.engine, FollowRun.has_end = engine, config[_SECTION].get("total_steps", 0) > 0

@@ -21,7 +21,8 @@ def check_not_started() -> None:
         unlink_reduction_buffer()  # now, while every rank is here: the launcher kills those that are slower to end
         raise ConfigurationError(
             "torch.distributed was initialised with all ranks; call fairseq_async.deepspeed_plugin.initialize before "
-            "anything that does so (deepspeed.init_distributed, for one); with Trainer or accelerate, call attach first"
+            "anything that does so (deepspeed.init_distributed, for one); with Trainer or accelerate, call attach and "
+            "make TrainingArguments or DeepSpeedPlugin before that"
         )
 
 

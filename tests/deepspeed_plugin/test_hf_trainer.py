@@ -12,27 +12,38 @@ from tests.helpers.commands import DEEPSPEED, HELPERS, ROOT, Processes, command,
 from tests.helpers.run_files import events
 
 BASE = json.loads((ROOT / "recipes/hf_trainer/ds_config.json").read_text())
+WITH_FLAGS = "--use_deepspeed --deepspeed_config_file {out}/config.json"  # of accelerate launch
+WITH_A_CONFIGURATION = "--config_file {out}/accelerate.json"
 EPOCHS, SAMPLES, BATCH = 4, 96, 4
 
 
-def run(out: Path, workers: int, section: dict[str, Any], *flags: str, base: dict[str, Any] = BASE) -> tuple[int, str]:
-    """Exit code and output."""
+def run(
+    out: Path, workers: int, section: dict[str, Any], *flags: str, base: dict[str, Any] = BASE, launch: str = ""
+) -> tuple[int, str]:
+    """Exit code and output; ``launch`` are the flags of ``accelerate launch``, in the place of DeepSpeed's launcher."""
     config = out / "config.json"
     config.write_text(json.dumps(base | {"async_training": section | {"run_dir": str(out / "run")}}))
     launcher = [command("deepspeed"), "--num_accelerators", workers, "--master_port", free_port()]
+    if launch:
+        settings = {"deepspeed_config_file": str(config), "zero3_init_flag": False}
+        lines = {"distributed_type": "DEEPSPEED", "compute_environment": "LOCAL_MACHINE", "deepspeed_config": settings}
+        (out / "accelerate.json").write_text(json.dumps(lines))
+        of_launch = launch.format(out=out).split()
+        launcher = [command("accelerate"), "launch", "--num_processes", workers, "--main_process_port", free_port()]
+        launcher += of_launch
     processes = Processes()
     try:
-        job = [*launcher, HELPERS / "hf_trainer_job.py", config, out, *flags]
+        job = [*launcher, HELPERS / "hf_trainer_job.py", "launched" if launch else config, out, *flags]
         return processes.run(job, 250, **DEEPSPEED, LOCAL_WORLD_SIZE="1")
     finally:
         processes.end()
 
 
 def train(
-    out: Path, workers: int, section: dict[str, Any], *flags: str, base: dict[str, Any] = BASE
+    out: Path, workers: int, section: dict[str, Any], *flags: str, base: dict[str, Any] = BASE, launch: str = ""
 ) -> list[dict[str, Any]]:
     """What each worker has left."""
-    code, output = run(out, workers, section, *flags, base=base)
+    code, output = run(out, workers, section, *flags, base=base, launch=launch)
     assert code == 0 and "began with the same batch" not in output, output
     return [json.loads((out / f"worker-{worker}.json").read_text()) for worker in range(workers)]
 
@@ -92,7 +103,7 @@ def test_a_training_that_is_resumed_goes_on_with_the_servers_state(two: tuple[Pa
 
 
 def test_three_workers_of_hybrid_async_share_the_steps_of_the_server(tmp_path: Path) -> None:
-    workers = train(tmp_path, 3, {"method": "hybrid_async", "barrier": True})
+    workers = train(tmp_path, 3, {"method": "hybrid_async", "barrier": True}, launch=WITH_A_CONFIGURATION)
     steps = EPOCHS * SAMPLES // (3 * BATCH)
     assert [each["progress"] for each in workers] == [steps] * 3
     assert sorted(event["worker"] for event in events(tmp_path / "run")) == sorted([0, 1, 2] * steps)
@@ -105,7 +116,7 @@ def test_three_workers_of_hybrid_async_share_the_steps_of_the_server(tmp_path: P
 def test_with_an_optimizer_alone_the_trainers_schedule_is_the_servers(tmp_path: Path) -> None:
     """And the log shows the server's rates."""
     without = {key: value for key, value in BASE.items() if key != "scheduler"}
-    (worker,) = train(tmp_path, 1, {"method": "hybrid_async"}, base=without)
+    (worker,) = train(tmp_path, 1, {"method": "hybrid_async"}, base=without, launch=WITH_FLAGS)
     steps = EPOCHS * SAMPLES // BATCH
     rates = [entry["learning_rate"] for entry in worker["log"] if "learning_rate" in entry]
     described = json.loads((tmp_path / "run" / "run.json").read_text())["method"]["framework"]
@@ -119,6 +130,23 @@ def test_a_schedule_that_stays_in_the_trainer_is_one_line_of_error(tmp_path: Pat
     assert code != 0 and "Traceback" not in output
     says = 'config.json: the Trainer keeps its learning-rate schedule from the run: add "optimizer": {"type": "AdamW"'
     assert says in output
+
+
+NOT_OURS = {
+    "without DeepSpeed": (2, "error: attach was called, but this training is without DeepSpeed: give"),
+    "imported before": (2, 'error: "async_training": deepspeed.initialize was imported before attach was called'),
+    "without our section": (0, 'the DeepSpeed configuration has no "async_training": this training is synchronous'),
+    "by position": (0, "AsyncEngine"),
+    "in a file": (0, "AsyncEngine"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_OURS)
+def test_training_without_our_engine_says_so(processes: Processes, tmp_path: Path, case: str) -> None:
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    job = [command("python"), HELPERS / "attached_job.py", case, tmp_path]
+    code, output = processes.run(job, 100, **DEEPSPEED, **{name: str(value) for name, value in world.items()})
+    assert (code, NOT_OURS[case][1] in output, "Traceback" in output) == (NOT_OURS[case][0], True, False), output
 
 
 @pytest.mark.usefixtures("executed")

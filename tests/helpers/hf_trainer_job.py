@@ -39,7 +39,7 @@ def main() -> None:
     out = args.out
     arguments = TrainingArguments(
         output_dir=str(out / "trainer"),
-        deepspeed=args.config,
+        deepspeed=None if args.config == "launched" else args.config,
         num_train_epochs=4,
         per_device_train_batch_size=4,
         learning_rate=0.01,
