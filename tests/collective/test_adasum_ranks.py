@@ -208,6 +208,9 @@ def optimizer_states_are_gathered_and_averaged(rank: int) -> None:
     assert torch.equal(mine[0]["exp_avg"], torch.full((3,), 0.1 * rank)) and mine[0]["step"] == 7
     fewer = states.of_this_rank({0: {"exp_avg": torch.zeros(3), "step": 7}}, everyones[:1], None)
     assert torch.allclose(fewer[0]["exp_avg"], torch.full((3,), 0.05))
+    one_more = [*everyones, {0: {"exp_avg": torch.full((3,), 0.1 * RANKS)}}]
+    more = states.of_this_rank({0: {"exp_avg": torch.zeros(3), "step": 7}}, one_more, None)
+    assert torch.allclose(more[0]["exp_avg"], torch.full((3,), 0.05 * RANKS))
     states.average(None)
     assert torch.allclose(first[0]["exp_avg"], torch.full((3,), 0.1 * (RANKS - 1) / 2))
 

@@ -4,7 +4,9 @@ import importlib
 import json
 import math
 import re
+import sys
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -15,6 +17,7 @@ from fairseq_async.config import HybridOptions
 from fairseq_async.deepspeed_plugin import checks
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.worker.context import WorkerContext
 from tests.helpers.commands import ROOT
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
@@ -214,3 +217,20 @@ def test_an_optimizer_or_schedule_of_the_script_stands_for_the_section() -> None
 @pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", "bf16"])
 def test_hybrid_async_takes_autocast_in_bfloat16_by_each_of_deepspeeds_names(dtype: str) -> None:
     check(complete("hybrid_async", torch_autocast={"enabled": True, "dtype": dtype}))
+
+
+def test_each_rank_of_each_island_draws_a_part_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Islands of two ranks; each rank's own DeepSpeed knows of its island alone."""
+    monkeypatch.setitem(sys.modules, "torchaudio", None)  # transformers would import it; it may not fit this torch
+    huggingface = pytest.importorskip("fairseq_async.deepspeed_plugin.huggingface", exc_type=ImportError)
+    parts = []
+    for worker in range(3):
+        for rank in range(2):
+            state = SimpleNamespace(num_processes=2, process_index=rank)
+            loading = SimpleNamespace(dispatch_batches=None)
+            accelerator = SimpleNamespace(state=state, dataloader_config=loading)
+            with huggingface._divided_data(accelerator, WorkerContext(worker, 3, rank=rank, island_size=2)):
+                parts.append((state.process_index, state.num_processes))
+                assert loading.dispatch_batches is False
+            assert (state.num_processes, state.process_index, loading.dispatch_batches) == (2, rank, None)
+    assert parts == [(part, 6) for part in range(6)]

@@ -12,13 +12,14 @@ from fairseq.examples.truncated_bptt.truncated_bptt_lm_task import TruncatedBPTT
 from fairseq.trainer import Trainer
 
 import fairseq_async.fairseq_plugin  # noqa: F401
+from fairseq_async.config import AdaScaleOptions
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin.adascale import AdaScaleOptimizer, AdaScaleTrainer
 from fairseq_async.fairseq_plugin.adasum import AdasumOptimizer
 from fairseq_async.fairseq_plugin.asynchronous_trainer import AsynchronousTrainer
 from fairseq_async.fairseq_plugin.compat.checkpoints import write_ranks
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
-from fairseq_async.fairseq_plugin.hybrid import HybridTrainer
+from fairseq_async.fairseq_plugin.hybrid import HybridAsync, HybridTrainer
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDTrainer
 from fairseq_async.fairseq_plugin.session import WorkerSession
 from fairseq_async.fairseq_plugin.synchronous_trainer import SynchronousTrainer
@@ -253,3 +254,45 @@ def test_a_parameter_that_cannot_be_exchanged_is_one_line() -> None:
     trainer._model[1].weight.data = trainer._model[0].weight.data
     with pytest.raises(ConfigurationError, match="1.weight shares its memory with 0.weight"):
         trainer.trainable_parameters()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_epoch_has_the_scale_of_its_own_update_freq(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """With --update-freq 1,2,4; one gradient has no noise to measure, and is plain training."""
+    monkeypatch.setattr(Trainer, "begin_epoch", lambda self, epoch: None)
+    monkeypatch.setattr(Trainer, "data_parallel_world_size", ranks)
+    trainer: Any = object.__new__(AdaScaleTrainer)
+    trainer._gradients, trainer._options = [ranks, 2 * ranks, 4 * ranks], AdaScaleOptions()
+    scales: list[tuple[float, int]] = []
+    adascale = SimpleNamespace(set_scale=lambda scale, accumulation: scales.append((scale, accumulation)))
+    trainer._optimizer = SimpleNamespace(adascale=adascale)
+    for epoch in (1, 2, 3, 4):
+        trainer.begin_epoch(epoch)
+    assert scales == [(float(ranks * each), each) for each in (1, 2, 4, 4)]
+
+
+@pytest.mark.parametrize("schedule", [False, True])
+@pytest.mark.parametrize("positions", [False, True])
+def test_the_flags_of_a_reset_drop_what_they_say_and_nothing_else(schedule: bool, positions: bool) -> None:
+    """--reset-dataloader begins with the first epoch: the passes that a checkpoint has counted would end the run."""
+    optimizer: Any = object.__new__(HybridAsync)
+    server = {"version": 7, "rule": {"schedule": {"best": 1.0}, "steps": 7}}
+    optimizer.restored = {"server": server, "positions": {0: {"epoch": 3}}, "plan": {"epochs": 2.5}}
+    optimizer.reset_restored(schedule, positions)
+    assert server == {"version": 7, "rule": {"schedule": None if schedule else {"best": 1.0}, "steps": 7}}
+    assert optimizer.restored["plan"] == {"epochs": 0.0 if positions else 2.5}
+    assert optimizer.restored["positions"] == ({} if positions else {0: {"epoch": 3}})
+
+
+def test_a_worker_that_has_saved_takes_the_servers_parameters_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others went on meanwhile: its next gradient would be as stale as the save was long."""
+    seen: list[str] = []
+    monkeypatch.setattr(Trainer, "train_step", lambda self, samples, raise_oom: seen.append("step"))
+    trainer: Any = object.__new__(HybridTrainer)
+    trainer._num_updates, trainer._server_state = AppliedUpdates(6, 6), {"server": {}}
+    trainer._iterator = SimpleNamespace(state_dict=dict)
+    trainer._optimizer = SimpleNamespace(worker=SimpleNamespace(start=lambda: seen.append("pull")))
+    monkeypatch.setattr(HybridTrainer, "fraction_of_epoch", lambda self, batches: 0.0)
+    for _ in range(2):
+        trainer.train_step([[1]])
+    assert seen == ["pull", "step", "step"]

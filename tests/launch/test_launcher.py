@@ -114,6 +114,36 @@ def test_a_worker_whose_server_is_away_before_its_first_update_is_started_again_
     assert len(started) == starts
 
 
+@pytest.mark.parametrize("finished", [False, True], ids=["started again", "given up"])
+def test_what_a_dead_worker_has_left_is_killed_before_another_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    """A data loader would go on with a copy of all that the worker had open."""
+    script = ScriptCommand(["sh", "-c", f"sleep 60 & echo $!; exit {LOST_SERVER}"], tmp_path, resumes=False)
+    launcher, left = Launcher(script, 1, [], max_restarts=1, port=0), list[bool]()
+    launcher.display, launcher.server = MagicMock(), MagicMock() if finished else None
+    (worker,) = launcher.processes.workers
+    launcher.processes.start(worker, None, {})
+    worker.process.wait(30)
+    wait_until(lambda: worker.log.read_text().endswith("\n"))
+    (child,) = worker.log.read_text().split()
+    commands = Path(f"/proc/{child}/cmdline")  # empty once it has died
+
+    def is_dead() -> bool:
+        return not commands.exists() or not commands.read_bytes()
+
+    def start(worker: Worker) -> None:
+        wait_until(is_dead, 5)
+        left.append(is_dead())
+
+    monkeypatch.setattr(launcher, "_start", start)
+    monkeypatch.setattr(type(launcher.processes), "saved", property(lambda self: True))
+    assert not is_dead()
+    launcher._after_death(worker)
+    wait_until(is_dead, 5)
+    assert left == ([] if finished else [True]) and worker.given_up == finished
+
+
 def test_a_worker_that_nobody_announced_joins_a_run_and_leaves_it(
     processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
 ) -> None:

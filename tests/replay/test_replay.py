@@ -14,6 +14,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.optim import SGD
 
 from fairseq_async import cli, compression
 from fairseq_async.algorithms import Rule, Update
@@ -151,6 +152,33 @@ def test_who_pulled_during_a_step_is_repeated_from_where_it_started(n: int, push
         repeated = Replay(Recording.read(Path(folder)), HalvingRun(n))
         assert list(repeated.steps()) == list(range(1, len(pushes) // n + 1))
     assert torch.equal(repeated.parameters, parameters)
+
+
+def test_server_and_workers_compute_with_as_many_threads_as_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum in another number of parts has other bits."""
+    here = torch.get_num_threads()
+    monkeypatch.setattr(HalvingRun, "threads", 2)
+    torch.set_num_threads(3)
+    try:
+        record(tmp_path, 1, [(0, False), (1, False)])
+    finally:
+        torch.set_num_threads(here)
+    seen, step, compute = list[tuple[str, int]](), SGD.step, Halving.compute
+
+    def stepped(self: SGD) -> None:
+        seen.append(("server", torch.get_num_threads()))
+        step(self)
+
+    def computed(self: Halving) -> tuple[Push, Tensor]:
+        seen.append(("worker", torch.get_num_threads()))
+        return compute(self)
+
+    monkeypatch.setattr(SGD, "step", stepped)
+    monkeypatch.setattr(Halving, "compute", computed)
+    assert list(Replay(Recording.read(tmp_path), HalvingRun(1)).steps()) == [1, 2]
+    assert seen == [("worker", 2), ("server", 3)] * 2 and torch.get_num_threads() == here
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,9 +13,12 @@ from fairseq_async.config import DelayedNesterovOptions, OuterSGDOptions
 from fairseq_async.method_spec import local_sgd_spec
 from fairseq_async.server import Status
 from fairseq_async.server.protocol import Pull, PullReply, ScheduleEvent, Welcome
+from fairseq_async.server.run import inner_optimizer
+from fairseq_async.server.run_files.resume import newest_state
 from scripts.faults.digest import digest
-from tests.helpers.halving import halving_spec
+from tests.helpers.halving import LAYOUT, halving_spec
 from tests.helpers.in_process import take_snapshot
+from tests.helpers.mortal import InlineSnapshots
 from tests.helpers.restarts import Restarts, Worker, both, save
 
 SPEC = halving_spec(max_update_norm_ratio=10.0, max_epoch=4, snapshot_seconds=1e6)
@@ -158,3 +163,21 @@ def test_delay_compensation_goes_on_comparing_with_what_the_workers_started_from
         assert restarts.service.run.coordinator.server.parameters.tolist() == [1.5 - (1 + 0.5 * 1.5)] * 3
     finally:
         restarts.close()
+
+
+@pytest.mark.parametrize(("version", "source"), [(4, "snapshot"), (5, "a checkpoint"), (6, "a checkpoint")])
+def test_a_snapshot_counts_where_it_is_newer_than_the_checkpoint_and_not_where_it_is_as_old(
+    tmp_path: Path, version: int, source: str
+) -> None:
+    """Of one version, the checkpoint is what the user has given: its optimizer's options may be others."""
+
+    def state(version: int) -> dict[str, Any]:
+        method = {"spec": SPEC.to_json(), "method": SPEC.name, "inner_optimizer": inner_optimizer(SPEC)}
+        return method | {"layout": LAYOUT.to_json(), "server": {"version": version, "rule": {}}}
+
+    snapshots, told = InlineSnapshots(tmp_path), list[str]()
+    snapshots.take(state(5), 5)
+    run, restored = SimpleNamespace(spec=SPEC, layout=LAYOUT), state(version)
+    name, found = newest_state(run, restored, snapshots, True, told.append)  # type: ignore[arg-type]
+    assert found is not None and found["server"]["version"] == max(version, 5)
+    assert name.startswith(source) and (found is restored) == (version >= 5) != bool(told)

@@ -1,6 +1,7 @@
 """``HybridAsync`` round an ordinary optimizer, against plain synchronous training by the mean gradient."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.optim.lr_scheduler import (
 
 from fairseq_async.server import gradient_main
 from fairseq_async.torch import HybridAsync
+from fairseq_async.worker.hybrid import HybridWorker
 from tests.helpers.torch_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
@@ -200,6 +202,30 @@ def test_a_gradient_with_nan_is_refused_and_a_step_after_the_end_changes_nothing
     ((at_the_end, later),) = workers(1, gradient_main.build).run(train)
     assert torch.equal(at_the_end, later) and later.isfinite().all()
     assert capsys.readouterr().err.count("the run has finished") == 1
+
+
+def test_the_receipt_of_a_gradient_with_nan_is_waited_for(workers: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how many in a row were refused, of which a worker that does not wait would hear later."""
+    waited, exchange = list[bool](), HybridWorker.exchange
+
+    def noted(self: HybridWorker, write: Any, weight: float, report: Any, wait: bool, norm: float) -> None:
+        waited.append(wait)
+        exchange(self, write, weight, report, wait, norm)
+
+    monkeypatch.setattr(HybridWorker, "exchange", noted)
+
+    def train(worker: int) -> int:
+        model = model_of()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with HybridAsync(model, optimizer, updates_per_step=4, total_steps=9) as training:
+            for factor in (1.0, math.nan, math.inf):
+                optimizer.zero_grad()
+                (loss_of(model, 0, 0) * factor).backward()
+                optimizer.step()
+            return training.async_worker.refusals.in_a_row
+
+    assert workers(1, gradient_main.build).run(train) == [2]
+    assert waited == [False, True, True]
 
 
 def one_cycle(of: Optimizer, steps: int = STEPS) -> OneCycleLR:

@@ -154,6 +154,7 @@ def test_worker_0_evaluates_the_servers_parameters_and_goes_on_with_its_own(work
                 assert torch.equal(servers, state["server"]["parameters"])
             assert torch.equal(model.theta.detach(), own)
             training.pull()
+            assert training.state_dict()["server"]["version"] == state["server"]["version"] + 1, "a checkpoint is new"
             return own, servers, model.theta.detach().clone()
 
     ((own, servers, pulled),) = workers(1, local_sgd_main.build).run(train)

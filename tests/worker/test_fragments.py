@@ -295,6 +295,12 @@ def test_residuals_of_fragments_come_back_with_the_worker_and_not_to_other_fragm
     (_, first), (_, second) = one.encode(push, update), back.encode(push, update)
     assert first is not None and second is not None and torch.equal(first, second)
     assert one.decode(first, 3, push).tolist() == [0.25, 0.5, 1.0], "what was refused goes with the next"
+    late = made(3)  # of a worker that is started again without its checkpoint, and goes on behind its last update
+    assert late.encode(push, torch.tensor([0.3, 0.4, 0.9]))[1] is not None
+    late.settle(taken=True)
+    parts = late.state_dict()["parts"]
+    assert late.state_dict()["sequence"] == 5
+    assert [bool(torch.any(part["feedback"]["residual"])) for part in parts] == [False, True, False]
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

@@ -61,7 +61,11 @@ def test_steps_in_flight_draw_the_next_batches_and_move_the_schedule(
             progress.append(local.progress)
             if step == 5:
                 answer.set()
+            local.tokens += 10.0 + step
+            local.epochs += 0.5
             taken.append(local.step(seconds=0.01))
+            if step == 5:  # what was counted in flight belongs to the next round
+                assert (local.tokens, local.epochs, local.done) == (13.0 + 14.0 + 15.0, 1.5, 3)
         assert taken[:6] == [False] * 5 + [True]
         if shards:
             assert batches == list(range(9))
