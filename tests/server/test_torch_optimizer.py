@@ -119,6 +119,9 @@ def test_another_optimizer_is_described_by_the_class_that_steps_equally() -> Non
 class OwnSGD(SGD):
     """A script's own class may step otherwise."""
 
+    def _init_group(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._init_group(*args, **kwargs)
+
 
 @pytest.mark.parametrize(
     ("make", "message"),
@@ -164,3 +167,23 @@ def test_a_description_that_no_worker_sends_is_one_line(changes: dict[str, Any],
     with pytest.raises(ConfigurationError, match=message) as caught:
         build_optimizer(OptimizerSpec.from_json(spec.to_json() | changes), layout, torch.zeros(layout.size))
     assert "\n" not in str(caught.value)
+
+
+class Configured(AdamW):
+    """A subclass that a script makes for its defaults."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+
+
+class Flipped(AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_subclass_that_takes_the_same_step_is_its_base_class() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    named = [("weight", weight)]
+    assert describe(Configured([weight]), named) == describe(AdamW([weight], lr=0.1), named)
+    with pytest.raises(ConfigurationError, match="the optimizer is Flipped"):
+        describe(Flipped([weight]), named)

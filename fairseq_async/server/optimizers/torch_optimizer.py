@@ -129,16 +129,27 @@ def describe(
     Raises:
         ConfigurationError: the server has no such optimizer, or not all of its parameters.
     """
-    name = type(optimizer).__name__
-    if not kind and OPTIMIZERS.get(name) is not type(optimizer):
+    name = _steps_as(optimizer)
+    if not (kind or name):
         raise ConfigurationError(
-            f"the optimizer is {name}: the server steps with Adam, AdamW or SGD of torch.optim; give one of these, or "
-            "use local SGD, which takes any"
+            f"the optimizer is {type(optimizer).__name__}: the server steps with Adam, AdamW or SGD of torch.optim; "
+            "give one of these, or use local SGD, which takes any"
         )
     check_of_model(optimizer, named)
     numbers = {id(tensor): number for number, (_, tensor) in enumerate(named)}
     groups = [_describe_group(group, kind or name, numbers) for group in optimizer.param_groups]
     return OptimizerSpec(kind or name, groups, rates or [], clip_norm)
+
+
+def _steps_as(optimizer: Optimizer) -> str:
+    """Returns the name of torch's class whose step an optimizer takes; empty if there is none. A subclass that changes
+    only how the optimizer is made takes the same step."""
+    for each in type(optimizer).__mro__:
+        if OPTIMIZERS.get(each.__name__) is each:
+            return each.__name__ if inspect.unwrap(type(optimizer).step) is inspect.unwrap(each.step) else ""
+        if any(callable(value) for name, value in vars(each).items() if name not in ("__init__", "step")):
+            return ""
+    return ""
 
 
 def _describe_group(group: dict[str, Any], kind: str, numbers: dict[int, int]) -> ParameterGroup:
