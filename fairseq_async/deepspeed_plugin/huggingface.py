@@ -201,6 +201,7 @@ def _make_train_loader(original: Callable[[Trainer], DataLoader[Any]], trainer: 
     context = entered_world()
     if context is None:
         return original(trainer)
+    _divided.append(True)
     with _divided_data(trainer.accelerator, context):
         return original(trainer)
 
@@ -223,6 +224,12 @@ def _divided_data(accelerator: Accelerator, context: WorkerContext) -> Iterator[
 
 def _plan_training(original: Callable[..., tuple[Any, ...]], trainer: Trainer, *args: object) -> tuple[Any, ...]:
     """Raises the Trainer's number of epochs: a fast worker goes through its data more often than the Trainer counts."""
+    context = entered_world()
+    if context is not None and context.workers > 1:
+        if (strategy := trainer.args.train_sampling_strategy) in ("group_by_length", "batch_rebalance"):
+            fail(f'train_sampling_strategy="{strategy}" does not divide the data among workers: give "random"')
+        if not _divided:
+            fail("get_train_dataloader does not divide the data among workers: return super().get_train_dataloader()")
     epochs, *others = original(trainer, *args)
     return (epochs * (1 if entered_world() is None else _FASTEST), *others)
 
@@ -236,3 +243,6 @@ def _process_index(own: int) -> int:
     """Returns this process's rank among those of all workers: the Trainer saves and logs where it is 0."""
     context = entered_world()
     return own if context is None else context.global_rank
+
+
+_divided: list[bool] = []  # the Trainer's own loaders, which a method of a subclass may leave out
