@@ -53,8 +53,10 @@ def trainer(model: nn.Module) -> tuple[int, int]:
     given: dict[str, Any] = {"max_steps": 20, "report_to": [], "use_cpu": True, "save_strategy": "no"}
     data = [{"inputs": INPUTS, "labels": torch.ones(1)}] * 8
     own = Trainer(model, TrainingArguments(f"{sys.argv[2]}/out", **given), train_dataset=data, callbacks=[callback])  # type: ignore[arg-type]
+    batches: list[int] = []
+    model.register_forward_hook(lambda *_: batches.append(1))  # global_step is the run's
     own.train()
-    return callback.worker, own.state.global_step - 1
+    return callback.worker, len(batches) - 1
 
 
 def deepspeed(model: nn.Module) -> tuple[int, int]:

@@ -256,7 +256,9 @@ def test_a_run_that_is_interrupted_before_its_first_update_keeps_nothing(tmp_pat
 
 
 def said_to_be_kept(run_dir: Path, command: Any, version: int = 3) -> str:
-    progress = SimpleNamespace(poll=lambda: None, updates=Counter({0: 3}), version=version, position="update 2 of 9")
+    progress = SimpleNamespace(
+        poll=lambda: None, updates=Counter({0: 3}), version=version, position="update 2 of 9", begun=True
+    )
     return what_is_kept(cast(Progress, progress), run_dir, CreatedFiles(run_dir), command)
 
 

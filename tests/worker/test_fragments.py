@@ -244,7 +244,9 @@ def test_a_state_has_the_momentum_of_each_fragment(start: Start, tmp_path: Path)
     assert torch.equal(parameters(straight), parameters(resumed))
     rule = straight.service.described.coordinator.server.rule
     assert isinstance(rule, FragmentedRule) and len(rule.state_dict()["fragments"]) == 3
-    with pytest.raises(RefusedError, match="momentum is of 3 fragments, this run has 2: give --fragments 3, or --res"):
+    with pytest.raises(
+        RefusedError, match="momentum is of 3 fragments, this run has 2: give --fragments 3, or begin anew"
+    ):
         Descent(client(start(1, "two")), streaming(fragments=2), 1, state=tmp_path / "state.pt")
 
 
