@@ -131,7 +131,9 @@ class AdaScaleTrainer(SynchronousTrainer):
         super()._after_forward(criterion, inputs, output)
         if torch.is_grad_enabled():
             self.wrapped.adascale.begin_pass(0.0 if self._is_dummy else float(output[1]))
-            if output[0].requires_grad:
+            if (
+                output[0].requires_grad and not self._is_dummy
+            ):  # a rank without a batch computes one that counts for nothing
                 output[0].register_hook(lambda _: self._passes.add(torch._C._current_graph_task_id()))
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
