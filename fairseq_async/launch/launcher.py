@@ -200,14 +200,15 @@ class Launcher:
         self.processes.kill_children(worker)  # before its last words: they may hold its output open
         said = self.processes.last_words(worker) if code > 0 else ""
         finished = self.server is not None and self.server.finished.is_set()  # there are no updates any more
-        if finished and self.processes.saved:
+        may_be_left_out = finished and code != USER_ERROR  # a worker with a mistake may not have trained at all
+        if may_be_left_out and self.processes.saved:
             return self._give_up(worker)
         progress = self.display.progress
         unseen = not progress.unread and progress.updates[worker.id] == worker.updates_at_start
         hopeless = code > 0 and unseen and not finished
         mistaken = code == USER_ERROR or hopeless or same_mistake(worker.last_words, said)
         if (mistaken and code != LOST_SERVER) or worker.restarts >= self.max_restarts:
-            if finished and worker.id > 0:
+            if may_be_left_out and worker.id > 0:
                 return self._give_up(worker)
             raise self._failure(worker)
         worker.restarts, worker.last_words = worker.restarts + 1, said
