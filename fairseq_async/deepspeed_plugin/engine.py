@@ -4,6 +4,7 @@ import atexit
 import logging
 import shutil
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _SERVER_STATE = "async_server.pt"  # in the directory of a checkpoint
 _COMPRESSOR_STATE = "async_compressor.pt"  # likewise
-_BEGINS_AT = "async_schedule_begins_at"  # in the client state of a checkpoint
+_BEGINS = "async_begins"  # in the client state of a checkpoint
 _STATE_AT_END = ".state-at-end.pt"  # in run_dir
 _PASSES_OF_A_STEP = 4
 ClientState: TypeAlias = dict[str, Any]  # what a script saves in a checkpoint besides the engine
@@ -74,7 +75,8 @@ class AsyncEngine(DeepSpeedEngine):
         self._step_ended = 0.0
         self._warned_of_end = self._warned_of_no_gradient = False
         self._trained = tensors.trainable(self)
-        self._followed, self._backward_passes = FollowedSchedule(self.lr_scheduler), 0  # since the last engine.step()
+        self._followed = FollowedSchedule(self.lr_scheduler, self.optimizer)
+        self._backward_passes = 0  # since the last engine.step()
         self._takes_step = False  # whether the engine itself is in a step of its optimizer
         refuse_other_steps(self, lambda: self._takes_step or self.finished)
 
@@ -91,7 +93,7 @@ class AsyncEngine(DeepSpeedEngine):
     def join_run(self) -> LocalSGDWorker | HybridWorker:
         """Joins the run if that has not happened yet; returns the worker side of the method."""
         if not self.async_worker.joined:
-            self._check_followed()
+            self._followed.begin()  # where the script has loaded it
             self._join(None)
         return self.async_worker
 
@@ -145,7 +147,7 @@ class AsyncEngine(DeepSpeedEngine):
         tag = f"global_step{self.global_steps}" if tag is None else tag
         self.async_worker.settle()
         own = checkpoint_directory(save_dir, self.worker)
-        position = {_BEGINS_AT: self._followed.begins_at}
+        position = {_BEGINS: self._followed.state_dict()}
         saved = super().save_checkpoint(own, tag, (client_state or {}) | position, *args, **kwargs)
         compressor = self.async_worker.compressor_state() if self.context.rank == 0 else None
         if compressor is not None:
@@ -197,9 +199,7 @@ class AsyncEngine(DeepSpeedEngine):
         """
         if self.async_worker.joined and not self.finished:
             fail("load_checkpoint must come before the first batch of an asynchronous run, or after engine.end()")
-        if not (load_optimizer_states or load_module_only or self.finished):
-            self._check_without_optimizer()
-        own = self._own_checkpoint(load_dir, tag)
+        own, began = self._own_checkpoint(load_dir, tag), self._followed.state_dict()
         if not self.load_universal_checkpoint():  # which has a file of its own in place of ``latest``
             check_tag(own, tag)
         loaded: tuple[str | None, ClientState] = super().load_checkpoint(
@@ -213,25 +213,26 @@ class AsyncEngine(DeepSpeedEngine):
         )
         if not load_optimizer_states:
             refresh_masters(self)
-        begins_at = (loaded[1] or {}).pop(_BEGINS_AT, None)
+        begins = (loaded[1] or {}).pop(_BEGINS, None)
         if self.finished:
             return loaded
-        if load_lr_scheduler_states and not load_module_only:
-            self._followed.restore(begins_at)
-        if load_module_only:
+        state = None if load_module_only or loaded[0] is None else Path(loaded[0]).resolve().parent / _SERVER_STATE
+        if state is None or not state.exists():
+            if self.worker == 0 and not load_module_only:
+                logger.warning("no server state in %s: a new run begins from its parameters", load_dir)
+            self._followed.begin()
             self._join(None)
             return loaded
-        state = Path(loaded[0]).resolve().parent / _SERVER_STATE if loaded[0] is not None else None
-        if state is None or not state.exists():
-            state = None
-            if self.worker == 0:
-                logger.warning("no server state in %s: a new run begins from its parameters", load_dir)
+        if not load_optimizer_states:
+            self._check_without_optimizer()
+        self._followed.load_state_dict(begins if load_lr_scheduler_states and begins else began)
         self._join(state)
         self._restore_compressor(loaded[0])
         return loaded
 
     def _check_without_optimizer(self) -> None:
-        """Checks that this worker can go on without a checkpoint's optimizer; here its inner one begins anew."""
+        """Checks that this worker can go on with a server's state and without a checkpoint's optimizer; here its inner
+        one begins anew."""
 
     def _own_checkpoint(self, load_dir: str, tag: str | None) -> str:
         """Returns the directory with this worker's checkpoint of that tag, or worker 0's if it has saved none."""
@@ -295,13 +296,13 @@ class AsyncEngine(DeepSpeedEngine):
         """Joins the run, brings parameters to a server that has none, then takes the server's parameters."""
         welcome = self.async_worker.join(self.spec)
         if not welcome.initialised:
-            if server_state is None:
-                self._check_new_run()
-            welcome = self.async_worker.bring_parameters(None if server_state is None else str(server_state))
+            with self._state_brought(server_state) as path:
+                welcome = self.async_worker.bring_parameters(path)
         self.async_worker.begin(welcome)
 
-    def _check_new_run(self) -> None:
-        """Checks what this engine brings to a run that begins without a server's state; here its parameters alone."""
+    def _state_brought(self, server_state: Path | None) -> AbstractContextManager[str | None]:
+        """Returns a context with the path of the state that a new server goes on from; here the one given, if any."""
+        return nullcontext(None if server_state is None else str(server_state))
 
     def _set_learning_rates(self) -> None:
         """Sets the optimizer's learning rates to those of the run's progress."""

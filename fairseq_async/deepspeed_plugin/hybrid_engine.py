@@ -1,18 +1,19 @@
 """DeepSpeed's engine as a worker of hybrid asynchronous SGD."""
 
 import time
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from fairseq_async.deepspeed_plugin import server
 from fairseq_async.deepspeed_plugin.compat import count_step
-from fairseq_async.deepspeed_plugin.engine import AsyncEngine, ClientState
+from fairseq_async.deepspeed_plugin.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.schedules import NamedSchedule
-from fairseq_async.deepspeed_plugin.served import SCHEDULER
+from fairseq_async.deepspeed_plugin.served import SCHEDULER, count_steps_as_torch, described
 from fairseq_async.deepspeed_plugin.tensors import trainable
-from fairseq_async.errors import ConfigurationError, fail
+from fairseq_async.errors import fail
 from fairseq_async.method_spec import MethodSpec
 from fairseq_async.server.optimizers.learning_rates import (
     RateTable,
@@ -24,11 +25,13 @@ from fairseq_async.server.optimizers.learning_rates import (
 )
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec
 from fairseq_async.server.plan import whole_steps
+from fairseq_async.torch.brought_state import brought_state, check_brought, checksum_of_moments
 from fairseq_async.torch.parameters import l2_norm, step_gradients
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.process import errors_in_one_line
+from fairseq_async.worker.server_state import state_file
 
 
 class HybridEngine(AsyncEngine):
@@ -44,34 +47,41 @@ class HybridEngine(AsyncEngine):
     ) -> None:
         """Sets the attributes of this class; see :meth:`AsyncEngine.set_up`."""
         super().set_up(async_worker, spec, context, run_dir)
-        self._schedule: StepSchedule
-        if SCHEDULER in spec.framework:
-            self._schedule = NamedSchedule(self.optimizer, self.lr_scheduler)
-        else:
-            self._schedule = RateTable(self.optimizer, OptimizerSpec.from_json(spec.framework).learning_rates)
         self._has_schedule = self.lr_scheduler is not None
-        self._rates, self._options = present_rates(self.optimizer), present_options(self.optimizer)
+        self._began = self._followed.state_dict()
+        self._note_rates()
         self._check_rates()
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, ClientState]:
-        """Loads as :meth:`AsyncEngine.load_checkpoint`; learning rates and options are then those of the checkpoint."""
-        loaded = super().load_checkpoint(*args, **kwargs)
+    def _note_rates(self) -> None:
+        """Notes the rates and options of the optimizer that the run's description has."""
+        self._schedule: StepSchedule
+        if SCHEDULER in self.spec.framework:
+            self._schedule = NamedSchedule(self.optimizer, self.lr_scheduler)
+        else:
+            self._schedule = RateTable(self.optimizer, OptimizerSpec.from_json(self.spec.framework).learning_rates)
         self._rates, self._options = present_rates(self.optimizer), present_options(self.optimizer)
-        return loaded
 
-    def _check_new_run(self) -> None:
-        """Checks that the optimizer brings no moments to a new run, whose server begins without.
+    @errors_in_one_line()
+    def _join(self, server_state: Path | None) -> None:
+        """Joins as :meth:`AsyncEngine._join`, with what the optimizer and the schedule are now: they may have been
+        loaded since ``initialize``. The moments that the optimizer has are the server's from then on."""
+        as_made = self._followed.state_dict() == self._began and present_options(self.optimizer) == self._options
+        if not (as_made and SCHEDULER in self.spec.framework):
+            self.spec = replace(self.spec, framework=described(self, self.spec.total_steps))
+        self._note_rates()
+        if server_state is None:
+            check_brought(self.spec, [self.optimizer])
+            count_steps_as_torch(self.optimizer)
+            self.async_worker.client.moments = checksum_of_moments(trainable(self), [self.optimizer])
+        super()._join(server_state)
+        self.optimizer.state.clear()
 
-        Raises:
-            ConfigurationError: it has stepped before.
-        """
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        if any(isinstance(value, Tensor) and value.count_nonzero() for value in states):
-            raise ConfigurationError(
-                f"the {type(self.optimizer).__name__} has stepped before this run, whose server would begin without "
-                "its moments: make it anew (load_checkpoint with load_module_only=True takes the parameters alone), or "
-                "use local_sgd, which goes on with it"
-            )
+    def _state_brought(self, server_state: Path | None) -> AbstractContextManager[str | None]:
+        """As :meth:`AsyncEngine._state_brought`; without a state, that of the optimizer, if it has stepped before."""
+        if server_state is not None:
+            return super()._state_brought(server_state)
+        state = brought_state(self.spec, trainable(self), [self.optimizer], server.build)
+        return state_file(state, self._state_at_end.parent)
 
     def _check_without_optimizer(self) -> None:
         """Ends the process with one line: the optimizer's state is the server's, as the parameters are."""

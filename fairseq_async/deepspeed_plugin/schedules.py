@@ -8,9 +8,10 @@ from deepspeed.runtime import lr_schedules
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from fairseq_async.algorithms.rule import State
+from fairseq_async.deepspeed_plugin.compat import DeepSpeedOptimizer
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method_spec import JsonObject
-from fairseq_async.server.optimizers.learning_rates import StepSchedule
+from fairseq_async.server.optimizers.learning_rates import StepSchedule, present_rates
 
 
 @runtime_checkable
@@ -84,23 +85,37 @@ class FollowedSchedule:
 
     Args:
         schedule: the engine's; None if it has none.
+        optimizer: the engine's.
 
     Attributes:
         begins_at: the schedule's steps before the run's first one.
+        rates: the optimizer's learning rates at the run's first step.
     """
 
-    def __init__(self, schedule: Schedule | None) -> None:
-        self.schedule = schedule
-        self.begins_at = self._count = steps_taken(schedule)
+    def __init__(self, schedule: Schedule | None, optimizer: DeepSpeedOptimizer) -> None:
+        self.schedule, self._optimizer = schedule, optimizer
+        self.begin()
+
+    def begin(self) -> None:
+        """Lets the run begin from where the schedule and the rates are now."""
+        self.begins_at = self._count = steps_taken(self.schedule)
+        self.rates = present_rates(self._optimizer)
 
     def follow(self, progress: float) -> None:
-        """Sets the schedule to the run's progress."""
-        set_schedule(self.schedule, self.begins_at + progress)
+        """Sets the schedule to the run's progress. The first step has the rates that are there, as in a plain loop."""
+        if progress >= 1:
+            set_schedule(self.schedule, self.begins_at + progress)
         self.note()
 
-    def restore(self, begins_at: int | None) -> None:
-        """Takes the place of a loaded schedule: None for that of an ordinary run, which goes on in this one."""
-        self.begins_at = steps_taken(self.schedule) if begins_at is None else begins_at
+    def state_dict(self) -> State:
+        """Returns where the run began."""
+        return {"begins_at": self.begins_at, "rates": self.rates}
+
+    def load_state_dict(self, state: State) -> None:
+        """Goes on from where a loaded run began, and gives the optimizer the rates of that time."""
+        self.begins_at, self.rates = state["begins_at"], state["rates"]
+        for group, rate in zip(self._optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate
 
     def note(self) -> None:
         """Notes where the schedule is now, for :meth:`check`."""
@@ -116,7 +131,7 @@ class FollowedSchedule:
             raise ConfigurationError(
                 f"the script has moved the {type(self.schedule).__name__} of the engine from step {self._count} to "
                 f"{now}: engine.step() steps it, by the run's progress; leave its step() out, and give it its position "
-                "before initialize"
+                "before the first batch"
             )
 
 

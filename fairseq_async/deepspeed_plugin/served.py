@@ -34,16 +34,38 @@ def leave_to_server(engine: DeepSpeedEngine, config: dict[str, Any], total_steps
     Raises:
         ConfigurationError: no parameter is trained, or the server has no optimizer that would step equally.
     """
-    optimizer, section = engine.optimizer, config.get("scheduler")
+    section = config.get("scheduler")
     if not trainable(engine):
         raise ConfigurationError("the model has no parameter that is trained")
-    rates = None if engine.lr_scheduler is None else tabulate(engine.lr_scheduler, optimizer, total_steps)
-    clip_norm = float(engine.gradient_clipping())
-    inner = describe(optimizer, trainable(engine), equal_of_torch(optimizer), rates, clip_norm).to_json()
-    if rates is None and section is not None and schedules.is_deepspeeds(section):
-        engine.lr_scheduler = schedules.build(section, optimizer)
+    inner = described(engine, total_steps)
+    if engine.lr_scheduler is None and section is not None and schedules.is_deepspeeds(section):
+        engine.lr_scheduler = schedules.build(section, engine.optimizer)
         inner[SCHEDULER] = section
     return inner
+
+
+def described(engine: DeepSpeedEngine, total_steps: int) -> JsonObject:
+    """Returns what the server builds from, with the options and the rates of the engine's optimizer and schedule from
+    where they are now.
+
+    Raises:
+        ConfigurationError: the server has no optimizer that would step equally, or the schedule cannot be a table.
+    """
+    optimizer, schedule = engine.optimizer, engine.lr_scheduler
+    rates = None if schedule is None else tabulate(schedule, optimizer, total_steps)
+    clip_norm = float(engine.gradient_clipping())
+    return describe(optimizer, trainable(engine), equal_of_torch(optimizer), rates, clip_norm).to_json()
+
+
+def count_steps_as_torch(optimizer: torch.optim.Optimizer) -> None:
+    """Gives each parameter its step count, as torch's optimizers keep it: of a group, FusedAdam counts in the state of
+    one parameter alone, for all that have gradients."""
+    if type(optimizer) is FusedAdam:
+        for group in optimizer.param_groups:
+            states = [optimizer.state[each] for each in group["params"] if optimizer.state.get(each)]
+            steps = max((state["step"] for state in states), default=0)
+            for state in states:
+                state["step"] = steps
 
 
 def equal_of_torch(optimizer: torch.optim.Optimizer) -> str:

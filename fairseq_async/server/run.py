@@ -48,6 +48,7 @@ class Run:
         hosts: the shards on other machines.
         upstream: the run as a worker of a global server; None without one.
         from_checkpoint: whether the run has begun from a checkpoint that every worker is to read.
+        moments: checksum of the moments that worker 0's optimizers have brought; None after the server's own restart.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Run:
         self._coordinator: Coordinator | None = None
         self.upstream: Upstream | None = None
         self.from_checkpoint = False
+        self.moments: str | None = None
         self._untrained: str | None = None  # of the first worker that has said hello
         self._published = -1
         self._first_batches = FirstBatches(tell)
@@ -282,6 +284,7 @@ class Run:
             finished=instruction.finished,
             from_checkpoint=self.from_checkpoint,
             total_steps=self.spec.total_steps,
+            moments=self.moments,
             assignment=instruction.assignment,
         )
 

@@ -307,7 +307,7 @@ class Service(Connections):
         restored = read_state(restored_path(self.run_dir)) if request.restored else None
         source, state = newest_state(run, restored, self.snapshots, self.resumes, self.tell)
         run.payloads.take_parameters(peer, run.memory.slot(0))
-        run.from_checkpoint = request.from_checkpoint
+        run.from_checkpoint, run.moments = request.from_checkpoint, request.moments
         return self._begin(run, run.memory.slot(0), state, source)
 
     def _begin(self, run: Run, parameters: Tensor, state: State | None, source: str) -> protocol.Answer | None:

@@ -6,19 +6,19 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fairseq_async.algorithms import HybridAccumulation
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import ConfigurationError
-from fairseq_async.method_spec import MethodSpec
+from fairseq_async.errors import ConfigurationError, option
+from fairseq_async.method_spec import MethodSpec, hybrid_options
 from fairseq_async.server.coordinator import build_coordinator
-from fairseq_async.server.gradient_main import build
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.optimizers.several import SeveralOptimizers
+from fairseq_async.server.plan import Build
+from fairseq_async.torch.parameters import crc_of
 
 Named = Sequence[tuple[str, Parameter]]
 
@@ -28,28 +28,48 @@ def has_stepped(optimizer: Optimizer) -> bool:
     return any(optimizer.state.values())
 
 
-def brought_state(spec: MethodSpec, named: Named, optimizers: Sequence[Optimizer]) -> State:
+def check_brought(spec: MethodSpec, optimizers: Sequence[Optimizer]) -> None:
+    """Checks, before a worker joins, that the run's server can be given what its optimizers bring.
+
+    Raises:
+        ConfigurationError: one has stepped, and the server is in shards, or has another rule than the accumulation of
+            gradients.
+    """
+    stepped = next((each for each in optimizers if has_stepped(each)), None)
+    if stepped is not None and (spec.server.shards > 1 or hybrid_options(spec).gradient_rule != "accumulation"):
+        raise ConfigurationError(
+            f"{type(stepped).__name__} has stepped before this run, and a server in shards, or with "
+            f"{option('gradient_rule')}, cannot be given its moments: leave these options out, or make the optimizer "
+            "anew"
+        )
+
+
+def checksum_of_moments(named: Named, optimizers: Sequence[Optimizer]) -> str:
+    """Returns the CRC-32 of the optimizers' states, step counts among them; empty where none has stepped."""
+    states = [optimizer.state.get(parameter, {}) for optimizer in optimizers for _, parameter in named]
+    values = [torch.as_tensor(state[key]) for state in states for key in sorted(state) if state[key] is not None]
+    return f"{crc_of(values):08x}" if values else ""
+
+
+def brought_state(spec: MethodSpec, named: Named, optimizers: Sequence[Optimizer], build: Build) -> State | None:
     """Returns the state of a server that goes on with these parameters and with the optimizers' states: moments and
-    step counts of each tensor by themselves. The server's own count of steps begins at 0.
+    step counts of each tensor by themselves. The server's own count of steps begins at 0. None if no optimizer has
+    stepped.
 
     Args:
         named: all parameters of the run with their names, in the order of its layout.
-        optimizers: in the order of the run's description.
-
-    Raises:
-        ConfigurationError: the run's server is in shards, or has another rule than the accumulation of gradients.
+        optimizers: in the order of the run's description, which :func:`check_brought` has checked.
+        build: of the server.
     """
+    if not any(map(has_stepped, optimizers)):
+        return None
     layout = Layout.of(named)
-    parameters = torch.cat([each.detach().cpu().flatten() for _, each in named])
+    parameters = torch.cat([each.detach().to("cpu", torch.float32).flatten() for _, each in named])
     rule, plan = build(spec, layout, parameters)
     parts = rule.rules if isinstance(rule, SeveralOptimizers) else [rule]
     for part, optimizer in zip(parts, optimizers, strict=True):
         accumulation = getattr(part, "rule", None)
-        if spec.server.shards > 1 or not isinstance(accumulation, HybridAccumulation):
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} has stepped before this run, and a server in shards, or with "
-                "gradient_rule=, cannot be given its moments: leave these options out, or make the optimizer anew"
-            )
+        assert isinstance(accumulation, HybridAccumulation)
         accumulation.cut_into_tensors()
         _copy_state(optimizer, accumulation.optimizer, named)
     coordinator = build_coordinator(spec, rule, plan, parameters, Membership(spec.workers, 0.0))
@@ -70,8 +90,9 @@ def _copy_state(source: Optimizer, target: Optimizer, named: Named) -> None:
 
 
 def _part_of(value: Any, parameter: Parameter, part: slice) -> Any:
-    """Returns what a piece has of a parameter's state: the part of a moment, and copies of all else."""
-    if not isinstance(value, Tensor):
-        return value
-    copied = value.detach().to("cpu", torch.float32, copy=True)
-    return copied.flatten()[part].clone() if value.shape == parameter.shape else copied
+    """Returns what a piece has of a parameter's state: the part of a moment, and copies of all else. A step count that
+    is a number, as DeepSpeed's optimizers have it, becomes a tensor, as torch's have it."""
+    if value is None:
+        return None
+    copied = torch.as_tensor(value).detach().to("cpu", torch.float32, copy=True)
+    return copied.flatten()[part].clone() if copied.shape == parameter.shape else copied

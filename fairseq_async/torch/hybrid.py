@@ -16,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from fairseq_async.algorithms.rule import State
 from fairseq_async.config import HybridOptions
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.method_spec import MethodSpec, hybrid_spec
+from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_spec
+from fairseq_async.server import gradient_main
 from fairseq_async.server.optimizers.learning_rates import (
     StepCount,
     check_options,
@@ -27,7 +28,7 @@ from fairseq_async.server.optimizers.learning_rates import (
     tabulate,
 )
 from fairseq_async.server.optimizers.torch_optimizer import PARTS, describe
-from fairseq_async.torch.brought_state import brought_state, has_stepped
+from fairseq_async.torch.brought_state import brought_state, check_brought, checksum_of_moments
 from fairseq_async.torch.options import parse_options
 from fairseq_async.torch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
 from fairseq_async.torch.schedules import one_for_each
@@ -115,11 +116,13 @@ class HybridAsync(AsyncTraining):
 
     def describe(self, workers: int) -> MethodSpec:
         steps, inner = self.options.total_steps, [part.inner.to_json() for part in self._parts]
-        if len(inner) == 1:
-            return hybrid_spec(self.options, workers, self._server_options, inner[0], steps)
-        spec = hybrid_spec(self.options, workers, self._server_options, {PARTS: [*inner]}, steps)
-        # a version is the step of one optimizer: it neither is a step of the run nor says where the next one leads
-        return replace(spec, last_version=None, whole_steps=steps, look_ahead=0.0)
+        described: JsonObject = inner[0] if len(inner) == 1 else {PARTS: [*inner]}
+        spec = hybrid_spec(self.options, workers, self._server_options, described, steps)
+        if self._restored is None:
+            check_brought(spec, self.optimizers)
+        # a version of several is the step of one: it neither is a step of the run nor says where the next one leads
+        several = replace(spec, last_version=None, whole_steps=steps, look_ahead=0.0)
+        return spec if len(inner) == 1 else several
 
     @errors_in_one_line()
     def load_state_dict(self, state: State) -> None:
@@ -131,10 +134,11 @@ class HybridAsync(AsyncTraining):
 
     def _state_brought(self, spec: MethodSpec) -> State | None:
         """Returns the moments of optimizers that have stepped before, as a server's state."""
-        optimizers = [part.optimizer for part in self._parts]
-        return brought_state(spec, self._named, optimizers) if any(map(has_stepped, optimizers)) else None
+        return brought_state(spec, self._named, self.optimizers, gradient_main.build)
 
     def _make_worker(self, client: Client) -> HybridWorker:
+        if self._restored is None:
+            client.moments = checksum_of_moments(self._named, self.optimizers)
         self._hybrid = HybridWorker(client, self._named, self.options.max_refused)
         return self._hybrid
 

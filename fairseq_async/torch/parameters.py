@@ -1,7 +1,7 @@
 """The parameters and gradients of a model and its optimizer that are exchanged."""
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, pairwise
 
 import torch
@@ -131,10 +131,15 @@ def untrained_checksum(model: nn.Module, exchanged: Collection[int]) -> str:
     Every worker makes or loads these by itself. What ZeRO 3 has divided is left out.
     """
     others = [each for each in model.parameters() if id(each) not in exchanged and not hasattr(each, "ds_id")]
+    return f"{crc_of(others):08x}" if others else ""
+
+
+def crc_of(tensors: Iterable[Tensor]) -> int:
+    """Returns the CRC-32 of the tensors' values, in their order."""
     crc = 0
-    for each in others:
+    for each in tensors:
         crc = zlib.crc32(each.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, crc)
-    return f"{crc:08x}" if others else ""
+    return crc
 
 
 def step_gradients(named: list[tuple[str, Parameter]]) -> list[Tensor]:

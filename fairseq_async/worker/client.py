@@ -53,19 +53,30 @@ class Client(LastingConnection):
         super().__init__(address, token, worker, patience, on_loss, tls, streams, hopeless)
 
     def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
-        """Introduces the worker; waits until the server has parameters, unless this is worker 0, which brings them."""
+        """Introduces the worker; waits until the server has parameters, unless this is worker 0, which brings them.
+
+        Raises:
+            RefusedError: the server does not take this worker, or has other moments than its optimizers bring.
+        """
         codec, hosts = spec.compress.push, spec.server.hosts
         self._fragments = (kept_here(spec, layout),) if hosts else layout.fragments(spec.fragments)
         self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
         self._may_reject = spec.server.max_update_norm_ratio is not None or spec.staleness_limit is not None
-        return super().join(layout, spec)
+        welcome = super().join(layout, spec)
+        if self.moments and welcome.moments not in (None, self.moments):
+            raise RefusedError(
+                f"the optimizer of worker {self.worker} has stepped before this run, but not as that of worker 0, "
+                "whose moments the run has: load the same state in every worker, or in worker 0 alone"
+            )
+        return welcome
 
     def initialise(self, state: str | None, from_checkpoint: bool = False) -> Welcome:
         """Gives a new server the parameters in worker 0's slot, or a whole state in a file; a server on another machine
         must see the same disk. ``from_checkpoint`` says that worker 0 has begun from a checkpoint, which the other
         workers are to read too."""
         with nullcontext() if state is None else placed(Path(state), Path(self._state_path)):
-            welcome = self._ask(protocol.Initialise(state is not None, from_checkpoint), Welcome, lambda: self._sent)
+            request = protocol.Initialise(state is not None, from_checkpoint, self.moments)
+            welcome = self._ask(request, Welcome, lambda: self._sent)
         self._initialised = True
         return welcome
 

@@ -62,6 +62,7 @@ class LastingConnection:
         worker: this worker's id.
         workers: number of workers that were announced.
         untrained: checksum of the model's parameters that are not trained; to be set before :meth:`join`.
+        moments: checksum of the moments that this worker's optimizers have from steps before the run; likewise.
         any_length: whether the run's number of steps is worker 0's, if this worker's is another; likewise.
     """
 
@@ -80,7 +81,8 @@ class LastingConnection:
         self.remote = address.rpartition(":")[0] != LOOPBACK
         self._streams = streams if self.remote else 1
         self.memory: SharedMemory | None = None
-        self.untrained, self.any_length = "", False
+        self.untrained = self.moments = ""
+        self.any_length = False
         encryption = None if tls is None else worker_context(tls)
         self._instance = uuid.uuid4().hex
         self._endpoint = Endpoint(address, token, joins=worker is None, instance=self._instance, encryption=encryption)

@@ -39,16 +39,18 @@ def seen(out: Path, name: str) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("name", ["json", "script", "position"])
+@pytest.mark.parametrize("name", ["json", "script", "position", "checkpoint"])
 def test_one_worker_steps_each_group_as_plain_deepspeed_does(
     parameters: Callable[[str], dict[str, torch.Tensor]], out: Path, name: str
 ) -> None:
-    """So does a parameter that no loss uses, which decays in DeepSpeed."""
+    """So does a parameter that no loss uses, which decays in DeepSpeed. The moments of an optimizer that has stepped,
+    and those of a checkpoint of plain DeepSpeed, are the server's, and the schedule goes on at its place."""
     start, expected, found = (parameters(each) for each in ("start", f"{name}.plain", f"{name}.asynchronous"))
     for key, tensor in expected.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-6)
         assert torch.equal(tensor, start[key]) == (key == "4.bias")  # whose group has no rate
-    assert seen(out, f"{name}.asynchronous")["rates"] == seen(out, f"{name}.plain")["rates"]
+    rates = seen(out, f"{name}.asynchronous")["rates"]
+    assert rates == seen(out, f"{name}.plain")["rates"][-len(rates) :]
 
 
 @pytest.mark.parametrize("name", ["json", "script"])

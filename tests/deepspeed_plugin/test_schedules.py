@@ -40,7 +40,9 @@ def test_a_schedule_follows_the_run_from_where_it_was_without_a_warning_of_torch
     drawn = optimizer()
     schedule = LambdaLR(drawn, lambda step: 0.5**step)
     schedule.last_epoch = taken
-    followed = schedules.FollowedSchedule(schedule)
+    for group in drawn.param_groups:
+        group["lr"] *= 0.5**taken
+    followed = schedules.FollowedSchedule(schedule, drawn)
     for progress in (0, 1, 3):
         followed.follow(progress)
         assert [group["lr"] for group in drawn.param_groups] == [each * 0.5 ** (taken + progress) for each in (1, 0.5)]
@@ -55,13 +57,22 @@ def test_a_schedule_follows_the_run_from_where_it_was_without_a_warning_of_torch
 def test_a_loaded_schedule_goes_on_from_an_ordinary_runs_position_and_from_that_of_this_run_once(
     saved: int | None, begins_at: int
 ) -> None:
-    """A checkpoint of an asynchronous run says where its schedule began; its count has the run's progress in it."""
-    schedule = WarmupLR(optimizer(), warmup_num_steps=4)
-    followed = schedules.FollowedSchedule(schedule)
+    """A checkpoint of an asynchronous run says where its schedule began; its count has the run's progress in it. The
+    first step is at the optimizer's own rate, as in a plain loop where that was not loaded."""
+    drawn = optimizer()
+    schedule = WarmupLR(drawn, warmup_num_steps=4)
+    followed = schedules.FollowedSchedule(schedule, drawn)
     schedule.load_state_dict({"last_batch_iteration": 4})
-    followed.restore(saved)
+    drawn.param_groups[0]["lr"] = 0.25
+    if saved is None:
+        followed.begin()
+    else:
+        followed.load_state_dict({"begins_at": saved, "rates": [0.25, 0.0]})
+    followed.follow(0.0)
+    assert followed.state_dict() == {"begins_at": begins_at, "rates": [0.25, 0.0]}
+    assert drawn.param_groups[0]["lr"] == 0.25
     followed.follow(1.0)
-    assert (followed.begins_at, schedule.last_batch_iteration) == (begins_at, begins_at)
+    assert schedule.last_batch_iteration == begins_at
 
 
 def test_deepspeeds_schedules_take_the_largest_rates_of_the_groups() -> None:

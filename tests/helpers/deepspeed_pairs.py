@@ -14,7 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import fairseq_async.deepspeed_plugin as deepspeed_async
@@ -55,20 +55,31 @@ def of_the_script(model: nn.Module) -> dict[str, Any]:
 
 
 def of_an_ordinary_run(model: nn.Module) -> dict[str, Any]:
-    """A schedule that has taken five steps."""
-    optimizer = SGD(groups(model), lr=0.05)
+    """An optimizer and a schedule that have taken five steps."""
+    optimizer = AdamW(groups(model), lr=0.05)
     schedule = LambdaLR(optimizer, lambda step: 0.8**step)
-    for _ in range(5):
+    for inputs, targets in list(batches())[:5]:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
         schedule.step()
     return {"optimizer": optimizer, "lr_scheduler": schedule, "config": PLAIN}
+
+
+def of_a_checkpoint(model: nn.Module) -> dict[str, Any]:
+    """FusedAdam, which counts the steps of a group at one of its parameters; plain DeepSpeed saves a checkpoint."""
+    arguments = of_the_json(model)
+    adamw = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.3}}
+    return arguments | {"config": arguments["config"] | {"optimizer": adamw}}
 
 
 CASES: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "json": of_the_json,
     "script": of_the_script,
     "position": of_an_ordinary_run,
+    "checkpoint": of_a_checkpoint,
 }
+SAVED_AT = 3
 
 
 def make_model() -> nn.Module:
@@ -88,7 +99,9 @@ def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def train(name: str, out: Path, asynchronous: bool) -> None:
     model = make_model()
     arguments = CASES[name](model)
-    section = {"method": "hybrid_async", "run_dir": str(out / name), "updates_per_step": 1, "total_steps": STEPS}
+    first = SAVED_AT if asynchronous and name == "checkpoint" else 0
+    section = {"method": "hybrid_async", "run_dir": str(out / name), "updates_per_step": 1}
+    section["total_steps"] = STEPS - first
     if asynchronous:
         arguments["config"] = arguments["config"] | {"async_training": section}
     else:
@@ -99,7 +112,11 @@ def train(name: str, out: Path, asynchronous: bool) -> None:
         None, model, *given, *others, arguments["config"]
     )
     rates, applied = [], []
-    for inputs, targets in batches():
+    if first:
+        engine.load_checkpoint(str(out / name))
+    for inputs, targets in list(batches())[first:]:
+        if name == "checkpoint" and not asynchronous and engine.global_steps == SAVED_AT:
+            engine.save_checkpoint(str(out / name))
         engine.backward(nn.functional.mse_loss(engine(inputs), targets))
         engine.step()
         rates.append(engine.get_lr())

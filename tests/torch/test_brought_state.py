@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 
 from fairseq_async.server import gradient_main
 from fairseq_async.torch import HybridAsync
+from fairseq_async.worker.context import WorkerContext
 from tests.helpers.torch_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
@@ -124,14 +125,39 @@ def test_of_two_optimizers_each_brings_its_own(workers: Start) -> None:
         assert torch.equal(found, expected), name
 
 
-def test_a_server_in_shards_cannot_be_given_moments(workers: Start, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("taken", "refused"),
+    [((0, 2), True), ((2, 1), True), ((2, 0), False), ((2, 2), False)],
+    ids=["where worker 0 brings none", "other than worker 0's", "none", "the same"],
+)
+def test_moments_of_another_worker_are_worker_0s_or_one_line(
+    workers: Start, capsys: pytest.CaptureFixture[str], taken: tuple[int, int], refused: bool
+) -> None:
     def go_on(worker: int) -> object:
         net = Net()
         optimizer = Adam(net.parameters(), lr=0.01)
-        train(net, optimizer, 0, 1)
-        with pytest.raises(SystemExit) as end, HybridAsync(net, optimizer, total_steps=2, server_shards=2):
-            pass
-        return end.value.code
+        train(net, optimizer, 0, taken[worker])
+        try:
+            with HybridAsync(net, optimizer, total_steps=2) as training:
+                while not training.finished:
+                    train(net, optimizer, 0, 1)
+        except SystemExit as end:
+            return end.code
+        return 0
 
-    assert workers(1, gradient_main.build).run(go_on) == [2]
+    assert workers(2, gradient_main.build).run(go_on) == [0, 2 if refused else 0]
+    assert (
+        "optimizer of worker 1 has stepped before this run, but not as that of" in capsys.readouterr().err
+    ) == refused
+
+
+def test_a_server_in_shards_which_cannot_be_given_moments_is_not_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = Net()
+    optimizer = Adam(net.parameters(), lr=0.01)
+    train(net, optimizer, 0, 1)
+    monkeypatch.setattr(WorkerContext, "connect", lambda *_: pytest.fail("it has joined"))
+    with pytest.raises(SystemExit), HybridAsync(net, optimizer, total_steps=2, server_shards=2):
+        pass
     assert "Adam has stepped before this run" in capsys.readouterr().err

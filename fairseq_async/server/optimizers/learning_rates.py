@@ -82,7 +82,8 @@ def tabulate(scheduler: Any, optimizer: Optimizer, steps: int, counted: bool = F
             taken; row 0 is then that of a new scheduler.
 
     Returns:
-        A table: row n has the rate of each parameter group after n steps from where the scheduler is now.
+        A table: row n has the rate of each parameter group after n steps from where the scheduler is now. The first row
+        has the optimizer's present rates, as the first step of a plain loop does, unless ``counted``.
 
     Raises:
         ConfigurationError: the rates do not follow from the number of steps alone, or are too many.
@@ -111,7 +112,7 @@ def tabulate(scheduler: Any, optimizer: Optimizer, steps: int, counted: bool = F
             raise ConfigurationError(
                 f"{name} gives the learning rates {rates[-1]} after {step} steps: make them finite"
             )
-    return rates
+    return rates if counted else [present_rates(optimizer), *rates[1:]]
 
 
 def rates_by_step(scheduler: Any, optimizer: Optimizer, steps: int) -> Callable[[int], list[float]]:

@@ -50,6 +50,7 @@ class Welcome:
         from_checkpoint: whether the run has begun from a checkpoint that its workers are to read. If not, a checkpoint
             in its directory is this run's own, with worker 0's place in the data.
         total_steps: number of steps after which the run ends; 0 for no end.
+        moments: checksum of the moments that worker 0's optimizers have brought; None where the server does not know.
     """
 
     initialised: bool
@@ -64,6 +65,7 @@ class Welcome:
     finished: bool = False
     from_checkpoint: bool = False
     total_steps: int = 0
+    moments: str | None = None
     assignment: Assignment = field(default_factory=Assignment)
     kind: Literal["welcome"] = "welcome"
 

@@ -59,10 +59,12 @@ class Initialise:
     Attributes:
         restored: whether a server's whole state is in the file that :class:`Welcome` names.
         from_checkpoint: whether worker 0 has begun from a checkpoint, which the other workers are to read as well.
+        moments: checksum of the moments that worker 0's optimizers bring from steps before the run; empty without.
     """
 
     restored: bool
     from_checkpoint: bool = False
+    moments: str = ""
     kind: Literal["initialise"] = "initialise"
 
 
