@@ -10,29 +10,27 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import deepspeed
-import transformers.trainer
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, DistributedType
+from accelerate.utils import DeepSpeedPlugin, DeepSpeedSchedulerWrapper, DistributedType
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from fairseq_async.config import HybridOptions, LocalSGDOptions
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.engine import AsyncEngine
-from fairseq_async.deepspeed_plugin.follow_run import FollowRun, ServerSchedule
-from fairseq_async.deepspeed_plugin.hybrid_engine import HybridEngine
 from fairseq_async.deepspeed_plugin.initialize import initialize
 from fairseq_async.deepspeed_plugin.world import enter_world, entered_world
 from fairseq_async.errors import AsyncError, as_key, fail, spell_options
+from fairseq_async.server.optimizers.learning_rates import present_rates
 from fairseq_async.server.process import say
+from fairseq_async.torch.follow_run import FollowRun, Plan, Worker, wrap
 from fairseq_async.worker.context import WorkerContext
 
 Config: TypeAlias = dict[str, Any]
@@ -42,7 +40,6 @@ _OPTIMIZER = (
     '{"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", '
     '"torch_adam": true}}'
 )
-_FASTEST = 64  # passes that a fast worker may take, for each one that the Trainer counts
 _deepspeed_initialize = deepspeed.initialize
 _PARAMETERS = inspect.signature(deepspeed.initialize)
 
@@ -63,30 +60,17 @@ def attach() -> None:
     if deepspeed.initialize is _initialize:
         return
     deepspeed.initialize = _initialize
-    _wrap(TrainingArguments, "__post_init__", _make_arguments)
-    _wrap(DeepSpeedPlugin, "__post_init__", _make_plugin)
-    _wrap(DeepSpeedConfig, "__init__", _check_configuration)
-    _wrap(Accelerator, "prepare", _prepare)
-    _wrap(HfTrainerDeepSpeedConfig, "trainer_config_finalize", _complete_configuration)
-    _wrap(Trainer, "get_train_dataloader", _make_train_loader)
-    _wrap(Trainer, "set_initial_training_values", _plan_training)
-    _wrap(Trainer, "_load_best_model", _load_best_model)
+    wrap(TrainingArguments, "__post_init__", _make_arguments)
+    wrap(DeepSpeedPlugin, "__post_init__", _make_plugin)
+    wrap(DeepSpeedConfig, "__init__", _check_configuration)
+    wrap(Accelerator, "prepare", _prepare)
+    wrap(HfTrainerDeepSpeedConfig, "trainer_config_finalize", _complete_configuration)
+    wrap(Trainer, "get_train_dataloader", _make_train_loader)
+    wrap(Trainer, "set_initial_training_values", _plan_training)
+    wrap(Trainer, "_load_best_model", _load_best_model)
     own_index: Callable[[TrainingArguments], int] = vars(TrainingArguments)["process_index"].fget
     ranked = property(lambda arguments: _process_index(own_index(arguments)))
     setattr(TrainingArguments, "process_index", ranked)  # noqa: B010 - mypy assigns to no method
-    callbacks: list[type[TrainerCallback]] = transformers.trainer.DEFAULT_CALLBACKS  # type: ignore[assignment]
-    callbacks.append(FollowRun)
-
-
-def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
-    """Puts ``around(original, self, …)`` in the place of a method."""
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def wrapped(self: object, *args: object, **kwargs: object) -> object:
-        return around(original, self, *args, **kwargs)
-
-    setattr(owner, name, wrapped)
 
 
 def _make_arguments(original: Callable[[TrainingArguments], None], arguments: TrainingArguments) -> None:
@@ -113,7 +97,10 @@ def _prepare(original: Callable[..., Any], accelerator: Accelerator, *args: Any,
             "DeepSpeedPlugin(hf_ds_config=FILE) or accelerate launch --use_deepspeed --deepspeed_config_file FILE, and "
             "leave use_cpu=True or --cpu out, with which there is none"
         )
-    return original(accelerator, *args, **kwargs)
+    prepared = original(accelerator, *args, **kwargs)
+    if not (_engines and isinstance(prepared, tuple)):
+        return prepared
+    return tuple(UsedRates(each) if isinstance(each, DeepSpeedSchedulerWrapper) else each for each in prepared)
 
 
 def _check_configuration(original: Callable[..., None], made: DeepSpeedConfig, *args: Any, **kwargs: Any) -> None:
@@ -159,14 +146,13 @@ def _read(given: str | os.PathLike[str] | Config | None) -> Config:
 def _complete_configuration(
     original: Callable[..., None], config: HfTrainerDeepSpeedConfig, args: TrainingArguments, model: object, steps: int
 ) -> None:
-    """Sets ``total_steps`` of our section to the Trainer's number of steps, if it is "auto" or not there."""
+    """Sets ``total_steps`` of our section to the number of steps of the plan, which is its own if it has one."""
     if entered_world() is not None and not {"optimizer", "scheduler"} & config.config.keys():
         # the Trainer would keep its schedule for itself, and step it by this worker's own steps
         name = args.deepspeed if isinstance(args.deepspeed, str) else _launched_with() or "config"
         fail(f'{name}: the Trainer keeps its learning-rate schedule from the run: add "optimizer": {_OPTIMIZER}')
-    section = config.config.get(_SECTION)
-    if isinstance(section, dict) and section.get("total_steps", "auto") == "auto":
-        section["total_steps"] = steps
+    if entered_world() is not None:
+        config.config[_SECTION]["total_steps"] = steps
     original(config, args, model, steps)
 
 
@@ -180,7 +166,7 @@ def _initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
             say(f'attach was called, but the DeepSpeed configuration has no "{_SECTION}": this training is synchronous')
         made: tuple[Any, ...] = _deepspeed_initialize(*args, **kwargs)
         return made
-    if FollowRun.engine is not None:
+    if _engines:
         fail(
             "one process trains in one asynchronous run; start another process for another, and give the batch size "
             "itself in place of auto_find_batch_size"
@@ -191,9 +177,7 @@ def _initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     engine, optimizer, loader, schedule = initialize(**given | {"config": config, "config_params": None})
     if not isinstance(engine, AsyncEngine):
         return engine, optimizer, loader, schedule
-    FollowRun.engine, FollowRun.has_end = engine, config[_SECTION].get("total_steps", 0) > 0
-    if isinstance(engine, HybridEngine):  # the engine's own copy is never stepped
-        return engine, optimizer, loader, ServerSchedule(optimizer)
+    _engines.append(engine)
     return engine, optimizer, loader, schedule  # for None, accelerate steps the scheduler that the script has made
 
 
@@ -222,20 +206,79 @@ def _divided_data(accelerator: Accelerator, context: WorkerContext) -> Iterator[
         state.num_processes, state.process_index, loading.dispatch_batches = before
 
 
-def _plan_training(original: Callable[..., tuple[Any, ...]], trainer: Trainer, *args: object) -> tuple[Any, ...]:
-    """Raises the Trainer's number of epochs: a fast worker goes through its data more often than the Trainer counts."""
+def _plan_training(original: Callable[..., Plan], trainer: Trainer, *args: object) -> Plan:
+    """Makes a Trainer of an asynchronous run follow it; returns its plan for as many steps as the run has."""
     context = entered_world()
-    if context is not None and context.workers > 1:
+    if context is None:
+        return original(trainer, *args)
+    if context.workers > 1:
         if (strategy := trainer.args.train_sampling_strategy) in ("group_by_length", "batch_rebalance"):
             fail(f'train_sampling_strategy="{strategy}" does not divide the data among workers: give "random"')
         if not _divided:
             fail("get_train_dataloader does not divide the data among workers: return super().get_train_dataloader()")
-    epochs, *others = original(trainer, *args)
-    return (epochs * (1 if entered_world() is None else _FASTEST), *others)
+    section = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config[_SECTION]
+    steps = section.get("total_steps", "auto")
+    flow = FollowEngine(trainer, _worker_side, _take_parameters, lambda: None)
+    return flow.plan(original(trainer, *args), args[1], 0 if steps == "auto" else steps, context.workers)
+
+
+class FollowEngine(FollowRun):
+    """Makes a ``Trainer`` follow the run of its engine."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Joins the run; a Trainer that goes on from a checkpoint has joined it when that was loaded."""
+        _engines[0].join_run()
+        self.begin(0)
+        super().on_train_begin(args, state, control, **kwargs)
+        kwargs["lr_scheduler"].step()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends this worker's part; the model has the server's parameters, or those of the best checkpoint."""
+        _end()
+
+
+class UsedRates(DeepSpeedSchedulerWrapper):
+    """An engine's schedule as a ``Trainer`` and accelerate see it: between the engine's step and one of the schedule,
+    which is when the ``Trainer`` asks, the rates are those of the step; the engine has set the next ones already."""
+
+    def __init__(self, wrapped: DeepSpeedSchedulerWrapper) -> None:
+        super().__init__(wrapped.scheduler, wrapped.optimizers)
+        self.step()
+
+    def step(self) -> None:
+        """Takes the rates for the next step."""
+        self._rates = present_rates(_engines[0].optimizer)
+
+    def get_last_lr(self) -> list[float]:
+        """Returns the learning rate of each parameter group."""
+        return self._rates
+
+
+def _worker_side() -> Worker | None:
+    return _engines[0].async_worker if _engines else None
+
+
+def _take_parameters(control: TrainerControl) -> None:
+    """Stops at the end, and gives worker 0 the server's parameters where it evaluates or saves."""
+    engine = _engines[0]
+    if engine.worker > 0:
+        control.should_evaluate = control.should_save = False
+    if control.should_training_stop or control.should_evaluate or control.should_save:
+        engine.pull()
+
+
+def _end() -> None:
+    """Ends this worker's part; worker 0, whose Trainer may have stopped early, ends the run for all."""
+    for engine in _engines:
+        engine.end(for_all=engine.worker == 0)
 
 
 def _load_best_model(original: Callable[[Trainer], None], trainer: Trainer) -> None:
-    FollowRun.end()  # the next exchange would replace the parameters
+    _end()  # the next exchange would replace the parameters
     original(trainer)
 
 
@@ -246,3 +289,4 @@ def _process_index(own: int) -> int:
 
 
 _divided: list[bool] = []  # the Trainer's own loaders, which a method of a subclass may leave out
+_engines: list[AsyncEngine] = []  # of this process: one at most

@@ -3,13 +3,16 @@
 import json
 import shutil
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from fairseq_async.environment import SLOWDOWN
 from fairseq_async.worker.context import WorkerContext
 from tests.helpers.commands import DEEPSPEED, HELPERS, ROOT, Processes, command, free_port
 from tests.helpers.run_files import events
@@ -21,7 +24,13 @@ EPOCHS, SAMPLES, BATCH = 4, 96, 4
 
 
 def run(
-    out: Path, workers: int, section: dict[str, Any], *flags: str, base: dict[str, Any] = BASE, launch: str = ""
+    out: Path,
+    workers: int,
+    section: dict[str, Any],
+    *flags: str,
+    base: dict[str, Any] = BASE,
+    launch: str = "",
+    slowdown: str = "",
 ) -> tuple[int, str]:
     """Exit code and output; ``launch`` are the flags of ``accelerate launch``, in the place of DeepSpeed's launcher."""
     config = out / "config.json"
@@ -37,16 +46,14 @@ def run(
     processes = Processes()
     try:
         job = [*launcher, HELPERS / "hf_trainer_job.py", "launched" if launch else config, out, *flags]
-        return processes.run(job, 250, **DEEPSPEED, LOCAL_WORLD_SIZE="1")
+        return processes.run(job, 250, **DEEPSPEED, **{SLOWDOWN: slowdown}, LOCAL_WORLD_SIZE="1")
     finally:
         processes.end()
 
 
-def train(
-    out: Path, workers: int, section: dict[str, Any], *flags: str, base: dict[str, Any] = BASE, launch: str = ""
-) -> list[dict[str, Any]]:
+def train(out: Path, workers: int, section: dict[str, Any], *flags: str, **others: Any) -> list[dict[str, Any]]:
     """What each worker has left."""
-    code, output = run(out, workers, section, *flags, base=base, launch=launch)
+    code, output = run(out, workers, section, *flags, **others)
     assert code == 0 and "began with the same batch" not in output, output
     return [json.loads((out / f"worker-{worker}.json").read_text()) for worker in range(workers)]
 
@@ -114,6 +121,37 @@ def test_three_workers_of_hybrid_async_share_the_steps_of_the_server(tmp_path: P
     rates = [entry["learning_rate"] for entry in first["log"] if "learning_rate" in entry]
     assert 0.01 >= rates[0] > rates[-1] > 0  # of the server's schedule
     assert first["best"] == pytest.approx(first["evaluated"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "section", "stops"),
+    [
+        ("1,6", {"local_steps": 2}, False),
+        ("6,1", {"local_steps": 2, "total_steps": 20}, False),
+        ("6,1", {"method": "hybrid_async"}, False),
+        ("1,6", {"method": "hybrid_async"}, True),
+    ],
+)
+def test_the_trainer_follows_the_run_whichever_worker_is_slow(
+    tmp_path: Path, slowdown: str, section: dict[str, Any], stops: bool
+) -> None:
+    """A fast worker takes more than its part of the steps, and worker 0 saves the finished model."""
+    workers = train(tmp_path, 2, section, *["--stops"] * stops, slowdown=slowdown)
+    steps = section.get("total_steps", EPOCHS * SAMPLES // (2 * BATCH))
+    slow, fast = (workers[slowdown.split(",").index(factor)] for factor in ("6", "1"))
+    assert len(fast["drawn"]) > 2 * len(slow["drawn"])
+    if not stops:
+        assert [each["step"] for each in workers] == [each["progress"] for each in workers] == [steps, steps]
+    else:
+        assert 10 <= workers[0]["step"] < steps
+    saved = tmp_path / "trainer" / f"checkpoint-{workers[0]['step']}"
+    state = torch.load(next(saved.glob("global_step*")) / "async_server.pt", weights_only=True)
+    assert state["server"]["version"] == max(event["version_after"] for event in events(tmp_path / "run")) or stops
+    rates = {entry["step"]: entry["learning_rate"] for entry in workers[0]["log"] if "learning_rate" in entry}
+    after = {step: 0.01 * (steps + 1 - step) / (steps - 2) for step in range(steps + 1)}  # and a warm-up of two steps
+    for before, step in pairwise(rates):  # the rate of a line is that of the last step before it
+        # a step that begins when others have completed the run has the schedule's last rate
+        assert (after[step] + 1e-9 < rates[step] or step == steps) and rates[step] <= after[before] + 1e-9
 
 
 def test_with_an_optimizer_alone_the_trainers_schedule_is_the_servers(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -11,7 +12,7 @@ import fairseq_async.deepspeed_plugin as deepspeed_async
 
 deepspeed_async.attach()
 
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: E402
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
@@ -29,11 +30,19 @@ class Counting(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
+class Stop(TrainerCallback):
+    """Stops worker 0 after ten steps of the run, as a user's callback may."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step >= 10 and args.process_index == 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
     parser.add_argument("out", type=Path)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--stops", action="store_true")
     parser.add_argument("--local_rank", type=int)
     args = parser.parse_args()
     out = args.out
@@ -54,7 +63,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2))
     data, held_out = Counting(96), Counting(16)
-    trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=held_out)
+    callbacks: list[TrainerCallback] = [Stop()] if args.stops else []
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=held_out, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=args.resume or None)
     trainer.save_model(str(out / "final"))
     engine = trainer.model_wrapped
