@@ -2,14 +2,17 @@
 
 from fairseq_async.errors import AsyncError, has_failed
 from fairseq_async.server.notices import ENDED
-from fairseq_async.server.process import ServerProcess
+from fairseq_async.server.process import ServerProcess, say
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.client import Client
+from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.process import last_word
 
 
-def leave_at_exit(client: Client, async_worker: AsyncWorker, server: ServerProcess | None) -> None:
-    """Leaves the run when the process ends, for whatever reason.
+def leave_at_exit(
+    context: WorkerContext, client: Client, async_worker: AsyncWorker, server: ServerProcess | None
+) -> None:
+    """Leaves the run when the process ends, for whatever reason; says so if the script has not ended its part before.
 
     A process that has started the server stays until the other workers have ended, too. If it has failed or was
     interrupted, it does not stay: whoever has started the job is to learn of it at once, and to end the other ranks.
@@ -19,6 +22,7 @@ def leave_at_exit(client: Client, async_worker: AsyncWorker, server: ServerProce
     try:
         if not failed:
             async_worker.settle()
+            _check_ended(context, async_worker)
     except AsyncError:
         pass  # the server had ended before
     if server is None:
@@ -31,3 +35,13 @@ def leave_at_exit(client: Client, async_worker: AsyncWorker, server: ServerProce
             server.outlast_workers()
     finally:
         server.end(why=ENDED if failed else last_word())
+
+
+def _check_ended(context: WorkerContext, async_worker: AsyncWorker) -> None:
+    """Says what a script has lost that did not call ``engine.end()`` after a loop which ended by its own count."""
+    lost = f", and {async_worker.done} local steps are lost" if async_worker.done else ""
+    if async_worker.joined and not async_worker.finished and (lost or context.workers > 1) and context.rank == 0:
+        say(
+            f"warning: worker {context.worker} has ended before the run: what it has saved may lack what others send "
+            f"later{lost}; call engine.end() after the loop, before the model is saved"
+        )

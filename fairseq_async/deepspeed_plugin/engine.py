@@ -248,19 +248,25 @@ class AsyncEngine(DeepSpeedEngine):
         if path is not None and path.exists():
             self.async_worker.restore_compressor(torch.load(path, weights_only=True))
 
+    @errors_in_one_line()
     def end(self, for_all: bool = False) -> None:
-        """Ends this worker's part in the run, with the server's parameters in the model.
+        """Ends this worker's part in the run: waits until no other worker is at work; the model then has the finished
+        parameters.
 
         Local steps that are done are sent first, and worker 0 keeps the server's state for a last checkpoint. A loop
-        that ends by its own count calls this, or :meth:`pull`, afterwards: otherwise the steps since the last exchange
-        are lost. Steps after this call are no part of the run.
+        that ends by its own count calls this afterwards: otherwise the steps since the last exchange are lost, and
+        what it saves lacks what others send later. Steps after this call are no part of the run.
 
         Args:
-            for_all: whether to end the run for all workers, which stop after their present step or round.
+            for_all: whether to end the run for all workers, which stop after their present step or round; the model
+                has the server's present parameters.
         """
         if not self.async_worker.joined or self.finished:
             return
-        self.pull()
+        if for_all:
+            self.pull()
+        else:
+            self.async_worker.await_end()
         if self.worker == 0:
             self._keep_server_state()
         self.async_worker.client.leave(finished=for_all)

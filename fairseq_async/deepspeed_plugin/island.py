@@ -82,9 +82,9 @@ class IslandClient:
         self._barrier()  # nobody writes before all have read
         return version
 
-    def wait_for_work(self) -> WorkReply:
+    def wait_for_work(self, for_end: bool = False) -> WorkReply:
         """See :meth:`Client.wait_for_work`."""
-        return self._broadcast_answer(lambda client: client.wait_for_work(), WorkReply)
+        return self._broadcast_answer(lambda client: client.wait_for_work(for_end), WorkReply)
 
     def on_any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on a rank of the island."""

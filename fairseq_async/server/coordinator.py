@@ -155,20 +155,29 @@ class Coordinator:
 
     # Workers come, wait and go
 
-    def wait(self, worker: int, now: float) -> Outcome:
-        """Notes that a worker has nothing to do, and waits for work."""
-        self.membership.wait(worker, "work")
-        return self.recount(now, changed=True) + self._wake(now)
+    def wait(self, worker: int, now: float, for_end: bool = False) -> Outcome:
+        """Notes that a worker has nothing to do, and waits for work, or, after its last step, for the run's end."""
+        self.membership.wait(worker, "end" if for_end else "work")
+        return self._without(worker, now) if for_end else self.recount(now, changed=True) + self._wake(now)
 
     def depart(self, worker: int, now: float) -> Outcome:
         """Drops the held update and the work of a worker that has left the membership. Its successor sends anew."""
         self.server.withdraw(worker)
         self._pending.pop(worker, None)
         self.held_since.pop(worker, None)
+        return self._without(worker, now)
+
+    def _without(self, worker: int, now: float) -> Outcome:
+        """Goes on without a worker that takes no further step."""
         self.plan.release(worker)
         self.look_ahead.forget(worker)
         self.waiting.forget(worker)
-        return self.recount(now, changed=True) + self._wake(now)
+        return self.recount(now, changed=True) + self._wake(now) + self._end_if_all_wait(now)
+
+    def _end_if_all_wait(self, now: float) -> Outcome:
+        """Ends the run if workers wait for its end, and no other is at work, or can come back."""
+        over = not self.finished and self.membership.waiting("end") and self.membership.none_is_at_work(now)
+        return self.end(now) if over else Outcome()
 
     def recount(self, now: float, changed: bool = False) -> Outcome:
         """Makes rounds wait for the workers that are at work now, or still to come, and for no others.
@@ -196,7 +205,7 @@ class Coordinator:
         outcome = self.recount(now) + self._release_silent(now)
         if self.deadline is not None and now >= self.deadline:
             outcome += self.close_round(now)
-        return outcome
+        return outcome + self._end_if_all_wait(now)
 
     def _release_silent(self, now: float) -> Outcome:
         """Lets others do the work of silent workers, and, if some are idle, of workers that hang.
@@ -325,9 +334,9 @@ class Coordinator:
         return [self.rejected(worker, now) for worker in waiting]
 
     def _wake(self, now: float) -> Outcome:
-        """Gives idle workers work where there is some again, or tells them that the run is finished."""
+        """Gives idle workers work where there is some again, or tells all that wait that the run is finished."""
         awakened = []
-        for worker in sorted(self.membership.idle):
+        for worker in sorted(self.membership.idle.union(self.membership.waiting("end") if self.finished else ())):
             instruction = self.instruct(worker, None, now)
             if self.finished or not instruction.assignment.idle:
                 self.membership.answered(worker, now)

@@ -11,7 +11,7 @@ from fairseq_async.errors import RefusedError
 ARRIVAL_SECONDS = 600.0  # to wait for a worker that has not come yet: it may have to compile something
 JOINERS = 16  # how many workers that were not announced may be connected at one time
 _PATIENCE = 4.0  # times the longest work so far, for which a worker that shows life may make no request
-Pending = Literal["hello", "push", "work"]
+Pending = Literal["hello", "push", "work", "end"]
 
 
 @dataclass
@@ -279,7 +279,7 @@ class Membership:
         """Returns the workers that may send an update: they are at work, or are still to come or to come back."""
         return {worker for worker in {*range(self.announced), *self.members} if self._is_expected(worker, now)}
 
-    def all_have_gone(self, now: float) -> bool:
+    def none_is_at_work(self, now: float) -> bool:
         """Whether workers were here, or with the server before this one, no other is to come, and none whose connection
         broke can be about to come back."""
         came = self.joined or self._expected_back or self.left_for_good
@@ -302,7 +302,7 @@ class Membership:
     def _is_expected(self, worker: int, now: float) -> bool:
         member = self.members.get(worker)
         if member is not None:
-            return member.pending != "work" and not self.is_silent(worker, now)
+            return member.pending not in ("work", "end") and not self.is_silent(worker, now)
         if worker in self._left_at:
             return self.waits_for_dead and now - self._left_at[worker] <= self.timeout
         # a worker that was at work when the server before this one died is back soon, or dead

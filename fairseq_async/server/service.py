@@ -215,7 +215,7 @@ class Service(Connections):
                 self._pull(peer, request)
                 return None
             case protocol.WaitForWork():
-                self._deliver(run, run.coordinator.wait(peer.id, self.clock()))
+                self._deliver(run, run.coordinator.wait(peer.id, self.clock(), request.for_end))
                 return None
             case protocol.ScheduleEvent():
                 return self._follow(run, peer, request)

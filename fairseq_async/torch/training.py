@@ -148,7 +148,6 @@ class AsyncTraining(ABC):
         if kind is not None:
             return self.abandon()
         try:
-            self.pull()
             self.leave()
         finally:
             self.abandon()
@@ -173,13 +172,17 @@ class AsyncTraining(ABC):
 
     @errors_in_one_line()
     def leave(self, for_all: bool = False) -> None:
-        """Leaves the run for good. A server that this worker has started goes on until the other workers have left.
+        """Ends this worker's part: waits until no other worker is at work; the model has the finished parameters then.
 
         Args:
-            for_all: whether to end the run for all workers, which stop after their present step or round.
+            for_all: whether to end the run for all workers, which stop after their present step or round. The model
+                keeps the parameters that it has.
         """
         self._remove_hooks()
         if self._client is not None:
+            if not for_all:
+                self.restore_parameters()
+                self.async_worker.await_end()
             self._client.leave(finished=for_all)
         if self._server is not None:
             self._server.outlast_workers()

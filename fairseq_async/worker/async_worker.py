@@ -1,16 +1,20 @@
 """The worker side of a method: how a worker joins a run, and when it gives up."""
 
 import logging
+import threading
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
 from fairseq_async.method_spec import MethodSpec
+from fairseq_async.server.process import say
 from fairseq_async.server.protocol import Welcome
 from fairseq_async.worker.changes import ParameterWatch
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.replica import Replica
 
 logger = logging.getLogger(__name__)
+
+_QUIET_SECONDS = 10.0  # of waiting for others before a line says so
 
 
 class Refusals:
@@ -153,6 +157,30 @@ class AsyncWorker:
         if not self.finished:
             self.send_done()
             self.pull()  # the parameters that came with an answer may be ahead of the server's own, or compressed
+
+    def await_end(self) -> None:
+        """Sends the work that is done, waits until no other worker is at work, and takes the finished parameters.
+
+        A worker that has died, or does not come, is waited for as long as a round would wait for it.
+        """
+        self.settle()
+        if self.finished:
+            return
+        self.send_done()
+        if not self.finished:
+            self._wait_for_end()
+        self.pull()
+
+    def _wait_for_end(self) -> None:
+        told = f"worker {self.client.worker} has taken its last step, and waits for the end of the others"
+        notice = threading.Timer(_QUIET_SECONDS, say, [f"{told}, to have the finished model"])
+        notice.daemon = True
+        notice.start()
+        try:
+            self.client.wait_for_work(for_end=True)
+        finally:
+            notice.cancel()
+        self.finished = True
 
     def send_done(self) -> None:
         """Sends the work that is done and not sent yet."""

@@ -227,9 +227,10 @@ class Client(LastingConnection):
         number = f"{self._instance}-{self._schedule_events}"
         return self._ask(protocol.ScheduleEvent(number, event, epoch, loss), protocol.ScheduleReply)
 
-    def wait_for_work(self) -> protocol.WorkReply:
-        """Waits until there is work for this worker again, or the run is finished."""
-        return self._ask(protocol.WaitForWork(), protocol.WorkReply)
+    def wait_for_work(self, for_end: bool = False) -> protocol.WorkReply:
+        """Waits until there is work for this worker again, or the run is finished; with ``for_end`` for the latter
+        alone, which it also is when no other worker is at work any more."""
+        return self._ask(protocol.WaitForWork(for_end), protocol.WorkReply)
 
     def on_any_rank(self, flag: bool) -> bool:
         """Returns the flag: here the worker is one process."""

@@ -6,20 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from fairseq_async.environment import SLOWDOWN
 from tests.helpers.commands import DEEPSPEED, HELPERS, Processes, command, free_port
 from tests.helpers.run_files import events, snapshot_versions
 
 SECONDS = 100  # more than a job takes on a busy machine; the minute that a server may stay alone is in the assertions
-Run = Callable[[str], tuple[int, str]]
+Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
 def run(processes: Processes, tmp_path: Path) -> Run:
-    """``run(what)``: the script with two workers, to its end."""
+    """``run(what, slowdown)``: the script with two workers, to its end."""
 
-    def start(what: str) -> tuple[int, str]:
+    def start(what: str, slowdown: str = "") -> tuple[int, str]:
         launcher = [command("deepspeed"), "--num_accelerators", 2, "--master_port", free_port()]
-        return processes.run([*launcher, HELPERS / "deepspeed_user.py", what, tmp_path], SECONDS, **DEEPSPEED)
+        return processes.run(
+            [*launcher, HELPERS / "deepspeed_user.py", what, tmp_path], SECONDS, **DEEPSPEED, **{SLOWDOWN: slowdown}
+        )
 
     return start
 
@@ -33,16 +36,23 @@ def test_a_loop_that_ends_by_its_own_count_ends_the_job_and_equal_data_is_notice
         == 1
     ), output
     assert (tmp_path / "worker-0.json").exists() and (tmp_path / "worker-1.json").exists()
+    for worker in (0, 1):
+        assert f"warning: worker {worker} has ended before the run: what it has saved may lack what others" in output
+    assert "later, and 1 local steps are lost; call engine.end() after the loop" in output
 
 
 @pytest.mark.usefixtures("executed")
-def test_after_end_all_steps_of_divided_data_have_been_sent(run: Run, tmp_path: Path) -> None:
-    """Half of sixteen batches each: two rounds of three steps, and the rest."""
-    code, output = run("divided")
-    assert code == 0 and "began with the same batch" not in output, output
-    steps, _ = json.loads((tmp_path / "worker-0.json").read_text())
-    assert steps == 8
-    assert [sum(e["local_steps"] for e in events(tmp_path) if e["worker"] == worker) for worker in (0, 1)] == [8, 8]
+@pytest.mark.parametrize(("what", "slowdown"), [("divided", "6,1"), ("hybrid", "1,6")])
+def test_after_end_all_workers_have_the_model_with_all_steps(
+    run: Run, tmp_path: Path, what: str, slowdown: str
+) -> None:
+    """Half of sixteen batches each; with local SGD two rounds of three steps, and the rest."""
+    code, output = run(what, slowdown)
+    assert code == 0 and "began with the same batch" not in output and "warning" not in output, output
+    (steps, model), other = (json.loads((tmp_path / f"worker-{worker}.json").read_text()) for worker in (0, 1))
+    assert steps == 8 and other == [steps, model]
+    taken = [sum(e["local_steps"] or 1 for e in events(tmp_path) if e["worker"] == worker) for worker in (0, 1)]
+    assert taken == [8, 8]
 
 
 def test_a_rank_0_that_crashes_ends_the_job_with_its_own_error_and_its_servers_state_is_kept(

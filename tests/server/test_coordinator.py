@@ -115,6 +115,19 @@ def test_an_idle_worker_is_woken_when_work_is_free_again() -> None:
     assert run.coordinator.membership.idle == set()
 
 
+@pytest.mark.parametrize(("for_good", "ends"), [(True, 20.0), (False, 81.0)])
+def test_a_worker_after_its_last_step_waits_until_no_other_is_at_work(for_good: bool, ends: float) -> None:
+    """One that has died may be started again within its timeout of a minute."""
+    run = local()
+    run.steps(0, 10, now=10.0)
+    assert run.coordinator.wait(0, now=10.0, for_end=True) == Outcome()
+    run.steps(1, 10, now=19.0)
+    outcome = run.leave(1, for_good, now=20.0) + run.tick(79.0)
+    assert answered(outcome) == [0] * for_good
+    outcome += run.tick(ends)
+    assert [(told.worker, told.finished) for told in outcome.instructions] == [(0, True)] and run.coordinator.finished
+
+
 def test_an_idle_worker_gets_the_work_of_one_that_hangs() -> None:
     """Else it would wait for that one for as long as its connection lasts."""
     run = local(total_steps=10)

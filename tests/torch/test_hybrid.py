@@ -2,8 +2,10 @@
 
 import copy
 import math
+import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from fairseq_async.server import gradient_main
-from fairseq_async.torch import HybridAsync
+from fairseq_async.server import gradient_main, local_sgd_main
+from fairseq_async.torch import AsyncLocalSGD, HybridAsync
 from fairseq_async.worker.hybrid import HybridWorker
 from tests.helpers.torch_workers import ThreadWorkers
 
@@ -181,6 +183,39 @@ def test_several_backward_passes_are_one_step_and_a_loss_scale_is_taken_out(work
     for fused in (False, True):
         (ended,) = workers(1, gradient_main.build).run(lambda worker, fused=fused: train(worker, 2.0**100, fused))  # type: ignore[misc]
         assert torch.equal(ended, flat(model))
+
+
+@pytest.mark.parametrize("total_steps", [0, 100], ids=["no end", "an end that nobody comes to"])
+@pytest.mark.parametrize("local", [False, True], ids=["hybrid", "local SGD"])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_loops_that_end_by_their_own_count_end_together_with_the_finished_model(
+    workers: Start, local: bool, slow: int, total_steps: int
+) -> None:
+    """The slow worker takes its second to ninth step after the other's loop has ended."""
+    other_ended = threading.Event()
+
+    def train(worker: int) -> Tensor:
+        model = model_of()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        front_end = partial(AsyncLocalSGD, local_steps=2) if local else HybridAsync
+        with front_end(model, optimizer, total_steps=total_steps) as training:
+            for step in range(9 if worker == slow else 2):
+                optimizer.zero_grad()
+                loss_of(model, worker, step).backward()
+                optimizer.step()
+                assert not training.finished
+                if worker == slow:
+                    assert other_ended.wait(20)
+            other_ended.set()
+        assert training.finished
+        return flat(model)
+
+    run = workers(2, (local_sgd_main if local else gradient_main).build)
+    first, second = run.run(train)
+    assert run.server.service.run is not None
+    final = run.server.service.run.coordinator.server
+    assert torch.equal(first, second) and torch.equal(first, final.parameters)
+    assert final.sequences == ({slow: 4, 1 - slow: 0} if local else {slow: 8, 1 - slow: 1})
 
 
 def test_a_gradient_with_nan_is_refused_and_a_step_after_the_end_changes_nothing(

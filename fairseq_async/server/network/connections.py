@@ -48,7 +48,7 @@ class Connections:
 
     def is_deserted(self, now: float) -> bool:
         """Whether an unfinished run has no worker any more, and is not to wait for one."""
-        return self.membership.all_have_gone(now)
+        return self.membership.none_is_at_work(now) and not self.membership.waiting("end")
 
     def disconnected(self, peer: Peer) -> None:
         """Forgets the peer of a closed connection."""

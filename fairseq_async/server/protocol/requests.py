@@ -112,8 +112,14 @@ class Pull:
 
 @message
 class WaitForWork:
-    """Asks for work for an idle worker; the answer comes when there is some, or when the run is finished."""
+    """Asks for work for an idle worker; the answer comes when there is some, or when the run is finished.
 
+    Attributes:
+        for_end: whether the worker has taken its last step, and waits for the end alone: the run is finished when no
+            worker is at work any more.
+    """
+
+    for_end: bool = False
     kind: Literal["wait"] = "wait"
 
 
