@@ -79,6 +79,13 @@ def _make_arguments(original: Callable[[TrainingArguments], None], arguments: Tr
 
 
 def _make_plugin(original: Callable[[DeepSpeedPlugin], None], plugin: DeepSpeedPlugin) -> None:
+    """Refuses a plugin of fields or flags alone, such as ``zero_stage``: nothing of ours can be in it."""
+    if plugin.hf_ds_config is None and "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in os.environ:
+        fail(
+            "attach was called, but accelerate has no DeepSpeed configuration file, which alone can have the section "
+            f'"{_SECTION}": give accelerate launch --deepspeed_config_file FILE, "deepspeed_config_file" in its '
+            "configuration file, or DeepSpeedPlugin(hf_ds_config=FILE)"
+        )
     original(plugin)
     _enter_world(plugin.deepspeed_config)  # before accelerate does
 

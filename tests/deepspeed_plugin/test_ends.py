@@ -51,7 +51,7 @@ def test_after_end_all_workers_have_the_model_with_all_steps(
     assert code == 0 and "began with the same batch" not in output and "warning" not in output, output
     (steps, model), other = (json.loads((tmp_path / f"worker-{worker}.json").read_text()) for worker in (0, 1))
     assert steps == 8 and other == [steps, model]
-    taken = [sum(e["local_steps"] or 1 for e in events(tmp_path) if e["worker"] == worker) for worker in (0, 1)]
+    taken = [sum(e.get("local_steps", 1) for e in events(tmp_path) if e["worker"] == worker) for worker in (0, 1)]
     assert taken == [8, 8]
 
 

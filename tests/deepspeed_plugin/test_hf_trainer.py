@@ -195,6 +195,7 @@ def test_data_that_is_not_divided_among_workers_is_one_line(
 
 NOT_OURS = {
     "without DeepSpeed": (2, "error: attach was called, but this training is without DeepSpeed: give"),
+    "flags alone": (2, "error: attach was called, but accelerate has no DeepSpeed configuration file, which alone can"),
     "imported before": (2, 'error: "async_training": deepspeed.initialize was imported before attach was called'),
     "without our section": (0, 'the DeepSpeed configuration has no "async_training": this training is synchronous'),
     "by position": (0, "AsyncEngine"),

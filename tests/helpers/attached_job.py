@@ -1,6 +1,7 @@
 """A user's script that calls ``attach`` and begins a training in another way than by the Trainer: CASE RUN_DIR."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from accelerate import Accelerator  # noqa: E402
 def main(case: str, out: Path) -> None:
     """Makes an engine, and prints what it is."""
     model = torch.nn.Linear(4, 1)
+    if case == "flags alone":  # as accelerate launch --use_deepspeed --zero_stage 2 sets them
+        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+        Accelerator()
     if case == "without DeepSpeed":
         Accelerator().prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}
