@@ -61,7 +61,7 @@ class Client(LastingConnection):
         codec, hosts = spec.compress.push, spec.server.hosts
         self._fragments = (kept_here(spec, layout),) if hosts else layout.fragments(spec.fragments)
         self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
-        self._may_reject = spec.server.max_update_norm_ratio is not None or spec.staleness_limit is not None
+        self._may_reject = spec.server.max_update_norm_ratio is not None
         welcome = super().join(layout, spec)
         if self.moments and welcome.moments not in (None, self.moments):
             raise RefusedError(

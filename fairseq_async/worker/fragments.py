@@ -36,7 +36,6 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
         self._delay = options.fragment_delay
         self._fragments = replica.layout.fragments(options.fragments)
         self._parts: list[Replica] = []
-        self._whole: Replica | None = None  # the replica that _parts are of; the attribute replica may be set again
         self._pulled: int | None = None  # number of the update whose fragment was pulled last; None: the whole model
 
     def step(self, seconds: float, loss: float | Tensor | None = None, position: JsonObject | None = None) -> bool:
@@ -69,11 +68,6 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
         """Waits for the exchange that is on its way; its answer is still taken at its own time, after τ steps."""
         if self._exchange is not None:
             wait([self._exchange])
-
-    def start(self) -> None:
-        """Takes the whole model."""
-        super().start()
-        self._pulled = None
 
     def start_again(self) -> None:
         """Takes again the parameters of the last exchange: a replay gives them after the exchange."""
@@ -122,8 +116,8 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
     def _part(self, fragment: Fragment) -> Replica:
         """The replica of one fragment of this worker's parameters; made once, as each may hold a GPU's stream and
         memory."""
-        if self._whole is not self.replica:
-            self._whole, self._parts = self.replica, [self.replica.part(each.tensors) for each in self._fragments]
+        if not self._parts:  # at the first exchange, since the attribute replica may be set again before the run begins
+            self._parts = [self.replica.part(each.tensors) for each in self._fragments]
         return self._parts[self._fragments.index(fragment)]
 
     def _room(self, fragment: Fragment) -> Tensor:

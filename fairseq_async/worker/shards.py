@@ -81,7 +81,8 @@ class ShardOrder:
 
     def _order(self, shard: int, passes: int) -> torch.Tensor:
         if (shard, passes) not in self._orders:
-            self._orders.pop((shard, passes - 2), None)  # a batch may reach from one pass into the next, not farther
+            # a batch may reach from one pass into the next, not farther; others may have drawn passes in between
+            self._orders = {k: v for k, v in self._orders.items() if k[0] != shard or abs(k[1] - passes) <= 1}
             generator = torch.Generator().manual_seed(((self.seed * 1009 + shard) * 10007 + passes) % SEEDS)
             self._orders[shard, passes] = torch.randperm(self.sizes[shard], generator=generator, device="cpu")
         return self._orders[shard, passes]

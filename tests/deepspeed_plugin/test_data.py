@@ -1,6 +1,7 @@
 """The loader of a worker's batches, and the digest of its first one."""
 
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +84,16 @@ def test_a_digest_tells_batches_apart_whatever_holds_their_tensors() -> None:
     assert digest_of(((), {"input_ids": ids})) == digest_of([ids.clone()]) != digest_of([ids + 1])
     assert digest_of([ids.bfloat16(), torch.tensor(1.0)]) != digest_of([ids.bfloat16(), torch.tensor(2.0)])
     assert digest_of(("text", {"n": 1})) is None and digest_of([torch.empty(0)]) is None
+
+
+@pytest.mark.parametrize("passes", [range(9), range(0, 90, 10), [0, 1, 7, 8, 3, 2]], ids=["all", "some", "and back"])
+def test_an_order_has_the_memory_of_two_passes_of_each_shard(passes: Sequence[int]) -> None:
+    order = ShardOrder([4, 6], seed=1)
+    for each in passes:
+        for shard, size in enumerate(order.sizes):
+            assert sorted(order.indices(shard, each * size, size)) == list(range(4 * shard, 4 * shard + size))
+            order.indices(shard, each * size + 1, size)  # reaches into the next pass
+            assert sum(number == shard for number, _ in order._orders) == 2
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -93,21 +93,27 @@ def test_a_worker_that_dies_too_often_ends_the_run(
     nothing_is_left(tmp_path, shared_memory)
 
 
-@pytest.mark.parametrize(("code", "starts"), [(LOST_SERVER, 2), (USER_ERROR, 0), (1, 0)])
-def test_a_worker_whose_server_is_away_before_its_first_update_is_started_again_as_often_as_it_may(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, starts: int
+@pytest.mark.parametrize(
+    ("code", "updates", "starts"),
+    [(LOST_SERVER, 0, 2), (USER_ERROR, 0, 0), (1, 0, 0), (1, 7, 1), (-signal.SIGKILL, 7, 2)],
+    ids=["no server", "a mistake", "before an update", "twice the same words", "killed"],
+)
+def test_a_worker_is_started_again_as_often_as_it_may_and_for_a_mistake_at_most_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, updates: int, starts: int
 ) -> None:
-    """With another exit code, a worker that ends before its first update has made a mistake."""
+    """Its server may be away before its first update: with another exit code, a worker that ends then has made a
+    mistake, and so has one that ends twice with the same words."""
     script = ScriptCommand(["python", __file__], tmp_path, resumes=False)
     launcher = Launcher(script, 1, [], max_restarts=2, port=0)
     launcher.display, started = MagicMock(), list[Worker]()
-    launcher.display.progress = MagicMock(updates={0: 0}, unread=False)
+    launcher.display.progress = MagicMock(updates={0: updates}, unread=False)
     (worker,) = launcher.processes.workers
     worker.process = MagicMock(returncode=code)
     worker.log.parent.mkdir(parents=True)
     worker.log.write_text("fairseq-async: error: the server at 127.0.0.1:7 is gone\n")
     monkeypatch.setattr(launcher, "_start", started.append)
     monkeypatch.setattr(launcher.processes, "kill_children", lambda worker: None)
+    assert worker.updates_at_start == 0
     with pytest.raises(RunFailedError, match="the server at 127.0.0.1:7 is gone"):
         for _ in range(4):
             launcher._after_death(worker)

@@ -276,6 +276,8 @@ def test_the_night_before_a_resumption_is_no_part_of_the_time_left_of_the_whole_
     path.write_text(kept + event(0, 30, 1004.0, sequence=2))
     progress = Progress(tmp_path, 1, clock=lambda: 50000.0, whole=True)
     assert progress.time_left == ", 0:00:14 left"
+    begin(tmp_path, {0: 1}, kept, time=40000.0)  # this server dies before it has taken an update
+    progress.poll()
     begin(tmp_path, {0: 1}, kept, time=50000.0)
     with path.open("a") as file:
         file.write(event(0, 30, 50002.0, sequence=2) + event(0, 40, 50004.0, sequence=3))

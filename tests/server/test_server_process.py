@@ -227,6 +227,13 @@ def test_parameters_of_a_server_that_died_meanwhile_are_not_taken_for_the_next_o
     assert pull(client) == (0, 1.0)
 
 
+def test_an_update_for_a_server_that_came_back_is_of_a_version_that_this_one_has_had(server: ThreadServer) -> None:
+    """The version that the worker started from, or the restored one if that is lower."""
+    client = join(server, 0)
+    client._restored_version = 3
+    assert [client._rebased(Push(0, base, 1.0)).base_version for base in (1, 3, 5)] == [1, 3, 3]
+
+
 def test_two_runs_do_not_share_a_directory(
     process: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

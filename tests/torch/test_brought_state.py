@@ -94,7 +94,8 @@ def test_ten_steps_after_a_plain_run_are_its_own(
         assert torch.equal(found, expected), name
 
 
-def test_of_two_optimizers_each_brings_its_own(workers: Start) -> None:
+@pytest.mark.parametrize("first", [0, 1], ids=["both have stepped", "the second has stepped"])
+def test_of_two_optimizers_each_brings_its_own(workers: Start, first: int) -> None:
     def make(net: Net) -> list[Optimizer]:
         return [SGD([net.rare, net.first], lr=0.05, momentum=0.9), AdamW([net.wide], lr=0.01)]
 
@@ -107,7 +108,7 @@ def test_of_two_optimizers_each_brings_its_own(workers: Start) -> None:
 
     net = Net()
     optimizers = make(net)
-    both(net, optimizers, 0, BEFORE)
+    both(net, optimizers[first:], 0, BEFORE)
     saved = copy.deepcopy((net.state_dict(), *(each.state_dict() for each in optimizers)))
     both(net, optimizers, BEFORE, BEFORE + AFTER)
 

@@ -96,6 +96,7 @@ def test_a_step_with_nan_is_left_out_and_is_no_local_step(workers: Start, overla
         model = Point()
         optimizer = AdamW(model.parameters(), lr=LR)
         options = {"outer": "sgd", "outer_lr": 1.0, "local_steps": 2, "total_steps": 6, "overlap": overlap}
+        options |= {"max_refused": 2}  # in a row
         with AsyncLocalSGD(model, optimizer, **options) as training:
             step = 0
             while not training.finished and step < 100:
@@ -152,6 +153,8 @@ def test_worker_0_evaluates_the_servers_parameters_and_goes_on_with_its_own(work
                 servers = model.theta.detach().clone()
                 state = training.state_dict()
                 assert torch.equal(servers, state["server"]["parameters"])
+                training.take_server_parameters()  # as a Trainer that evaluates and then saves
+                assert torch.equal(servers, model.theta.detach())
             assert torch.equal(model.theta.detach(), own)
             training.pull()
             assert training.state_dict()["server"]["version"] == state["server"]["version"] + 1, "a checkpoint is new"
@@ -193,6 +196,7 @@ def test_a_state_brings_the_outer_momentum_back(workers: Start, tmp_path: Path) 
         training = AsyncLocalSGD(model, optimizer, run_dir=str(tmp_path / "own"), **DILOCO)
         training.load_state_dict(state or {})
         with training:
+            assert training._restored is None, "its memory is free"
             for _ in range(rounds * H):
                 optimizer.zero_grad()
                 model(TARGETS[0]).backward()
@@ -204,6 +208,7 @@ def test_a_state_brings_the_outer_momentum_back(workers: Start, tmp_path: Path) 
     ((_, state),) = workers(1, build).run(lambda worker: train(2, None))
     ((resumed, _),) = workers(1, build).run(lambda worker: train(ROUNDS - 2, state))
     torch.testing.assert_close(resumed.double(), diloco(1, lambda step: LR), rtol=1e-5, atol=1e-6)
+    assert list((tmp_path / "own").iterdir()) == []
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -283,8 +288,8 @@ def test_frozen_layers_that_differ_between_workers_are_one_line(
 
     def train(worker: int) -> bool:
         model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
-        for parameter in model[0].parameters():
-            parameter.fill_(0.5 if equal else worker)
+        model[0].weight.fill_(0.5 if equal else worker)  # the bias behind it is equal
+        model[0].bias.zero_()
         optimizer = SGD(model[1].parameters(), lr=LR)
         try:
             with AsyncLocalSGD(model, optimizer, total_steps=1, local_steps=1) as run:

@@ -72,6 +72,11 @@ def by_shape(nets: list[nn.Module]) -> list[Optimizer]:
     return [SGD(matrices, lr=0.1, momentum=0.9, weight_decay=0.1), AdamW(rest, lr=0.02, weight_decay=0.1)]
 
 
+def functions(optimizers: list[Optimizer]) -> list[LRScheduler]:
+    """Whose positions a script may restore."""
+    return [LambdaLR(each, lambda step, turn=turn: turn / (turn + step)) for turn, each in enumerate(optimizers, 1)]  # type: ignore[misc]
+
+
 def schedules(optimizers: list[Optimizer]) -> list[LRScheduler | None]:
     return [LambdaLR(optimizers[0], lambda step: 1 / (1 + step)), StepLR(optimizers[1], 2, gamma=0.5)]
 
@@ -185,16 +190,20 @@ def test_a_state_of_one_optimizer_is_refused(workers: Start, capsys: pytest.Capt
 
 
 def test_a_saved_state_goes_on_with_both_optimizers(workers: Start) -> None:
-    def train(steps: range, state: dict[str, Any] | None) -> tuple[Tensor, dict[str, Any]]:
+    def train(steps: range, state: Any) -> tuple[Tensor, Any]:
         nets = models()
         optimizers = by_shape(nets)
-        training = HybridAsync(nets, optimizers, scheduler=schedules(optimizers), total_steps=STEPS)
-        if state is not None:
-            training.load_state_dict(state)
+        own: list[Any] = [*optimizers, *functions(optimizers)]
+        for each, its in zip(own, [] if state is None else state[1], strict=state is not None):
+            each.load_state_dict(its)
+        training = HybridAsync(nets, optimizers, scheduler=own[2:], total_steps=STEPS)
+        training.load_state_dict({} if state is None else state[0])
         with training:
             for step in steps:
                 divided(nets, optimizers, 0, step)
-            saved = copy.deepcopy(training.state_dict())
+                for scheduler in own[2:]:
+                    scheduler.step()
+            saved = copy.deepcopy((training.state_dict(), [each.state_dict() for each in own]))
         return flat(nets), saved
 
     build = gradient_main.build

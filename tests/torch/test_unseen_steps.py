@@ -359,6 +359,42 @@ def test_a_schedule_of_local_sgd_follows_the_run(workers: Start, case: str, coun
         assert count > 1 or [rate for _, rate in rates] == wanted
 
 
+def test_each_of_several_optimizers_follows_its_schedule_and_loses_its_own_step_to_nan(workers: Start) -> None:
+    """The round of a step that is left out is a local step by the other optimizer's."""
+    spoilt = {2: 0, 3: 1, 7: 1}  # by step: the optimizer whose gradients have NaN
+
+    def made() -> tuple[nn.Module, list[Optimizer], list[LRScheduler]]:
+        model = net()
+        both: list[Optimizer] = [SGD(model[0].parameters(), lr=0.1), AdamW(model[2].parameters(), lr=0.02)]  # type: ignore[index]
+        return model, both, [schedule(of) for schedule, of in zip(SCHEDULERS.values(), both, strict=True)]
+
+    def gradients(model: nn.Module, step: int) -> None:
+        model.zero_grad()
+        backward(model, step)
+        if step in spoilt:
+            model[2 * spoilt[step]].bias.grad.fill_(float("nan"))  # type: ignore[index]
+
+    def train(worker: int) -> Tensor:
+        model, both, schedulers = made()
+        with AsyncLocalSGD(model, both, schedulers, total_steps=STEPS, **AS_IT_IS) as training:
+            for step in range(STEPS):
+                gradients(model, step)
+                for optimizer in both:
+                    optimizer.step()
+            assert training.finished
+        return flat(model)
+
+    (ended,) = workers(1, local_sgd_main.build).run(train)
+    plain, both, schedulers = made()
+    for step in range(STEPS):
+        gradients(plain, step)
+        for number, optimizer in enumerate(both):
+            if spoilt.get(step) != number:
+                optimizer.step()
+            schedulers[number].step()
+    torch.testing.assert_close(ended, flat(plain))
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_a_schedule_that_is_stepped_by_hand_is_one_line(
     workers: Start, capfd: pytest.CaptureFixture[str], given: bool

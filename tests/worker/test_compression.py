@@ -11,7 +11,9 @@ import torch
 
 from fairseq_async import compression
 from fairseq_async.algorithms import AdaComp, TopK, Update
+from fairseq_async.config import OuterSGDOptions
 from fairseq_async.errors import CodecError, ExchangeError, RefusedError
+from fairseq_async.method_spec import local_sgd_spec
 from fairseq_async.server.layout import Layout
 from fairseq_async.server.network.payloads import Payloads
 from fairseq_async.server.parameter_server import ParameterServer
@@ -78,6 +80,20 @@ def test_every_codec_moves_the_parameters_by_what_it_decodes(tmp_path: Path, cod
         assert payload is not None
         arrived = compression.build(options).decode(payload.numpy().tobytes(), 3)
         assert parameters(worker) == (-arrived).tolist() and any(parameters(worker))
+
+
+def test_each_worker_update_and_seed_draws_random_numbers_of_its_own() -> None:
+    update = torch.linspace(-1.0, 1.0, 300)
+
+    def sent(worker: int = 0, sequence: int = 0, seed: int = 0) -> bytes:
+        options = OuterSGDOptions(compress="dqsgd:bits=2", seed=seed)
+        spec, layout = local_sgd_spec(options, 2, [], None, {}), Layout.of([("w", update)])
+        assert options.compress.push is not None
+        _, payload = Compressor(options.compress.push, spec, layout, worker).encode(Push(sequence, 0, 1.0), update)
+        assert payload is not None
+        return payload.numpy().tobytes()
+
+    assert sent() == sent() and len({sent(), sent(worker=1), sent(sequence=1), sent(seed=1)}) == 4
 
 
 def test_an_update_with_nan_is_refused_and_leaves_the_residual(tmp_path: Path) -> None:

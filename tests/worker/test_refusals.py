@@ -1,11 +1,18 @@
 """When a worker gives up because its updates are refused."""
 
 import logging
+import math
+from pathlib import Path
 
 import pytest
+import torch
 
 from fairseq_async.errors import RefusedError
 from fairseq_async.worker.async_worker import Refusals, left_out_steps
+from fairseq_async.worker.client import Client
+from fairseq_async.worker.local_sgd import LocalSGDWorker
+from fairseq_async.worker.replica import TensorReplica
+from tests.helpers.local_sgd_workers import LAYOUT, local_sgd
 
 
 def test_a_worker_gives_up_after_so_many_refused_updates_in_a_row() -> None:
@@ -34,3 +41,17 @@ def test_outliers_are_not_called_nan(caplog: pytest.LogCaptureFixture) -> None:
 def test_local_steps_are_left_out() -> None:
     with pytest.raises(RefusedError, match="the last 1 local steps of worker 3 had NaN or Inf and were left out"):
         left_out_steps(worker=3, limit=1).count(1)
+
+
+def test_a_worker_that_comes_back_counts_only_what_is_refused_from_then_on(tmp_path: Path) -> None:
+    with local_sgd(tmp_path, workers=1, local_steps=1) as [before]:
+        assert [before.push(number, math.nan).refused for number in range(3)] == [1, 2, 3]
+        before.client.close()
+        client = Client(before.client.address, before.client._endpoint.token, 0, patience=10.0)
+        worker = LocalSGDWorker(client, TensorReplica([("w", theta := torch.zeros(3))]), max_refused=2)
+        worker.begin(client.join(LAYOUT, before.spec))
+        for moved, in_a_row in ((1.0, 0), (math.nan, 1), (1.0, 0)):
+            theta += moved
+            worker.step(0.1)
+            assert worker.refusals.in_a_row == in_a_row
+        assert (worker.sequence, worker.refusals.total, theta.tolist()) == (6, 4, [2.0] * 3)

@@ -1,0 +1,121 @@
+"""The launcher's processes, one by one: what each is started with, and what is done about those that do not end."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from fairseq_async.environment import SLOWDOWN, WORKER, WORKERS
+from fairseq_async.launch.launcher import Launcher
+from fairseq_async.launch.processes import Processes, Worker
+from fairseq_async.launch.script import ScriptCommand
+from tests.helpers.waiting import wait_until
+
+
+def launcher_of(directory: Path, workers: int, *line: str, slowdown: tuple[float, ...] = ()) -> Launcher:
+    script = ScriptCommand(list(line or ["true"]), directory, resumes=False)
+    made = Launcher(script, workers, slowdown, max_restarts=2, port=0)
+    made.display, made.server = MagicMock(), MagicMock()
+    return made
+
+
+def test_each_worker_has_its_own_number_slowdown_core_and_updates_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, own, cores = launcher_of(tmp_path, 3, slowdown=(1.0, 4.0, 2.0)), list[tuple[str, ...]](), sorted([5, 8])
+    launcher.display.progress = MagicMock(updates={0: 3, 1: 5, 2: 0})
+    pinned: list[set[int]] = []
+
+    def start(line: Any, log: Path, env: dict[str, str]) -> MagicMock:
+        own.append((log.name, env[WORKER], env[WORKERS], env[SLOWDOWN]))
+        return MagicMock(pid=7)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, given: pinned.append(given))
+    for worker in launcher.processes.workers:
+        monkeypatch.setattr(worker.output, "of", start)
+        launcher._start(worker)
+    assert own == [(f"worker-{n}.log", str(n), "3", each) for n, each in enumerate(("1.0", "4.0", "2.0"))]
+    assert [worker.updates_at_start for worker in launcher.processes.workers] == [3, 5, 0]
+    assert pinned == [{5}, {8}, {5}]
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_of_three_workers_on_two_gpus_each_has_one_and_ranks_see_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synchronous: bool
+) -> None:
+    monkeypatch.setattr(Processes, "on_gpu", True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    processes = Processes(MagicMock(run_dir=tmp_path, synchronous=synchronous), 3)
+    given = [processes._environment(worker).get("CUDA_VISIBLE_DEVICES") for worker in processes.workers]
+    assert given == ([None] * 3 if synchronous else ["4", "7", "4"])
+
+
+def test_what_a_worker_has_left_in_its_group_dies_with_the_run_though_it_ignores_sigterm(tmp_path: Path) -> None:
+    launcher = launcher_of(tmp_path, 2, "sh", "-c", "(trap '' TERM; echo ready; exec sleep 60) & exec sleep 60")
+    for worker in launcher.processes.workers:
+        launcher.processes.start(worker, None, {})
+        wait_until(lambda worker=worker: worker.log.read_text() == "ready\n", 10)  # type: ignore[misc]
+    launcher.processes.end()
+    for worker in launcher.processes.workers:
+        with pytest.raises(ProcessLookupError):
+            wait_until(lambda worker=worker: os.killpg(worker.process.pid, 0), 5)  # type: ignore[misc]
+
+
+def test_logs_are_moved_though_one_worker_has_none_and_one_cannot_be_moved(tmp_path: Path) -> None:
+    processes = Processes(MagicMock(run_dir=tmp_path / "first"), 4)
+    for worker in processes.workers[1:]:
+        worker.log.parent.mkdir(parents=True, exist_ok=True)
+        worker.log.write_text(str(worker.id))
+
+    def move(source: Path, target: Path) -> None:
+        if source.name == "worker-2.log":
+            raise OSError
+        source.replace(target)
+
+    processes.move_logs(tmp_path / "run", move)
+    where = [worker.log.parent.parent.name for worker in processes.workers]
+    assert where == ["first", "run", "first", "run"]
+    assert [worker.log.read_text() for worker in processes.workers[1:]] == ["1", "2", "3"]
+
+
+def ended(*workers: Worker, code: int | None) -> None:
+    for worker in workers:
+        worker.process = MagicMock(returncode=code, poll=lambda code=code: code)
+
+
+def test_workers_that_hang_after_the_end_are_killed_and_are_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, killed = launcher_of(tmp_path, 3), list[int]()
+    first, *others = launcher.processes.workers
+    ended(first, code=0)
+    ended(*others, code=None)
+    monkeypatch.setattr(launcher.processes, "kill_children", lambda worker: killed.append(worker.id))
+    launcher._after_end()
+    assert not killed, "they have a moment"
+    launcher._ending = False, time.monotonic() - 60
+    launcher._after_end()
+    ended(*others, code=-9)
+    assert killed == [1, 2] and launcher.processes.failed == []
+
+
+def test_a_worker_0_that_dies_after_the_end_and_before_it_has_saved_is_waited_for_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = launcher_of(tmp_path, 2)
+    server: Any = launcher.server
+    first, other = launcher.processes.workers
+    ended(first, code=-9)
+    ended(other, code=0)
+    monkeypatch.setattr(launcher.processes, "kill_children", lambda worker: None)
+    monkeypatch.setattr(launcher, "_start", lambda worker: ended(worker, code=None))
+    launcher._ending = False, 0.0
+    launcher._after_death(first)
+    server.over.clear.assert_called_once_with()
+    launcher._after_end()
+    assert launcher._ending is not None and launcher._ending[0], "worker 0 has its time again"
+    assert not other.given_up and first.restarts == 1
