@@ -10,9 +10,8 @@ from pydantic import ConfigDict, FailFast, JsonValue, TypeAdapter, with_config
 
 from fairseq_async import compression, methods
 from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
-from fairseq_async.errors import ConfigurationError, option
-from fairseq_async.fragment_options import FragmentOptions
 from fairseq_async.global_server import UpstreamOption, parse_upstream
+from fairseq_async.option_checks import check_buffers, check_fragments, check_shards
 from fairseq_async.validation import checked
 
 JsonObject = dict[str, JsonValue]
@@ -204,7 +203,7 @@ def hybrid_spec(
         ConfigurationError: the options do not go with this number of workers, or with a server in shards.
     """
     filled = options.for_workers(workers)
-    _check_shards(options, options.gradient_rule, server)
+    check_shards(options, options.gradient_rule, server)
     return MethodSpec(
         method=filled.method,
         workers=workers,
@@ -233,10 +232,11 @@ def local_sgd_spec(
     """Returns the description of a run of local SGD; see :func:`hybrid_spec`."""
     if options.upstream is not None:
         above = parse_upstream(options.upstream).above.options  # a mistake is to show before anything starts
-        _check_shards(above, above.outer, server)  # the global server has as many shards
+        check_shards(above, above.outer, server)  # the global server has as many shards
     filled = options.for_workers(workers).model_dump(exclude={"shards", "max_refused"})
-    _check_fragments(options, server)
-    _check_shards(options, options.outer, server)
+    check_fragments(options, server)
+    check_shards(options, options.outer, server)
+    check_buffers(options, server)
     quorum, grace = filled.get("quorum", 0), filled.get("grace_period")
     waits = methods.outer_rule(options.outer).synchronous or quorum > 0 or grace is not None
     return MethodSpec(
@@ -269,78 +269,6 @@ def global_spec(spec: MethodSpec, upstream: UpstreamOption, regions: int) -> Met
     described = local_sgd_spec(above.options.model_copy(update=counted), regions, [], None, framework)
     # a region that dies comes back: the server must not end while all regions are away for a moment
     return replace(described, server=spec.server, waits_for_dead=True)
-
-
-def _check_fragments(options: LocalSGDOptions, server: ServerOptions | None) -> None:
-    """Checks that the options go with fragments, which a worker sends one after another.
-
-    Raises:
-        ConfigurationError: they do not.
-    """
-    if not (isinstance(options, FragmentOptions) and options.in_fragments):
-        return
-    given = option("fragments" if options.fragments > 1 else "fragment_delay")
-    if methods.outer_rule(options.outer).synchronous or getattr(options, "quorum", 0):
-        raise ConfigurationError(
-            f"{option('outer')} {options.outer} does not go with {given}: workers are at different fragments in a round"
-        )
-    if server is not None and server.max_update_norm_ratio is not None:
-        raise ConfigurationError(
-            f"{option('max_update_norm_ratio')} does not go with {given}: the norms of fragments differ"
-        )
-
-
-_IN_SHARDS = (  # these rules treat each element or tensor by itself; of a user's own rule that is not known
-    "accumulation",
-    "diloco",
-    "nesterov",
-    "buffered_nesterov",
-    "delayed_nesterov",
-    "sgd",
-    "mla",
-    "heloco",
-    "direction_averaging",
-    "heavy_ball",
-    "adam",
-    "adamw",
-)
-
-
-def _check_shards(options: HybridOptions | LocalSGDOptions, rule: str, server: ServerOptions | None) -> None:
-    """Checks that the options go with a server in shards, none of which sees a whole update.
-
-    Raises:
-        ConfigurationError: they do not.
-    """
-    if server is None or (server.server_shards == 1 and not server.shard_hosts):
-        return
-    given = option("shard_hosts") if server.shard_hosts else f"{option('server_shards')} {server.server_shards}"
-    if rule not in _IN_SHARDS:
-        kind = option("outer" if isinstance(options, LocalSGDOptions) else "gradient_rule")
-        raise ConfigurationError(f"{given} does not go with {kind} {rule}: leave one of them out")
-    if server.shard_hosts:
-        _check_hosts(options)
-
-
-def _check_hosts(options: HybridOptions | LocalSGDOptions) -> None:
-    """Checks that the options go with shards on other machines, of whose parts the server sees nothing.
-
-    Raises:
-        ConfigurationError: they do not.
-    """
-    given = {
-        "compress": options.compress != compression.Compress(),
-        "upstream": getattr(options, "upstream", None) is not None,
-        "staleness_power": getattr(options, "staleness_power", 0.0) != 0,
-        "delay_compensation": getattr(options, "delay_compensation", 0.0) > 0,
-        "fragments": getattr(options, "fragments", 1) > 1,
-        "fragment_delay": getattr(options, "fragment_delay", 0) > 0,
-    }
-    for name in (name for name, is_given in given.items() if is_given):
-        raise ConfigurationError(
-            f"{option(name)} does not go with {option('shard_hosts')}, as no process has the whole model: leave one of "
-            "them out"
-        )
 
 
 def hybrid_options(spec: MethodSpec) -> HybridOptions:

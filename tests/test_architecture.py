@@ -23,6 +23,7 @@ LAYERS = [
         "methods",
         "method_spec",
         "option_flags",
+        "option_checks",
         "options_base",
         "fragment_options",
         "outer_options",

@@ -25,6 +25,7 @@ from fairseq_async.algorithms.momentum_look_ahead import HeLoCo, MomentumLookAhe
 from fairseq_async.algorithms.outer_optimizers import BufferedNesterov, DelayedNesterov, NesterovMomentum
 from fairseq_async.algorithms.rule import Rule
 from fairseq_async.algorithms.update import Update
+from fairseq_async.algorithms.worker_buffers import WorkerBuffers
 
 __all__ = [
     "BF16",
@@ -54,6 +55,7 @@ __all__ = [
     "StalenessPolicy",
     "TopK",
     "Update",
+    "WorkerBuffers",
     "adasum",
     "fragments_of",
     "in_turn",

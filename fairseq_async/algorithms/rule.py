@@ -1,5 +1,6 @@
 """The interface of every server rule."""
 
+import math
 from abc import abstractmethod
 from typing import Any, Protocol
 
@@ -67,6 +68,14 @@ class ComparingRule(Rule):
     @abstractmethod
     def cosine(self, update: Update, norm: float) -> float:
         """Returns the cosine of the update, of L2 norm ``norm``, and the momentum before it; NaN without a momentum."""
+
+
+def cosine_of(delta: Tensor, norm: float, direction: Tensor | None) -> float:
+    """Returns the cosine of ``delta``, of L2 norm ``norm``, and a direction; NaN without one, or where one is zero."""
+    if direction is None:
+        return math.nan
+    product = norm * float(torch.linalg.vector_norm(direction))
+    return float(torch.dot(delta, direction)) / product if product > 0 else math.nan
 
 
 def fills(count: int, size: int, ahead: int) -> bool:

@@ -61,6 +61,7 @@ from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_spec, local
 from fairseq_async.methods import MethodOptions
 from fairseq_async.server.process import ServerProcess
 from fairseq_async.torch.parameters import check_memory, untrained_checksum
+from fairseq_async.worker.buffers import with_buffers
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.hybrid import HybridWorker
@@ -391,5 +392,6 @@ def _make_worker(
 ) -> LocalSGDWorker | HybridWorker:
     """Makes the worker side of the method, which has not joined the run yet."""
     if isinstance(options, LocalSGDOptions):
-        return local_sgd_worker(client, replica_of(engine, context.rank), options)
+        replica = with_buffers(replica_of(engine, context.rank), engine.module, options, context.rank == 0)
+        return local_sgd_worker(client, replica, options)
     return HybridWorker(client, trainable(engine), options.max_refused)

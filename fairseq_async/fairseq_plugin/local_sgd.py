@@ -35,6 +35,7 @@ from fairseq_async.fairseq_plugin.session import attach
 from fairseq_async.fairseq_plugin.shards import ShardedEpochs, sharded_batches
 from fairseq_async.server.protocol import Welcome
 from fairseq_async.worker.async_worker import left_out_steps
+from fairseq_async.worker.buffers import with_buffers
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker
 from fairseq_async.worker.replica import MasterReplica, Replica, TensorReplica
@@ -90,9 +91,8 @@ class LocalSGDTrainer(AsynchronousTrainer):
         finally:
             arguments.optimizer = "local_sgd"
         if self._worker is None:  # fairseq builds its optimizer anew for a checkpoint
-            replica = replica_of(self.trainable_parameters(), self._optimizer)
             options = flags.local_sgd_options(arguments, self.cfg)
-            self._worker = local_sgd_worker(self.session.client, replica, options)
+            self._worker = local_sgd_worker(self.session.client, self._replica(self._optimizer), options)
             self._left_out = left_out_steps(self.session.context.worker, options.max_refused)
         self._in_step = self._overflow = False
         self._own_parameters: Tensor | None = None  # while the model has the server's
@@ -111,7 +111,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         extra_state = self.load_fairseq_checkpoint(welcome, filename, reset_optimizer, *args, **kwargs)
         if self.optimizer is before:
             self._build_optimizer()  # a half-precision model's masters still have the parameters before the load
-        self.worker.replica = replica_of(self.trainable_parameters(), self.optimizer)
+        self.worker.replica = self._replica(self.optimizer)
         if not welcome.initialised:
             welcome = self._initialise(extra_state, reset_optimizer)
         elif extra_state is None and welcome.sequence:
@@ -120,6 +120,10 @@ class LocalSGDTrainer(AsynchronousTrainer):
         self.worker.restore_compressor((extra_state or {}).get("compressor"))
         self.set_num_updates(int(self.worker.progress))
         return self.resume_data(extra_state, welcome.position)
+
+    def _replica(self, optimizer: FairseqOptimizer) -> Replica:
+        options = flags.local_sgd_options(self.session.arguments, self.cfg)
+        return with_buffers(replica_of(self.trainable_parameters(), optimizer), self.model, options)
 
     def _initialise(self, extra_state: StateDict | None, reset_optimizer: bool) -> Welcome:
         state = None if reset_optimizer else (extra_state or {}).get("async_server")

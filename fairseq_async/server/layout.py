@@ -14,6 +14,8 @@ from fairseq_async.errors import ConfigurationError, option
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _ROWS = TypeAdapter(list[tuple[str, list[int], str]])
 _LARGEST = 1 << 42  # parameters: 16 TiB of fp32
+BUFFER = " buffer"
+NO_BUFFERS = "{} is {}: the model has no buffers of floating-point numbers that it saves; leave it out"
 MOST_TENSORS, _MOST_DIMENSIONS = 1 << 15, 64  # torch has no tensor of more dimensions
 _Extent = Annotated[int, Field(ge=0, le=_LARGEST)]
 
@@ -21,11 +23,17 @@ _Extent = Annotated[int, Field(ge=0, le=_LARGEST)]
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class Segment:
-    """One named tensor; ``dtype`` is its type in the worker (the buffer itself is fp32)."""
+    """One named tensor; ``dtype`` is its type in the worker, with :data:`BUFFER` behind it for a module's buffer (the
+    flat tensor itself is fp32)."""
 
     name: str
     shape: Annotated[tuple[_Extent, ...], FailFast(), Field(max_length=_MOST_DIMENSIONS)]
     dtype: str
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether no optimizer trains it: batch normalisation's statistics are such a tensor."""
+        return self.dtype.endswith(BUFFER)
 
     @property
     def size(self) -> int:
@@ -49,13 +57,18 @@ class Layout:
     segments: Annotated[tuple[Segment, ...], FailFast(), Field(max_length=MOST_TENSORS), AfterValidator(_sized)]
 
     @classmethod
-    def of(cls, named: Iterable[tuple[str, Tensor]]) -> "Layout":
-        """Returns the layout of these tensors, end to end in this order."""
-        return cls(tuple(Segment(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in named))
+    def of(cls, named: Iterable[tuple[str, Tensor]], what: str = "") -> "Layout":
+        """Returns the layout of these tensors, end to end in this order; ``what`` is "" or :data:`BUFFER`."""
+        return cls(tuple(Segment(n, tuple(t.shape), str(t.dtype).removeprefix("torch.") + what) for n, t in named))
 
     @property
     def size(self) -> int:
         return sum(segment.size for segment in self.segments)
+
+    @property
+    def without_buffers(self) -> "Layout":
+        """The layout of the parameters alone; a model's buffers are behind them."""
+        return Layout(tuple(segment for segment in self.segments if not segment.is_buffer))
 
     def views(self, flat: Tensor) -> Iterator[Tensor]:
         """Yields a view for each segment, of the segment's shape, into a flat buffer of :attr:`size` elements."""

@@ -3,11 +3,11 @@
 from torch import Tensor
 
 from fairseq_async import methods
-from fairseq_async.algorithms import FragmentedRule, Rule
+from fairseq_async.algorithms import FragmentedRule, Rule, WorkerBuffers
 from fairseq_async.config import AsyncLocalSGDOptions, LocalSGDOptions
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.method_spec import MethodSpec, local_sgd_options
-from fairseq_async.server.layout import Layout
+from fairseq_async.server.layout import NO_BUFFERS, Layout
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.program import serve
 
@@ -35,6 +35,17 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, L
 
 
 def _build_rule(spec: MethodSpec, options: LocalSGDOptions, layout: Layout) -> Rule:
+    """Builds the outer rule, round which :class:`WorkerBuffers` treats the model's buffers."""
+    if options.buffers == "own":
+        return _outer_rule(spec, options, layout)
+    parameters = layout.without_buffers
+    if parameters.size == layout.size:
+        raise ConfigurationError(NO_BUFFERS.format(option("buffers"), options.buffers))
+    rule = _outer_rule(spec, options, parameters)
+    return WorkerBuffers(rule, parameters.size, spec.workers, average=options.buffers == "average")
+
+
+def _outer_rule(spec: MethodSpec, options: LocalSGDOptions, layout: Layout) -> Rule:
     """Builds the outer rule; with several fragments, one for each of them."""
     outer, fragments = methods.outer_rule(options.outer), layout.fragments(spec.fragments)
     rules = []

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import FragmentedRule, NormGate, Rule, StalenessPolicy, Update, in_turn
-from fairseq_async.algorithms.rule import ComparingRule, State
+from fairseq_async.algorithms import FragmentedRule, NormGate, Rule, StalenessPolicy, Update, WorkerBuffers, in_turn
+from fairseq_async.algorithms.rule import ComparingRule, State, cosine_of
 from fairseq_async.algorithms.threads import copy_in_threads
 from fairseq_async.errors import HalfAppliedError, RefusedError
 from fairseq_async.exchange import copy
@@ -315,9 +315,11 @@ class ParameterServer:
         if isinstance(rule, ComparingRule):
             cosine = rule.cosine(update, receipt.norm)
         else:
-            cosine = _cosine(update.delta, receipt.norm, rule.momentum_buffer)
+            cosine = cosine_of(update.delta, receipt.norm, rule.momentum_buffer)
         staleness = self.version - update.base_version if self.counts_in_rounds else receipt.staleness
         worth = self.staleness.adjusted(update, staleness, parameters, self._start_of(update))
+        if isinstance(rule, WorkerBuffers):
+            rule.take(parameters, update)
         if changes and self.before_last_step is not None:
             copy_in_threads(self.before_last_step, self.parameters)
         rule.apply(parameters, worth)
@@ -344,10 +346,3 @@ class ParameterServer:
             norm=norm,
             version=self.version,
         )
-
-
-def _cosine(delta: Tensor, norm: float, direction: Tensor | None) -> float:
-    if direction is None:
-        return math.nan
-    product = norm * float(torch.linalg.vector_norm(direction))
-    return float(torch.dot(delta, direction)) / product if product > 0 else math.nan

@@ -17,6 +17,7 @@ from fairseq_async.torch.parameters import drop_gradients, is_skipped_by_scaler,
 from fairseq_async.torch.schedules import Given, ProgressSchedule, check_own, one_for_each
 from fairseq_async.torch.training import AsyncTraining
 from fairseq_async.worker.async_worker import left_out_steps
+from fairseq_async.worker.buffers import exchanged_buffers, with_buffers
 from fairseq_async.worker.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker
@@ -69,6 +70,7 @@ class AsyncLocalSGD(AsyncTraining):
     ) -> None:
         server, self.options = parse_options(LocalSGDOptions, options, "AsyncLocalSGD")
         super().__init__(model, optimizer, server)
+        exchanged_buffers(self._model, self.options)  # a mistake is to show before anything starts
         self.server_module = local_sgd_server(self.options.upstream)
         self._local: LocalSGDWorker | None = None
         self._of_optimizer = {id(each): _own(self._named, each) for each in self.optimizers}
@@ -93,7 +95,8 @@ class AsyncLocalSGD(AsyncTraining):
         return local_sgd_spec(self.options, workers, [], self._server_options, {})
 
     def _make_worker(self, client: Client) -> LocalSGDWorker:
-        self._local = local_sgd_worker(client, TensorReplica(self._named), self.options)
+        replica = with_buffers(TensorReplica(self._named), self._model, self.options)
+        self._local = local_sgd_worker(client, replica, self.options)
         self._left_out = left_out_steps(client.worker, self.options.max_refused)
         return self._local
 

@@ -42,7 +42,7 @@ def local_command(data: Path, workers: int, save_dir: Path, *flags: object) -> l
 def test_one_worker_whose_server_takes_its_steps_as_they_are_is_plain_training(alone: Alone, tmp_path: Path) -> None:
     """Outer SGD with learning rate 1: θ ← θ − (θ − θ_local), up to the rounding of two subtractions."""
     sgd = ["sgd", "--lr", "0.5", "--dropout", 0, "--max-update", 20]
-    outer = ["--outer", "sgd", "--outer-lr", 1.0, "--local-steps", 4]
+    outer = ["--outer", "sgd", "--outer-lr", 1.0, "--local-steps", 4, "--buffers", "average"]
     ours = ["--user-dir", PACKAGE, "--optimizer", "local_sgd", "--inner-optimizer", *sgd, *outer]
     ended = alone(plain=["--optimizer", *sgd], ours=ours)
     assert [code for code, _ in ended.values()] == [0, 0], ended
@@ -52,6 +52,9 @@ def test_one_worker_whose_server_takes_its_steps_as_they_are_is_plain_training(a
     assert [event["local_steps"] for event in events(tmp_path / "ours")] == [4] * 5
     histories = [load(tmp_path / run / "checkpoint_last.pt")["optimizer_history"][-1] for run in ("plain", "ours")]
     assert histories[0]["num_updates"] == histories[1]["num_updates"] == 20
+    server = load(tmp_path / "ours" / "checkpoint_last.pt")["extra_state"]["async_server"]
+    assert [name for name, _, kind in server["layout"] if "buffer" in kind] == ["encoder.version", "decoder.version"]
+    assert server["server"]["parameters"][-2:].tolist() == [3.0, 3.0], "fairseq's version of a transformer"
 
 
 def test_two_workers_learn_and_leave_what_was_promised(processes: Processes, data: Path, tmp_path: Path) -> None:

@@ -17,16 +17,18 @@ from torch import Tensor, nn  # noqa: E402
 
 INPUTS = torch.linspace(-1, 1, 8)
 TRAINS = {"total_steps": 20, "run_dir": sys.argv[2]}
-LOCAL: dict[str, Any] = TRAINS | {"local_steps": 5, "outer": "sgd"}
+LOCAL: dict[str, Any] = TRAINS | {"local_steps": 5, "outer": "sgd", "buffers": "average"}
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 1)
+        self.norm, self.linear = nn.BatchNorm1d(1), nn.Linear(8, 1)
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": (self.linear(inputs) - labels).square().mean()}
+        return {
+            "loss": (self.linear(self.norm(inputs.view(-1, 1, 8)).view(-1, 8)) - labels.view(-1, 1)).square().mean()
+        }
 
 
 def plain(model: nn.Module) -> tuple[int, int]:
