@@ -11,8 +11,8 @@ from pydantic import Field, field_validator, model_validator
 from fairseq_async.compression import Compress, Compression
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.fragment_options import FragmentOptions
+from fairseq_async.options_base import Buffers, Shown
 from fairseq_async.options_base import Options as Options
-from fairseq_async.options_base import Shown
 from fairseq_async.synchronous_options import AdaScaleOptions as AdaScaleOptions
 from fairseq_async.synchronous_options import AdasumOptions as AdasumOptions
 from fairseq_async.validation import split_address
@@ -52,12 +52,7 @@ class LocalSGDOptions(Options):
         3, ge=1, description="end a worker when this many of its updates, or local gradients, in a row had NaN or Inf"
     )
     seed: int = Field(1, ge=0, description="seed of the order of the data and of the choice of shards")
-    buffers: Literal["own", "average", "worker 0"] = Field(
-        "own",
-        description="own, average or worker 0: batch normalisation's statistics, and other floating-point buffers, "
-        "are each worker's own, the average of all workers, or worker 0's",
-        json_schema_extra={"metavar": "WHOSE"},
-    )
+    buffers: Buffers = "own"
     upstream: str | None = Field(
         None,
         description="the global server of which this run's server is a worker (HALoS), and its rule: "

@@ -1,6 +1,8 @@
-"""The base class of all models of options."""
+"""The base class of all models of options, and a type of an option."""
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 Shown = dict[str, JsonValue]
 
@@ -12,3 +14,13 @@ class Options(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+Buffers = Annotated[
+    Literal["own", "average", "worker 0"],
+    Field(
+        description="own, average or worker 0: batch normalisation's statistics, and other floating-point buffers, are "
+        "each worker's own, the average of all workers, or worker 0's",
+        json_schema_extra={"metavar": "WHOSE"},
+    ),
+]

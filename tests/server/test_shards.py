@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async import method_spec
+from fairseq_async import option_checks
 from fairseq_async.algorithms import Rule, StalenessPolicy, Update, in_turn
 from fairseq_async.config import HybridOptions, ServerOptions
 from fairseq_async.errors import ConfigurationError, HalfAppliedError, RefusedError
@@ -266,8 +266,8 @@ def test_a_rule_of_ones_own_of_the_global_server_is_refused_too(monkeypatch: pyt
     """It has as many shards as its regions."""
     options = options_of("sgd").model_copy(update={"upstream": "10.0.0.1:1,outer=buffered_nesterov"})
     local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
-    known = tuple(rule for rule in method_spec._IN_SHARDS if rule != "buffered_nesterov")
-    monkeypatch.setattr(method_spec, "_IN_SHARDS", known)
+    known = tuple(rule for rule in option_checks._IN_SHARDS if rule != "buffered_nesterov")
+    monkeypatch.setattr(option_checks, "_IN_SHARDS", known)
     with pytest.raises(ConfigurationError, match="--server-shards 2 does not go with --outer buffered_nesterov"):
         local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
 
