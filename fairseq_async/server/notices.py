@@ -11,7 +11,7 @@ Tell = Callable[[str], None]
 SEPARATOR = " | "  # between the time and the text of a line
 LISTENS, FINISHED = "the server listens at", "the run is finished at version"  # how lines of a server begin
 # to the process that started the server; no line for its user begins so, since control characters are escaped
-RUN_FINISHED, RUN_OVER = "\0finished", "\0over"
+RUN_FINISHED, RUN_OVER, EXIT_CODE = "\0finished", "\0over", "\0ends with "
 # from that process: worker 0 has ended in order; it has, but may be started again; something else ends the run
 SAVED, KEPT, ENDED = "0", "1", "\n"
 _WRITTEN = 100

@@ -19,18 +19,17 @@ from fairseq_async.errors import ConfigurationError, option, spelled
 from fairseq_async.exchange.authentication import new_token, write_token
 from fairseq_async.exchange.linux import environment
 from fairseq_async.exchange.tls import server_context
-from fairseq_async.server.notices import ENDED, RUN_FINISHED, RUN_OVER
+from fairseq_async.server.notices import ENDED, EXIT_CODE, RUN_FINISHED, RUN_OVER
 from fairseq_async.server.run_files.created_files import CreatedFiles
-from fairseq_async.server.run_files.snapshots import snapshots_in
 from fairseq_async.server.run_files.state_files import ending_path
-from fairseq_async.server.successor import Started, Successor
+from fairseq_async.server.successor import Adopted, Standby
 
 _BACKLOG = 128  # connections that may wait until the server has imported its modules
 _ENDING_SECONDS = 120.0  # that the next run waits for the last snapshot of the one before
 _BUSY_SECONDS = 10.0  # that it waits for a server that may not have noticed yet that its launcher is gone
 _QUIET_SECONDS = 2.0  # that a worker that has left waits for the others before it prints that it waits
 _FAILURES = 5  # in a row, after which it is not started again: each costs a restart, and a pause
-_STANDBY_SECONDS = 1.0  # between two looks whether the run has begun, so that the standby may be started
+_STANDBY_SECONDS = 1.0  # between two looks whether the standby is there; twice as long after each that was not
 _LEAVING_SECONDS = 20.0  # that a server may take to end on a busy machine
 _PRINTING_SECONDS = 1.0  # that its last lines may take: a process that it has left may have its pipe open
 
@@ -146,7 +145,9 @@ class ServerProcess:
         self._command += ["--resume"] * resumes + ([] if tls is None else ["--tls", str(tls.resolve())])
         self._environment = os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers)}
         self._workers, self._run_dir = workers, run_dir
-        self._has_standby, self._standby = standby, cast("Successor | None", None)
+        self._has_standby, self._standby = standby, cast("Standby | None", None)
+        self.process: subprocess.Popen[bytes] | Adopted
+        self._replaced: list[subprocess.Popen[bytes]] = []
         self._code: int | None = None
         self.finished, self.over = threading.Event(), threading.Event()
         self._stopping = threading.Event()
@@ -236,57 +237,85 @@ class ServerProcess:
                 raise ConfigurationError(f"the server {manner(self.process.wait())} as it was started; see {self.log}")
             self.restarts -= 1
 
-    def _spawn(self, *arguments: str, report: Sequence[int] = ()) -> "Started":
-        """Starts a process of the server's program, and the thread that prints its notices."""
+    @property
+    def _keeps_standby(self) -> bool:
+        return self._has_standby and self.restarts > 0 and not self._stopping.is_set()
+
+    def _spawn(self, *arguments: str, report: Sequence[int] = ()) -> tuple["subprocess.Popen[bytes]", threading.Thread]:
+        """Starts a process of the server's program, with a standby, and the thread that prints its notices."""
         reader, writer = os.pipe()
+        standby = Standby() if self._keeps_standby else None
         try:
             with self.log.open("a") as output, self._starting:
                 if self._stopping.is_set():
                     raise ConfigurationError("the server was stopped")
-                listening = self._listener.fileno()
+                listening, theirs = self._listener.fileno(), [] if standby is None else [standby.theirs.fileno()]
+                line = [*self._command, "--listener", str(listening), "--notices", str(writer), *arguments]
                 process = subprocess.Popen(
-                    [*self._command, "--listener", str(listening), "--notices", str(writer), *arguments],
+                    [*line, *(word for each in theirs for word in ("--standby", str(each)))],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    pass_fds=[listening, self._claimed, writer, *report],
+                    pass_fds=[listening, self._claimed, writer, *report, *theirs],
                     start_new_session=True,
                     env=self._environment | environment(),
                 )
+                self._end_standby()
+                self._standby = standby
         except BaseException:
             os.close(reader)
             raise
         finally:
             os.close(writer)
-        printing = threading.Thread(target=self._pass_on, args=(reader,), daemon=True)
-        printing.start()
-        return process, printing
+            if standby is not None:
+                standby.theirs.close()
+        return process, self._printing_of(process, reader)
 
-    def _successor(self, *arguments: str) -> "Successor":
-        """Starts a process that goes on from the newest snapshot."""
-        reader, writer = os.pipe()
+    def _printing_of(self, process: "subprocess.Popen[bytes] | Adopted", notices: int) -> threading.Thread:
+        printing = threading.Thread(target=self._pass_on, args=(notices, process), daemon=True)
+        printing.start()
+        return printing
+
+    def _begin_standby(self, report: int) -> "tuple[Adopted, threading.Thread] | None":
+        """Lets the standby become the server; returns None where there is none any more."""
+        if self._standby is None:
+            return None
+        (stdin, lifeline), (reader, writer) = os.pipe(), os.pipe()
         try:
-            return Successor(*self._spawn("--recover", str(writer), *arguments, report=[writer]), reader)
-        except BaseException:
-            os.close(reader)
-            raise
+            pid = self._standby.begin([stdin, writer, report])
         finally:
+            os.close(stdin)
             os.close(writer)
+        stream = open(lifeline, "wb", buffering=0)
+        try:
+            process = Adopted(pid, stream)
+        except OSError:  # there is none, or it has died now
+            stream.close()
+            os.close(reader)
+            return None
+        if self._standby.process is not None:
+            self._replaced.append(self._standby.process)  # it is this process's child, and is not to be waited for
+            self._standby.process = None
+        return process, self._printing_of(process, reader)
 
     def _recover(self) -> str:
-        """Lets the standby, or a new process, go on from the newest snapshot; returns the snapshot's name, or nothing
-        where that server has died before it could go on.
+        """Lets the standby, or else a new process, go on from the newest snapshot; returns the snapshot's name, or
+        nothing where that server has died before it could go on.
 
         Raises:
             ConfigurationError: it cannot go on.
         """
-        with self._starting:
-            standby, self._standby = self._standby, None
-            successor = standby if standby is not None and standby.begin() else self._successor()
-            if standby is not None and standby is not successor:
-                standby.end()
-            self.process, self._printing = successor.process, successor.printing
-        said = successor.report()
+        reader, writer = os.pipe()
+        with open(reader) as report:
+            try:
+                with self._starting:
+                    begun = self._begin_standby(writer) or self._spawn("--recover", str(writer), report=[writer])
+                    self.process, self._printing = begun
+            finally:
+                os.close(writer)
+            said = report.read()
+        if self.restarts == 0:
+            self._end_standby()
         if said.startswith("error: "):
             self.process.kill()
             self.process.wait()
@@ -294,15 +323,21 @@ class ServerProcess:
         return said
 
     def _wait(self) -> int:
-        """Waits for the server's end, and returns its exit code. Starts its standby once the run has begun: before, it
-        would only take time from the workers' start."""
-        while self._has_standby and self.restarts > 0 and self._standby is None and not self._stopping.is_set():
-            with suppress(subprocess.TimeoutExpired):
-                return self.process.wait(_STANDBY_SECONDS)
-            if snapshots_in(self._run_dir):
-                with suppress(OSError, ConfigurationError), self._starting:  # no memory; or it is being stopped
-                    self._standby = self._successor("--standby")
+        """Waits for the server's end, and returns its exit code. Starts another standby where that has died."""
+        pause = _STANDBY_SECONDS
+        while self._keeps_standby:
+            self._printing.join(pause)  # it ends with the server's process
+            if not self._printing.is_alive():
                 break
+            if self._standby is not None and self._standby.is_gone:
+                pause *= 2
+                with suppress(OSError, ConfigurationError), self._starting:  # no memory; or it is being stopped
+                    process, _ = self._spawn("--waits")
+                    if self._standby is not None:
+                        self._standby.process = process
+        self.process.wait()
+        self._printing.join(_PRINTING_SECONDS)  # what it says of its exit code
+        self._replaced = [each for each in self._replaced if each.poll() is None]
         return self.process.wait()
 
     def _end_standby(self) -> None:
@@ -334,10 +369,14 @@ class ServerProcess:
         self._listener.close()
         self.over.set()  # nobody is to wait for more
 
-    def _pass_on(self, notices: int) -> None:
+    def _pass_on(self, notices: int, process: "subprocess.Popen[bytes] | Adopted") -> None:
         """Runs in a thread: prints the server's notices until the server has ended, and notes what they announce."""
         with open(notices, errors="replace") as lines:
             for line in map(spelled, map(str.rstrip, lines)):
+                if line.startswith(EXIT_CODE):
+                    if isinstance(process, Adopted):
+                        process.said = int(line.removeprefix(EXIT_CODE))
+                    continue
                 if line not in (RUN_FINISHED, RUN_OVER):
                     say(line)
                     continue

@@ -25,14 +25,14 @@ from fairseq_async.errors import (
 )
 from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.network.event_loop import EventLoop
-from fairseq_async.server.notices import ENDED, KEPT, LISTENS, SAVED, Notices, Tell, tell_log
+from fairseq_async.server.notices import ENDED, EXIT_CODE, KEPT, LISTENS, SAVED, Notices, Tell, tell_log
 from fairseq_async.server.plan import Build
 from fairseq_async.server.run import Run
 from fairseq_async.server.run_files.kept_state import FINAL
 from fairseq_async.server.run_files.state_files import ending_path, meeting_path
 from fairseq_async.server.service import Service
 from fairseq_async.server.shards.remote import Reach
-from fairseq_async.server.successor import BEGIN
+from fairseq_async.server.successor import wait_to_begin
 
 MakeService = Callable[[argparse.Namespace, Build, Tell], Service]
 
@@ -49,12 +49,17 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
         make: makes its service, from the options of the command line.
     """
     options = _parse(arguments)
-    spell_options(as_placeholder)  # a worker or launcher that shows a message knows its front end
     # A scheduler or DeepSpeed's launcher stops a job by a signal to every process. This server still writes its last
     # snapshot: it ends when the process that started it is gone.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if options.standby and not _is_to_begin():
-        return
+    if options.standby is not None:
+        _fork_standby(options)
+    with _last_word(options.notices):
+        _serve(build, options, make)
+
+
+def _serve(build: Build, options: argparse.Namespace, make: MakeService) -> None:
+    spell_options(as_placeholder)  # a worker or launcher that shows a message knows its front end
     tell = tell_log if options.notices is None else Notices(options.notices)
     service = make(options, build, tell)
     service.resumes = options.resume
@@ -78,13 +83,37 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
         _keep(service, asked=bool(why))
 
 
-def _is_to_begin() -> bool:
-    """Prepares all that a server does once, as a standby, and then waits; returns whether it is to become the server.
-    Otherwise the process that has started it ends it, or is gone."""
+def _fork_standby(options: argparse.Namespace) -> None:
+    """Forks a standby, which has all that a server imports and prepares once, and returns in the server. Returns in a
+    standby too, when it becomes the server, with that one's descriptors in the options."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # the first one imports much of torch
     torch.save(optimizer.state_dict(), file := io.BytesIO())
     torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    return os.read(sys.stdin.fileno(), 1) == BEGIN
+    sys.stdout.flush()
+    line, waits = socket.socket(fileno=options.standby), options.waits
+    while waits or os.fork() == 0:
+        held = [each for each in (options.notices, options.recover) if each is not None]
+        lifeline, options.notices, options.recover = wait_to_begin(line, held, forked=not waits)
+        os.dup2(lifeline, sys.stdin.fileno())
+        os.close(lifeline)
+        waits = False
+    line.close()
+
+
+@contextmanager
+def _last_word(notices: int | None) -> Iterator[None]:
+    """Tells the exit code to the process that has started this one, which may not be its parent."""
+    code = 1
+    try:
+        yield
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+        raise
+    finally:
+        if notices is not None:
+            with suppress(OSError):
+                os.write(notices, f"{EXIT_CODE}{code}\n".encode())
 
 
 def _is_abandoned() -> bool:
@@ -104,7 +133,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--recover", type=int, help="go on from the last snapshot; descriptor for its name or an error")
-    parser.add_argument("--standby", action="store_true", help="wait for a byte on stdin before anything is done")
+    parser.add_argument("--standby", type=int, help="fork a standby; descriptor of the socket at which it is told")
+    parser.add_argument("--waits", action="store_true", help="be a standby at first")
     parser.add_argument("--ends-with-workers", action="store_true", help="end when all workers have left")
     parser.add_argument("--stays", action="store_true", help="stay at the end for a worker 0 that has not saved")
     parser.add_argument("--resume", action="store_true", help="go on from a snapshot of a run that was interrupted")

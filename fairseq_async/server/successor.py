@@ -1,39 +1,119 @@
-"""A process that goes on where a server has died: a new one, or the standby that has waited for that."""
+"""A standby: a process that has imported everything, and goes on where a server has died."""
 
+import os
+import select
+import signal
+import socket
 import subprocess
-import threading
+from collections.abc import Sequence
+from typing import IO
 
-BEGIN = b"s"  # what a standby reads from its stdin when it is to become the server
-Started = tuple["subprocess.Popen[bytes]", threading.Thread]  # a process, and the thread that prints its notices
+_LONGEST = 32  # bytes of a process's number
+_ENDING_SECONDS = 1.0  # that a standby, which only waits, may take to end
 
 
-class Successor:
-    """A process that goes on from the newest snapshot, or waits to do so.
+class Standby:
+    """The process that waits to become the server, as the process that starts servers sees it.
 
-    Args:
-        report: descriptor at which it names the snapshot, or an error; closed by this object.
+    A server forks its standby before it has begun, so that this takes no time and shares the memory of what is
+    imported; a standby that becomes the server forks the next one first. All of them have the same end of a socket.
+
+    Attributes:
+        theirs: that end, for the process that is started with it.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", printing: threading.Thread, report: int) -> None:
-        self.process, self.printing, self._report = process, printing, open(report)
+    def __init__(self) -> None:
+        self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.process: subprocess.Popen[bytes] | None = None  # where it was started to be one
 
-    def begin(self) -> bool:
-        """Lets a standby, which may still be importing, become the server; returns whether it is alive."""
-        assert self.process.stdin is not None
+    def begin(self, descriptors: Sequence[int]) -> int:
+        """Lets it become the server, with these descriptors; returns its number, or 0 where there is none any more."""
         try:
-            self.process.stdin.write(BEGIN)
-            self.process.stdin.flush()
+            socket.send_fds(self._ours, [b"begin"], descriptors)
+            if self.process is not None:
+                return self.process.pid  # it may still import
+            pid, begins = int(self._ours.recv(_LONGEST) or 0), bool(self._ours.recv(_LONGEST))
+            return pid if begins else 0
         except OSError:
-            return False
-        return self.process.poll() is None
+            return 0
 
-    def report(self) -> str:
-        """Waits until it goes on; returns the name of its snapshot, an error, or nothing if it has died."""
-        with self._report:
-            return self._report.read()
+    @property
+    def is_gone(self) -> bool:
+        """Whether no process has the other end any more."""
+        poller = select.poll()
+        poller.register(self._ours, 0)
+        return bool(poller.poll(0))
 
     def end(self) -> None:
-        """Kills a standby."""
-        self._report.close()
-        self.process.kill()
-        self.process.wait()
+        """Ends it. A copy of this socket in a process that was forked from this one holds nothing up."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        try:
+            self._ours.shutdown(socket.SHUT_WR)
+            self._ours.settimeout(_ENDING_SECONDS)
+            while self._ours.recv(_LONGEST):  # its number, and then its end
+                pass
+        except OSError:
+            pass
+        self._ours.close()
+
+
+def wait_to_begin(ours: socket.socket, held: Sequence[int], forked: bool) -> list[int]:
+    """Waits in a standby until it is to become the server; returns the descriptors that it then has. Otherwise, as when
+    the process that has started it is gone, the process ends here.
+
+    Args:
+        ours: the socket at which it is told.
+        held: descriptors of the server that has forked it, whose end must be seen although this process goes on.
+        forked: whether it was forked; its number is then not known yet.
+    """
+    for each in held:
+        os.close(each)
+    if forked:
+        ours.send(str(os.getpid()).encode())
+    said, descriptors, *_ = socket.recv_fds(ours, _LONGEST, 8)
+    if not said:
+        os._exit(0)
+    if forked:
+        ours.send(b"begins")  # one that is being killed may have been sent something before
+    return descriptors
+
+
+class Adopted:
+    """A server's process that this one has not started: the standby was forked by the server before it. Of its exit
+    code nothing is known here but what it says itself; a process that says nothing was killed.
+
+    Args:
+        stdin: the writing end of its lifeline.
+
+    Raises:
+        OSError: there is no such process.
+    """
+
+    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
+        self.pid, self.stdin, self.said = pid, stdin, -int(signal.SIGKILL)
+        self._descriptor = os.pidfd_open(pid)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        return self.said if select.select([self._descriptor], [], [], 0)[0] else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not select.select([self._descriptor], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return self.said
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)

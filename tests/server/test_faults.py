@@ -159,10 +159,10 @@ def test_a_server_is_started_again_and_its_end_is_seen_where_there_is_no_room_fo
 
 
 def standby_of(server: ServerProcess) -> int:
-    """Its process, once there is one."""
-    wait_until(lambda: server._standby is not None, 30)
-    assert server._standby is not None
-    return server._standby.process.pid
+    """Its process, once there is one: the first that the server forks."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    wait_until(lambda: bool(children.read_text()), 30)
+    return int(children.read_text().split()[0])
 
 
 def test_the_standby_becomes_the_server_and_another_one_waits(start_server: StartServer, tmp_path: Path) -> None:
@@ -174,13 +174,40 @@ def test_the_standby_becomes_the_server_and_another_one_waits(start_server: Star
     kill(server)
     assert push(first, 1, 0.25, base=1).status is Status.APPLIED and server.process.pid == standby
     assert pull(first) == (2, 0.25)
-    last = standby_of(server)
-    os.kill(last, signal.SIGKILL)  # no standby is better than no server
+    standby = standby_of(server)
     kill(server)
-    assert push(first, 2, 0.125, base=2).status is Status.APPLIED
-    assert server.process.pid not in (standby, last)
-    time.sleep(1.5)
-    assert server._standby is None, "the server will not be started again"
+    assert push(first, 2, 0.125, base=2).status is Status.APPLIED and server.process.pid == standby
+    wait_until(lambda: server._standby is None)  # the server will not be started again
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_server_comes_back_without_its_standby_and_a_standby_that_dies_is_replaced(
+    start_server: StartServer, replaced: bool
+) -> None:
+    server = start_server(restarts=2)
+    first = join_patiently(server, 0, snapshot_updates=1, snapshot_seconds=1e6)
+    standby, line = standby_of(server), server._standby
+    os.kill(standby, signal.SIGKILL)
+    if replaced:
+        wait_until(lambda: server._standby is not line and server._standby is not None, 30)
+        assert server._standby is not None and server._standby.process is not None
+        standby = server._standby.process.pid
+    kill(server)
+    assert push(first, 0, 0.5).status is Status.APPLIED
+    assert (server.process.pid == standby) is replaced
+    standby = standby_of(server)
+    kill(server)
+    assert push(first, 1, 0.25, base=1).status is Status.APPLIED and server.process.pid == standby
+
+
+def test_a_server_that_was_a_standby_ends_in_order(start_server: StartServer) -> None:
+    server = start_server(workers=1, restarts=2)
+    first = join_patiently(server, 0)
+    standby_of(server)
+    kill(server)
+    assert push(first, 0, 0.5).status is Status.APPLIED
+    first.leave(finished=True)
+    wait_until(lambda: server.poll() == 0 and server.restarts == 1)
 
 
 @pytest.mark.parametrize("how", ["end", "stop", "finished", "starter is gone"])
@@ -191,8 +218,8 @@ def test_a_standby_ends_with_its_server(start_server: StartServer, how: str) -> 
     if how == "finished":
         first.leave(finished=True)
     elif how == "starter is gone":
-        assert server._standby is not None and server._standby.process.stdin is not None
-        server._standby.process.stdin.close()
+        assert server._standby is not None
+        server._standby._ours.close()
     else:
         (server.end if how == "end" else server.stop)()
     wait_until(lambda: not Path(f"/proc/{standby}/cmdline").exists() or is_a_zombie(standby), 30)
