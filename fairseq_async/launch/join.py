@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,7 +22,7 @@ def join(address: str, arguments: list[str], token_file: Path, tls: Path | None)
         tls: directory of the run's certificates; None where the run has none.
 
     Raises:
-        ConfigurationError: there is no server at the address, or no such program, or the token cannot be used.
+        ConfigurationError: the address or the token cannot be used, or there is no such program.
     """
     _reach(address)
     line = _line(arguments)
@@ -47,17 +48,19 @@ def _line(arguments: list[str]) -> list[str]:
 
 
 def _reach(address: str) -> None:
-    """Checks, before anything slow is imported, that a server listens at the address.
+    """Checks the address before anything slow is imported. Where no server listens there, which may be about to start,
+    it says so: the worker tries again for its ``server_timeout``.
 
     Raises:
-        ConfigurationError: it is not an address, or nothing listens there.
+        ConfigurationError: it is not an address, or of no machine.
     """
     try:
         socket.create_connection(split_address(address), timeout=_SECONDS).close()
-    except ValueError as error:
+    except (ValueError, socket.gaierror) as error:
         raise ConfigurationError(f"{address}: {error}") from error
     except OSError as error:
-        raise ConfigurationError(
-            f"{address}: no server there ({error.strerror or error}); the run has ended, or its launcher printed "
-            "another address"
-        ) from error
+        print(
+            f"fairseq-async: {address}: no server there ({error.strerror or error}); trying again for server_timeout; "
+            "the run may have ended, or its launcher have printed another address",
+            file=sys.stderr,
+        )

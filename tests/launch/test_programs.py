@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from fairseq_async import cli
+from fairseq_async.launch.join import join
+from tests.helpers.commands import free_port
 from tests.helpers.slurm import SLURM
 
 
@@ -42,3 +44,17 @@ def test_a_script_that_cannot_be_executed_is_one_line_with_its_name(
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert end.value.code == 2 and f"{tmp_path / 'train'} cannot be executed: {why}; " in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["token", "train"]
+
+
+def test_a_worker_that_joins_before_its_server_listens_says_so_and_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The worker itself tries again for ``server_timeout``."""
+    started: list[str] = []
+    monkeypatch.setattr("os.execve", lambda path, line, variables: started.append(variables["FAIRSEQ_ASYNC_SERVER"]))
+    (tmp_path / "token").write_text("0123456789abcdef")
+    (tmp_path / "token").chmod(0o600)
+    address = f"127.0.0.1:{free_port()}"
+    join(address, [sys.executable, "train.py"], tmp_path / "token", None)
+    assert started == [address]
+    assert f"{address}: no server there (Connection refused); trying again" in capsys.readouterr().err

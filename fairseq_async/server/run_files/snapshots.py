@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -142,7 +142,7 @@ class Snapshots:
         """
         for part in self.directory.glob("*.part"):
             part.unlink(missing_ok=True)  # its writer has ended with its server
-        for path in reversed(self._files()):
+        for path in self._newest_first():
             state = self._read(path, check)
             if state is None:
                 continue
@@ -168,7 +168,7 @@ class Snapshots:
         Raises:
             RefusedError: one cannot be read now.
         """
-        for path in reversed(self._files()):
+        for path in self._newest_first():
             state = self._read(path, check)
             if state is not None:
                 state.pop("run", None)
@@ -265,6 +265,13 @@ class Snapshots:
         self._remove_broken(path.stem)
         for old in self._files()[:-_KEPT]:
             old.unlink(missing_ok=True)
+
+    def _newest_first(self) -> Iterator[Path]:
+        for path in sorted(self.directory.glob("version-*.pt"), reverse=True):
+            if path.is_file():
+                yield path
+            else:
+                self.tell(f"{path} is skipped: it is no file")
 
     def _files(self) -> list[Path]:
         return snapshots_in(self.directory.parent)
