@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-KILLS, SETTLED = 9, 8.0  # seconds between two kills, in which a new standby has imported everything
+KILLS, SETTLED = 9, 8.0  # seconds between two kills
 SCRIPT = """
 import sys, time, torch
 from fairseq_async.torch import HybridAsync
@@ -33,17 +33,17 @@ with HybridAsync(model, optimizer, run_dir=sys.argv[1], no_standby=len(sys.argv)
 
 
 def servers(run_dir: Path) -> list[int]:
-    """Returns the processes of the server's program: the server, and then its standby."""
+    """Returns the processes of the server's program: the server, and then its standby, which it has forked first."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            parent, start = [(folder / "stat").read_text().rpartition(")")[2].split()[field] for field in (1, 19)]
+            parent, start = [int((folder / "stat").read_text().rpartition(")")[2].split()[field]) for field in (1, 19)]
         except OSError:
             continue
         if str(run_dir).encode() in words and b"--notices" in words:
-            found[int(folder.name)] = int(parent), int(start)
-    return sorted((each for each in found if found[each][0] not in found), key=lambda each: found[each][1])
+            found[int(folder.name)] = parent, start
+    return sorted(found, key=lambda each: (found[each][0] in found, found[each][1]))
 
 
 def wait_for_update(run_dir: Path, since: float) -> float:
@@ -74,7 +74,10 @@ def measure(folder: Path, *flags: str) -> list[float]:
             server, *standby = servers(run_dir)
             for each in standby[:1] if not found else []:
                 sizes = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()
-                print("  standby:", ", ".join(" ".join(s.split()) for s in sizes if s.startswith(("Rss", "Pss:"))))
+                print(
+                    "  standby:",
+                    ", ".join(" ".join(s.split()) for s in sizes if s.startswith(("Rss", "Pss:", "Private_Dirty"))),
+                )
             began = time.time()
             os.kill(server, signal.SIGKILL)
             found.append(wait_for_update(run_dir, began))
