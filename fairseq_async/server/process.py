@@ -147,7 +147,6 @@ class ServerProcess:
         self._workers, self._run_dir = workers, run_dir
         self._has_standby, self._standby = standby, cast("Standby | None", None)
         self.process: subprocess.Popen[bytes] | Adopted
-        self._replaced: list[subprocess.Popen[bytes]] = []
         self._code: int | None = None
         self.finished, self.over = threading.Event(), threading.Event()
         self._stopping = threading.Event()
@@ -230,7 +229,7 @@ class ServerProcess:
 
     def _start_first(self, recovers: bool) -> None:
         if not recovers:
-            self.process, self._printing = self._spawn()
+            self._follow(*self._spawn())
             return
         while not self._recover():
             if self.restarts == 0:
@@ -241,8 +240,8 @@ class ServerProcess:
     def _keeps_standby(self) -> bool:
         return self._has_standby and self.restarts > 0 and not self._stopping.is_set()
 
-    def _spawn(self, *arguments: str, report: Sequence[int] = ()) -> tuple["subprocess.Popen[bytes]", threading.Thread]:
-        """Starts a process of the server's program, with a standby, and the thread that prints its notices."""
+    def _spawn(self, *arguments: str, report: Sequence[int] = ()) -> tuple["subprocess.Popen[bytes]", int]:
+        """Starts a process of the server's program, with a standby; returns it and the descriptor of its notices."""
         reader, writer = os.pipe()
         standby = Standby() if self._keeps_standby else None
         try:
@@ -269,34 +268,13 @@ class ServerProcess:
             os.close(writer)
             if standby is not None:
                 standby.theirs.close()
-        return process, self._printing_of(process, reader)
+        return process, reader
 
-    def _printing_of(self, process: "subprocess.Popen[bytes] | Adopted", notices: int) -> threading.Thread:
-        printing = threading.Thread(target=self._pass_on, args=(notices, process), daemon=True)
-        printing.start()
-        return printing
-
-    def _begin_standby(self, report: int) -> "tuple[Adopted, threading.Thread] | None":
-        """Lets the standby become the server; returns None where there is none any more."""
-        if self._standby is None:
-            return None
-        (stdin, lifeline), (reader, writer) = os.pipe(), os.pipe()
-        try:
-            pid = self._standby.begin([stdin, writer, report])
-        finally:
-            os.close(stdin)
-            os.close(writer)
-        stream = open(lifeline, "wb", buffering=0)
-        try:
-            process = Adopted(pid, stream)
-        except OSError:  # there is none, or it has died now
-            stream.close()
-            os.close(reader)
-            return None
-        if self._standby.process is not None:
-            self._replaced.append(self._standby.process)  # it is this process's child, and is not to be waited for
-            self._standby.process = None
-        return process, self._printing_of(process, reader)
+    def _follow(self, process: "subprocess.Popen[bytes] | Adopted", notices: int) -> None:
+        """Takes a process for the server, and starts the thread that prints its notices."""
+        self.process = process
+        self._printing = threading.Thread(target=self._pass_on, args=(notices, process), daemon=True)
+        self._printing.start()
 
     def _recover(self) -> str:
         """Lets the standby, or else a new process, go on from the newest snapshot; returns the snapshot's name, or
@@ -309,8 +287,8 @@ class ServerProcess:
         with open(reader) as report:
             try:
                 with self._starting:
-                    begun = self._begin_standby(writer) or self._spawn("--recover", str(writer), report=[writer])
-                    self.process, self._printing = begun
+                    begun = None if self._standby is None else self._standby.begin(writer)
+                    self._follow(*(begun or self._spawn("--recover", str(writer), report=[writer])))
             finally:
                 os.close(writer)
             said = report.read()
@@ -332,12 +310,12 @@ class ServerProcess:
             if self._standby is not None and self._standby.is_gone:
                 pause *= 2
                 with suppress(OSError, ConfigurationError), self._starting:  # no memory; or it is being stopped
-                    process, _ = self._spawn("--waits")
+                    process, notices = self._spawn("--waits")
+                    os.close(notices)  # it has others when it is the server
                     if self._standby is not None:
                         self._standby.process = process
         self.process.wait()
         self._printing.join(_PRINTING_SECONDS)  # what it says of its exit code
-        self._replaced = [each for each in self._replaced if each.poll() is None]
         return self.process.wait()
 
     def _end_standby(self) -> None:

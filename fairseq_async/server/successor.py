@@ -26,16 +26,30 @@ class Standby:
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.process: subprocess.Popen[bytes] | None = None  # where it was started to be one
 
-    def begin(self, descriptors: Sequence[int]) -> int:
-        """Lets it become the server, with these descriptors; returns its number, or 0 where there is none any more."""
+    def begin(self, report: int) -> "tuple[Adopted, int] | None":
+        """Lets it become the server, which names its snapshot at the descriptor ``report``; returns its process and the
+        descriptor of its notices, or None where there is no standby any more."""
+        (stdin, lifeline), (notices, writer) = os.pipe(), os.pipe()
+        stream = open(lifeline, "wb", buffering=0)
         try:
-            socket.send_fds(self._ours, [b"begin"], descriptors)
-            if self.process is not None:
-                return self.process.pid  # it may still import
-            pid, begins = int(self._ours.recv(_LONGEST) or 0), bool(self._ours.recv(_LONGEST))
-            return pid if begins else 0
+            socket.send_fds(self._ours, [b"begin"], [stdin, writer, report])
+            process = Adopted(self._number(), stream, self.process)
         except OSError:
-            return 0
+            stream.close()
+            os.close(notices)
+            return None
+        finally:
+            os.close(stdin)
+            os.close(writer)
+        self.process = None  # the next one is forked
+        return process, notices
+
+    def _number(self) -> int:
+        """Returns the number of the process that begins now; 0, which no process has, where it dies."""
+        if self.process is not None:
+            return self.process.pid  # it may still import
+        number, begins = int(self._ours.recv(_LONGEST) or 0), bool(self._ours.recv(_LONGEST))
+        return number if begins else 0
 
     @property
     def is_gone(self) -> bool:
@@ -86,13 +100,14 @@ class Adopted:
 
     Args:
         stdin: the writing end of its lifeline.
+        child: the process where this one has started it after all, which it thus has to wait for.
 
     Raises:
         OSError: there is no such process.
     """
 
-    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
-        self.pid, self.stdin, self.said = pid, stdin, -int(signal.SIGKILL)
+    def __init__(self, pid: int, stdin: IO[bytes], child: "subprocess.Popen[bytes] | None" = None) -> None:
+        self.pid, self.stdin, self.said, self._child = pid, stdin, -int(signal.SIGKILL), child
         self._descriptor = os.pidfd_open(pid)
 
     def __del__(self) -> None:
@@ -109,6 +124,8 @@ class Adopted:
     def wait(self, timeout: float | None = None) -> int:
         if not select.select([self._descriptor], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        if self._child is not None:
+            self._child.wait()
         return self.said
 
     def send_signal(self, number: int) -> None:
