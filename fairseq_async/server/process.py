@@ -236,14 +236,10 @@ class ServerProcess:
                 raise ConfigurationError(f"the server {manner(self.process.wait())} as it was started; see {self.log}")
             self.restarts -= 1
 
-    @property
-    def _keeps_standby(self) -> bool:
-        return self._has_standby and self.restarts > 0 and not self._stopping.is_set()
-
     def _spawn(self, *arguments: str, report: Sequence[int] = ()) -> tuple["subprocess.Popen[bytes]", int]:
         """Starts a process of the server's program, with a standby; returns it and the descriptor of its notices."""
         reader, writer = os.pipe()
-        standby = Standby() if self._keeps_standby else None
+        standby = Standby() if self._has_standby and self.restarts > 0 else None
         try:
             with self.log.open("a") as output, self._starting:
                 if self._stopping.is_set():
@@ -303,7 +299,7 @@ class ServerProcess:
     def _wait(self) -> int:
         """Waits for the server's end, and returns its exit code. Starts another standby where that has died."""
         pause = _STANDBY_SECONDS
-        while self._keeps_standby:
+        while self._has_standby and self.restarts > 0:
             self._printing.join(pause)  # it ends with the server's process
             if not self._printing.is_alive():
                 break

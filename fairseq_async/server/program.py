@@ -32,7 +32,7 @@ from fairseq_async.server.run_files.kept_state import FINAL
 from fairseq_async.server.run_files.state_files import ending_path, meeting_path
 from fairseq_async.server.service import Service
 from fairseq_async.server.shards.remote import Reach
-from fairseq_async.server.successor import wait_to_begin
+from fairseq_async.server.successor import is_orphan, wait_to_begin
 
 MakeService = Callable[[argparse.Namespace, Build, Tell], Service]
 
@@ -91,7 +91,7 @@ def _fork_standby(options: argparse.Namespace) -> None:
     torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     sys.stdout.flush()
     line, waits = socket.socket(fileno=options.standby), options.waits
-    while waits or os.fork() == 0:
+    while waits or is_orphan():
         held = [each for each in (options.notices, options.recover) if each is not None]
         lifeline, options.notices, options.recover = wait_to_begin(line, held, forked=not waits)
         os.dup2(lifeline, sys.stdin.fileno())

@@ -73,6 +73,19 @@ class Standby:
         self._ours.close()
 
 
+def is_orphan() -> bool:
+    """Forks this process; returns whether this is the fork, which is no child of the other one: it outlives that, and a
+    signal to all of its children or its session does not end both."""
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return False
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    return True
+
+
 def wait_to_begin(ours: socket.socket, held: Sequence[int], forked: bool) -> list[int]:
     """Waits in a standby until it is to become the server; returns the descriptors that it then has. Otherwise, as when
     the process that has started it is gone, the process ends here.

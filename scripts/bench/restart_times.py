@@ -33,7 +33,7 @@ with HybridAsync(model, optimizer, run_dir=sys.argv[1], no_standby=len(sys.argv)
 
 
 def servers(run_dir: Path) -> list[int]:
-    """Returns the processes of the server's program: the server, and then its standby, which it has forked first."""
+    """Returns the processes of the server's program: the server, and then its standby."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -43,7 +43,7 @@ def servers(run_dir: Path) -> list[int]:
             continue
         if str(run_dir).encode() in words and b"--notices" in words:
             found[int(folder.name)] = parent, start
-    return sorted(found, key=lambda each: (found[each][0] in found, found[each][1]))
+    return sorted((each for each in found if found[each][0] not in found), key=lambda each: found[each][1])
 
 
 def wait_for_update(run_dir: Path, since: float) -> float:

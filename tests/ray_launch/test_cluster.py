@@ -100,13 +100,13 @@ def test_a_run_outlives_a_node_a_shard_and_the_servers_actor_and_goes_on_after_i
     wait_for_updates(run, workers=3)
 
     (server,) = find(run, r"fairseq_async\.server")
+    actor = _parent(server)  # not of the standby that becomes the server
     shard, *_ = Path(f"/proc/{server}/task/{server}/children").read_text().split()
     os.kill(int(shard), signal.SIGKILL)
     wait_until(lambda: server not in find(run, r"fairseq_async\.server"), 60)
     wait_for_updates(run, workers=3)
 
     (server,) = find(run, r"fairseq_async\.server")
-    actor = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(actor, signal.SIGKILL)
     wait_until(lambda: server not in find(run, r"fairseq_async\.server"), 60)
     wait_for_updates(run, workers=3)
