@@ -144,9 +144,7 @@ class ServerProcess:
         self._command += ["--ends-with-workers"] * ends_with_workers + ["--stays"] * stays
         self._command += ["--resume"] * resumes + ([] if tls is None else ["--tls", str(tls.resolve())])
         self._environment = os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers)}
-        self._workers, self._run_dir = workers, run_dir
-        self._has_standby, self._standby = standby, cast("Standby | None", None)
-        self.process: subprocess.Popen[bytes] | Adopted
+        self._workers, self._has_standby, self._standby = workers, standby, cast("Standby | None", None)
         self._code: int | None = None
         self.finished, self.over = threading.Event(), threading.Event()
         self._stopping = threading.Event()
