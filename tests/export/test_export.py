@@ -258,6 +258,21 @@ def test_a_file_system_that_is_read_only_is_one_line(tmp_path: Path, monkeypatch
         export(run, tmp_path / "out.pt")
 
 
+def test_nothing_is_left_of_a_file_for_which_the_disk_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with_snapshots(tmp_path / "run")
+
+    def fill(_: object, path: Path) -> None:
+        path.write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch, "save", fill)
+    with pytest.raises(ConfigurationError, match="out.pt cannot be written: .*No space left"):
+        export(run, tmp_path / "out.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_the_command_says_what_it_has_written(tmp_path: Path) -> None:
     run = run_with_snapshots(tmp_path / "run")
     result = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "out.safetensors")])

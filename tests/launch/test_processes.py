@@ -12,6 +12,7 @@ from fairseq_async.environment import SLOWDOWN, WORKER, WORKERS
 from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.processes import Processes, Worker
 from fairseq_async.launch.script import ScriptCommand
+from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
 from tests.helpers.waiting import wait_until
 
 
@@ -80,6 +81,24 @@ def test_logs_are_moved_though_one_worker_has_none_and_one_cannot_be_moved(tmp_p
     where = [worker.log.parent.parent.name for worker in processes.workers]
     assert where == ["first", "run", "first", "run"]
     assert [worker.log.read_text() for worker in processes.workers[1:]] == ["1", "2", "3"]
+
+
+def test_the_logs_of_a_script_go_to_the_directory_that_its_worker_0_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = launcher_of(tmp_path, 2)
+    launcher.server, rendezvous = None, Rendezvous(tmp_path)
+    for worker in launcher.processes.workers:
+        worker.log.parent.mkdir(exist_ok=True)
+        worker.log.touch()
+    launcher._start_server_of_script(rendezvous)
+    assert launcher.server is None, "nobody has asked for it"
+    rendezvous.request(ServerRequest("a.module", str(tmp_path / "run")))
+    server = MagicMock(address="127.0.0.1:7", token_file=tmp_path / "token")
+    monkeypatch.setattr(launcher, "_new_server", lambda wanted: server)
+    launcher._start_server_of_script(rendezvous)
+    assert [worker.log.parents[1].name for worker in launcher.processes.workers] == ["run", "run"]
+    assert all(worker.log.exists() for worker in launcher.processes.workers) and rendezvous.wait() == "127.0.0.1:7"
 
 
 def ended(*workers: Worker, code: int | None) -> None:

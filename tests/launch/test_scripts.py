@@ -15,7 +15,7 @@ from fairseq_async.environment import JOINS, RENDEZVOUS, SERVER, TLS, TOKEN, WOR
 from fairseq_async.errors import ConfigurationError, as_argument
 from fairseq_async.launch import launcher
 from fairseq_async.launch.join import join
-from fairseq_async.launch.last_words import last_words, same_mistake
+from fairseq_async.launch.last_words import last_words, same_mistake, traceback
 from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.invitation import invitation, own_command
 from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
@@ -160,6 +160,12 @@ def test_the_last_words_are_the_error_and_not_what_comes_behind_it(tmp_path: Pat
     path = tmp_path / "log"
     path.write_text("of the process before: fairseq-async: error: old\n" + log)
     assert last_words(path, len("of the process before: fairseq-async: error: old\n")) == words
+
+
+def test_the_traceback_that_is_shown_is_the_last_one(tmp_path: Path) -> None:
+    begins, path = "Traceback (most recent call last):", tmp_path / "log"
+    path.write_text(f"a line\n{begins}\n  x\nOld: 1\n\nIn handling it:\n{begins}\n  y\nNew: 2\n")
+    assert traceback(path) == [begins, "  y", "New: 2"]
 
 
 def test_on_a_full_disk_the_words_are_that_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,10 @@ def test_a_bad_line_among_the_rollbacks_has_taken_back_what_the_others_have_not(
     write(tmp_path, [event(0, 0, 0, 1), event(0, 9, 1, 2)])
     with pytest.raises(AuditError, match="was acknowledged and is lost"):
         audit(tmp_path)
+    write(tmp_path, [event(0, 0, 0, 1)])
+    path = tmp_path / events.ROLLBACKS
+    path.write_text(path.read_text().replace("snapshot 2", "snap\x00"))
+    assert [each.events for each in audit(tmp_path).rollbacks] == [1, 2, 0], "of two such lines the first has taken all"
 
 
 def test_a_workers_first_update_may_be_lost_with_a_server_that_has_not_written_its_line(tmp_path: Path) -> None:

@@ -54,7 +54,11 @@ def test_what_was_held_for_others_is_no_cost(tmp_path: Path) -> None:
     description["method"] |= {"barrier": 2, "closes_early": True}
     (run / "run.json").write_text(json.dumps(description))
     events = [json.loads(line) for line in (run / "events.jsonl").open()]
-    held = [event | {"held_seconds": 0.5, "push_seconds": 0.575} for event in events]
+    waits, at = [(0.5, 0.5, 0.3, 0.7)[number % 4] for number in range(len(events))], 0.0
+    held = []
+    for event, before, wait in zip(events, [0.0, *waits], waits, strict=False):
+        at += 1.0 + wait
+        held.append(event | {"time": at, "held_seconds": wait, "push_seconds": 0.075 + before})
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in held))
     found = measure(run)
     assert (found.costs.step, found.costs.exchange, found.costs.server) == pytest.approx((0.9, 0.1, 0.05), abs=1e-5)
@@ -114,7 +118,11 @@ def test_a_codec_says_its_bytes_or_what_they_assume(tmp_path: Path, codec: str, 
 
 def test_a_compressed_run_has_the_bytes_that_it_sent(tmp_path: Path) -> None:
     run = write_timed_run(tmp_path / "run", workers=1, step=0.9, exchange=0.1, server=0.05)
-    found = measure(compressed(run, {"push": "adacomp", "pull": "bf16"}, sent=80))
+    compressed(run, {"push": "adacomp", "pull": "bf16"}, sent=80)
+    first, second, *others = [json.loads(line) for line in (run / "events.jsonl").open()]
+    lines = [first | {"bytes_sent": 60}, second | {"bytes_sent": 100}, *others]
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = measure(run)
     push = found.exchange.push
     assert (push.codec, push.known, found.costs.push, found.costs.pull) == ("adacomp", "mean of the run", 0.08, 2.032)
     console = Console(width=160, record=True, file=(tmp_path / "out").open("w"))

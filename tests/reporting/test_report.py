@@ -64,11 +64,15 @@ def test_the_page_has_validation_loss_score_and_bytes_of_runs_side_by_side(tmp_p
     first, second = write_run(tmp_path / "one", 5, 100.0), write_run(tmp_path / "two", 20, 250_000.0)
     for at, loss, score in ((2, 5.0, 1.0), (5, 4.25, 12.5)):
         Validation(100.0 + at, at, 1, loss, "bleu", score).append(first)
+    with (first / "events.jsonl").open("a") as file:
+        refused = {"worker": 0, "staleness": 0, "weight": 100.0, "status": "refused", "bytes_sent": 0, "time": 104.0}
+        file.write(json.dumps(refused | {"sequence": 5, "base_version": 5, "version_after": 5}) + "\n")
     runs = load([first, second])
     written = page.write(runs, "both", tmp_path / "report").read_text()
     rows = dict(re.findall(r"<tr><td>([^<]*)</td>(.*?)</tr>", written))
     cells = {name: re.findall(r"<td>([^<]*)</td>", row) for name, row in rows.items()}
     assert cells["last validation loss"] == ["4.2500", "-"] and cells["last bleu"] == ["12.50", "-"]
+    assert cells["refused updates"] == ["1", "0"]
     assert cells["target tokens"] == ["500", "5,000,000"] and cells["time (s)"] == ["4.0", "19.0"]
     assert cells["sent by workers (MB)"] == ["0.06", "0.24"]
     assert {"validation_loss.png", "bleu.png"} <= {path.name for path in (tmp_path / "report").glob("*.png")}

@@ -249,6 +249,11 @@ def test_a_server_that_is_killed_while_it_is_started_again_costs_one_restart_mor
     assert "cannot be started again" not in capfd.readouterr().err
 
 
+def memories_open() -> int:
+    """How many descriptors of shared memory this process has."""
+    return sum("/dev/shm/" in os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+
+
 def test_a_worker_that_computes_comes_back_to_a_new_server_by_itself(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server()
     lost: list[str] = []
@@ -258,11 +263,12 @@ def test_a_worker_that_computes_comes_back_to_a_new_server_by_itself(start_serve
     first.initialise(None)
     wait_until(lambda: snapshot_versions(tmp_path) == [0])
     first.slot.fill_(7.0)  # where its local steps started
-    before = server.process.pid
+    before, has_open = server.process.pid, memories_open()
     kill(server)
     wait_until(lambda: server.process.pid != before)
     wait_until(lambda: first._restored_version == 0)
     assert first.slot.tolist() == [7.0] * LAYOUT.size and not lost
+    assert memories_open() == has_open, "the dead server's is closed"
     threads = threading.active_count()
     first.leave(finished=False)
     assert threading.active_count() == threads - 1, (

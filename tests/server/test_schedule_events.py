@@ -44,6 +44,14 @@ def test_an_event_that_comes_again_on_another_connection_is_not_counted(client: 
     assert learning_rate(client, FIRST) == 0.5
 
 
+def test_events_of_a_worker_that_was_started_again_are_others(client: Client) -> None:
+    assert client.schedule_event("end_epoch", 1, 1.0).learning_rate == 0.5
+    client.close()
+    again = Client(client.address, client._endpoint.token, 0, patience=30.0)
+    again.join(LAYOUT, halving_spec())
+    assert again.schedule_event("end_epoch", 2, 1.0).learning_rate == 0.25
+
+
 def test_events_that_the_worker_means_twice_count_twice(client: Client) -> None:
     rates = [client.schedule_event("end_epoch", epoch, 1.0).learning_rate for epoch in (1, 2)]
     assert rates == [0.5, 0.25]

@@ -252,7 +252,7 @@ def test_what_is_no_model_or_no_optimizer_is_one_line(capsys: pytest.CaptureFixt
         assert said in line
 
 
-@pytest.mark.parametrize("late", ["unfrozen", "added"])
+@pytest.mark.parametrize("late", ["unfrozen", "added", "of no model"])
 def test_a_parameter_that_is_trained_from_later_on_is_one_line(
     workers: Start, capsys: pytest.CaptureFixture[str], late: str
 ) -> None:
@@ -260,24 +260,27 @@ def test_a_parameter_that_is_trained_from_later_on_is_one_line(
 
     def train(worker: int) -> None:
         model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-        first, second = model[0].parameters(), list(model[1].parameters())
+        first, second, other = model[0].parameters(), list(model[1].parameters()), nn.Parameter(torch.ones(1))
         for parameter in second:
             parameter.requires_grad_(False)
         optimizer = SGD(model.parameters() if late == "unfrozen" else first, lr=LR)
         with pytest.raises(SystemExit), AsyncLocalSGD(model, optimizer):
             for step in range(4):
                 optimizer.zero_grad()
-                model(torch.ones(1, 1)).sum().backward()
+                (other * model(torch.ones(1, 1)).sum()).backward()
                 optimizer.step()
                 assert step < 2
-                if step == 1:
+                if step == 1 and late == "of no model":
+                    optimizer.add_param_group({"params": [other]})
+                elif step == 1:
                     for parameter in second:
                         parameter.requires_grad_(True)
                     if late == "added":
                         optimizer.add_param_group({"params": second})
 
     workers(1, local_sgd_main.build).run(train)
-    assert "1.weight has a gradient and is not exchanged" in capsys.readouterr().err
+    name = "a parameter of shape (1,)" if late == "of no model" else "1.weight"
+    assert f"{name} has a gradient and is not exchanged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("equal", [True, False])

@@ -166,6 +166,24 @@ def test_workers_of_unequal_turns_end_together(workers: Start) -> None:
     assert torch.equal(one, other) and not torch.allclose(one, flat(models()))
 
 
+def test_one_turn_of_all_optimizers_after_the_end_is_not_worth_a_word(
+    workers: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run may end between the steps of a turn."""
+
+    def train(worker: int) -> list[int]:
+        nets = models()
+        with HybridAsync(nets, optimizers := by_shape(nets), total_steps=1) as training:
+            said = []
+            for step in range(4):
+                divided(nets, optimizers, 0, step)
+                said.append(capsys.readouterr().err.count("the run has finished: steps change nothing"))
+            assert training.finished
+        return said
+
+    assert workers(1, gradient_main.build).run(train) == [[0, 0, 1, 0]]
+
+
 def test_a_state_of_one_optimizer_is_refused(workers: Start, capsys: pytest.CaptureFixture[str]) -> None:
     def save(worker: int) -> dict[str, Any]:
         nets = models()

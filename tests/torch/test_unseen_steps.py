@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -96,6 +97,11 @@ def anew(model: nn.Module, optimizer: Optimizer) -> Callable[[], object]:
     return SGD(model.parameters(), lr=0.1).step
 
 
+def later(model: nn.Module, optimizer: Optimizer) -> Callable[[], object]:
+    other, calls = SGD(model.parameters(), lr=0.1), count()
+    return lambda: (optimizer if next(calls) < 3 else other).step()
+
+
 def wrapped(model: nn.Module, optimizer: Optimizer) -> Callable[[], object]:
     return Sharpness(optimizer).step
 
@@ -109,6 +115,7 @@ def in_backward(model: nn.Module, optimizer: Optimizer) -> Callable[[], object]:
 
 UNSEEN: dict[str, tuple[Callable[..., Callable[[], object]], str]] = {
     "an optimizer made anew": (anew, "SGD steps 0.weight, and is not the optimizer"),
+    "another one after three steps": (later, "SGD steps 0.weight, and is not the optimizer"),
     "a wrapper that the run was not given": (wrapped, "Sharpness steps 0.weight"),
     "optimizers in backward hooks": (in_backward, "SGD steps "),
     "by hand": (lambda model, _: lambda: by_hand(model), "0.weight is trained, and no step"),

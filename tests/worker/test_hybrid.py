@@ -11,6 +11,7 @@ import torch
 from fairseq_async.errors import RefusedError
 from fairseq_async.server import Status
 from fairseq_async.server.protocol import Push, Report
+from fairseq_async.server.run_files.events import read_events
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.hybrid_job import HybridJob
 from tests.helpers.run_files import snapshot_versions
@@ -59,6 +60,20 @@ def test_a_worker_that_was_not_announced_draws_from_a_shard_that_is_there(
     join_patiently(server, 0)
     joined = [HybridJob(join_patiently(server, None)) for _ in range(3)]
     assert [job.worker.shard for job in joined] == [0, 1, 0]
+
+
+def test_an_update_says_how_far_ahead_its_worker_has_started_unless_that_has_pulled_since(
+    start_thread_server: StartThreadServer,
+) -> None:
+    server = start_thread_server(1)
+    job = HybridJob(join_patiently(server, 0))
+    for pulls in (False, True):
+        job.worker.look_ahead = 1.5
+        if pulls:
+            job.worker.pull()
+        job.backward(torch.ones(2, 2), torch.ones(2))
+        job.worker.step(1, None)
+    assert [event.look_ahead for event in read_events(server.service.run_dir / "events.jsonl")] == [1.5, None]
 
 
 def test_a_gradient_is_not_scaled_into_a_slot_that_the_server_still_reads(
