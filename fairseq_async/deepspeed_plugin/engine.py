@@ -332,9 +332,10 @@ class AsyncEngine(DeepSpeedEngine):
     def _check_trained(self) -> None:
         """Ends the process with one line if other parameters are trained than are exchanged: each worker would train
         its own."""
-        names = {name for name, _ in tensors.trainable(self)}
-        if others := names.symmetric_difference(name for name, _ in self._trained):
-            fail(f"{min(others)} was frozen or unfrozen during the run: begin with what is to be trained in it")
+        trained = tensors.trainable(self)
+        now, before = ({(name, id(each)) for name, each in named} for named in (trained, self._trained))
+        if others := now ^ before:
+            fail(f"{min(others)[0]} was frozen, unfrozen or made anew during the run: begin with what is to be trained")
 
     def _skip_step(self) -> None:
         """Clears the gradients and counts the step as skipped, as DeepSpeed counts steps that its fp16 leaves out."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from fairseq.trainer import Trainer
+from torch import Tensor
 from torch.nn import Parameter
 
 from fairseq_async.errors import ConfigurationError
@@ -22,7 +23,7 @@ from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObje
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.session import WorkerSession
 from fairseq_async.server.protocol import Welcome
-from fairseq_async.torch.parameters import check_memory
+from fairseq_async.torch.parameters import check_exchanged, check_memory
 from fairseq_async.worker.async_worker import AsyncWorker
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,17 @@ class AsynchronousTrainer(Trainer, ABC):
             if type(self._num_updates) is int:
                 self._num_updates = AppliedUpdates(updates, updates)
 
+    def clip_grad_norm(self, clip_norm: float) -> Tensor:
+        """Clips as fairseq does, after backward, when every parameter that is trained has a gradient.
+
+        Raises:
+            ConfigurationError: a parameter is trained that is not exchanged.
+        """
+        for module in (self.model, self.criterion):
+            check_exchanged(module, [], self._exchanged)
+        norm: Tensor = super().clip_grad_norm(clip_norm)
+        return norm
+
     # Checkpoints
 
     def trainable_parameters(self) -> list[tuple[str, Parameter]]:
@@ -156,7 +168,9 @@ class AsynchronousTrainer(Trainer, ABC):
         """
         for module in (self.model, self.criterion):
             check_memory(module)
-        return trainable_parameters(self.model, self.criterion)
+        named = trainable_parameters(self.model, self.criterion)
+        self._exchanged = {id(parameter) for _, parameter in named}
+        return named
 
     def load_fairseq_checkpoint(
         self, welcome: Welcome, filename: str, *args: object, **kwargs: object

@@ -246,6 +246,7 @@ class HybridTrainer(AsynchronousTrainer):
     def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
         """Takes one step as fairseq does, and notes what the server is to record of it."""
         if self._server_state is not None:  # others went on while this worker validated and saved
+            self.worker.check_unchanged()
             self._server_state = None
             self.worker.start()
         real = real_batches(samples)
@@ -311,6 +312,7 @@ class HybridTrainer(AsynchronousTrainer):
 
     def fetch_server_state(self) -> StateDict:
         if self._server_state is None:
+            self.worker.check_unchanged()
             self._server_state = self.session.snapshot()
             self.worker.take_state(self._server_state["server"])
         return self._server_state

@@ -17,6 +17,7 @@ from fairseq.utils import set_torch_seed
 from torch import Tensor
 from torch.nn import Parameter
 
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
 from fairseq_async.fairseq_plugin.compat.batches import real_batches
@@ -36,6 +37,7 @@ from fairseq_async.fairseq_plugin.shards import ShardedEpochs, sharded_batches
 from fairseq_async.server.protocol import Welcome
 from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.buffers import with_buffers
+from fairseq_async.worker.changes import ParameterWatch
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker
 from fairseq_async.worker.replica import MasterReplica, Replica, TensorReplica
@@ -96,6 +98,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
             self._left_out = left_out_steps(self.session.context.worker, options.max_refused)
         self._in_step = self._overflow = False
         self._own_parameters: Tensor | None = None  # while the model has the server's
+        self._servers = ParameterWatch([])
 
     def load_checkpoint(
         self, filename: str, reset_optimizer: bool = False, *args: object, **kwargs: object
@@ -189,6 +192,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         Raises:
             RefusedError: the last ``max_refused`` gradients had NaN or Inf.
             AsyncError: fp16's loss scale has come to its minimum.
+            ConfigurationError: a parameter is trained that is not exchanged.
         """
         try:
             with loss_scale_errors():
@@ -273,9 +277,30 @@ class LocalSGDTrainer(AsynchronousTrainer):
             self.worker.replica.read(self._own_parameters)
             self._server_state = self.session.snapshot()
             self.worker.replica.write(self._server_state["server"]["parameters"])
+            self._servers = ParameterWatch(self.worker.replica.named)
+            self._servers.note()
         return self._server_state
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Begins an epoch with this worker's own parameters, which a task may change here.
+
+        A task that validates other parameters may also put back here what was there before: then it finds them still.
+        """
+        if self._servers_changed() is None:
+            self._restore_own_parameters()
+        super().begin_epoch(epoch)
+
+    def _servers_changed(self) -> str | None:
+        """Returns the name of a parameter that has changed since the model has the server's; None if none has."""
+        return None if self._own_parameters is None else self._servers.changed()
+
     def _restore_own_parameters(self) -> None:
+        if name := self._servers_changed():
+            raise ConfigurationError(
+                f"{name} is not as the validation found it: something in this process changes parameters for a "
+                "validation (a moving average, load_state_dict) and does not put them back. This worker goes on with "
+                "parameters of its own, which would overwrite the change: put back what was there"
+            )
         self._server_state = None
         if self._own_parameters is not None:
             self.worker.replica.write(self._own_parameters)

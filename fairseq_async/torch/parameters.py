@@ -109,6 +109,7 @@ def check_exchanged(model: nn.Module, optimizers: Sequence[Optimizer], exchanged
     """Checks that no parameter has a gradient that the run does not exchange. Each worker would train its own copy.
 
     Args:
+        optimizers: those that the script has made; none where the model's parameters are all that is trained.
         exchanged: the ``id`` of each parameter that is exchanged.
 
     Raises:
@@ -118,10 +119,11 @@ def check_exchanged(model: nn.Module, optimizers: Sequence[Optimizer], exchanged
     for parameter in chain(model.parameters(), *groups):
         if parameter.grad is not None and id(parameter) not in exchanged:
             name = next((name for name, each in model.named_parameters() if each is parameter), "")
+            remedy = "give its optimizer too (several in a list)" if optimizers else "make it before training begins"
             raise ConfigurationError(
                 f"{name or f'a parameter of shape {tuple(parameter.shape)}'} has a gradient and is not exchanged: it "
-                "was in no optimizer of the run, frozen, or not there when the run began; give its optimizer too "
-                "(several in a list), or freeze it with requires_grad_(False)"
+                f"was in no optimizer of the run, frozen, or not there when the run began; {remedy}, or freeze it with "
+                "requires_grad_(False)"
             )
 
 

@@ -10,6 +10,7 @@ import torch
 from fairseq.data.iterators import EpochBatchIterator, GroupedEpochBatchIterator, StreamingEpochBatchIterator
 from fairseq.examples.truncated_bptt.truncated_bptt_lm_task import TruncatedBPTTLMTask
 from fairseq.trainer import Trainer
+from torch.nn import Parameter
 
 import fairseq_async.fairseq_plugin  # noqa: F401
 from fairseq_async.config import AdaScaleOptions
@@ -23,6 +24,7 @@ from fairseq_async.fairseq_plugin.hybrid import HybridAsync, HybridTrainer
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDTrainer
 from fairseq_async.fairseq_plugin.session import WorkerSession
 from fairseq_async.fairseq_plugin.synchronous_trainer import SynchronousTrainer
+from fairseq_async.worker.replica import TensorReplica
 
 
 @pytest.mark.parametrize(
@@ -291,8 +293,49 @@ def test_a_worker_that_has_saved_takes_the_servers_parameters_of_now(monkeypatch
     trainer: Any = object.__new__(HybridTrainer)
     trainer._num_updates, trainer._server_state = AppliedUpdates(6, 6), {"server": {}}
     trainer._iterator = SimpleNamespace(state_dict=dict)
-    trainer._optimizer = SimpleNamespace(worker=SimpleNamespace(start=lambda: seen.append("pull")))
+    worker = SimpleNamespace(check_unchanged=lambda: seen.append("check"), start=lambda: seen.append("pull"))
+    trainer._optimizer = SimpleNamespace(worker=worker)
     monkeypatch.setattr(HybridTrainer, "fraction_of_epoch", lambda self, batches: 0.0)
     for _ in range(2):
         trainer.train_step([[1]])
-    assert seen == ["pull", "step", "step"]
+    assert seen == ["check", "pull", "step", "step"]
+
+
+def validated(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Parameter]:
+    """A trainer of local SGD whose worker's own parameter is 1, while the model has the server's, 5."""
+    for name in ("train_step", "begin_epoch"):
+        monkeypatch.setattr(Trainer, name, lambda self, *_: self.seen.append(parameter.item()))
+    parameter = Parameter(torch.ones(1))
+    replica = TensorReplica([("weight", parameter)])
+    trainer: Any = object.__new__(LocalSGDTrainer)
+    trainer.seen, trainer._server_state, trainer._own_parameters, trainer._num_updates = [], None, None, 0
+    trainer._optimizer, trainer._worker = object(), SimpleNamespace(replica=replica, settle=lambda: None)
+    trainer.session = SimpleNamespace(snapshot=lambda: {"server": {"parameters": torch.full((1,), 5.0)}})
+    trainer.fetch_server_state()
+    assert parameter == 5
+    return trainer, parameter
+
+
+def test_an_epoch_begins_with_the_workers_own_parameters_which_a_task_may_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer, parameter = validated(monkeypatch)
+    trainer.begin_epoch(2)
+    parameter.data.mul_(3)  # as the task does in its begin_epoch
+    trainer.train_step([[1]])
+    assert trainer.seen == [1, 3]
+
+
+def test_parameters_that_are_swapped_for_a_validation_are_put_back_or_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the next epoch's beginning at the latest."""
+    for puts_back in (True, False):
+        trainer, parameter = validated(monkeypatch)
+        parameter.data.fill_(7)
+        trainer.begin_epoch(2)
+        if not puts_back:
+            with pytest.raises(ConfigurationError, match="weight is not as the validation found it"):
+                trainer.train_step([[1]])
+            return
+        parameter.data.fill_(5)
+        trainer.train_step([[1]])
+        assert trainer.seen == [7, 1]
