@@ -194,9 +194,9 @@ def partial_rate(optimizer: torch.optim.Optimizer, share: float) -> float:
     2017, arXiv 1706.02677, section 2.1). Adam, and every optimizer with ``betas``, divides by the root of the mean
     square of the gradients. The mean of fewer gradients is noisier: where noise prevails, its mean square is larger by
     1 / share, which alone shortens the step by the square root of the share. So the factor is the other square root
-    (Malladi et al. 2022, arXiv 2205.10287).
+    (Malladi et al. 2022, arXiv 2205.10287). Muon, whose step has one length whatever the gradient's, has it too.
     """
-    return share**0.5 if "betas" in optimizer.param_groups[0] else share
+    return share**0.5 if {"betas", "ns_steps"} & optimizer.param_groups[0].keys() else share
 
 
 def _as_it_is(norm: Tensor) -> Tensor:

@@ -84,15 +84,17 @@ def _copy_state(source: Optimizer, target: Optimizer, named: Named) -> None:
         number = bisect_right(firsts, start) - 1
         first, parameter = firsts[number], named[number][1]
         part = slice(start - first, start - first + piece.numel())
-        values = {key: _part_of(value, parameter, part) for key, value in source.state.get(parameter, {}).items()}
+        values = {
+            key: _part_of(value, parameter, part, piece.shape) for key, value in source.state.get(parameter, {}).items()
+        }
         if values:
             target.state[piece] = values
 
 
-def _part_of(value: Any, parameter: Parameter, part: slice) -> Any:
+def _part_of(value: Any, parameter: Parameter, part: slice, shape: torch.Size) -> Any:
     """Returns what a piece has of a parameter's state: the part of a moment, and copies of all else. A step count that
     is a number, as DeepSpeed's optimizers have it, becomes a tensor, as torch's have it."""
     if value is None:
         return None
     copied = torch.as_tensor(value).detach().to("cpu", torch.float32, copy=True)
-    return copied.flatten()[part].clone() if copied.shape == parameter.shape else copied
+    return copied.flatten()[part].view(shape).clone() if copied.shape == parameter.shape else copied

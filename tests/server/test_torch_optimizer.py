@@ -126,7 +126,7 @@ class OwnSGD(SGD):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (NAdam, "the optimizer is NAdam: the server steps with Adam, AdamW or SGD of torch.optim; give one of these"),
+        (NAdam, "the optimizer is NAdam: the server steps with Adam, AdamW, SGD, Muon of torch.optim"),
         (OwnSGD, "the optimizer is OwnSGD: the server steps with"),
         (partial(SGD, weight_decay=float("inf")), '"weight_decay" of the optimizer is inf: give a finite number'),
     ],

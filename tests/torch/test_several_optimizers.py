@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
 from fairseq_async.server import gradient_main
@@ -77,6 +77,12 @@ def functions(optimizers: list[Optimizer]) -> list[LRScheduler]:
     return [LambdaLR(each, lambda step, turn=turn: turn / (turn + step)) for turn, each in enumerate(optimizers, 1)]  # type: ignore[misc]
 
 
+def with_muon(nets: list[nn.Module]) -> list[Optimizer]:
+    own = [parameter for net in nets for parameter in net.parameters()]
+    matrices, rest = ([p for p in own if (p.dim() == 2) is wanted] for wanted in (True, False))
+    return [Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw"), AdamW(rest, lr=0.02)]
+
+
 def schedules(optimizers: list[Optimizer]) -> list[LRScheduler | None]:
     return [LambdaLR(optimizers[0], lambda step: 1 / (1 + step)), StepLR(optimizers[1], 2, gamma=0.5)]
 
@@ -88,6 +94,8 @@ def flat(nets: list[nn.Module]) -> Tensor:
 CASES: dict[str, tuple[Loop, Callable[[list[nn.Module]], list[Optimizer]], Any]] = {
     "generator and discriminator": (adversarial, by_model, None),
     "matrices and the rest": (divided, by_shape, None),
+    "Muon for matrices": (divided, with_muon, None),
+    "Muon with its scheduler": (divided, with_muon, schedules),
     "each with its scheduler": (divided, by_shape, schedules),
 }
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Annotated, Any, TypeAlias, cast
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
+import torch
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, with_config
 from torch import Tensor
 from torch.nn import Parameter
@@ -22,10 +23,13 @@ from fairseq_async.server.optimizers.learning_rates import Rates
 
 # Each of these steps every element independently: a model may be stepped in pieces, by several threads.
 OPTIMIZERS: dict[str, type[Adam | AdamW | SGD]] = {"Adam": Adam, "AdamW": AdamW, "SGD": SGD}
+# These step every tensor independently, in its own shape. Muon is not in every version of torch that we take.
+_OF_TENSORS: dict[str, Any] = {each.__name__: each for each in [getattr(torch.optim, "Muon", None)] if each is not None}
+_KNOWN: dict[str, Any] = OPTIMIZERS | _OF_TENSORS
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not what it is
 PARTS = "parts"  # the key of several optimizers' descriptions
 _STRICT = ConfigDict(extra="forbid", strict=True)
-_Option: TypeAlias = bool | float | list[float]
+_Option: TypeAlias = bool | float | Literal["original", "match_rms_adamw"] | list[float]  # words of Muon
 
 
 @with_config(_STRICT)
@@ -132,7 +136,7 @@ def describe(
     name = _steps_as(optimizer)
     if not (kind or name):
         raise ConfigurationError(
-            f"the optimizer is {type(optimizer).__name__}: the server steps with Adam, AdamW or SGD of torch.optim; "
+            f"the optimizer is {type(optimizer).__name__}: the server steps with {', '.join(_KNOWN)} of torch.optim; "
             "give one of these, or use local SGD, which takes any"
         )
     check_of_model(optimizer, named)
@@ -145,7 +149,7 @@ def _steps_as(optimizer: Optimizer) -> str:
     """Returns the name of torch's class whose step an optimizer takes; empty if there is none. A subclass that changes
     only how the optimizer is made takes the same step."""
     for each in type(optimizer).__mro__:
-        if OPTIMIZERS.get(each.__name__) is each:
+        if _KNOWN.get(each.__name__) is each:
             return each.__name__ if inspect.unwrap(type(optimizer).step) is inspect.unwrap(each.step) else ""
         if any(callable(value) for name, value in vars(each).items() if name not in ("__init__", "step")):
             return ""
@@ -155,18 +159,20 @@ def _steps_as(optimizer: Optimizer) -> str:
 def _describe_group(group: dict[str, Any], kind: str, numbers: dict[int, int]) -> ParameterGroup:
     """Describes one group; tensors that are not trained, and so not in ``numbers``, are left out."""
     tensors = sorted(numbers[id(each)] for each in group["params"] if id(each) in numbers)
-    return ParameterGroup(tensors, {name: _plain(group[name], name) for name in _arguments_of(kind) if name in group})
+    return ParameterGroup(
+        tensors, {name: _plain(group[name], name) for name in _arguments_of(kind) if group.get(name) is not None}
+    )
 
 
 def _arguments_of(kind: str) -> list[str]:
     """Returns the constructor's options of the step. A group has more entries, of schedules and of torch itself."""
-    return [name for name in inspect.signature(OPTIMIZERS[kind]).parameters if name not in _HOW]
+    return [name for name in inspect.signature(_KNOWN[kind]).parameters if name not in _HOW]
 
 
 def _plain(value: Any, name: str) -> _Option:
     """Converts an option to JSON's types: torch takes numbers, tensors of one element, and pairs of either."""
-    if isinstance(value, bool):
-        return value
+    if isinstance(value, bool | str):
+        return cast(_Option, value)
     numbers = [float(each) for each in (value if isinstance(value, tuple | list) else [value])]
     if not all(map(math.isfinite, numbers)):
         raise ConfigurationError(f'"{name}" of the optimizer is {value}: give a finite number')
@@ -180,9 +186,9 @@ def build_optimizer(spec: OptimizerSpec, layout: Layout, parameters: Tensor) -> 
         ConfigurationError: there is no such optimizer or option, or the groups do not have each of the layout's tensors
             at most once.
     """
-    kind = OPTIMIZERS.get(spec.optimizer)
+    kind = _KNOWN.get(spec.optimizer)
     if kind is None:
-        raise ConfigurationError(f"the optimizer is {spec.optimizer}: the server has {', '.join(OPTIMIZERS)}")
+        raise ConfigurationError(f"the optimizer is {spec.optimizer}: the server has {', '.join(_KNOWN)}")
     numbers = [number for group in spec.parameter_groups for number in group.tensors]
     if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(len(layout.segments))):
         raise ConfigurationError("the optimizer's groups have not each tensor of the model once at most")
@@ -190,10 +196,14 @@ def build_optimizer(spec: OptimizerSpec, layout: Layout, parameters: Tensor) -> 
     if unknown:
         raise ConfigurationError(f"the description of the optimizer: {spec.optimizer} has no {min(unknown)}")
     bounds = list(pairwise(accumulate((segment.size for segment in layout.segments), initial=0)))
-    groups = [
-        {"params": _stepped(parameters, [bounds[number] for number in group.tensors]), **_arguments(group.options)}
-        for group in spec.parameter_groups
-    ]
+    views = list(layout.views(parameters))
+
+    def stepped(numbers: list[int]) -> list[Parameter]:
+        if spec.optimizer in _OF_TENSORS:
+            return [Parameter(views[number]) for number in numbers]
+        return _stepped(parameters, [bounds[number] for number in numbers])
+
+    groups = [{"params": stepped(group.tensors), **_arguments(group.options)} for group in spec.parameter_groups]
     try:
         return cast(Any, kind)(groups)  # type: ignore[no-any-return]
     except (ValueError, TypeError) as error:
@@ -216,7 +226,13 @@ def of_tensors(framework: JsonObject, tensors: slice) -> JsonObject:
 
 
 def _arguments(options: dict[str, _Option]) -> dict[str, object]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    return {name: _argument(name, value) for name, value in options.items()}
+
+
+def _argument(name: str, value: _Option) -> object:
+    if name == "ns_steps" and isinstance(value, float):
+        return int(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _stepped(parameters: Tensor, bounds: Iterable[tuple[int, int]]) -> list[Parameter]:
