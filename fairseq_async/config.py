@@ -384,6 +384,13 @@ class ServerOptions(Options):
             raise ValueError("the same address is given twice: each host holds one shard")
         return ",".join(given)
 
+    @field_validator("run_dir", "token_file", "tls")
+    @classmethod
+    def _is_not_empty(cls, path: str | None) -> str | None:
+        if path == "":
+            raise ValueError("give a path, or leave it out")
+        return path
+
     @field_validator("server")
     @classmethod
     def _is_address(cls, server: str | None) -> str | None:

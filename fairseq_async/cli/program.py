@@ -4,6 +4,7 @@ import errno
 import io
 import logging
 import os
+import resource
 import sys
 from typing import NoReturn
 
@@ -31,6 +32,12 @@ def main() -> None:
         os.getcwd()
     except FileNotFoundError:  # torch would not even load
         _fail("the working directory has been removed; change into one that exists", 2)
+    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    for flag, value in zip(own, [*own[1:], None], strict=True):
+        if flag.startswith("--") and (
+            value == "" or flag.endswith("=")
+        ):  # an empty path would be the working directory
+            _fail(f"{flag.rstrip('=')} is empty: give a value, or leave the flag out", 2)
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="fairseq-async", standalone_mode=False)
         print(end="", flush=True)
@@ -50,11 +57,15 @@ def main() -> None:
 
 
 def _after_failed_write(error: OSError) -> NoReturn:
-    """Ends the program, with a line about a full disk; without one where the reader of a pipe has gone, as head does.
+    """Ends the program, with a line about a full disk, or too many open files; without one where the reader of a pipe
+    has gone, as head does.
 
     Raises:
         OSError: the error is another.
     """
+    if error.errno == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        _fail(f"this process may have {limit} open files at a time, which is not enough: ulimit -n 1024 raises that", 2)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
         raise error
     if sys.stdout is not None:  # Python would write what is left, and fail again

@@ -224,8 +224,6 @@ def ray_(
     """Train one job on a Ray cluster; or, with scale +2 or scale -1, change how many workers it has meanwhile."""
     from fairseq_async.ray_launch.resources import check_shards, parse_change, parse_workers  # start-up time
 
-    if not name:
-        raise ConfigurationError("--name is empty: give a name, or leave the flag out")
     scales = worker_command[0] == "scale" and not workers
     change = parse_change(worker_command[1:]) if scales else 0
     wanted = [] if scales else parse_workers(workers)

@@ -38,8 +38,13 @@ def make_directories(run_dir: Path, logs: Path, given: str) -> None:
     """Makes the run's directory, which the option ``given`` sets, and that of its logs.
 
     Raises:
-        ConfigurationError: they cannot be made, or cannot be written to.
+        ConfigurationError: they cannot be made, or cannot be written to, or messages cannot name them.
     """
+    try:
+        str(run_dir.absolute()).encode()
+    except UnicodeEncodeError as error:
+        said = f"this process's encoding ({sys.getfilesystemencoding()}) cannot spell it: set PYTHONUTF8=1"
+        raise ConfigurationError(f"{run_dir} ({given}): {said}") from error
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         logs.mkdir(parents=True, exist_ok=True)

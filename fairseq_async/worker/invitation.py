@@ -30,9 +30,15 @@ def invitation(address: str, token_file: Path, command: Sequence[str], tls: Path
 
 
 def own_command() -> list[str]:
-    """Returns the command of this process as a worker that joins has to run it."""
+    """Returns the command of this process as a worker that joins has to run it; with ``SCRIPT.py`` for a script that
+    has no file, as in a notebook."""
     program, *arguments = sys.argv
     kept = [each for each in _without_values(arguments) if not each.lstrip("-").startswith(_OF_LAUNCHERS)]
+    main = sys.modules["__main__"]
+    if (spec := getattr(main, "__spec__", None)) is not None and spec.name != "__main__":  # python -m
+        return ["python", "-m", spec.name.removesuffix(".__main__"), *kept]
+    if not hasattr(main, "__file__"):  # a notebook, python - and python -c
+        return ["python", "SCRIPT.py"]
     if program.endswith(".py") or not os.access(program, os.X_OK):
         return ["python", program, *kept]
     return [os.path.basename(program), *kept]

@@ -1,6 +1,8 @@
 """What ``fairseq-async`` answers before anything slow is imported."""
 
+import errno
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from typer.main import get_command
 
 from fairseq_async import cli
+from fairseq_async.cli import program
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.join import _line
 from tests.helpers.commands import ROOT
@@ -73,6 +76,16 @@ def test_help_a_wrong_flag_and_a_missing_file_need_no_torch(
     ("arguments", "said"),
     [
         (["launch", "--workers", "2", *JOB, "local_sgd", "--save-dir", ""], "--save-dir is empty"),
+        (
+            ["launch", "--workers", "2", *JOB, "local_sgd", "--tls", ""],
+            "--optimizer local_sgd: --tls: give a path, or",
+        ),
+        (
+            ["launch", "--workers", "2", *JOB, "local_sgd", "--run-dir="],
+            "--optimizer local_sgd: --run-dir: give a path",
+        ),
+        (["launch", "--workers", "2", "--tls", "", "--", "python", "x.py"], "--tls is empty: give a value, or leave"),
+        (["launch", "--token-file=", "--workers", "2", "--", "python", "x.py"], "--token-file is empty: give a value"),
         (["launch", "--workers", "2", "--", "fairseq-generate", "x"], "fairseq-generate: only a training has workers"),
         (["launch", "--workers", "2", "--", ""], "(empty): no such program"),
         (["capacity", ".", "--shards", "1.5,1.4,1"], "--shards 1.5,1.4,1: whole numbers of at least 1 with commas"),
@@ -115,6 +128,18 @@ def test_a_mistake_in_a_command_is_one_line(
         cli.main()
     error, expected = capsys.readouterr().err, f"fairseq-async: error: {said.format(here=tmp_path)}"
     assert end.value.code == 2 and error.startswith(expected) and error.count("\n") == 1
+
+
+def test_too_few_open_files_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def app(*given: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(program, "app", app)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (12, 4096))
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = "fairseq-async: error: this process may have 12 open files at a time, which is not enough: ulimit -n 1024"
+    assert end.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_a_rank_of_a_synchronous_method_cannot_be_joined() -> None:

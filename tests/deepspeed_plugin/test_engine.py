@@ -255,6 +255,9 @@ class Saving:
     def catch_up(self) -> None:
         self.did.append("pulls")
 
+    def await_end(self) -> None:
+        self.did.append("waits for the end")
+
     def compressor_state(self) -> None: ...
 
     def restore_compressor(self, state: object) -> None:

@@ -4,8 +4,9 @@ import os
 import signal
 import socket
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -132,9 +133,16 @@ def test_the_command_to_join_is_that_of_this_process_without_what_belongs_to_its
 ) -> None:
     job = ["train.py", "--local_rank=1", "--lr", "0.1", "--server", "a:1", "--token-file=x", "--name", "two words"]
     monkeypatch.setattr(sys, "argv", job)
+    main = ModuleType("__main__")
+    main.__file__ = "train.py"
+    monkeypatch.setitem(sys.modules, "__main__", main)
     said = invitation("10.0.0.1:29400", Path("/run/.token"), own_command())
     line = "fairseq-async join 10.0.0.1:29400 --token-file /run/.token -- python train.py --lr 0.1 --name 'two words'"
     assert said == f"server at 10.0.0.1:29400; one more worker joins with: {line}"
+    main.__spec__ = ModuleSpec("package.train.__main__", None)
+    assert own_command() == ["python", "-m", "package.train", "--lr", "0.1", "--name", "two words"]
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # of a notebook
+    assert own_command() == ["python", "SCRIPT.py"]
 
 
 @pytest.mark.parametrize(

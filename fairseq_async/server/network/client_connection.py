@@ -157,6 +157,6 @@ def _open(address: str, encryption: ssl.SSLContext | None, patience: float) -> s
     try:
         connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
     except (OSError, ValueError, OverflowError) as error:
-        raise ExchangeError(f"no server at {address} ({option('server')}): {error}") from error
+        raise ExchangeError(f"no server at {address}: {error}") from error
     connection.settimeout(patience)
     return connection if encryption is None else tls.connected(encryption, connection, address)
