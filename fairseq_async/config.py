@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from fairseq_async.compression import Compress, Compression
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.fragment_options import FragmentOptions
-from fairseq_async.options_base import Buffers, Shown
+from fairseq_async.options_base import Buffers, GivenPath, Shown
 from fairseq_async.options_base import Options as Options
 from fairseq_async.synchronous_options import AdaScaleOptions as AdaScaleOptions
 from fairseq_async.synchronous_options import AdasumOptions as AdasumOptions
@@ -303,17 +303,17 @@ class ServerOptions(Options):
         description="address of the server; needed only where workers are on several machines",
         json_schema_extra={"metavar": "HOST:PORT"},
     )
-    run_dir: str = Field(
+    run_dir: GivenPath = Field(
         "async_training",
         description="directory for events.jsonl, run.json, logs and snapshots",
         json_schema_extra={"metavar": "DIR"},
     )
-    token_file: str | None = Field(
+    token_file: GivenPath | None = Field(
         None,
         description="the run's secret, where other machines can reach the server; only you may read it",
         json_schema_extra=_FILE,
     )
-    tls: str | None = Field(
+    tls: GivenPath | None = Field(
         None,
         description="directory of certificates, with which every connection is encrypted",
         json_schema_extra={"metavar": "DIR"},
@@ -383,13 +383,6 @@ class ServerOptions(Options):
         if len(set(given)) < len(given):
             raise ValueError("the same address is given twice: each host holds one shard")
         return ",".join(given)
-
-    @field_validator("run_dir", "token_file", "tls")
-    @classmethod
-    def _is_not_empty(cls, path: str | None) -> str | None:
-        if path == "":
-            raise ValueError("give a path, or leave it out")
-        return path
 
     @field_validator("server")
     @classmethod

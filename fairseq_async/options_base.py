@@ -1,10 +1,19 @@
-"""The base class of all models of options, and a type of an option."""
+"""The base class of all models of options, and types of options."""
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 Shown = dict[str, JsonValue]
+
+
+def _not_empty(path: str) -> str:
+    if not path:
+        raise ValueError("give a path, or leave it out")
+    return path
+
+
+GivenPath = Annotated[str, AfterValidator(_not_empty)]  # Path would take "" for the working directory
 
 
 class Options(BaseModel):
