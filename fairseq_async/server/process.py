@@ -20,7 +20,7 @@ from fairseq_async.exchange.authentication import new_token, write_token
 from fairseq_async.exchange.linux import environment
 from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.notices import ENDED, EXIT_CODE, RUN_FINISHED, RUN_OVER
-from fairseq_async.server.run_files.created_files import CreatedFiles
+from fairseq_async.server.run_files.created_files import CreatedFiles, spellable
 from fairseq_async.server.run_files.state_files import ending_path
 from fairseq_async.server.successor import Adopted, Standby
 
@@ -41,12 +41,7 @@ def make_directories(run_dir: Path, logs: Path, given: str) -> None:
         ConfigurationError: they cannot be made, or cannot be written to, or messages cannot name them.
     """
     try:
-        str(run_dir.absolute()).encode()
-    except UnicodeEncodeError as error:
-        said = f"this process's encoding ({sys.getfilesystemencoding()}) cannot spell it: set PYTHONUTF8=1"
-        raise ConfigurationError(f"{run_dir} ({given}): {said}") from error
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        spellable(run_dir, given).mkdir(parents=True, exist_ok=True)
         logs.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # ValueError: a character that no file name can have
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,9 +1,11 @@
-"""Removes the files of a launch that never became a run."""
+"""A run's directory: whether messages can name it, and the files of a launch that never became a run."""
 
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.server.run_files.event_log import EVENTS
 from fairseq_async.server.run_files.snapshots import DIRECTORY, OF_OTHER_RUNS
 
@@ -53,3 +55,17 @@ class CreatedFiles:
     def _unlink(self, paths: Iterable[Path]) -> None:
         for path in set(paths) - self._before:
             path.unlink(missing_ok=True)
+
+
+def spellable(directory: Path, given: str) -> Path:
+    """Returns a directory whose name messages can contain.
+
+    Raises:
+        ConfigurationError: this process's locale cannot spell the name, which the option ``given`` sets.
+    """
+    try:
+        str(directory.absolute()).encode()
+    except UnicodeEncodeError as error:
+        said = f"this process's encoding ({sys.getfilesystemencoding()}) cannot spell it: set PYTHONUTF8=1"
+        raise ConfigurationError(f"{directory} ({given}): {said}") from error
+    return directory
