@@ -122,19 +122,20 @@ def test_workers_that_hang_after_the_end_are_killed_and_are_no_failure(
     assert killed == [1, 2] and launcher.processes.failed == []
 
 
-def test_a_worker_0_that_dies_after_the_end_and_before_it_has_saved_is_waited_for_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_worker_that_dies_after_the_end_and_before_worker_0_has_saved_is_waited_for_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: int
 ) -> None:
     launcher = launcher_of(tmp_path, 2)
     server: Any = launcher.server
-    first, other = launcher.processes.workers
-    ended(first, code=-9)
-    ended(other, code=0)
+    ended(*launcher.processes.workers, code=None)
+    worker = launcher.processes.workers[dead]
+    ended(worker, code=-9)
     monkeypatch.setattr(launcher.processes, "kill_children", lambda worker: None)
     monkeypatch.setattr(launcher, "_start", lambda worker: ended(worker, code=None))
-    launcher._ending = False, 0.0
-    launcher._after_death(first)
+    launcher._ending = dead > 0, 0.0
+    launcher._after_death(worker)
     server.over.clear.assert_called_once_with()
     launcher._after_end()
-    assert launcher._ending is not None and launcher._ending[0], "worker 0 has its time again"
-    assert not other.given_up and first.restarts == 1
+    assert launcher._ending[0] and launcher._ending[1] > 0.0, "worker 0 has its time again"
+    assert worker.restarts == 1 and not any(each.given_up for each in launcher.processes.workers)
