@@ -54,7 +54,7 @@ def test_what_was_held_for_others_is_no_cost(tmp_path: Path) -> None:
     description["method"] |= {"barrier": 2, "closes_early": True}
     (run / "run.json").write_text(json.dumps(description))
     events = [json.loads(line) for line in (run / "events.jsonl").open()]
-    waits, at = [(0.5, 0.5, 0.3, 0.7)[number % 4] for number in range(len(events))], 0.0
+    waits, at = [(0.5, 0.3, 0.5, 0.7)[number % 4] for number in range(len(events))], 0.0
     held = []
     for event, before, wait in zip(events, [0.0, *waits], waits, strict=False):
         at += 1.0 + wait
