@@ -1,6 +1,5 @@
 """Training that a run does not see ends the worker with one line; what an ordinary script does goes through."""
 
-import copy
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -190,78 +189,6 @@ def test_local_sgd_takes_what_a_wrapper_does(workers: Start, case: str) -> None:
     torch.testing.assert_close(
         ended, loop(plain, WRAPPERS[case](SGD(plain.parameters(), lr=0.1, momentum=0.9))[0].step)
     )
-
-
-@torch.no_grad()
-def clamp(model: nn.Module, start: dict[str, Tensor]) -> None:
-    for parameter in model.parameters():
-        parameter.clamp_(-0.2, 0.2)
-
-
-def mask(model: nn.Module, start: dict[str, Tensor]) -> None:
-    weight = next(model.parameters())
-    weight.data.mul_((torch.arange(weight.numel()) % 2).view_as(weight))
-
-
-def load(model: nn.Module, start: dict[str, Tensor]) -> None:
-    model.load_state_dict(start)
-
-
-def other_layer(model: nn.Module, start: dict[str, Tensor]) -> None:
-    model[0] = nn.Linear(5, 8)  # type: ignore[operator]
-
-
-OUTSIDE = {
-    "clamped": (clamp, "is not as this worker took it"),
-    "masked through data": (mask, "0.weight is not as this worker took it"),
-    "loaded": (load, "0.weight is not as this worker took it"),
-    "a layer made anew": (other_layer, "0.weight has a gradient and is not exchanged"),
-}
-
-
-@pytest.mark.parametrize("case", OUTSIDE)
-def test_hybrid_says_that_a_change_outside_the_step_would_be_lost(
-    workers: Start, capfd: pytest.CaptureFixture[str], case: str
-) -> None:
-    change, said = OUTSIDE[case]
-
-    def train(worker: int) -> None:
-        model = net()
-        start = copy.deepcopy(model.state_dict())
-        optimizer = AdamW(model.parameters(), lr=0.1)
-        with pytest.raises(SystemExit), hybrid(model, optimizer):
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                backward(model, step)
-                optimizer.step()
-                assert step < 3
-                if step == 2:
-                    change(model, start)
-
-    workers(1, gradient_main.build).run(train)
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "error:" in line]
-    assert said in line
-
-
-def test_hybrid_lets_the_weights_be_exchanged_for_a_validation_and_put_back(workers: Start) -> None:
-    """As scripts do that validate a moving average: the bits are the same again at the next step."""
-
-    def train(worker: int) -> float:
-        model = net()
-        optimizer = AdamW(model.parameters(), lr=0.1)
-        mean = copy.deepcopy(model)
-        with hybrid(model, optimizer) as training:
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                backward(model, step)
-                optimizer.step()
-                own = copy.deepcopy(model.state_dict())
-                model.load_state_dict(mean.state_dict())
-                model(torch.zeros(1, 5))
-                model.load_state_dict(own)
-            return training.progress
-
-    assert workers(1, gradient_main.build).run(train) == [STEPS]
 
 
 def game(workers: int) -> tuple[list[nn.Module], list[Optimizer], Callable[[int, int], None]]:

@@ -1,0 +1,49 @@
+"""What ``job.py`` has come to with each front end, which runs once for all the tests that need it."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.commands import DEEPSPEED, ROOT, Processes, command
+
+VARIABLES = {"fairseq_train": {}, "torch_loop": {"PYTHONPATH": str(ROOT)}}
+
+
+class Ended(NamedTuple):
+    """A run: its exit code, the lines that say why, and its flat parameters where it has come to its end."""
+
+    code: int
+    errors: list[str]
+    output: str
+    parameters: Tensor | None
+
+
+@pytest.fixture(scope="session")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], Ended]:
+    """``ended(front_end, case, method)``."""
+
+    @cache
+    def run(front_end: str) -> Path:
+        out, processes = tmp_path_factory.mktemp(front_end), Processes()
+        line = [command("python"), "-m", "tests.helpers.contract.job", front_end, out]
+        try:
+            code, output = processes.run(line, seconds=600, **VARIABLES.get(front_end, DEEPSPEED))
+        finally:
+            processes.end()
+        assert code == 0, output[-3000:]
+        return out
+
+    def of(front_end: str, case: str, method: str) -> Ended:
+        path = run(front_end) / f"{case}.{method}"
+        output, saved = Path(f"{path}.log").read_text(), Path(f"{path}.pt")
+        state = torch.load(saved, weights_only=True) if saved.exists() else None
+        flat = None if state is None else torch.cat([each.flatten() for each in state.values()])
+        errors = [text for text in output.splitlines() if "error: " in text]
+        return Ended(int(Path(f"{path}.code").read_text()), errors, output, flat)
+
+    return of
