@@ -234,12 +234,13 @@ def test_the_last_words_are_those_of_the_present_process_though_a_child_of_it_go
 
 
 def test_a_killed_launcher_is_no_error_of_a_worker_that_prints_as_it_ends(tmp_path: Path) -> None:
-    waits = "while kill -0 $PPID 2> /dev/null; do sleep 0.05; done; echo ending && touch ended"
+    # by number: a shell that starts after its parent's end has another parent
+    waits = "while kill -0 $0 2> /dev/null; do sleep 0.05; done; echo ending && touch ended"
     starts = f"""
 import os, signal
 from pathlib import Path
 from fairseq_async.launch.output import Output
-Output().of(["sh", "-c", {waits!r}], Path("log"), os.environ)
+Output().of(["sh", "-c", {waits!r}, str(os.getpid())], Path("log"), os.environ)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
