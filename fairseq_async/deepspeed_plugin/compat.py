@@ -6,10 +6,11 @@ has them; the engines of this plugin override ``_take_model_step``.
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import deepspeed
 import torch
@@ -17,12 +18,14 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fairseq_async.errors import ConfigurationError, fail
 
 # A torch optimizer, or one of DeepSpeed's wrappers of it. The wrappers have neither type hints nor a base class that
 # declares the attributes which are read here.
 DeepSpeedOptimizer: TypeAlias = Any
+_Engine = TypeVar("_Engine", bound=DeepSpeedEngine)
 
 MADE_FOR = "0.19.8"  # the version that setup.py names
 
@@ -200,23 +203,29 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape"))  # noqa: B009 - torch's type hints do not know DeepSpeed's attribute
 
 
-def refuse_other_steps(engine: DeepSpeedEngine, is_expected: Callable[[], bool]) -> None:
+def refuse_other_steps(engine: _Engine, is_expected: Callable[[_Engine], bool]) -> None:
     """From now on, ends the process with one line where the script itself steps the optimizer within DeepSpeed's
-    wrappers: the run would not see the step.
+    wrappers, or another optimizer that has parameters of the engine's model: the run would not see the step.
 
     Args:
         is_expected: whether a step that is about to be taken is the engine's own.
     """
+    named = {id(each): name for name, each in engine.module.named_parameters() if each.requires_grad}
+    reference = weakref.ref(engine)  # with the engine its parameters go, and others may get their ids
 
-    def check(*_: object) -> None:
-        if not is_expected():
+    def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if (of := reference()) is None or is_expected(of):
+            return
+        given = (each for group in optimizer.param_groups for each in group["params"])
+        names = [named[id(each)] for each in given if id(each) in named]
+        if names or optimizer is of.basic_optimizer:
+            what = f"{names[0]} in the step() of " if names else "the step() of "
             fail(
-                "the script calls optimizer.step(), and the run sees the steps of engine.step() alone: call that in "
-                "its place"
+                f"the script trains {what}{type(optimizer).__name__}, and the run sees the steps of engine.step() "
+                "alone: call that in its place"
             )
 
-    if isinstance(engine.basic_optimizer, torch.optim.Optimizer):
-        engine.basic_optimizer.register_step_pre_hook(check)
+    register_optimizer_step_pre_hook(check)
 
 
 def count_step(engine: DeepSpeedEngine, applied: bool) -> None:

@@ -1,6 +1,10 @@
 """How a worker's process ends: it leaves the run, and the process that has started the server outlasts the others."""
 
-from fairseq_async.errors import AsyncError, has_failed
+import os
+import sys
+
+from fairseq_async.deepspeed_plugin.engine import AsyncEngine
+from fairseq_async.errors import USER_ERROR, AsyncError, has_failed
 from fairseq_async.server.notices import ENDED
 from fairseq_async.server.process import ServerProcess, say
 from fairseq_async.worker.async_worker import AsyncWorker
@@ -9,22 +13,31 @@ from fairseq_async.worker.context import WorkerContext
 from fairseq_async.worker.process import last_word
 
 
-def leave_at_exit(
-    context: WorkerContext, client: Client, async_worker: AsyncWorker, server: ServerProcess | None
-) -> None:
+def leave_at_exit(client: Client, engine: AsyncEngine, server: ServerProcess | None) -> None:
     """Leaves the run when the process ends, for whatever reason; says so if the script has not ended its part before.
+    If the run has not seen the training, the process ends with one line and exit code 2, without the exit handlers that
+    were registered before this one.
 
     A process that has started the server stays until the other workers have ended, too. If it has failed or was
     interrupted, it does not stay: whoever has started the job is to learn of it at once, and to end the other ranks.
     The server then writes a last snapshot.
     """
-    failed = has_failed()
+    if has_failed():
+        return _leave(client, server, failed=True)
     try:
-        if not failed:
-            async_worker.settle()
-            _check_ended(context, async_worker)
+        engine.check_at_exit()
+        engine.async_worker.settle()
+        _check_ended(engine.context, engine.async_worker)
     except AsyncError:
         pass  # the server had ended before
+    except SystemExit:  # whose code Python does not take from here
+        _leave(client, server, failed=True)
+        sys.stdout.flush()
+        os._exit(USER_ERROR)
+    _leave(client, server, failed=False)
+
+
+def _leave(client: Client, server: ServerProcess | None, failed: bool) -> None:
     if server is None:
         return client.leave(finished=False)
     try:

@@ -56,6 +56,7 @@ class AsyncEngine(DeepSpeedEngine):
     worker: int
     workers: int
     context: WorkerContext
+    _watch: ParameterWatch | None = None
 
     def set_up(
         self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext, run_dir: Path
@@ -76,9 +77,9 @@ class AsyncEngine(DeepSpeedEngine):
         self._warned_of_end = self._warned_of_no_gradient = False
         self._trained = tensors.trainable(self)
         self._followed = FollowedSchedule(self.lr_scheduler, self.optimizer)
-        self._backward_passes = 0  # since the last engine.step()
+        self._has_stepped, self._passes = False, 0  # forward passes that train, since the last engine.step()
         self._takes_step = False  # whether the engine itself is in a step of its optimizer
-        refuse_other_steps(self, lambda: self._takes_step or self.finished)
+        refuse_other_steps(self, lambda engine: engine._takes_step or engine.finished)
 
     @property
     def finished(self) -> bool:
@@ -94,41 +95,53 @@ class AsyncEngine(DeepSpeedEngine):
         """Joins the run if that has not happened yet; returns the worker side of the method."""
         if not self.async_worker.joined:
             self._followed.begin()  # where the script has loaded it
+            self._check_masters()
             self._join(None)
         return self.async_worker
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """Computes as DeepSpeed does; the first call joins the run, even if it is a validation, which all may share."""
         self.join_run()
-        if not self._step_ended and self.training and torch.is_grad_enabled():
-            self.async_worker.first_batch = digest_of((inputs, kwargs))
-            self._step_ended = time.perf_counter()
+        if self.training and torch.is_grad_enabled() and not self.finished:
+            if not self._step_ended:
+                self.async_worker.first_batch = digest_of((inputs, kwargs))
+                self._step_ended = time.perf_counter()
+            self._expect_step()
         return super().forward(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
         """Computes gradients as DeepSpeed does, and keeps the loss for the server's log."""
-        self._check_step_comes()
         self._loss = loss.detach().clone()  # with CUDA graphs the next step writes its loss into the same memory
         return super().backward(loss, *args, **kwargs)
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Steps as DeepSpeed does."""
-        self._backward_passes = 0
+        self._has_stepped, self._passes, self._watch = True, 0, None
         super().step(*args, **kwargs)
 
-    def _check_step_comes(self) -> None:
-        """Ends the process with one line if the model is trained without ``engine.step()``: parameters have changed
-        between the fourth and the eighth backward pass without one. A step may have several passes, and those of SAM
-        have other parameters for a while."""
-        self._backward_passes += 1
-        if self._backward_passes == _PASSES_OF_A_STEP:
-            self._watch = ParameterWatch(self.async_worker.replica.named)
+    def _expect_step(self) -> None:
+        """Ends the process with one line if parameters have changed within many passes without ``engine.step()``. A
+        step may have several, and those of SAM have other parameters for a while."""
+        self._passes += 1
+        if self._passes == (_PASSES_OF_A_STEP if self._has_stepped else 1):
+            whole = not self.zero_optimization_partition_weights()
+            self._watch = ParameterWatch(tensors.trainable(self) if whole else self.async_worker.replica.named)
             self._watch.note()
-        elif self._backward_passes == 2 * _PASSES_OF_A_STEP and not self.finished and (name := self._watch.changed()):
+        elif self._passes == 2 * _PASSES_OF_A_STEP:
+            self._check_step_came()
+
+    def _check_step_came(self) -> None:
+        """Ends the process with one line if the model is trained without ``engine.step()``."""
+        if self._watch is not None and (name := self._watch.changed()):
             fail(
                 f"{name} is trained without engine.step(), which alone the run sees: call it in place of the step of "
                 "another optimizer"
             )
+
+    def check_at_exit(self) -> None:
+        """As :meth:`_check_step_came`, if ``engine.step()`` was never called; after it, a model may be changed."""
+        if not self._has_stepped:
+            self._check_step_came()
 
     @errors_in_one_line()
     def save_checkpoint(
@@ -145,6 +158,7 @@ class AsyncEngine(DeepSpeedEngine):
         the server's state is the one that it had then.
         """
         tag = f"global_step{self.global_steps}" if tag is None else tag
+        self._check_step_came()
         self.async_worker.settle()
         own = checkpoint_directory(save_dir, self.worker)
         position = {_BEGINS: self._followed.state_dict()}
@@ -263,6 +277,7 @@ class AsyncEngine(DeepSpeedEngine):
         """
         if not self.async_worker.joined or self.finished:
             return
+        self._check_step_came()
         if for_all:
             self.pull()
         else:
@@ -290,8 +305,12 @@ class AsyncEngine(DeepSpeedEngine):
 
         With local SGD, local steps that are done are sent first; the rest of the round is given up.
         """
-        self._backward_passes = 0
+        self._check_step_came()
+        self._passes, self._watch = 0, None
         self.async_worker.catch_up()
+
+    def _check_masters(self) -> None:
+        """Checks that fp32 masters have the parameters that the script has given the model; here there are none."""
 
     @errors_in_one_line()
     def _join(self, server_state: Path | None) -> None:

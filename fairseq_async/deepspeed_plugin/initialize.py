@@ -327,7 +327,7 @@ def _make_worker_engine(
     async_worker = _make_worker(client, engine, options, context)
     description = _describe(options, section, context, sizes, inner)
     engine.set_up(async_worker, description, context, Path(section.run_dir))
-    atexit.register(leave_at_exit, context, client, async_worker, server)
+    atexit.register(leave_at_exit, client, engine, server)
     _made.append(engine)
     ranks = context.rank, context.island_size
     loader = arguments.make_loader(engine, sizes, options, ranks, engine.join_run, own)

@@ -54,6 +54,10 @@ class LocalEngine(AsyncEngine):
             tensors.check_unstepped(self._unstepped)
         return result
 
+    @errors_in_one_line()
+    def _check_masters(self) -> None:
+        tensors.check_masters(self)
+
     def offload_states(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuses what would move the fp32 masters to other memory: the exchange would go on with the old one."""
         fail(

@@ -125,6 +125,20 @@ def all_finite(gradients: list[Tensor]) -> bool:
     return bool(torch.stack([norm.float() for norm in norms]).isfinite().all())
 
 
+def check_masters(engine: DeepSpeedEngine) -> None:
+    """Checks, before the first batch, that the model's parameters are what their fp32 masters are rounded to.
+
+    Raises:
+        ConfigurationError: the script has changed one since ``initialize``, and not its master.
+    """
+    replica = replica_of(engine, 0)
+    if isinstance(replica, MasterReplica) and (name := replica.strayed()):
+        raise ConfigurationError(
+            f"{name} was changed after initialize, and its fp32 master was not, so that DeepSpeed takes the change "
+            "back with the first step: load parameters before initialize, or by engine.load_checkpoint"
+        )
+
+
 def replica_of(engine: DeepSpeedEngine, rank: int) -> Replica:
     """Returns the engine's trainable parameters: themselves in fp32 without ZeRO, else this rank's fp32 masters.
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fairseq_async.exchange import unpack
@@ -115,6 +116,16 @@ class MasterReplica:
         near = between(self._parameter_device, flat).upload(flat)
         copy_fused(self._masters, self._parts(near if self.device is self._parameter_device else flat))
         copy_fused(self._parameters, list(self.layout.views(near)))
+
+    def strayed(self) -> str | None:
+        """Returns the name of a parameter that is not its master, rounded; None if there is none."""
+        for (name, parameter), given in zip(self._named, self._given, strict=True):
+            if given is not None:
+                start, master = given
+                part = parameter.detach().reshape(-1)[start : start + master.numel()]
+                if not torch.equal(part, master.detach().to(part)):
+                    return name
+        return None
 
     def part(self, tensors: slice) -> "MasterReplica":
         return MasterReplica(self._named[tensors], self._given[tensors], self._is_writer)

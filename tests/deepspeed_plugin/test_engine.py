@@ -1,7 +1,10 @@
 """What the engines count and exchange, of DeepSpeed's engine only what that needs."""
 
+import os
 import shutil
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,19 +12,19 @@ from typing import Any, cast
 import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
+from fairseq_async.deepspeed_plugin.ending import leave_at_exit
 from fairseq_async.deepspeed_plugin.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.hybrid_engine import HybridEngine
 from fairseq_async.deepspeed_plugin.local_engine import LocalEngine
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
-from fairseq_async.deepspeed_plugin.tensors import replica_of, trainable, unstepped
+from fairseq_async.deepspeed_plugin.tensors import check_masters, replica_of, trainable, unstepped
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.server.optimizers.learning_rates import present_options, present_rates
-from fairseq_async.worker.replica import TensorReplica
 
 
 class Worker:
@@ -44,7 +47,7 @@ class Engine(LocalEngine):
     def __init__(self) -> None:
         self.async_worker = cast(Any, Worker())
         self.training, self.global_steps, self._step_ended, self._loss = True, 0, 0.0, None
-        self._lacks_gradient = False
+        self._lacks_gradient, self._has_stepped, self._passes = False, True, 0
         self.context, self.micro_batches = cast(Any, SimpleNamespace(slowdown=1.0)), 0
 
     def __getattr__(self, name: str) -> Any:
@@ -106,6 +109,17 @@ def test_what_zero_does_not_step_is_not_exchanged() -> None:
     assert [segment.name for segment in replica_of(engine, 0).layout.segments] == ["1.weight", "1.bias"]
 
 
+def test_parameters_that_are_loaded_beside_their_masters_are_one_line() -> None:
+    model = nn.Linear(2, 3).to(torch.bfloat16)
+    masters = [each.detach().float().view(-1) + 1e-6 for each in model.parameters()]
+    groups = {"fp16_groups": [list(model.parameters())], "fp32_groups_flat": [torch.cat(masters)]}
+    engine = with_optimizer(model, **groups)
+    check_masters(engine)  # which bfloat16 rounds to the parameters
+    model.load_state_dict(nn.Linear(2, 3).state_dict())
+    with pytest.raises(ConfigurationError, match="weight was changed after initialize, and its fp32 master was not"):
+        check_masters(engine)
+
+
 @pytest.mark.parametrize(("dtype", "key"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
 def test_a_model_in_half_precision_without_masters_is_one_line_with_the_key_that_makes_them(
     dtype: torch.dtype, key: str
@@ -145,24 +159,80 @@ def test_a_step_of_the_optimizer_that_the_script_takes_is_one_line(
 
 
 @pytest.mark.parametrize("kind", [LocalEngine, HybridEngine])
-def test_training_without_the_engines_step_is_one_line_and_several_backward_passes_are_none(
-    kind: type[AsyncEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_step_of_another_optimizer_is_one_line_unless_it_is_of_another_model(
+    kind: type[AsyncEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(DeepSpeedEngine, "backward", lambda engine, loss: loss.backward())
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    engine = prepared(kind, model, SGD(model.parameters(), lr=0.1))
+    (model(torch.ones(2)) + other(torch.ones(2))).sum().backward()
+    SGD(other.parameters(), lr=0.1).step()
+    with pytest.raises(SystemExit):
+        SGD(model.parameters(), lr=0.1).step()  # made anew by the script
+    assert "error: the script trains weight in the step() of SGD, and the run sees the" in capsys.readouterr().err
+    cast(Any, engine.async_worker).finished = True  # and the model is the script's
+    SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> Callable[[AsyncEngine, int, float], None]:
+    """``by_hand(engine, passes, rate)``: moves its parameters, which ``engine.step()`` does not."""
+    monkeypatch.setattr(DeepSpeedEngine, "forward", lambda engine, inputs: engine.module(inputs))
     monkeypatch.setattr(DeepSpeedEngine, "step", lambda engine: None)
+    monkeypatch.setattr(DeepSpeedEngine, "zero_optimization_partition_weights", lambda engine: False)
+
+    def train(engine: AsyncEngine, passes: int, rate: float) -> None:
+        for _ in range(passes):
+            cast(Any, engine(torch.ones(2))).sum().backward()
+            for each in engine.module.parameters():
+                each.data -= rate * cast(Tensor, each.grad)
+
+    return train
+
+
+@pytest.mark.parametrize("kind", [LocalEngine, HybridEngine])
+@pytest.mark.parametrize(
+    ("end", "passes"), [("none", 8), ("pull", 1), ("end", 1), ("save_checkpoint", 1), ("the process's", 1)]
+)
+def test_parameters_that_are_moved_without_the_engines_step_are_one_line(
+    by_hand: Callable[[AsyncEngine, int, float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: type[AsyncEngine],
+    end: str,
+    passes: int,
+) -> None:
     model = nn.Linear(2, 1)
     engine = cast(Any, prepared(kind, model, SGD(model.parameters(), lr=0.1)))
-    engine._unstepped, engine.global_steps = [], 0
-    engine.async_worker.replica = TensorReplica(list(model.named_parameters()))
-    another = SGD(model.parameters(), lr=0.1)  # the script's own, made anew
-    for _ in range(20):
-        engine.backward(model(torch.ones(2)).sum())
-    engine.step()
-    with pytest.raises(SystemExit):
-        for _ in range(8):
-            engine.backward(model(torch.ones(2)).sum())
-            another.step()
+    engine.global_steps, engine.async_worker.look_ahead = 0, 0.0
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr("fairseq_async.errors._failures", [])
+    with pytest.raises(SystemExit) as ended:
+        by_hand(engine, passes, 0.1)
+        if end == "the process's":
+            leave_at_exit(cast(Any, SimpleNamespace(leave=lambda finished: None)), engine, None)
+        elif end != "none":
+            getattr(engine, end)(*["directory"] * (end == "save_checkpoint"))
+    assert ended.value.code == 2
     assert "error: weight is trained without engine.step(), which alone the run sees" in capsys.readouterr().err
+
+
+def test_many_passes_and_changes_after_the_last_step_are_no_mistake(
+    by_hand: Callable[[AsyncEngine, int, float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fairseq_async.errors._failures", [])
+    model = nn.Linear(2, 1)
+    engine = cast(Any, prepared(LocalEngine, model, SGD(model.parameters(), lr=0.1)))
+    engine.global_steps = 0
+    engine.async_worker.settle = engine.async_worker.catch_up = lambda: None
+    engine.async_worker.done = 0
+    by_hand(engine, 20, 0.0)
+    engine.pull()
+    by_hand(engine, 1, 0.0)
+    engine.step()
+    by_hand(engine, 3, 0.1)
+    engine.pull()
+    by_hand(engine, 7, 0.1)
+    leave_at_exit(cast(Any, SimpleNamespace(leave=lambda finished: None)), engine, None)
 
 
 def test_a_gradient_of_a_parameter_that_no_exchange_has_is_one_line(
@@ -413,7 +483,7 @@ def test_a_layer_that_is_unfrozen_during_the_run_is_one_line(
     engine.module[1].requires_grad_(True)
     with pytest.raises(SystemExit):
         engine._take_model_step(None)
-    assert "1.bias was frozen or unfrozen during the run" in capsys.readouterr().err
+    assert "1.bias was frozen, unfrozen or made anew during the run" in capsys.readouterr().err
 
 
 def test_a_scheduler_of_the_scripts_own_is_one_line() -> None:
