@@ -31,15 +31,16 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from fairseq_async import protocol  # noqa: E402
 from fairseq_async.environment import SERVER, TOKEN, WORKER, WORKERS  # noqa: E402
 from fairseq_async.errors import AsyncError, ConfigurationError, fail  # noqa: E402
 from fairseq_async.exchange import copy  # noqa: E402
-from fairseq_async.launch.command import SERVERS  # noqa: E402
-from fairseq_async.method_spec import MethodSpec  # noqa: E402
+from fairseq_async.launch.command.command import SERVERS  # noqa: E402
+from fairseq_async.method.spec import MethodSpec  # noqa: E402
+from fairseq_async.protocol import Layout  # noqa: E402
 from fairseq_async.reporting.audit import audit  # noqa: E402
-from fairseq_async.server import Layout, protocol  # noqa: E402
-from fairseq_async.server.process import ServerProcess  # noqa: E402
-from fairseq_async.worker.client import Client  # noqa: E402
+from fairseq_async.worker.connection.client import Client  # noqa: E402
+from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from recipes.multi30k_en_de.presets import PRESETS, Size  # noqa: E402
 from recipes.steps import environment  # noqa: E402
 from recipes.training import Method, Training  # noqa: E402

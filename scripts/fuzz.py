@@ -17,7 +17,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fairseq_async.worker.client import Client  # noqa: E402
+from fairseq_async.worker.connection.client import Client  # noqa: E402
 from scripts.faults.adder import Adder  # noqa: E402
 from scripts.faults.fuzzer import Fuzzer, read_corpus, write_corpus  # noqa: E402
 from scripts.faults.thread_server import ThreadServer  # noqa: E402

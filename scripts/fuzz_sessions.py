@@ -31,13 +31,13 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fairseq_async.compression import parse  # noqa: E402
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
-from fairseq_async.method_spec import MethodSpec  # noqa: E402
+from fairseq_async.method.spec import MethodSpec  # noqa: E402
+from fairseq_async.options.compression import parse  # noqa: E402
+from fairseq_async.protocol import Push, Report  # noqa: E402
 from fairseq_async.reporting.audit import audit  # noqa: E402
-from fairseq_async.server.process import ServerProcess  # noqa: E402
-from fairseq_async.server.protocol import Push, Report  # noqa: E402
-from fairseq_async.worker.client import Client  # noqa: E402
+from fairseq_async.worker.connection.client import Client  # noqa: E402
+from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from scripts.bench.report import Report as Bench  # noqa: E402
 from scripts.faults.adder import LAYOUT, adder_spec  # noqa: E402
 from scripts.faults.digest import digest, read_snapshot  # noqa: E402

@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 from fairseq_async.errors import as_flag, spell_options
-from fairseq_async.server.process import ServerProcess
+from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.hosts import Cable, Host, other_host
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.commands import MODEL, PACKAGE, Processes, command, launch_command, train_alone

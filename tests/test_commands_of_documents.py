@@ -31,7 +31,7 @@ NOT_RUN = {  # beginnings of commands, and why; where a test has the same, its n
     "pip install": "the network; scripts/environment.sh has done so before these tests",
     "docker run": "a container; the page shows one option of it, without an image",
     "ssh -N": "a second machine; tests/launch/test_two_machines.py has one",
-    "fairseq-async ray": "Ray, an extra that need not be installed; tests/ray_launch has it",
+    "fairseq-async ray": "Ray, an extra that need not be installed; tests/launch/ray has it",
     "fairseq-async serve": "machines of two regions; tests/launch/test_regions.py has them",
     "fairseq-async launch --workers 4 --token-file token": "one of the two regions of tests/launch/test_regions.py",
     "bash scripts/chaos.sh": "minutes to hours of faults; tests/chaos/test_schedule.py and its neighbours inject each",

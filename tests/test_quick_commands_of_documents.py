@@ -20,7 +20,7 @@ import yaml
 from fairseq_async import cli
 from fairseq_async.export import export
 from fairseq_async.reporting import watch
-from fairseq_async.server.process import ServerProcess
+from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
 from tests.helpers.documents import QUICK, ROOT, commands
 from tests.helpers.server_client import SGD_SERVER, join, push

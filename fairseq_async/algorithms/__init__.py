@@ -3,7 +3,6 @@
 from fairseq_async.algorithms.adascale import AdaScaleGain
 from fairseq_async.algorithms.adasum import adasum
 from fairseq_async.algorithms.admission import NormGate, StalenessPolicy
-from fairseq_async.algorithms.baseline_optimizers import HeavyBall, OuterAdam
 from fairseq_async.algorithms.codecs import (
     BF16,
     DQSGD,
@@ -16,13 +15,14 @@ from fairseq_async.algorithms.codecs import (
     Int8,
     TopK,
 )
-from fairseq_async.algorithms.direction_averaging import DirectionAveraging
 from fairseq_async.algorithms.fragments import Fragment, FragmentedRule, fragments_of, in_turn
 from fairseq_async.algorithms.hierarchy import Region
 from fairseq_async.algorithms.hybrid import HybridAccumulation
 from fairseq_async.algorithms.local_steps import local_steps, shard_probabilities
-from fairseq_async.algorithms.momentum_look_ahead import HeLoCo, MomentumLookAhead
-from fairseq_async.algorithms.outer_optimizers import BufferedNesterov, DelayedNesterov, NesterovMomentum
+from fairseq_async.algorithms.outer.baseline_optimizers import HeavyBall, OuterAdam
+from fairseq_async.algorithms.outer.direction_averaging import DirectionAveraging
+from fairseq_async.algorithms.outer.momentum_look_ahead import HeLoCo, MomentumLookAhead
+from fairseq_async.algorithms.outer.outer_optimizers import BufferedNesterov, DelayedNesterov, NesterovMomentum
 from fairseq_async.algorithms.rule import Rule
 from fairseq_async.algorithms.update import Update
 from fairseq_async.algorithms.worker_buffers import WorkerBuffers

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from fairseq_async.algorithms.momentum_rule import at_least_one
+from fairseq_async.algorithms.outer.momentum_rule import at_least_one
 from fairseq_async.algorithms.rule import State
 
 

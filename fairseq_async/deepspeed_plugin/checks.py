@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-from fairseq_async.deepspeed_plugin import rehearsal
+from fairseq_async.deepspeed_plugin import dry_run
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server.optimizers.torch_optimizer import OPTIMIZERS
 
@@ -71,7 +71,7 @@ def check_optimizer(config: dict[str, Any], name: str, given: bool, in_the_serve
             raise ConfigurationError(f'{name}: "optimizer": "params": "{key}" is {value}: give a finite number')
     if known is not None:
         kept = {key: value for key, value in params.items() if key not in _KEYS_OF_DEEPSPEED or known == "SGD"}
-        fault = rehearsal.fault_of_optimizer(OPTIMIZERS[known], kept)
+        fault = dry_run.fault_of_optimizer(OPTIMIZERS[known], kept)
         if fault:
             raise ConfigurationError(f'{name}: "optimizer": "params": {fault}')
 
@@ -97,7 +97,7 @@ def check_scheduler(config: dict[str, Any], name: str, given: bool) -> None:
         raise ConfigurationError(f'{name}: "scheduler": "params" is {params!r}: give an object')
     if scheduler is torch.optim.lr_scheduler.ReduceLROnPlateau:
         raise ConfigurationError(f'{name}: "scheduler": "type" is {kind!r}: it follows a loss; use another of {known}')
-    fault = rehearsal.fault_of_schedule(scheduler, params)
+    fault = dry_run.fault_of_schedule(scheduler, params)
     if fault:
         raise ConfigurationError(f'{name}: "scheduler": "params": {fault}')
 

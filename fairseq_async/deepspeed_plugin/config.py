@@ -6,11 +6,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fairseq_async import methods
-from fairseq_async.config import AsyncLocalSGDOptions, Section
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.methods import MethodOptions
-from fairseq_async.validation import checked
+from fairseq_async.method import methods
+from fairseq_async.method.methods import MethodOptions
+from fairseq_async.options.config import AsyncLocalSGDOptions, Section
+from fairseq_async.options.validation import checked
 
 SECTION = "async_training"
 

@@ -22,16 +22,16 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from fairseq_async.config import HybridOptions, LocalSGDOptions
 from fairseq_async.deepspeed_plugin import config as configuration
-from fairseq_async.deepspeed_plugin.engine import AsyncEngine
+from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.initialize import initialize
 from fairseq_async.deepspeed_plugin.world import enter_world, entered_world
 from fairseq_async.errors import AsyncError, as_key, fail, spell_options
+from fairseq_async.options.config import HybridOptions, LocalSGDOptions
+from fairseq_async.pytorch.follow_run import FollowRun, Plan, Worker, wrap
 from fairseq_async.server.optimizers.learning_rates import present_rates
-from fairseq_async.server.process import say
-from fairseq_async.torch.follow_run import FollowRun, Plan, Worker, wrap
-from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.start.context import WorkerContext
+from fairseq_async.worker.start.server_process import say
 
 Config: TypeAlias = dict[str, Any]
 

@@ -14,17 +14,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from torch.utils.data import Dataset
 
-from fairseq_async.config import (
-    AdaScaleOptions,
-    AdasumOptions,
-    HybridOptions,
-    LocalSGDOptions,
-    Section,
-)
-from fairseq_async.deepspeed_plugin import checks, served
+from fairseq_async.deepspeed_plugin import checks, server_description
 from fairseq_async.deepspeed_plugin import config as configuration
-from fairseq_async.deepspeed_plugin.adascale import AdaScaleEngine
-from fairseq_async.deepspeed_plugin.adasum import AdasumEngine, SingleRankGroups
 from fairseq_async.deepspeed_plugin.compat import (
     DeepSpeedOptimizer,
     check_attributes,
@@ -41,34 +32,37 @@ from fairseq_async.deepspeed_plugin.data import (
     length_of,
     sizes_of_shards,
 )
-from fairseq_async.deepspeed_plugin.ending import leave_at_exit
-from fairseq_async.deepspeed_plugin.engine import AsyncEngine
-from fairseq_async.deepspeed_plugin.hybrid_engine import HybridEngine
-from fairseq_async.deepspeed_plugin.island import IslandClient
-from fairseq_async.deepspeed_plugin.loading import loading_of
-from fairseq_async.deepspeed_plugin.local_engine import LocalEngine
-from fairseq_async.deepspeed_plugin.schedules import Schedule
-from fairseq_async.deepspeed_plugin.synchronous_engine import (
+from fairseq_async.deepspeed_plugin.engines.adascale import AdaScaleEngine
+from fairseq_async.deepspeed_plugin.engines.adasum import AdasumEngine, SingleRankGroups
+from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
+from fairseq_async.deepspeed_plugin.engines.hybrid import HybridEngine
+from fairseq_async.deepspeed_plugin.engines.island import IslandClient
+from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
+from fairseq_async.deepspeed_plugin.engines.synchronous import (
     GroupPosition,
     SynchronousEngine,
     set_environment_without_launcher,
 )
-from fairseq_async.deepspeed_plugin.tensors import replica_of, trainable
+from fairseq_async.deepspeed_plugin.engines.tensors import replica_of, trainable
+from fairseq_async.deepspeed_plugin.exit import leave_at_exit
+from fairseq_async.deepspeed_plugin.loading import loading_of
+from fairseq_async.deepspeed_plugin.schedules import Schedule
 from fairseq_async.deepspeed_plugin.world import check_not_started, entered_world, start_world
 from fairseq_async.errors import AsyncError, ConfigurationError, as_key, fail, spell_options
-from fairseq_async.global_server import local_sgd_server
-from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
-from fairseq_async.methods import MethodOptions
-from fairseq_async.server.process import ServerProcess
-from fairseq_async.torch.parameters import check_memory, untrained_checksum
+from fairseq_async.method.global_server import local_sgd_server
+from fairseq_async.method.methods import MethodOptions
+from fairseq_async.method.spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
+from fairseq_async.options.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, Section
+from fairseq_async.pytorch.parameters import check_memory, untrained_checksum
 from fairseq_async.worker.buffers import with_buffers
-from fairseq_async.worker.client import Client
-from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker
-from fairseq_async.worker.process import end_process
 from fairseq_async.worker.shards import DataPosition
+from fairseq_async.worker.start.context import WorkerContext
+from fairseq_async.worker.start.process import end_process
+from fairseq_async.worker.start.server_process import ServerProcess
 
 _LONGEST = 300  # characters of a reason: some show a whole tensor
 # DeepSpeed checks little of a configuration: a wrong value raises what it leads to, somewhere in DeepSpeed
@@ -110,11 +104,11 @@ def initialize(
     ``training_data`` is given, draws from the shards that the server chooses, until the run is over, or for one pass
     over the data where the run has no ``total_steps``; a scheduler follows the progress of the whole run. Besides, the
     engine has ``finished``, ``progress``, ``worker``, ``workers``, ``pull()`` and ``end()``, see
-    :class:`~fairseq_async.deepspeed_plugin.engine.AsyncEngine`. ``config_params`` is DeepSpeed's older name of
+    :class:`~fairseq_async.deepspeed_plugin.engines.engine.AsyncEngine`. ``config_params`` is DeepSpeed's older name of
     ``config``.
 
     The synchronous methods, ``adasum`` and ``adascale``, have no server: the ranks train as one group, by
-    :class:`~fairseq_async.deepspeed_plugin.synchronous_engine.SynchronousEngine`.
+    :class:`~fairseq_async.deepspeed_plugin.engines.synchronous.SynchronousEngine`.
 
     A mistake in the configuration ends the process with one line.
 
@@ -315,8 +309,8 @@ def _make_worker_engine(
     own = checks.worker_batch(own, context.workers, context.island_size, arguments.name)
     engine: AsyncEngine
     if isinstance(options, HybridOptions):
-        made = arguments.make_engine(served.without_schedule(own))
-        inner = served.leave_to_server(made[0], own, options.total_steps)
+        made = arguments.make_engine(server_description.without_schedule(own))
+        inner = server_description.leave_to_server(made[0], own, options.total_steps)
         engine = _change_class(made[0], HybridEngine)
     else:
         made, inner = arguments.make_engine(own), {}

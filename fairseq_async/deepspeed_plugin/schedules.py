@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from fairseq_async.algorithms.rule import State
 from fairseq_async.deepspeed_plugin.compat import DeepSpeedOptimizer
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.method_spec import JsonObject
+from fairseq_async.method.spec import JsonObject
 from fairseq_async.server.optimizers.learning_rates import StepSchedule, present_rates
 
 

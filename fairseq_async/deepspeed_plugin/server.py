@@ -7,14 +7,15 @@ from torch.optim import Optimizer
 
 from fairseq_async.algorithms import Rule
 from fairseq_async.deepspeed_plugin import schedules
-from fairseq_async.deepspeed_plugin.served import SCHEDULER
+from fairseq_async.deepspeed_plugin.server_description import SCHEDULER
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.method_spec import JsonObject, MethodSpec
-from fairseq_async.server import Layout, gradient_main
+from fairseq_async.method.spec import JsonObject, MethodSpec
+from fairseq_async.protocol import Layout
 from fairseq_async.server.optimizers.scheduled_rule import Schedule
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec
 from fairseq_async.server.plan import EpochPlan
-from fairseq_async.server.program import serve
+from fairseq_async.server.programs import gradient_main
+from fairseq_async.server.programs.program import serve
 
 
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, EpochPlan]:

@@ -8,7 +8,7 @@ import torch
 from fairseq_async.deepspeed_plugin.compat import unlink_reduction_buffer
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.exchange.ports import free_port
-from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.start.context import WorkerContext
 
 
 def check_not_started() -> None:

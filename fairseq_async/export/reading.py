@@ -14,10 +14,10 @@ from torch import Tensor
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError, first_line
 from fairseq_async.export.names import fitted
-from fairseq_async.server import Layout
-from fairseq_async.server.run_files.kept_state import FINAL, VERSION
-from fairseq_async.server.run_files.snapshots import DIRECTORY, snapshots_in
-from fairseq_async.server.run_files.state_files import load_checked
+from fairseq_async.protocol import Layout
+from fairseq_async.records.snapshots import DIRECTORY, snapshots_in
+from fairseq_async.records.state_files import load_checked
+from fairseq_async.server.kept_state import FINAL, VERSION
 
 _SERVER_STATE = "async_server.pt"  # in a checkpoint's directory of DeepSpeed or of the Trainer of transformers
 _DEEPSPEED_MODEL = "mp_rank_00_model_states.pt"

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fairseq_async.collective.adascale import AdaScale, Masters
-from fairseq_async.config import AdaScaleOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import flags, refused
 from fairseq_async.fairseq_plugin.compat.batches import real_batches
@@ -24,6 +23,7 @@ from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObje
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.session import attach
 from fairseq_async.fairseq_plugin.synchronous_trainer import SynchronousTrainer, WrappedOptimizer
+from fairseq_async.options.config import AdaScaleOptions
 
 logger = logging.getLogger(__name__)
 

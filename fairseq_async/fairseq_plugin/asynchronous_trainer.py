@@ -22,8 +22,8 @@ from fairseq_async.fairseq_plugin.compat.optimizers import trainable_parameters
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.session import WorkerSession
-from fairseq_async.server.protocol import Welcome
-from fairseq_async.torch.parameters import check_exchanged, check_memory
+from fairseq_async.protocol import Welcome
+from fairseq_async.pytorch.parameters import check_exchanged, check_memory
 from fairseq_async.worker.async_worker import AsyncWorker
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from fairseq.optim import OPTIMIZER_DATACLASS_REGISTRY, OPTIMIZER_REGISTRY
 from fairseq.optim.lr_scheduler import LR_SCHEDULER_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
-from fairseq_async import global_server, option_flags
-from fairseq_async.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, ServerOptions
 from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.fairseq_plugin import refused
-from fairseq_async.method_spec import OPTIMIZER_OVERRIDES, JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
-from fairseq_async.option_flags import INNER_OPTIMIZER
+from fairseq_async.method import global_server, option_flags
+from fairseq_async.method.option_flags import INNER_OPTIMIZER
+from fairseq_async.method.spec import OPTIMIZER_OVERRIDES, JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
+from fairseq_async.options.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, ServerOptions
 
 
 def add_server_method(parser: ArgumentParser, method: str) -> None:
@@ -91,7 +91,7 @@ def server_options(args: Namespace) -> ServerOptions:
 
 def hybrid_server(args: Namespace) -> str:
     """Returns the name of the module that is the server of ``--optimizer hybrid_async``."""
-    return "fairseq_async.fairseq_server"
+    return "fairseq_async.launch.fairseq_server"
 
 
 def local_sgd_server(args: Namespace) -> str:

@@ -25,9 +25,9 @@ from fairseq_async.fairseq_plugin.compat.precision import finite_norm, loss_scal
 from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates, RemoteSchedule
 from fairseq_async.fairseq_plugin.session import attach
+from fairseq_async.protocol import Report, Welcome
 from fairseq_async.server.plan import whole_steps
-from fairseq_async.server.protocol import Report, Welcome
-from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.hybrid import HybridWorker
 
 

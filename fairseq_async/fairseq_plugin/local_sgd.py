@@ -34,7 +34,7 @@ from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.session import attach
 from fairseq_async.fairseq_plugin.shards import ShardedEpochs, sharded_batches
-from fairseq_async.server.protocol import Welcome
+from fairseq_async.protocol import Welcome
 from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.buffers import with_buffers
 from fairseq_async.worker.changes import ParameterWatch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fairseq.optim import FairseqOptimizer, register_optimizer
 
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject
-from fairseq_async.method_spec import MethodSpec
+from fairseq_async.method.spec import MethodSpec
 
 
 @dataclass(frozen=True)

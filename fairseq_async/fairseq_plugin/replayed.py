@@ -22,13 +22,13 @@ from fairseq_async.fairseq_plugin.asynchronous_trainer import AsynchronousTraine
 from fairseq_async.fairseq_plugin.command_line import read_command
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.registry import METHODS
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server import Layout, Status, local_sgd_main
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Assignment, Layout, Push, PushReply, ScheduleReply, Status, Welcome
+from fairseq_async.records.events import Event
 from fairseq_async.server.plan import Plan
-from fairseq_async.server.protocol import Assignment, Push, PushReply, ScheduleReply, Welcome
-from fairseq_async.server.run_files.events import Event
-from fairseq_async.worker.compressor import Compressor
-from fairseq_async.worker.context import WorkerContext
+from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.worker.connection.compressor import Compressor
+from fairseq_async.worker.start.context import WorkerContext
 
 
 class RecordedClient:

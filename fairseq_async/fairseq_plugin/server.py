@@ -8,14 +8,14 @@ from fairseq.optim.lr_scheduler import LR_SCHEDULER_REGISTRY, FairseqLRScheduler
 from torch import Tensor
 from torch.nn import Parameter
 
-from fairseq_async import methods
 from fairseq_async.algorithms.hybrid import pieces
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.compat.optimizers import component_config
-from fairseq_async.method_spec import JsonObject, MethodSpec, hybrid_options
-from fairseq_async.option_flags import check_inner_optimizer
-from fairseq_async.server.layout import Layout
+from fairseq_async.method import methods
+from fairseq_async.method.option_flags import check_inner_optimizer
+from fairseq_async.method.spec import JsonObject, MethodSpec, hybrid_options
+from fairseq_async.protocol.layout import Layout
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan
 

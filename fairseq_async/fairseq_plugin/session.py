@@ -21,12 +21,12 @@ from fairseq_async.fairseq_plugin.compat.shutdown import leave_process_group
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.registry import METHODS, AsynchronousMethod, Method, SynchronousMethod
 from fairseq_async.fairseq_plugin.validations import note_validation
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.notices import ENDED
-from fairseq_async.server.protocol import Welcome
-from fairseq_async.worker.context import WorkerContext
-from fairseq_async.worker.process import end_process, last_word
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Welcome
+from fairseq_async.protocol.notices import ENDED
 from fairseq_async.worker.server_state import fetch_state, state_file
+from fairseq_async.worker.start.context import WorkerContext
+from fairseq_async.worker.start.process import end_process, last_word
 
 _COMMAND = "fairseq_cli.train"
 _RANK_0_FIRST = 5.0  # seconds for which another rank keeps back an error that rank 0 may print as well

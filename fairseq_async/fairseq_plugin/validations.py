@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
-from fairseq_async.server.run_files.validations import Validation
+from fairseq_async.records.validations import Validation
 
 logger = logging.getLogger(__name__)
 _SCORES = ("bleu", "ppl")  # beside fairseq's --best-checkpoint-metric

@@ -13,9 +13,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fairseq_async.addresses import LOOPBACK
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.tls import AUTHORITY, SERVER, WORKER
+from fairseq_async.options.addresses import LOOPBACK
 
 _DAYS, _AUTHORITYS_DAYS = 365, 3650
 _EARLIER = datetime.timedelta(hours=1)  # validity begins so much earlier: clocks of other machines may be behind

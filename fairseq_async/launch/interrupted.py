@@ -4,11 +4,11 @@ import shlex
 import sys
 from pathlib import Path
 
-from fairseq_async.launch.command import WorkerCommand, without_beginning
-from fairseq_async.launch.progress import Progress
-from fairseq_async.launch.script import ScriptCommand
-from fairseq_async.server.run_files.created_files import CreatedFiles
-from fairseq_async.server.run_files.snapshots import snapshots_in
+from fairseq_async.launch.command.command import WorkerCommand, without_beginning
+from fairseq_async.launch.command.script import ScriptCommand
+from fairseq_async.launch.progress.progress import Progress
+from fairseq_async.records.created_files import CreatedFiles
+from fairseq_async.records.snapshots import snapshots_in
 
 
 def what_is_kept(

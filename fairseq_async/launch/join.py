@@ -8,9 +8,9 @@ from typing import NoReturn
 
 from fairseq_async.environment import JOINS, SERVER, TLS, TOKEN, WORKER
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.launch.command import WorkerCommand
-from fairseq_async.launch.programs import executing, find_program, is_fairseq
-from fairseq_async.validation import split_address
+from fairseq_async.launch.command.command import WorkerCommand
+from fairseq_async.launch.command.programs import executing, find_program, is_fairseq
+from fairseq_async.options.validation import split_address
 
 _SECONDS = 10.0  # timeout of a connection
 

@@ -5,23 +5,23 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fairseq_async.addresses import ANY, LOOPBACK
 from fairseq_async.environment import RENDEZVOUS, SLOWDOWN, TLS, TOKEN, WORKER, WORKERS
 from fairseq_async.errors import LOST_SERVER, USER_ERROR, ConfigurationError
 from fairseq_async.exchange.authentication import new_token, read_token
 from fairseq_async.exchange.tls import worker_context
-from fairseq_async.launch.command import WorkerCommand
-from fairseq_async.launch.display import Display
+from fairseq_async.launch.command.command import WorkerCommand
+from fairseq_async.launch.command.script import ScriptCommand
+from fairseq_async.launch.error_lines import same_mistake, traceback
 from fairseq_async.launch.interrupted import has_snapshot, what_is_kept
-from fairseq_async.launch.last_words import same_mistake, traceback
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt_on_signals
-from fairseq_async.launch.progress import Progress
-from fairseq_async.launch.script import ScriptCommand
-from fairseq_async.server.notices import ENDED, SAVED
-from fairseq_async.server.process import ServerProcess, manner
-from fairseq_async.server.run_files.created_files import CreatedFiles
-from fairseq_async.worker.invitation import invitation
-from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
+from fairseq_async.launch.progress.display import Display
+from fairseq_async.launch.progress.progress import Progress
+from fairseq_async.options.addresses import ANY, LOOPBACK
+from fairseq_async.protocol.notices import ENDED, SAVED
+from fairseq_async.records.created_files import CreatedFiles
+from fairseq_async.worker.start.invitation import invitation
+from fairseq_async.worker.start.rendezvous import Rendezvous, ServerRequest
+from fairseq_async.worker.start.server_process import ServerProcess, manner
 
 _FINISHING = 60.0  # seconds for worker 0 to end after it has left a finished run; it has written its checkpoint before
 _LEAVING = 5.0  # seconds for the other workers to end; one that does not end by then hangs

@@ -16,10 +16,10 @@ import torch
 
 from fairseq_async.errors import AsyncError
 from fairseq_async.exchange.linux import environment
-from fairseq_async.launch.last_words import last_words
+from fairseq_async.launch.command.programs import executing
+from fairseq_async.launch.error_lines import last_words
 from fairseq_async.launch.output import Output
-from fairseq_async.launch.programs import executing
-from fairseq_async.server.process import manner
+from fairseq_async.worker.start.server_process import manner
 
 _ENDING = 5.0  # seconds between SIGTERM and SIGKILL
 

@@ -8,11 +8,11 @@ from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange.authentication import read_token
 from fairseq_async.launch.interrupted import has_snapshot
 from fairseq_async.launch.processes import interrupt_on_signals
-from fairseq_async.server.process import ServerProcess, manner, say
-from fairseq_async.server.run_files.snapshots import DIRECTORY
-from fairseq_async.validation import split_address
+from fairseq_async.options.validation import split_address
+from fairseq_async.records.snapshots import DIRECTORY
+from fairseq_async.worker.start.server_process import ServerProcess, manner, say
 
-_SERVER, _RESTARTS = "fairseq_async.server.global_main", 3
+_SERVER, _RESTARTS = "fairseq_async.regions.global_main", 3
 
 
 def serve(

@@ -4,22 +4,22 @@ import socket
 from importlib import import_module
 from pathlib import Path
 
-from fairseq_async.addresses import is_loopback
 from fairseq_async.errors import ConfigurationError, RefusedError
 from fairseq_async.exchange.authentication import read_token
 from fairseq_async.exchange.tls import server_context
 from fairseq_async.launch.processes import interrupt_on_signals
+from fairseq_async.options.addresses import is_loopback
+from fairseq_async.options.validation import split_address
 from fairseq_async.server.plan import Build
-from fairseq_async.server.process import exposed, say
 from fairseq_async.server.shards.host import ShardHost, hold_shard
-from fairseq_async.validation import split_address
+from fairseq_async.worker.start.server_process import exposed, say
 
 _BACKLOG = 128
 # the programs of servers, and the modules with their ``build``: nothing else is imported because a server asks for it
 _BUILDS = {
-    "fairseq_async.fairseq_server": "fairseq_async.fairseq_plugin.server",
-    "fairseq_async.server.gradient_main": "fairseq_async.server.gradient_main",
-    "fairseq_async.server.local_sgd_main": "fairseq_async.server.local_sgd_main",
+    "fairseq_async.launch.fairseq_server": "fairseq_async.fairseq_plugin.server",
+    "fairseq_async.server.programs.gradient_main": "fairseq_async.server.programs.gradient_main",
+    "fairseq_async.server.programs.local_sgd_main": "fairseq_async.server.programs.local_sgd_main",
     "fairseq_async.deepspeed_plugin.server": "fairseq_async.deepspeed_plugin.server",
 }
 

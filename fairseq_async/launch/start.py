@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from fairseq_async.addresses import IPV4_ONLY, LOOPBACK, is_ipv6, is_loopback
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.launch.command import WorkerCommand
-from fairseq_async.launch.script import ScriptCommand
+from fairseq_async.launch.command.command import WorkerCommand
+from fairseq_async.launch.command.script import ScriptCommand
+from fairseq_async.options.addresses import IPV4_ONLY, LOOPBACK, is_ipv6, is_loopback
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from fairseq_async.addresses import LOOPBACK
 from fairseq_async.environment import HOST, MEETING, WORKER, WORKERS
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.launch.command import WorkerCommand
-from fairseq_async.launch.programs import executing, find_program, is_fairseq
+from fairseq_async.launch.command.command import WorkerCommand
+from fairseq_async.launch.command.programs import executing, find_program, is_fairseq
+from fairseq_async.options.addresses import LOOPBACK
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from rich import box
 from rich.table import Table
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.records.description import RunDescription
+from fairseq_async.records.event_log import EVENTS
+from fairseq_async.records.events import Event, read_events
 from fairseq_async.reporting.exchange_bytes import ExchangeBytes, of_codecs, of_run
-from fairseq_async.server.run_files.description import RunDescription
-from fairseq_async.server.run_files.event_log import EVENTS
-from fairseq_async.server.run_files.events import Event, read_events
 from fairseq_async.simulation.costs import Costs, Link
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 10_000)  # rows of the table of speed-ups

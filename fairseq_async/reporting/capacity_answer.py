@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from rich.table import Table
 
+from fairseq_async.protocol.layout import Layout, Segment
+from fairseq_async.records.event_log import EVENTS
 from fairseq_async.reporting import sizing
 from fairseq_async.reporting.capacity import Measured, measure, over, tables
 from fairseq_async.reporting.capacity_question import Question
 from fairseq_async.reporting.exchange_bytes import of_codecs
-from fairseq_async.server.layout import Layout, Segment
-from fairseq_async.server.run_files.event_log import EVENTS
 from fairseq_async.simulation.cluster import Cluster, Distribution, Seconds, Trace
 from fairseq_async.simulation.costs import Costs
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from fairseq_async import compression
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.method_spec import JsonObject
-from fairseq_async.server import Layout
-from fairseq_async.server.run_files.events import Event
+from fairseq_async.method.spec import JsonObject
+from fairseq_async.options import compression
+from fairseq_async.protocol import Layout
+from fairseq_async.records.events import Event
 
 _FP32 = 4
 

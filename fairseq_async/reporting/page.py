@@ -12,9 +12,9 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.protocol.receipt import Status
 from fairseq_async.reporting.plots import figures, weight_name
 from fairseq_async.reporting.runs import COMPUTING, Run
-from fairseq_async.server.receipt import Status
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }

@@ -18,9 +18,9 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 from matplotlib.ticker import EngFormatter, MaxNLocator  # noqa: E402
 
+from fairseq_async.records.events import Event  # noqa: E402
+from fairseq_async.records.validations import Validation  # noqa: E402
 from fairseq_async.reporting.runs import AWAY, COMPUTING, WAITING, Axis, Run, running_mean  # noqa: E402
-from fairseq_async.server.run_files.events import Event  # noqa: E402
-from fairseq_async.server.run_files.validations import Validation  # noqa: E402
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 Dashes: TypeAlias = str | tuple[int, tuple[int, ...]]

@@ -12,13 +12,13 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.launch.compressed import Compressed, read_sizes
-from fairseq_async.launch.earlier import Pauses
-from fairseq_async.server.receipt import Status
-from fairseq_async.server.run_files.description import RunDescription, SimulatedTrial
-from fairseq_async.server.run_files.event_log import EVENTS
-from fairseq_async.server.run_files.events import Event, LineReader, read_events
-from fairseq_async.server.run_files.validations import VALIDATIONS, Validation, not_taken_back, parse_validation
+from fairseq_async.launch.progress.compressed import Compressed, read_sizes
+from fairseq_async.launch.progress.earlier_launches import Pauses
+from fairseq_async.protocol.receipt import Status
+from fairseq_async.records.description import RunDescription, SimulatedTrial
+from fairseq_async.records.event_log import EVENTS
+from fairseq_async.records.events import Event, LineReader, read_events
+from fairseq_async.records.validations import VALIDATIONS, Validation, not_taken_back, parse_validation
 
 COMPUTING, WAITING, AWAY = "computing", "waiting", "not training"
 Axis = Literal["updates", "tokens", "time"]

@@ -7,7 +7,7 @@ from statistics import fmean
 from rich import box
 from rich.table import Table
 
-from fairseq_async.method_spec import GRACE_SHARE
+from fairseq_async.method.spec import GRACE_SHARE
 from fairseq_async.simulation.cluster import WIDEST, Cluster, Distribution, Speed
 from fairseq_async.simulation.costs import Costs
 from fairseq_async.simulation.server_queue import Exchanges, Load, ServerQueue

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fairseq_async.launch.display import Display, plain_console
-from fairseq_async.launch.progress import SERVER_LOG, Progress, log_text
-from fairseq_async.server.notices import FINISHED, LISTENS
-from fairseq_async.server.run_files.description import SUMMARY, RunDescription
-from fairseq_async.server.run_files.events import LineReader
+from fairseq_async.launch.progress.display import Display, plain_console
+from fairseq_async.launch.progress.progress import SERVER_LOG, Progress, log_text
+from fairseq_async.protocol.notices import FINISHED, LISTENS
+from fairseq_async.records.description import SUMMARY, RunDescription
+from fairseq_async.records.events import LineReader
 
 _PAUSE = 0.5  # seconds between two looks at the files
 _QUIET = 10.0  # seconds without an update after which the summary says so

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fairseq_async import compression
 from fairseq_async.algorithms import Fragment, Int8
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import CodecError
+from fairseq_async.options import compression
 from fairseq_async.server.parameter_server import ParameterServer
 
 

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fairseq_async import compression
 from fairseq_async.algorithms import in_turn
 from fairseq_async.algorithms.codecs.payload import checksum_of
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import CodecError
-from fairseq_async.method_spec import MethodSpec
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.options import compression
+from fairseq_async.protocol.layout import Layout
 from fairseq_async.server.compressed_changes import CompressedChanges
-from fairseq_async.server.layout import Layout
 from fairseq_async.server.parameter_server import ParameterServer
 
 

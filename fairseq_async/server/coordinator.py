@@ -8,13 +8,13 @@ from torch import Tensor
 from fairseq_async.algorithms import NormGate, Region, Rule, StalenessPolicy, Update
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError
-from fairseq_async.method_spec import JsonObject, MethodSpec
+from fairseq_async.method.spec import JsonObject, MethodSpec
+from fairseq_async.protocol import SETTLED, Receipt, Report, ScheduleEvent, Status
+from fairseq_async.records.settled import ControlEvent, Settled
 from fairseq_async.server.membership import Membership
-from fairseq_async.server.outcome import ControlEvent, Instruction, Outcome, Settled
+from fairseq_async.server.outcome import Instruction, Outcome
 from fairseq_async.server.parameter_server import OPEN, ParameterServer
 from fairseq_async.server.plan import Plan
-from fairseq_async.server.protocol import Report, ScheduleEvent
-from fairseq_async.server.receipt import SETTLED, Receipt, Status
 from fairseq_async.server.rounds.grace import GracePeriod
 from fairseq_async.server.rounds.look_ahead import NOTHING_MEASURED, LookAhead
 from fairseq_async.server.rounds.near_arrivals import NearArrivals

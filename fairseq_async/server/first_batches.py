@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from fairseq_async.server.notices import Tell
+from fairseq_async.protocol.notices import Tell
 
 _KEPT = 4  # digests of each worker: it may be started again, and its reports must not fill the memory
 

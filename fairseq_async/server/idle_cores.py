@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 
 from fairseq_async.algorithms.threads import set_threads
-from fairseq_async.method_spec import ServerSettings
+from fairseq_async.method.spec import ServerSettings
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.peers import Peer
 

@@ -10,8 +10,8 @@ import torch
 from fairseq_async.algorithms import local_steps, shard_probabilities
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError
+from fairseq_async.protocol import Assignment, Report, ScheduleEvent
 from fairseq_async.server.plan import check_epochs, no_schedule
-from fairseq_async.server.protocol import Assignment, Report, ScheduleEvent
 
 _NEWEST = 0.5  # weight of a worker's last round in its running mean speed
 _IN_FLIGHT = 16  # rounds of steps in one update, at most: with overlap, steps go on while an update is on its way

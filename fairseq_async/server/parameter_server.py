@@ -11,8 +11,8 @@ from fairseq_async.algorithms.rule import ComparingRule, State, cosine_of
 from fairseq_async.algorithms.threads import copy_in_threads
 from fairseq_async.errors import HalfAppliedError, RefusedError
 from fairseq_async.exchange import copy
-from fairseq_async.server.protocol.work import LARGEST
-from fairseq_async.server.receipt import Receipt, Status
+from fairseq_async.protocol.receipt import Receipt, Status
+from fairseq_async.protocol.work import LARGEST
 
 OPEN = 1 << 30
 """A barrier that never completes a round by itself."""

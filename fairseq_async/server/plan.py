@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fairseq_async.algorithms.rule import Rule, State
 from fairseq_async.errors import RefusedError
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.layout import Layout
-from fairseq_async.server.protocol import Assignment, Report, ScheduleEvent
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Assignment, Report, ScheduleEvent
+from fairseq_async.protocol.layout import Layout
 
 _PASSES = 100  # passes over the data in one step, at most: micro-batches may be accumulated over a small set
 _ROUNDING = 1e-6  # error of a sum of parts of passes over the data, or of steps

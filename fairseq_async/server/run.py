@@ -10,22 +10,25 @@ from fairseq_async.algorithms import Fragment, Update, in_turn
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
 from fairseq_async.exchange import SharedMemory, copy, linux
-from fairseq_async.method_spec import MethodSpec
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Hello, Pull, PullReply, Push, PushReply, StateSaved, Welcome, WorkReply
+from fairseq_async.protocol.division import kept_here
+from fairseq_async.protocol.layout import Layout
+from fairseq_async.protocol.notices import Tell, tell_log
+from fairseq_async.protocol.receipt import SETTLED, Status
+from fairseq_async.records.event_log import EventLog
+from fairseq_async.records.recording import merge_path, update_path
+from fairseq_async.records.settled import Settled
+from fairseq_async.records.state_files import restored_path, saved_path, write_state
 from fairseq_async.server.compressed_starts import CompressedFragments, compressed_starts
 from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.first_batches import FirstBatches
-from fairseq_async.server.layout import Layout
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.payloads import Payloads
-from fairseq_async.server.notices import Tell, tell_log
-from fairseq_async.server.outcome import Instruction, Settled
+from fairseq_async.server.outcome import Instruction
 from fairseq_async.server.plan import Build
-from fairseq_async.server.protocol import Hello, Pull, PullReply, Push, PushReply, StateSaved, Welcome, WorkReply
-from fairseq_async.server.receipt import SETTLED, Status
-from fairseq_async.server.run_files.event_log import EventLog, Recorder, merge_path, update_path
-from fairseq_async.server.run_files.state_files import restored_path, saved_path, write_state
+from fairseq_async.server.recorder import Recorder
 from fairseq_async.server.shards.build import build_sharded, shared_copy
-from fairseq_async.server.shards.division import kept_here
 from fairseq_async.server.shards.hosts import Hosts
 from fairseq_async.server.shards.remote import Reach, RemoteShard, connect_hosts
 from fairseq_async.server.upstream import Upstream

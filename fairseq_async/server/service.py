@@ -10,23 +10,23 @@ from socket import socket
 import torch
 from torch import Tensor
 
+from fairseq_async import protocol
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import HalfAppliedError, RefusedError
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server import protocol
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol.layout import Layout
+from fairseq_async.protocol.notices import Tell, tell_log
+from fairseq_async.protocol.receipt import Status
+from fairseq_async.records.snapshots import Snapshots
+from fairseq_async.records.state_files import read_state, restored_path
 from fairseq_async.server.idle_cores import use_idle_cores
-from fairseq_async.server.layout import Layout
+from fairseq_async.server.kept_state import KeptState
 from fairseq_async.server.network.connections import Connections
 from fairseq_async.server.network.peers import USUAL, Peer
-from fairseq_async.server.notices import Tell, tell_log
 from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.plan import Build
-from fairseq_async.server.receipt import Status
+from fairseq_async.server.resume import check_snapshot, newest_state
 from fairseq_async.server.run import Run
-from fairseq_async.server.run_files.kept_state import KeptState
-from fairseq_async.server.run_files.resume import check_snapshot, newest_state
-from fairseq_async.server.run_files.snapshots import Snapshots
-from fairseq_async.server.run_files.state_files import read_state, restored_path
 from fairseq_async.server.shards.remote import Reach
 
 # what a worker may send while its update waits in its slot; everything else could open the slot, or write into it

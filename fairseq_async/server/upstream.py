@@ -7,11 +7,11 @@ from torch import Tensor
 
 from fairseq_async.algorithms import Region
 from fairseq_async.algorithms.rule import State
-from fairseq_async.global_server import GlobalServer
-from fairseq_async.method_spec import MOST_LOCAL_STEPS
+from fairseq_async.method.global_server import GlobalServer
+from fairseq_async.method.spec import MOST_LOCAL_STEPS
+from fairseq_async.protocol.receipt import SETTLED, Status
+from fairseq_async.records.settled import Settled
 from fairseq_async.server.coordinator import Coordinator
-from fairseq_async.server.outcome import Settled
-from fairseq_async.server.receipt import SETTLED, Status
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.validation import first_mistake
+from fairseq_async.options.validation import first_mistake
 
 if TYPE_CHECKING:
-    from fairseq_async.server.run_files.events import Event
+    from fairseq_async.records.events import Event
 
 WIDEST = 3.0  # standard deviation of seconds over their mean
 
@@ -266,7 +266,7 @@ def read_trace(given: Trace) -> tuple[float, ...]:
     Raises:
         ConfigurationError: the file cannot be read, or has no seconds of this worker.
     """
-    from fairseq_async.server.run_files.events import read_events  # imports torch: slow where a file has a mistake
+    from fairseq_async.records.events import read_events  # imports torch: slow where a file has a mistake
 
     if given.trace.suffix != ".jsonl" and "worker" in given.model_fields_set:
         raise ConfigurationError(f"trace {given.trace}: a file of numbers is of one worker: leave worker out")

@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fairseq_async import methods
-from fairseq_async.compression import DQSGDOptions
-from fairseq_async.config import HybridOptions, LocalSGDOptions
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.fragment_options import FragmentOptions
-from fairseq_async.global_server import GlobalServer, global_server
+from fairseq_async.method import methods
+from fairseq_async.method.global_server import GlobalServer, global_server
+from fairseq_async.options.compression import DQSGDOptions
+from fairseq_async.options.config import HybridOptions, LocalSGDOptions
+from fairseq_async.options.fragments import FragmentOptions
+from fairseq_async.options.validation import checked
 from fairseq_async.simulation.cluster import Cluster
-from fairseq_async.validation import checked
 
 
 class _Strict(BaseModel):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import Fragment, in_turn
-from fairseq_async.fragment_options import FragmentOptions
+from fairseq_async.options.fragments import FragmentOptions
+from fairseq_async.protocol import Assignment
 from fairseq_async.server.parameter_server import ParameterServer
-from fairseq_async.server.protocol import Assignment
 from fairseq_async.simulation.experiment import Method
 from fairseq_async.simulation.schedule import LearningRate
 from fairseq_async.simulation.workers import LogicalWorker, SharedModel, StreamedParameters

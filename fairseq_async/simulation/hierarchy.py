@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fairseq_async.algorithms import Region, Update
 from fairseq_async.algorithms.rule import State
-from fairseq_async.global_server import GlobalServer
-from fairseq_async.method_spec import JsonObject, MethodSpec, local_sgd_spec
-from fairseq_async.server import Receipt, Status, local_sgd_main
+from fairseq_async.method.global_server import GlobalServer
+from fairseq_async.method.spec import JsonObject, MethodSpec, local_sgd_spec
+from fairseq_async.protocol import Receipt, Report, Status
 from fairseq_async.server.coordinator import build_server
-from fairseq_async.server.protocol import Report
+from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.simulation.cluster import Cluster
 from fairseq_async.simulation.experiment import Experiment, Method
 from fairseq_async.simulation.simulated_run import SimulatedRun

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from fairseq_async.method_spec import JsonObject
-from fairseq_async.server import Receipt, Status
-from fairseq_async.server.protocol import Report
-from fairseq_async.server.run_files.description import SUMMARY
-from fairseq_async.server.run_files.event_log import EVENTS, EventLog, checksum
-from fairseq_async.server.run_files.events import read_events
+from fairseq_async.method.spec import JsonObject
+from fairseq_async.protocol import Receipt, Report, Status
+from fairseq_async.records.description import SUMMARY
+from fairseq_async.records.event_log import EVENTS, EventLog
+from fairseq_async.records.events import read_events
+from fairseq_async.records.recording import checksum
 from fairseq_async.simulation.simulated_run import SimulatedRun
 
 

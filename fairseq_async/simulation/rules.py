@@ -5,15 +5,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fairseq_async import methods
 from fairseq_async.algorithms import AdaScaleGain, CountSketch, HybridAccumulation, Rule, Update, adasum
 from fairseq_async.algorithms.rule import State, fills
-from fairseq_async.config import HybridOptions, LocalSGDOptions
-from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
-from fairseq_async.server import Layout, local_sgd_main
+from fairseq_async.method import methods
+from fairseq_async.method.spec import MethodSpec, hybrid_spec, local_sgd_spec
+from fairseq_async.options.config import HybridOptions, LocalSGDOptions
+from fairseq_async.protocol import Layout
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan, Plan
+from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.simulation.experiment import AdaScaleOptions, AdasumOptions, Experiment, GsSGDOptions, Method
 from fairseq_async.simulation.gs_sgd import GsSGD, SketchedBytes
 from fairseq_async.simulation.schedule import LearningRate, RateSchedule, make_optimizer, set_lr

@@ -18,11 +18,11 @@ from rich.table import Table
 from torch import Tensor
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.launch.display import plain_console
-from fairseq_async.simulation import problem as problems
+from fairseq_async.launch.progress.display import plain_console
 from fairseq_async.simulation.cluster import Cluster
 from fairseq_async.simulation.experiment import Experiment, Method, ScheduleOptions
 from fairseq_async.simulation.hierarchy import simulated_run
+from fairseq_async.simulation.problems import problem as problems
 from fairseq_async.simulation.records import Records, first_time, read_lines, write_whole
 from fairseq_async.simulation.schedule import LearningRate
 from fairseq_async.simulation.simulated_run import SimulatedRun

@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.method_spec import MethodSpec
+from fairseq_async.method.spec import MethodSpec
 from fairseq_async.simulation.workers import SharedModel
 
 

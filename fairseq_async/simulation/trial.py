@@ -11,15 +11,14 @@ from torch import Tensor
 
 from fairseq_async.algorithms import Update
 from fairseq_async.algorithms.rule import State
-from fairseq_async.method_spec import JsonObject
-from fairseq_async.server import Receipt
+from fairseq_async.method.spec import JsonObject
+from fairseq_async.protocol import Assignment, Receipt, Report
+from fairseq_async.protocol.receipt import SETTLED
 from fairseq_async.server.compressed_starts import checksum, compressed_starts
 from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Instruction, Outcome
-from fairseq_async.server.protocol import Assignment, Report
-from fairseq_async.server.receipt import SETTLED
 from fairseq_async.simulation.clock import Clock, EventKind, ScheduledEvent
 from fairseq_async.simulation.cluster import Cluster, Exchange, Presence, Speed
 from fairseq_async.simulation.experiment import Experiment, Method
@@ -27,7 +26,7 @@ from fairseq_async.simulation.fragments import fragmented_work
 from fairseq_async.simulation.rules import AdaScaleRule, build_method
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer
 from fairseq_async.simulation.workers import LogicalWorker, SharedModel
-from fairseq_async.worker.compressor import Compressor
+from fairseq_async.worker.connection.compressor import Compressor
 
 _MOST_REFUSED = 3
 Write = Callable[[float, Receipt, Report, JsonObject], None]

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.server import Layout
-from fairseq_async.server.protocol import Assignment, Push, Report
+from fairseq_async.protocol import Assignment, Layout, Push, Report
 from fairseq_async.simulation.experiment import OptimizerOptions
-from fairseq_async.simulation.problem import Problem
+from fairseq_async.simulation.problems.problem import Problem
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer, set_lr
-from fairseq_async.worker.compressor import Compressor
+from fairseq_async.worker.connection.compressor import Compressor
 from fairseq_async.worker.shards import SEEDS, ShardOrder
 
 _OWN_STATE = ("optimizer", "id", "report", "compressor", "streamed")

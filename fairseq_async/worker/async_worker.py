@@ -5,12 +5,12 @@ import threading
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.process import say
-from fairseq_async.server.protocol import Welcome
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Welcome
 from fairseq_async.worker.changes import ParameterWatch
-from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.replica import Replica
+from fairseq_async.worker.start.server_process import say
 
 logger = logging.getLogger(__name__)
 

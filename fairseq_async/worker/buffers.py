@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from fairseq_async.config import LocalSGDOptions
 from fairseq_async.errors import ConfigurationError, option
-from fairseq_async.server.layout import BUFFER, NO_BUFFERS, Layout
+from fairseq_async.options.config import LocalSGDOptions
+from fairseq_async.protocol.layout import BUFFER, NO_BUFFERS, Layout
 from fairseq_async.worker.replica import Replica
 
 _EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)

@@ -5,11 +5,10 @@ from concurrent.futures import Future, wait
 from torch import Tensor
 
 from fairseq_async.algorithms import Fragment, in_turn
-from fairseq_async.config import AsyncLocalSGDOptions
-from fairseq_async.method_spec import JsonObject
-from fairseq_async.server import Status
-from fairseq_async.server.protocol import Push, PushReply
-from fairseq_async.worker.client import Client
+from fairseq_async.method.spec import JsonObject
+from fairseq_async.options.config import AsyncLocalSGDOptions
+from fairseq_async.protocol import Push, PushReply, Status
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.overlap import Exchanged, OverlappedLocalSGDWorker
 from fairseq_async.worker.replica import Replica
 

@@ -13,11 +13,11 @@ from fairseq_async.algorithms.missing import missing_of
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.devices import Transfer
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.protocol import Assignment, Push, Report, Welcome
-from fairseq_async.server.receipt import Status
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Assignment, Push, Report, Welcome
+from fairseq_async.protocol.receipt import Status
 from fairseq_async.worker.async_worker import AsyncWorker
-from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.replica import TensorReplica
 
 

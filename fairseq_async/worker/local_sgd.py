@@ -8,11 +8,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.method_spec import JsonObject
-from fairseq_async.server.protocol import Assignment, Push, PushReply, Report, Welcome, WorkReply
-from fairseq_async.server.receipt import Status
+from fairseq_async.method.spec import JsonObject
+from fairseq_async.protocol import Assignment, Push, PushReply, Report, Welcome, WorkReply
+from fairseq_async.protocol.receipt import Status
 from fairseq_async.worker.async_worker import AsyncWorker
-from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.replica import Replica
 
 

@@ -1,7 +1,7 @@
 """Chooses the worker class of local SGD by a run's options."""
 
-from fairseq_async.config import AsyncLocalSGDOptions, LocalSGDOptions
-from fairseq_async.worker.client import Client
+from fairseq_async.options.config import AsyncLocalSGDOptions, LocalSGDOptions
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.fragments import FragmentedLocalSGDWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import OverlappedLocalSGDWorker

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fairseq_async.method_spec import JsonObject
-from fairseq_async.server.protocol import Push, PushReply, WorkReply
-from fairseq_async.worker.client import Client
+from fairseq_async.method.spec import JsonObject
+from fairseq_async.protocol import Push, PushReply, WorkReply
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.replica import Replica
 

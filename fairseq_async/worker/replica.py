@@ -9,7 +9,7 @@ from torch import Tensor
 from fairseq_async.exchange import unpack
 from fairseq_async.exchange.copying import copy_fused
 from fairseq_async.exchange.devices import PLAIN, Device, device_of
-from fairseq_async.server import Layout
+from fairseq_async.protocol import Layout
 
 
 class Replica(Protocol):

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.server.run_files.state_files import write_state
-from fairseq_async.worker.client import Client
+from fairseq_async.records.state_files import write_state
+from fairseq_async.worker.connection.client import Client
 
 
 def fetch_state(client: Client, run_dir: Path) -> State:

@@ -17,7 +17,7 @@ from sacrebleu.metrics import BLEU
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.compression import parse  # noqa: E402
+from fairseq_async.options.compression import parse  # noqa: E402
 from recipes import training, translation  # noqa: E402
 from recipes.multi30k_en_de.data import BPE_FILES, PAIR, RAW_FILES, corpus  # noqa: E402
 from recipes.multi30k_en_de.presets import PRESETS, Preset, Size  # noqa: E402

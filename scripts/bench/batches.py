@@ -15,7 +15,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
-from fairseq_async.simulation import problem as problems  # noqa: E402
+from fairseq_async.simulation.problems import problem as problems  # noqa: E402
 from fairseq_async.worker.shards import SEEDS  # noqa: E402
 from recipes.multi30k_en_de.presets import PRESETS, Size  # noqa: E402
 from recipes.steps import RecipeError  # noqa: E402

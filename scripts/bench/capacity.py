@@ -27,18 +27,18 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.config import NesterovOptions, ServerOptions  # noqa: E402
 from fairseq_async.exchange.linux import environment  # noqa: E402
-from fairseq_async.method_spec import local_sgd_spec  # noqa: E402
+from fairseq_async.method.spec import local_sgd_spec  # noqa: E402
+from fairseq_async.options.config import NesterovOptions, ServerOptions  # noqa: E402
 from fairseq_async.reporting.capacity import Measured, measure  # noqa: E402
-from fairseq_async.server.process import ServerProcess  # noqa: E402
 from fairseq_async.simulation.cluster import Cluster, Distribution, Seconds  # noqa: E402
 from fairseq_async.simulation.costs import Link  # noqa: E402
 from fairseq_async.simulation.server_queue import Exchanges, Load, ServerQueue  # noqa: E402
-from fairseq_async.worker.client import Client  # noqa: E402
+from fairseq_async.worker.connection.client import Client  # noqa: E402
 from fairseq_async.worker.hybrid import HybridWorker  # noqa: E402
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker  # noqa: E402
 from fairseq_async.worker.replica import TensorReplica  # noqa: E402
+from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.bench.slow_server import SECONDS  # noqa: E402
 from scripts.faults.hosts import Cable, Host, other_host  # noqa: E402
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def program(self) -> str:
-        return "fairseq_async.server.local_sgd_main" if self.local_steps else "scripts.bench.slow_server"
+        return "fairseq_async.server.programs.local_sgd_main" if self.local_steps else "scripts.bench.slow_server"
 
     @property
     def options(self) -> NesterovOptions:

@@ -26,10 +26,10 @@ from fairseq_async.exchange import SharedMemory, copy  # noqa: E402
 from fairseq_async.exchange.linux import environment  # noqa: E402
 from fairseq_async.exchange.ports import free_port  # noqa: E402
 from fairseq_async.fairseq_plugin.hybrid import HybridAsync  # noqa: E402
-from fairseq_async.method_spec import MethodSpec  # noqa: E402
-from fairseq_async.server import Layout  # noqa: E402
-from fairseq_async.server.process import ServerProcess  # noqa: E402
-from fairseq_async.worker.client import Client  # noqa: E402
+from fairseq_async.method.spec import MethodSpec  # noqa: E402
+from fairseq_async.protocol import Layout  # noqa: E402
+from fairseq_async.worker.connection.client import Client  # noqa: E402
+from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.sgd_server import build  # noqa: E402
 from scripts.faults.sgd_server import sgd_spec  # noqa: E402

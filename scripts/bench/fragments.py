@@ -19,14 +19,14 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.errors import AsyncError, fail  # noqa: E402
-from fairseq_async.server.process import ServerProcess  # noqa: E402
+from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from recipes.steps import environment  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.fragments_worker import Job, Measured, Reading, device_of, peak, received  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.faults.hosts import Cable, Host, other_host  # noqa: E402
 
-MODULE, WORKER = "fairseq_async.server.local_sgd_main", "scripts.bench.fragments_worker"
+MODULE, WORKER = "fairseq_async.server.programs.local_sgd_main", "scripts.bench.fragments_worker"
 TENSORS = 8  # of equal size, since a fragment is no smaller than the largest tensor
 WINDOW = 1.0  # seconds over which a peak is measured
 MOST_PEAK, MOST_WAITING, LEAST_WAITING_WHOLE = 1 / 6, 0.01, 0.1

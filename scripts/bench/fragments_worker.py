@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from fairseq_async.config import DelayedNesterovOptions
-from fairseq_async.method_spec import local_sgd_spec
-from fairseq_async.worker.client import Client
+from fairseq_async.method.spec import local_sgd_spec
+from fairseq_async.options.config import DelayedNesterovOptions
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
 

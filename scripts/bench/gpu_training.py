@@ -17,7 +17,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.server.run_files.events import read_events  # noqa: E402
+from fairseq_async.records.events import read_events  # noqa: E402
 from recipes.multi30k_en_de.presets import Preset  # noqa: E402
 from recipes.steps import RecipeError  # noqa: E402
 from recipes.training import Method, Training, statistics  # noqa: E402

@@ -23,12 +23,13 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from fairseq_async import protocol  # noqa: E402
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
-from fairseq_async.method_spec import JsonObject  # noqa: E402
-from fairseq_async.server import Receipt, protocol  # noqa: E402
+from fairseq_async.method.spec import JsonObject  # noqa: E402
+from fairseq_async.protocol import Receipt  # noqa: E402
 from fairseq_async.simulation import experiment as experiments  # noqa: E402
-from fairseq_async.simulation import problem as problems  # noqa: E402
 from fairseq_async.simulation.experiment import Experiment, Method  # noqa: E402
+from fairseq_async.simulation.problems import problem as problems  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402
 from fairseq_async.simulation.workers import SharedModel  # noqa: E402
 from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402

@@ -11,12 +11,12 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.config import DelayedNesterovOptions  # noqa: E402
-from fairseq_async.method_spec import local_sgd_spec  # noqa: E402
-from fairseq_async.server.process import ServerProcess  # noqa: E402
-from fairseq_async.worker.client import Client  # noqa: E402
+from fairseq_async.method.spec import local_sgd_spec  # noqa: E402
+from fairseq_async.options.config import DelayedNesterovOptions  # noqa: E402
+from fairseq_async.worker.connection.client import Client  # noqa: E402
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker  # noqa: E402
 from fairseq_async.worker.replica import TensorReplica  # noqa: E402
+from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from scripts.bench import exchange_times, jobs  # noqa: E402
 from scripts.bench.memory import UPDATES, WORKERS, Memory, server_rows  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
@@ -26,7 +26,7 @@ COPIES_IN_SERVER = 3.0
 
 def local_server(parameters: int, out: Path) -> dict[str, Memory]:
     """Returns a server's memory after some exchanges, and after it has also written its state for a checkpoint."""
-    process = ServerProcess("fairseq_async.server.local_sgd_main", WORKERS, out, out / "server.log")
+    process = ServerProcess("fairseq_async.server.programs.local_sgd_main", WORKERS, out, out / "server.log")
     options = DelayedNesterovOptions(local_steps=1)
     try:
         workers = []

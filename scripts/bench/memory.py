@@ -24,11 +24,11 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.config import HybridOptions, ServerOptions  # noqa: E402
-from fairseq_async.method_spec import JsonObject, hybrid_spec  # noqa: E402
-from fairseq_async.server import Layout
-from fairseq_async.server.process import ServerProcess  # noqa: E402
-from fairseq_async.worker.client import Client  # noqa: E402
+from fairseq_async.method.spec import JsonObject, hybrid_spec  # noqa: E402
+from fairseq_async.options.config import HybridOptions, ServerOptions  # noqa: E402
+from fairseq_async.protocol import Layout
+from fairseq_async.worker.connection.client import Client  # noqa: E402
+from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from recipes import training  # noqa: E402
 from recipes.steps import RecipeError  # noqa: E402
 from recipes.training import Method, Training  # noqa: E402
@@ -130,7 +130,7 @@ def hybrid_server(
 ) -> dict[str, Memory]:
     """Returns a server's memory after some updates, and after it has also written its state for a checkpoint."""
     spec = hybrid_spec(options, WORKERS, ServerOptions(server_shards=shards), FRAMEWORK, total_steps=0)
-    process = ServerProcess("fairseq_async.fairseq_server", WORKERS, out, out / "server.log")
+    process = ServerProcess("fairseq_async.launch.fairseq_server", WORKERS, out, out / "server.log")
     try:
         clients = [Client(process.address, process.token, number) for number in range(WORKERS)]
         workers = [exchange_times.join(client, parameters, spec) for client in clients]

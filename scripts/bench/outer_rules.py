@@ -27,14 +27,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.config import AsyncLocalSGDOptions, LocalSGDOptions  # noqa: E402
+from fairseq_async import protocol  # noqa: E402
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
-from fairseq_async.method_spec import JsonObject  # noqa: E402
-from fairseq_async.server import Receipt, Status, protocol  # noqa: E402
+from fairseq_async.method.spec import JsonObject  # noqa: E402
+from fairseq_async.options.config import AsyncLocalSGDOptions, LocalSGDOptions  # noqa: E402
+from fairseq_async.protocol import Receipt, Status  # noqa: E402
 from fairseq_async.simulation import experiment as experiments  # noqa: E402
-from fairseq_async.simulation import problem as problems  # noqa: E402
 from fairseq_async.simulation.cluster import Cluster, Distribution, Trace, read_trace  # noqa: E402
 from fairseq_async.simulation.experiment import Experiment, Method, ScheduleOptions  # noqa: E402
+from fairseq_async.simulation.problems import problem as problems  # noqa: E402
 from fairseq_async.simulation.schedule import LearningRate  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402
 from fairseq_async.simulation.workers import SharedModel  # noqa: E402

@@ -12,7 +12,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.replay import Recording, Replay, quiet  # noqa: E402
+from fairseq_async.replay.replay import Recording, Replay, quiet  # noqa: E402
 from recipes.made_up_pair.run import SETTINGS  # noqa: E402
 from recipes.training import Method, Training  # noqa: E402
 from scripts.bench import jobs  # noqa: E402

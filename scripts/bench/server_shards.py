@@ -22,13 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.algorithms import Update  # noqa: E402
 from fairseq_async.algorithms.threads import set_threads  # noqa: E402
-from fairseq_async.config import HybridOptions, ServerOptions  # noqa: E402
 from fairseq_async.exchange import SharedMemory  # noqa: E402
-from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec  # noqa: E402
-from fairseq_async.methods import outer_rule  # noqa: E402
-from fairseq_async.server import Layout, gradient_main, local_sgd_main  # noqa: E402
+from fairseq_async.method.methods import outer_rule  # noqa: E402
+from fairseq_async.method.spec import MethodSpec, hybrid_spec, local_sgd_spec  # noqa: E402
+from fairseq_async.options.config import HybridOptions, ServerOptions  # noqa: E402
+from fairseq_async.protocol import Layout  # noqa: E402
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup  # noqa: E402
 from fairseq_async.server.parameter_server import ParameterServer  # noqa: E402
+from fairseq_async.server.programs import gradient_main, local_sgd_main  # noqa: E402
 from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 

@@ -27,18 +27,17 @@ import typer
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from fairseq_async.config import HybridOptions, ServerOptions  # noqa: E402
 from fairseq_async.exchange.authentication import new_token, write_token  # noqa: E402
 from fairseq_async.exchange.ports import free_port  # noqa: E402
-from fairseq_async.method_spec import MethodSpec, hybrid_spec  # noqa: E402
-from fairseq_async.server import Layout  # noqa: E402
+from fairseq_async.method.spec import MethodSpec, hybrid_spec  # noqa: E402
+from fairseq_async.options.config import HybridOptions, ServerOptions  # noqa: E402
+from fairseq_async.protocol import Layout, Push  # noqa: E402
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup  # noqa: E402
-from fairseq_async.server.process import ServerProcess  # noqa: E402
-from fairseq_async.server.protocol import Push  # noqa: E402
-from fairseq_async.worker.client import Client  # noqa: E402
+from fairseq_async.worker.connection.client import Client  # noqa: E402
+from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
-SERVER = "fairseq_async.server.gradient_main"
+SERVER = "fairseq_async.server.programs.gradient_main"
 HOSTS = (0, 1, 3)
 TENSORS, WORKERS = 8, 4
 _OUTSIDE = "127.0.0.2"  # an address at which workers send tensors over TCP

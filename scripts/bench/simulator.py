@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.reporting.capacity import measure  # noqa: E402
 from fairseq_async.reporting.runs import load  # noqa: E402
-from fairseq_async.simulation import problem as problems  # noqa: E402
 from fairseq_async.simulation.experiment import Experiment, read  # noqa: E402
+from fairseq_async.simulation.problems import problem as problems  # noqa: E402
 from fairseq_async.simulation.schedule import make_optimizer  # noqa: E402
 from fairseq_async.simulation.simulate import Simulator  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402

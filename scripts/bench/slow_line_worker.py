@@ -25,7 +25,7 @@ from torch.optim import AdamW
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.environment import WORKER  # noqa: E402
-from fairseq_async.torch import AsyncLocalSGD  # noqa: E402
+from fairseq_async.pytorch import AsyncLocalSGD  # noqa: E402
 from recipes.c4_lm.simulated import C4  # noqa: E402
 
 WORKERS = 2

@@ -31,15 +31,15 @@ sys.path.insert(0, str(ROOT))
 from fairseq_async.environment import SERVER, TOKEN, WORKER  # noqa: E402
 from fairseq_async.environment import WORKERS as ANNOUNCED  # noqa: E402
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
-from fairseq_async.server.process import ServerProcess  # noqa: E402
-from fairseq_async.server.run_files.events import Event  # noqa: E402
+from fairseq_async.records.events import Event  # noqa: E402
+from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from recipes.steps import RecipeError, environment  # noqa: E402
 from scripts.bench.kept import Kept  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.bench.slow_line_worker import WORKERS, Curve, Job  # noqa: E402
 from scripts.faults.hosts import Cable, Host, other_host  # noqa: E402
 
-SERVER_MODULE = "fairseq_async.server.local_sgd_main"
+SERVER_MODULE = "fairseq_async.server.programs.local_sgd_main"
 TRAIN = ROOT / "scripts" / "bench" / "slow_line_worker.py"
 FP32 = "fp32"
 METHOD = {"outer": "diloco", "outer_momentum": 0.0}

@@ -7,12 +7,12 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from fairseq_async.algorithms import HybridAccumulation, Update
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server import Layout
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Layout
 from fairseq_async.server.optimizers.learning_rates import StepSchedule
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan
-from fairseq_async.server.program import serve
+from fairseq_async.server.programs.program import serve
 from scripts.faults.sgd_server import updates_per_step
 
 SECONDS = "seconds"  # key in the method's description: seconds of sleep per parameter, so a shard sleeps for its part

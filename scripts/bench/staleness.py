@@ -21,15 +21,17 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from fairseq_async import protocol  # noqa: E402
 from fairseq_async.algorithms import Update  # noqa: E402
-from fairseq_async.config import HybridOptions  # noqa: E402
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
-from fairseq_async.method_spec import JsonObject  # noqa: E402
-from fairseq_async.server import ParameterServer, Receipt, protocol  # noqa: E402
+from fairseq_async.method.spec import JsonObject  # noqa: E402
+from fairseq_async.options.config import HybridOptions  # noqa: E402
+from fairseq_async.protocol import Receipt  # noqa: E402
+from fairseq_async.server import ParameterServer  # noqa: E402
 from fairseq_async.simulation import experiment as experiments  # noqa: E402
-from fairseq_async.simulation import problem as problems  # noqa: E402
 from fairseq_async.simulation.cluster import Cluster  # noqa: E402
 from fairseq_async.simulation.experiment import Experiment, Method, ScheduleOptions  # noqa: E402
+from fairseq_async.simulation.problems import problem as problems  # noqa: E402
 from fairseq_async.simulation.rules import build_method  # noqa: E402
 from fairseq_async.simulation.schedule import LearningRate  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402

@@ -23,10 +23,12 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.server import Layout  # noqa: E402
-from fairseq_async.server.process import ServerProcess  # noqa: E402
-from fairseq_async.server.protocol import Push  # noqa: E402
-from fairseq_async.worker.client import Client  # noqa: E402
+from fairseq_async.protocol import (
+    Layout,  # noqa: E402
+    Push,  # noqa: E402
+)
+from fairseq_async.worker.connection.client import Client  # noqa: E402
+from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.faults.hosts import Cable, other_host  # noqa: E402
 from scripts.faults.sgd_server import sgd_spec  # noqa: E402

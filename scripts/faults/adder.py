@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server import Layout
-from fairseq_async.server.protocol import Push, PushReply
-from fairseq_async.worker.client import Client
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Layout, Push, PushReply
+from fairseq_async.worker.connection.client import Client
 from scripts.faults.sgd_server import sgd_spec
 
 LAYOUT = Layout.of([("weight", torch.zeros(8, 4)), ("bias", torch.zeros(5))])

@@ -9,14 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fairseq_async import protocol
 from fairseq_async.errors import ProtocolError
 from fairseq_async.exchange.authentication import challenge, proof
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server import Layout, protocol
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Layout
 from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.plan import Build
 from fairseq_async.server.service import Service
-from fairseq_async.worker.compressor import Compressor
+from fairseq_async.worker.connection.compressor import Compressor
 from scripts.faults.hostile import HostileWorker
 
 TOKEN = "a token of sixteen or more"

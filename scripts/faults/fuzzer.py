@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fairseq_async import protocol
 from fairseq_async.errors import AsyncError
 from fairseq_async.exchange import Channel
 from fairseq_async.exchange.authentication import challenge, proof
-from fairseq_async.server import protocol
 from scripts.faults.adder import LAYOUT, adder_spec
 from scripts.faults.digest import digest
 from scripts.faults.thread_server import ThreadServer

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from fairseq_async.server.protocol import Request
+from fairseq_async.protocol import Request
 
 _BIG = [2**31, 2**53 + 1, 2**63 - 1, 2**63, -(2**63) - 1, 10**30, 10**700]
 _NUMBERS = [0, -1, 1, 0.5, -0.0, 1e-320, 1e-9, 1e6, 1e308, -1e308, float("nan"), float("inf"), -float("inf"), *_BIG]

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from fairseq_async import protocol
 from fairseq_async.errors import AsyncError
 from fairseq_async.exchange import Channel
 from fairseq_async.exchange.authentication import challenge, proof
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server import Layout, protocol
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Layout
 from scripts.faults.grammar import Grammar, to_json
 from scripts.faults.tensors import HostileTensors
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation
-from fairseq_async.method_spec import JsonObject, MethodSpec, ServerSettings
-from fairseq_async.server import Layout
+from fairseq_async.method.spec import JsonObject, MethodSpec, ServerSettings
+from fairseq_async.protocol import Layout
 from fairseq_async.server.plan import EpochPlan
-from fairseq_async.server.program import serve
+from fairseq_async.server.programs.program import serve
 
 
 class Constant:

@@ -6,9 +6,9 @@ import zlib
 
 import torch
 
-from fairseq_async import compression
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server import Layout
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.options import compression
+from fairseq_async.protocol import Layout
 
 _HEADER, _CHECKSUM = 20, slice(20, 24)  # bytes of a payload: docs/wire.md
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fairseq_async.protocol import Status
+from fairseq_async.records.event_log import BAD, EVENTS, ROLLBACKS, ROLLED_BACK
 from fairseq_async.reporting.audit import AuditError, audit, show
-from fairseq_async.server import Status
-from fairseq_async.server.run_files.event_log import BAD, EVENTS, ROLLBACKS, ROLLED_BACK
 from tests.helpers.run_files import events, snapshot_versions
 from tests.helpers.server_client import StartServer, StartThreadServer, join, join_patiently, kill, pull, push
 from tests.helpers.waiting import wait_until

@@ -19,31 +19,32 @@ import torch
 from fairseq_async.errors import ExchangeError, RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.exchange.authentication import challenge, proof
-from fairseq_async.reporting import page
-from fairseq_async.reporting.runs import load
-from fairseq_async.server import Layout, Status
-from fairseq_async.server.local_step_plan import LocalStepPlan
-from fairseq_async.server.network.event_loop import EventLoop
-from fairseq_async.server.process import ServerProcess
-from fairseq_async.server.protocol import (
+from fairseq_async.protocol import (
     Alive,
     Assignment,
     Greeting,
     Initialise,
     Introduce,
     Introduced,
+    Layout,
     Leave,
     Pull,
     PullReply,
     Push,
     Report,
+    Status,
     encode,
     parse_answer,
 )
+from fairseq_async.records.state_files import restored_path
+from fairseq_async.reporting import page
+from fairseq_async.reporting.runs import load
+from fairseq_async.server.local_step_plan import LocalStepPlan
+from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.run import Run
-from fairseq_async.server.run_files.state_files import restored_path
 from fairseq_async.server.service import Service
-from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
 from tests.helpers import halving, in_process
 from tests.helpers.commands import Processes, launch_command

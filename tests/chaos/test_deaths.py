@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fairseq_async.reporting.audit import audit
-from fairseq_async.server.process import TOKEN, ServerProcess
-from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.start.server_process import TOKEN, ServerProcess
 from scripts.faults.adder import LAYOUT, Adder
 from scripts.faults.digest import digest, read_snapshot
 from scripts.faults.sgd_server import build

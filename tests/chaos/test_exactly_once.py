@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairseq_async.algorithms import Rule, Update
-from fairseq_async.method_spec import MethodSpec
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Layout
+from fairseq_async.protocol.receipt import Status
 from fairseq_async.reporting.audit import audit
-from fairseq_async.server import Layout
 from fairseq_async.server.plan import Plan
-from fairseq_async.server.receipt import Status
-from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection.client import Client
 from scripts.faults import schedule
 from scripts.faults.digest import digest
 from scripts.faults.injector import Injector

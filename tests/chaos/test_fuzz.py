@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fairseq_async.server.protocol import Hello, Initialise, Push, Welcome, encode
-from fairseq_async.worker.client import Client
+from fairseq_async.protocol import Hello, Initialise, Push, Welcome, encode
+from fairseq_async.worker.connection.client import Client
 from scripts import fuzz_sessions
 from scripts.faults.adder import LAYOUT, Adder, adder_spec
 from scripts.faults.direct import Member

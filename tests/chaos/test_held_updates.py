@@ -9,9 +9,9 @@ import torch
 
 from fairseq_async.algorithms import StalenessPolicy
 from fairseq_async.errors import HalfAppliedError, RefusedError
-from fairseq_async.server.protocol import Hello, Initialise, Pull, Push, Report, WaitForWork, Welcome, encode
+from fairseq_async.protocol import Hello, Initialise, Pull, Push, Report, WaitForWork, Welcome, encode
 from fairseq_async.server.service import Service
-from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers import halving
 from tests.helpers.halving import LAYOUT, halving_spec

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.protocol import Hello, Initialise, Push, Welcome, encode
 from fairseq_async.reporting.audit import audit
-from fairseq_async.server.protocol import Hello, Initialise, Push, Welcome, encode
 from scripts.faults.adder import LAYOUT, adder_spec
 from scripts.faults.sgd_server import build
 from tests.helpers.in_process import Connection, end, new_service, slot, take_snapshot

@@ -12,7 +12,7 @@ import pytest
 
 from fairseq_async.exchange.authentication import new_token
 from fairseq_async.reporting.audit import audit
-from fairseq_async.server.process import TOKEN
+from fairseq_async.worker.start.server_process import TOKEN
 from scripts.faults.hosts import Cable, Host, bad_cable, set_cable
 from tests.helpers.commands import Processes, free_port
 

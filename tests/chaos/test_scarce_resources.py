@@ -22,9 +22,8 @@ from fairseq_async.errors import HalfAppliedError
 from fairseq_async.exchange import Channel, shared_memory
 from fairseq_async.exchange.linux import environment
 from fairseq_async.exchange.stream import Stream
-from fairseq_async.server import Status
-from fairseq_async.server.process import ServerProcess
-from fairseq_async.server.protocol import Hello, Initialise, Push, Report, ScheduleEvent
+from fairseq_async.protocol import Hello, Initialise, Push, Report, ScheduleEvent, Status
+from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.direct import DirectAttack
 from scripts.faults.sgd_server import build
 from scripts.faults.thread_server import ThreadServer

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from fairseq_async.errors import RefusedError
-from fairseq_async.server.protocol import Hello, Initialise, Welcome
-from fairseq_async.server.run_files.snapshots import Snapshots
-from fairseq_async.worker.client import Client
+from fairseq_async.protocol import Hello, Initialise, Welcome
+from fairseq_async.records.snapshots import Snapshots
+from fairseq_async.worker.connection.client import Client
 from scripts.faults.adder import LAYOUT as ADDERS
 from scripts.faults.sgd_server import build, sgd_spec
 from scripts.faults.thread_server import ThreadServer
@@ -132,7 +132,7 @@ def test_a_snapshot_that_cannot_be_read_now_is_not_taken_for_a_broken_one(
         return load(*given, **options)
 
     monkeypatch.setattr(torch, "load", fail)
-    monkeypatch.setattr("fairseq_async.server.run_files.snapshots._PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("fairseq_async.records.snapshots._PAUSES", (0.0, 0.0, 0.0))
     if failures == 2:
         found = snapshots.latest(lambda state: None)
         assert found is not None and found[1] == {"version": 2}

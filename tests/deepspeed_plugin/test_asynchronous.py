@@ -10,9 +10,9 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from fairseq_async.config import LocalSGDOptions
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.errors import ConfigurationError, as_key, spell_options
+from fairseq_async.options.config import LocalSGDOptions
 from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, ROOT, Processes, command, free_port
 
 WITHOUT_LOCAL_STEPS = ("hybrid_async", "adasum", "adascale")

@@ -13,11 +13,11 @@ import deepspeed
 import pytest
 
 from fairseq_async import deepspeed_plugin
-from fairseq_async.config import HybridOptions
 from fairseq_async.deepspeed_plugin import checks
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.worker.context import WorkerContext
+from fairseq_async.options.config import HybridOptions
+from fairseq_async.worker.start.context import WorkerContext
 from tests.helpers.commands import ROOT
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}

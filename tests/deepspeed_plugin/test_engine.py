@@ -17,12 +17,12 @@ from torch.nn import Parameter
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from fairseq_async.deepspeed_plugin.ending import leave_at_exit
-from fairseq_async.deepspeed_plugin.engine import AsyncEngine
-from fairseq_async.deepspeed_plugin.hybrid_engine import HybridEngine
-from fairseq_async.deepspeed_plugin.local_engine import LocalEngine
+from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
+from fairseq_async.deepspeed_plugin.engines.hybrid import HybridEngine
+from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
+from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, replica_of, trainable, unstepped
+from fairseq_async.deepspeed_plugin.exit import leave_at_exit
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
-from fairseq_async.deepspeed_plugin.tensors import check_masters, replica_of, trainable, unstepped
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.server.optimizers.learning_rates import present_options, present_rates
 

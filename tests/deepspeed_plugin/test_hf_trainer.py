@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from fairseq_async.environment import SLOWDOWN
-from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.start.context import WorkerContext
 from tests.helpers.commands import DEEPSPEED, HELPERS, ROOT, Processes, command, free_port
 from tests.helpers.run_files import events
 

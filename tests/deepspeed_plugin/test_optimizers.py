@@ -9,9 +9,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam, cpu_adam, fused_adam
 from torch import nn
 from torch.optim import Adam, Optimizer
 
-from fairseq_async.deepspeed_plugin.served import equal_of_torch
+from fairseq_async.deepspeed_plugin.server_description import equal_of_torch
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.server import Layout
+from fairseq_async.protocol import Layout
 from fairseq_async.server.optimizers.torch_optimizer import build_optimizer, describe
 
 Make = Callable[..., Optimizer]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fairseq_async.deepspeed_plugin.synchronous_engine import SynchronousEngine
+from fairseq_async.deepspeed_plugin.engines.synchronous import SynchronousEngine
 from fairseq_async.errors import AsyncError
 
 

@@ -9,8 +9,12 @@ from pathlib import Path
 from tests.helpers.commands import DEEPSPEED, ONE_THREAD, PACKAGE, ROOT
 
 # what is of fairseq alone, and what is of Ray, which is another extra
-OF_FAIRSEQ = ("fairseq_async.fairseq_plugin", "fairseq_async.fairseq_server", "fairseq_async.simulation.translation")
-OF_RAY = ("fairseq_async.ray_launch",)
+OF_FAIRSEQ = (
+    "fairseq_async.fairseq_plugin",
+    "fairseq_async.launch.fairseq_server",
+    "fairseq_async.simulation.problems.translation",
+)
+OF_RAY = ("fairseq_async.launch.ray",)
 IMPORT_ALL = """
 import importlib, json, sys
 import fairseq_async.deepspeed_plugin

@@ -16,7 +16,7 @@ from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.exchange import Channel, tls
 from fairseq_async.launch.certificates import make
 from fairseq_async.server.network import connection_loop
-from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.server_client import join, pull, push
 from tests.helpers.waiting import wait_until

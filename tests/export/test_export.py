@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from fairseq_async.cli import app
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.export import Format, export
-from fairseq_async.server import Layout
-from fairseq_async.server.run_files.kept_state import write_final
+from fairseq_async.protocol import Layout
+from fairseq_async.server.kept_state import write_final
 
 VALUES = torch.arange(6.0) / 7
 NAMED = [("head.weight", torch.zeros(2, 2)), ("head.bias", torch.zeros(2))]

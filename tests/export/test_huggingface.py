@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.export import Format, export
-from fairseq_async.server import Layout
+from fairseq_async.protocol import Layout
 
 Named = Iterable[tuple[str, Tensor]]
 TOKENS = torch.arange(6)[None]

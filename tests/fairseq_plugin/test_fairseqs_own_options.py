@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.launch.programs import is_fairseq
-from fairseq_async.server.run_files.validations import VALIDATIONS
+from fairseq_async.launch.command.programs import is_fairseq
+from fairseq_async.records.validations import VALIDATIONS
 from tests.helpers.checkpoints import load_without_trust
 from tests.helpers.commands import ROOT, Processes, command
 from tests.helpers.run_files import events

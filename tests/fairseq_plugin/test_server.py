@@ -15,15 +15,15 @@ from fairseq.optim.lr_scheduler import build_lr_scheduler
 
 import fairseq_async.fairseq_plugin  # noqa: F401
 from fairseq_async.algorithms import Rule, Update
-from fairseq_async.config import HybridOptions
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.flags import describe_hybrid
 from fairseq_async.fairseq_plugin.server import build
-from fairseq_async.method_spec import JsonObject, MethodSpec
-from fairseq_async.methods import GradientRule, GradientRuleContext
-from fairseq_async.rules import GRADIENT_RULES
-from fairseq_async.server import Layout
-from fairseq_async.server.run_files import resume
+from fairseq_async.method.methods import GradientRule, GradientRuleContext
+from fairseq_async.method.rules import GRADIENT_RULES
+from fairseq_async.method.spec import JsonObject, MethodSpec
+from fairseq_async.options.config import HybridOptions
+from fairseq_async.protocol import Layout
+from fairseq_async.server import resume
 
 ONE_TENSOR = Layout.of([("t", torch.zeros(2))]), torch.zeros(2)
 SHAPES = [(5, 8), (8,), (3, 5, 2), (1,)]

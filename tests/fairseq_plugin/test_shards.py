@@ -21,7 +21,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.compat.shards import Shard, ShardedBatches
 from fairseq_async.fairseq_plugin.replayed import FairseqRun
 from fairseq_async.fairseq_plugin.shards import ShardedEpochs, sharded_batches
-from fairseq_async.replay import Recording, Replay
+from fairseq_async.replay.replay import Recording, Replay
 from tests.helpers.checkpoints import load, relative_differences
 from tests.helpers.commands import MODEL, PACKAGE, Processes, command, train_alone
 from tests.helpers.launched import count, find, worker_of

@@ -13,7 +13,6 @@ from fairseq.trainer import Trainer
 from torch.nn import Parameter
 
 import fairseq_async.fairseq_plugin  # noqa: F401
-from fairseq_async.config import AdaScaleOptions
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin.adascale import AdaScaleOptimizer, AdaScaleTrainer
 from fairseq_async.fairseq_plugin.adasum import AdasumOptimizer
@@ -24,6 +23,7 @@ from fairseq_async.fairseq_plugin.hybrid import HybridAsync, HybridTrainer
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDTrainer
 from fairseq_async.fairseq_plugin.session import WorkerSession
 from fairseq_async.fairseq_plugin.synchronous_trainer import SynchronousTrainer
+from fairseq_async.options.config import AdaScaleOptions
 from fairseq_async.worker.replica import TensorReplica
 
 

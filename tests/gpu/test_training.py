@@ -13,8 +13,8 @@ from torch.optim import SGD
 from fairseq_async.algorithms import adasum
 from fairseq_async.collective import DistributedAdasum
 from fairseq_async.exchange.ports import free_port
-from fairseq_async.server import gradient_main
-from fairseq_async.torch import HybridAsync
+from fairseq_async.pytorch import HybridAsync
+from fairseq_async.server.programs import gradient_main
 from tests.helpers.checkpoints import load
 from tests.helpers.commands import MODEL, Processes, command
 from tests.helpers.fairseq_jobs import ADAM

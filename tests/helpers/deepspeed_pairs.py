@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import fairseq_async.deepspeed_plugin as deepspeed_async
-from fairseq_async.deepspeed_plugin.synchronous_engine import set_environment_without_launcher
+from fairseq_async.deepspeed_plugin.engines.synchronous import set_environment_without_launcher
 
 STEPS = 8
 PLAIN = {

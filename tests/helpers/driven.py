@@ -3,9 +3,9 @@
 import torch
 
 from fairseq_async.algorithms import Update
+from fairseq_async.protocol import Report
 from fairseq_async.server.coordinator import Coordinator
 from fairseq_async.server.outcome import Outcome
-from fairseq_async.server.protocol import Report
 
 
 class Driven:

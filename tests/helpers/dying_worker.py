@@ -7,9 +7,9 @@ import time
 import torch
 
 from fairseq_async.exchange.channel import _HEADER
-from fairseq_async.server.process import TOKEN
-from fairseq_async.server.protocol import Push, encode
-from fairseq_async.worker.client import Client
+from fairseq_async.protocol import Push, encode
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.start.server_process import TOKEN
 from scripts.faults.adder import Adder
 
 

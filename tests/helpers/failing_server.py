@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation, Update
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server import Layout
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Layout
 from fairseq_async.server.plan import EpochPlan
-from fairseq_async.server.program import serve
+from fairseq_async.server.programs.program import serve
 from scripts.faults.sgd_server import Constant
 
 MARKER = "FAILED_ONCE"  # the variable with the file's path

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation, Rule
-from fairseq_async.compression import parse
-from fairseq_async.config import DelayedNesterovOptions
-from fairseq_async.method_spec import MethodSpec, ServerSettings, local_sgd_spec
-from fairseq_async.server import Layout
-from fairseq_async.server import local_sgd_main as outer
+from fairseq_async.method.spec import MethodSpec, ServerSettings, local_sgd_spec
+from fairseq_async.options.compression import parse
+from fairseq_async.options.config import DelayedNesterovOptions
+from fairseq_async.protocol import Layout, Push, PushReply, Report
 from fairseq_async.server.plan import EpochPlan, Plan
-from fairseq_async.server.protocol import Push, PushReply, Report
-from fairseq_async.worker.client import Client
+from fairseq_async.server.programs import local_sgd_main as outer
+from fairseq_async.worker.connection.client import Client
 from scripts.faults.adder import LAYOUT, adder_spec
 from scripts.faults.sgd_server import Constant, updates_per_step
 

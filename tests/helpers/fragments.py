@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from fairseq_async.config import DelayedNesterovOptions
-from fairseq_async.method_spec import MethodSpec, local_sgd_spec
-from fairseq_async.server import Layout
-from fairseq_async.worker.client import Client
+from fairseq_async.method.spec import MethodSpec, local_sgd_spec
+from fairseq_async.options.config import DelayedNesterovOptions
+from fairseq_async.protocol import Layout
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica

@@ -14,7 +14,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from fairseq_async.torch.hf_trainer import AsyncCallback  # noqa: E402
+from fairseq_async.pytorch.hf_trainer import AsyncCallback  # noqa: E402
 
 
 class Counting(torch.utils.data.Dataset[dict[str, Tensor]]):

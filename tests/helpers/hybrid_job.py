@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fairseq_async.server.protocol import Assignment, Welcome
-from fairseq_async.worker.client import Client
+from fairseq_async.protocol import Assignment, Welcome
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.hybrid import HybridWorker
 
 

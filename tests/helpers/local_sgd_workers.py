@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from fairseq_async import methods
-from fairseq_async.config import LocalSGDOptions
-from fairseq_async.method_spec import JsonObject, MethodSpec, local_sgd_spec
-from fairseq_async.server import Layout
-from fairseq_async.server import local_sgd_main as outer
-from fairseq_async.server.protocol import Push, PushReply, Report
-from fairseq_async.worker.client import Client
+from fairseq_async.method import methods
+from fairseq_async.method.spec import JsonObject, MethodSpec, local_sgd_spec
+from fairseq_async.options.config import LocalSGDOptions
+from fairseq_async.protocol import Layout, Push, PushReply, Report
+from fairseq_async.server.programs import local_sgd_main as outer
+from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
 
 LAYOUT = Layout.of([("w", torch.zeros(3))])

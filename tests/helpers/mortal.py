@@ -10,10 +10,10 @@ from typing import Any
 
 import fairseq_async
 from fairseq_async.exchange.authentication import new_token
+from fairseq_async.records.snapshots import Snapshots
+from fairseq_async.server.kept_state import KeptState
 from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.plan import Build
-from fairseq_async.server.run_files.kept_state import KeptState
-from fairseq_async.server.run_files.snapshots import Snapshots
 from fairseq_async.server.service import Service
 
 _CODE = tuple(f"{Path(fairseq_async.__file__).parent / floor}{os.sep}" for floor in ("server", "exchange"))

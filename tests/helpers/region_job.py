@@ -7,7 +7,7 @@ import torch
 from torch.nn import Linear
 from torch.optim import SGD
 
-from fairseq_async.torch import AsyncLocalSGD
+from fairseq_async.pytorch import AsyncLocalSGD
 
 
 def main() -> None:

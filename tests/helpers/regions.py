@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_async import methods
-from fairseq_async.config import LocalSGDOptions, ServerOptions
-from fairseq_async.method_spec import MethodSpec, local_sgd_spec
-from fairseq_async.server import Layout, ParameterServer, local_sgd_main
-from fairseq_async.server.global_service import GlobalService
+from fairseq_async.method import methods
+from fairseq_async.method.spec import MethodSpec, local_sgd_spec
+from fairseq_async.options.config import LocalSGDOptions, ServerOptions
+from fairseq_async.protocol import Layout, Push, PushReply, Report
+from fairseq_async.regions.global_service import GlobalService
+from fairseq_async.regions.regional_service import RegionalService
+from fairseq_async.regions.upstream_link import UpstreamLink
+from fairseq_async.server import ParameterServer
 from fairseq_async.server.plan import Build
-from fairseq_async.server.protocol import Push, PushReply, Report
-from fairseq_async.server.regional_service import RegionalService
-from fairseq_async.worker.client import Client
-from fairseq_async.worker.upstream import UpstreamLink
+from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
 
 LAYOUT = Layout.of([("w", torch.zeros(3)), ("b", torch.zeros(2))])

@@ -4,9 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server import local_sgd_main as outer
-from fairseq_async.server.protocol import (
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import (
     Hello,
     Initialise,
     Push,
@@ -18,7 +17,8 @@ from fairseq_async.server.protocol import (
     StateSaved,
     Welcome,
 )
-from fairseq_async.server.run_files.state_files import restored_path
+from fairseq_async.records.state_files import restored_path
+from fairseq_async.server.programs import local_sgd_main as outer
 from fairseq_async.server.service import Service
 from scripts.faults.digest import read_snapshot
 from tests.helpers import halving

@@ -33,7 +33,7 @@ class Model(nn.Module):
 
 def plain(model: nn.Module) -> tuple[int, int]:
     """A loop with a context manager; returns the worker and its steps."""
-    from fairseq_async.torch import AsyncLocalSGD
+    from fairseq_async.pytorch import AsyncLocalSGD
 
     optimizer, steps = torch.optim.AdamW(model.parameters(), lr=0.05), 0
     with AsyncLocalSGD(model, optimizer, **LOCAL) as worker:
@@ -49,7 +49,7 @@ def trainer(model: nn.Module) -> tuple[int, int]:
     """The Trainer of transformers, which looks whether the run is finished after its first step."""
     from transformers import Trainer, TrainingArguments
 
-    from fairseq_async.torch.hf_trainer import AsyncCallback
+    from fairseq_async.pytorch.hf_trainer import AsyncCallback
 
     callback = AsyncCallback("hybrid_async", **TRAINS)
     given: dict[str, Any] = {"max_steps": 20, "report_to": [], "use_cpu": True, "save_strategy": "no"}

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from fairseq_async.server import Layout
-from fairseq_async.server.process import ServerProcess
-from fairseq_async.server.protocol import Push, PushReply, Report, Request, encode
-from fairseq_async.worker.client import Client
+from fairseq_async.protocol import Layout, Push, PushReply, Report, Request, encode
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
 from scripts.faults.thread_server import ThreadServer
 

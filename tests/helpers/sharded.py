@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from fairseq_async.config import LocalSGDOptions
-from fairseq_async.methods import outer_rule
-from fairseq_async.server import Layout
+from fairseq_async.method.methods import outer_rule
+from fairseq_async.options.config import LocalSGDOptions
+from fairseq_async.protocol import Layout
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
 
 SIZES = (7, 70_001, 33, 1, 65_537, 900)

@@ -9,10 +9,9 @@ import yaml
 from pydantic import JsonValue
 from torch import Tensor
 
-from fairseq_async.server import Receipt
-from fairseq_async.server.protocol import Report
+from fairseq_async.protocol import Receipt, Report
 from fairseq_async.simulation.experiment import Experiment, read
-from fairseq_async.simulation.gaussians import Gaussians
+from fairseq_async.simulation.problems.gaussians import Gaussians
 from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.shards import ShardOrder, shard_sizes

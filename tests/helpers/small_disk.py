@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from fairseq_async import methods
-from fairseq_async.config import LocalSGDOptions, ServerOptions
 from fairseq_async.errors import AsyncError
 from fairseq_async.launch.processes import Processes
-from fairseq_async.method_spec import MethodSpec, local_sgd_spec
-from fairseq_async.server import Layout
-from fairseq_async.server.process import ServerProcess
-from fairseq_async.worker.client import Client
+from fairseq_async.method import methods
+from fairseq_async.method.spec import MethodSpec, local_sgd_spec
+from fairseq_async.options.config import LocalSGDOptions, ServerOptions
+from fairseq_async.protocol import Layout
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
 from tests.helpers.run_files import snapshot_versions
 from tests.helpers.server_client import SGD_SERVER, push
@@ -117,7 +117,7 @@ def main() -> None:
     if what == "prints":
         return print(json.dumps(printed(directory)))
     log, shards = directory / "server.log", what == "full in shards"
-    method, module = (in_shards(), "fairseq_async.server.local_sgd_main") if shards else (METHOD, SGD_SERVER)
+    method, module = (in_shards(), "fairseq_async.server.programs.local_sgd_main") if shards else (METHOD, SGD_SERVER)
     server = ServerProcess(module, 2, directory, log, restarts=0)
     found: dict[str, Any] = {}
     try:

@@ -9,9 +9,9 @@ import time
 
 import torch
 
-from fairseq_async.server import Layout
-from fairseq_async.server.process import TOKEN
-from fairseq_async.worker.client import Client
+from fairseq_async.protocol import Layout
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.start.server_process import TOKEN
 from scripts.faults.adder import Adder
 
 

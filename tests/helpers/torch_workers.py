@@ -9,7 +9,7 @@ import pytest
 
 from fairseq_async.environment import SERVER, TOKEN
 from fairseq_async.server.plan import Build
-from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.start.context import WorkerContext
 from scripts.faults.thread_server import ThreadServer
 
 _Result = TypeVar("_Result")

@@ -10,7 +10,7 @@ from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange import tls
 from fairseq_async.launch.certificates import make
-from fairseq_async.server.process import _listen
+from fairseq_async.worker.start.server_process import _listen
 
 
 def names(directory: Path) -> set[str]:

@@ -10,8 +10,8 @@ import pytest
 
 from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.launch.command import WorkerCommand
-from fairseq_async.launch.inputs import check_inputs
+from fairseq_async.launch.command.command import WorkerCommand
+from fairseq_async.launch.command.inputs import check_inputs
 from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.synchronous import GroupLauncher
 

@@ -12,17 +12,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.launch.command.command import WorkerCommand
 from fairseq_async.launch.interrupted import what_is_kept
 from fairseq_async.launch.launcher import Launcher
-from fairseq_async.launch.progress import Progress
-from fairseq_async.method_spec import OPTIMIZER_OVERRIDES, JsonObject
+from fairseq_async.launch.progress.progress import Progress
+from fairseq_async.method.spec import OPTIMIZER_OVERRIDES, JsonObject
+from fairseq_async.records.created_files import CreatedFiles
+from fairseq_async.records.snapshots import Snapshots
 from fairseq_async.reporting.audit import audit
-from fairseq_async.server.process import ServerProcess
-from fairseq_async.server.run_files.created_files import CreatedFiles
-from fairseq_async.server.run_files.snapshots import Snapshots
-from fairseq_async.worker.client import Client
-from fairseq_async.worker.rendezvous import ServerRequest
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.start.rendezvous import ServerRequest
+from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
 from tests.helpers.checkpoints import load, relative_differences
 from tests.helpers.commands import Processes, launch_command

@@ -20,10 +20,10 @@ from fairseq_async import cli
 from fairseq_async.errors import LOST_SERVER, USER_ERROR, ConfigurationError
 from fairseq_async.launch import output
 from fairseq_async.launch import processes as processes_module
-from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.launch.command.command import WorkerCommand
+from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.processes import RunFailedError, Worker, interrupt_on_signals
-from fairseq_async.launch.script import ScriptCommand
 from tests.helpers.checkpoints import load
 from tests.helpers.commands import HYBRID, MODEL, ROOT, Processes, command, free_port, launch_command
 from tests.helpers.launched import count, find, server_of, worker_of

@@ -9,10 +9,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from fairseq_async.environment import SLOWDOWN, WORKER, WORKERS
+from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.processes import Processes, Worker
-from fairseq_async.launch.script import ScriptCommand
-from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
+from fairseq_async.worker.start.rendezvous import Rendezvous, ServerRequest
 from tests.helpers.waiting import wait_until
 
 

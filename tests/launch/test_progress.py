@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fairseq_async.launch.display import Display
-from fairseq_async.launch.progress import Progress
-from fairseq_async.launch.run_length import RunLength, Work
+from fairseq_async.launch.progress.display import Display
+from fairseq_async.launch.progress.progress import Progress
+from fairseq_async.launch.progress.run_length import RunLength, Work
 from fairseq_async.launch.synchronous import progress_in
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.run_files.validations import Validation
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.records.validations import Validation
 from tests.helpers.no_room import NoRoom
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.serve import serve
+from fairseq_async.records.description import RunDescription
 from fairseq_async.reporting.audit import audit
-from fairseq_async.server.run_files.description import RunDescription
 from tests.helpers.commands import HELPERS, Processes, command, free_port
 from tests.helpers.launched import count, find
 from tests.helpers.run_files import events

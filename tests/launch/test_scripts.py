@@ -11,15 +11,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from fairseq_async import cli, errors
-from fairseq_async.config import ServerOptions
 from fairseq_async.environment import JOINS, RENDEZVOUS, SERVER, TLS, TOKEN, WORKER, WORKERS
 from fairseq_async.errors import ConfigurationError, as_argument
 from fairseq_async.launch import launcher
+from fairseq_async.launch.error_lines import last_words, same_mistake, traceback
 from fairseq_async.launch.join import join
-from fairseq_async.launch.last_words import last_words, same_mistake, traceback
-from fairseq_async.worker.context import WorkerContext
-from fairseq_async.worker.invitation import invitation, own_command
-from fairseq_async.worker.rendezvous import Rendezvous, ServerRequest
+from fairseq_async.options.config import ServerOptions
+from fairseq_async.worker.start.context import WorkerContext
+from fairseq_async.worker.start.invitation import invitation, own_command
+from fairseq_async.worker.start.rendezvous import Rendezvous, ServerRequest
 from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, ROOT, Processes, command
 from tests.helpers.launched import count, find
 from tests.helpers.run_files import events

@@ -9,7 +9,7 @@ import pytest
 from fairseq_async.environment import HOST, MEETING, WORKER, WORKERS
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.task import SCHEDULERS, Task, become_worker
-from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.start.context import WorkerContext
 from tests.helpers.slurm import SLURM
 
 TORCHRUN = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fairseq_async.launch.command import WorkerCommand
+from fairseq_async.launch.command.command import WorkerCommand
 from fairseq_async.launch.task import Task
 from tests.helpers.commands import ROOT
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fairseq_async.config import AsyncLocalSGDOptions
+from fairseq_async.options.config import AsyncLocalSGDOptions
 from fairseq_async.simulation.experiment import read
 from scripts.bench.outer_rules import SCHEDULING, Bench, Outcome, Run, Search, rows
 from tests.helpers.commands import ROOT

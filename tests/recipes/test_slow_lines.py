@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_async.server import Status
-from fairseq_async.server.run_files.events import Event
+from fairseq_async.protocol import Status
+from fairseq_async.records.events import Event
 from scripts.bench.kept import Kept
 from scripts.bench.slow_line_worker import Curve
 from scripts.bench.slow_lines import Bench, Pair, Point, Run, exchange_of, first_at, losses, points_of, row

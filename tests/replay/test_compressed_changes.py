@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fairseq_async.algorithms import Rule
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.replay import Recording, Replay
-from fairseq_async.server import Layout
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Layout, Push, Report
+from fairseq_async.replay.replay import Recording, Replay
 from fairseq_async.server.plan import Plan
-from fairseq_async.server.protocol import Push, Report
-from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.hybrid import HybridWorker
 from scripts.faults.sgd_server import build, sgd_spec
 from scripts.faults.thread_server import ThreadServer

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation, Rule, Update
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.replay import Recording, Replay
-from fairseq_async.server import Layout, Segment
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Layout, Push, Report, Segment
+from fairseq_async.records.event_log import EventLog
+from fairseq_async.replay.replay import Recording, Replay
 from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.plan import EpochPlan, Plan
-from fairseq_async.server.protocol import Push, Report
-from fairseq_async.server.run_files.event_log import EventLog, Recorder
+from fairseq_async.server.recorder import Recorder
 from scripts.faults.sgd_server import Constant, sgd_spec
 from tests.helpers.run_files import events
 

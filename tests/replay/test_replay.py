@@ -16,17 +16,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD
 
-from fairseq_async import cli, compression
+from fairseq_async import cli
 from fairseq_async.algorithms import Rule, Update
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin.replayed import FairseqRun
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.replay import DifferenceError, Recording, Replay
-from fairseq_async.server import Layout, ParameterServer, Segment
-from fairseq_async.server.outcome import Settled
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.options import compression
+from fairseq_async.protocol import Layout, Push, Report, Segment
+from fairseq_async.records.event_log import EventLog
+from fairseq_async.records.settled import Settled
+from fairseq_async.replay.replay import DifferenceError, Recording, Replay
+from fairseq_async.server import ParameterServer
 from fairseq_async.server.plan import Plan
-from fairseq_async.server.protocol import Push, Report
-from fairseq_async.server.run_files.event_log import EventLog, Recorder
+from fairseq_async.server.recorder import Recorder
 from scripts.faults.sgd_server import build, sgd_spec
 from tests.helpers.commands import MODEL, Processes, command
 from tests.helpers.run_files import events

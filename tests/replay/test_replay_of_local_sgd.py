@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async import methods
 from fairseq_async.algorithms import Rule
-from fairseq_async.config import LocalSGDOptions, ServerOptions
-from fairseq_async.method_spec import MethodSpec, local_sgd_spec
-from fairseq_async.replay import Recording, Replay
+from fairseq_async.method import methods
+from fairseq_async.method.spec import MethodSpec, local_sgd_spec
+from fairseq_async.options.config import LocalSGDOptions, ServerOptions
+from fairseq_async.protocol import Layout, Push, Report
+from fairseq_async.replay.replay import Recording, Replay
 from fairseq_async.reporting.audit import audit
-from fairseq_async.server import Layout, local_sgd_main
 from fairseq_async.server.plan import Plan
-from fairseq_async.server.protocol import Push, Report
-from fairseq_async.worker.client import Client
+from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.cutting import CuttingRelay
 from tests.helpers.shard_hosts import TOKEN, ShardHosts, shard_hosts

@@ -10,11 +10,11 @@ from rich.console import Console
 
 from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.protocol import Report
+from fairseq_async.protocol.receipt import Receipt, Status
+from fairseq_async.records import event_log as events
+from fairseq_async.records.event_log import EventLog
 from fairseq_async.reporting.audit import AuditError, audit, show
-from fairseq_async.server.protocol import Report
-from fairseq_async.server.receipt import Receipt, Status
-from fairseq_async.server.run_files import event_log as events
-from fairseq_async.server.run_files.event_log import EventLog
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.server_client import join_patiently, push
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fairseq_async.cli.look import capacity
+from fairseq_async.cli.inspect import capacity
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.capacity import measure, tables
 from fairseq_async.reporting.capacity_answer import answer

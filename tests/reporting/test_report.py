@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from fairseq_async import cli
+from fairseq_async.records.event_log import ROLLBACKS
+from fairseq_async.records.validations import VALIDATIONS, Validation, not_taken_back
 from fairseq_async.reporting import page
 from fairseq_async.reporting.plots import figures
 from fairseq_async.reporting.runs import load
-from fairseq_async.server.run_files.event_log import ROLLBACKS
-from fairseq_async.server.run_files.validations import VALIDATIONS, Validation, not_taken_back
 from scripts.faults.sgd_server import sgd_spec
 
 FAIRSEQ = {"inner_optimizer": {"_name": "sgd"}}

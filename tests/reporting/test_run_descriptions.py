@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.launch.run_length import RunLength
-from fairseq_async.replay import Recording
+from fairseq_async.launch.progress.run_length import RunLength
+from fairseq_async.replay.replay import Recording
 from fairseq_async.reporting.capacity import measure
 from fairseq_async.reporting.runs import load
 from fairseq_async.reporting.watch import WatchedRun

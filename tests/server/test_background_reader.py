@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation, Update
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server import Layout, Receipt, Status
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Layout, Push, PushReply, Receipt, Status
 from fairseq_async.server.plan import EpochPlan
-from fairseq_async.server.protocol import Push, PushReply
-from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection.client import Client
 from scripts.faults.sgd_server import build
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.hybrid_job import HybridJob

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairseq_async import compression
 from fairseq_async.algorithms import E3M0, FragmentedRule, NesterovMomentum, Update, fragments_of
-from fairseq_async.server import local_sgd_main
+from fairseq_async.options import compression
 from fairseq_async.server.compressed_changes import CompressedChanges
 from fairseq_async.server.parameter_server import ParameterServer
-from fairseq_async.worker.client import Client
+from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.fragments import Descent, streaming
 from tests.helpers.lost_answers import lose_next_answer

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairseq_async import compression
 from fairseq_async.algorithms import BF16, FragmentedRule, Update, fragments_of
+from fairseq_async.options import compression
 from fairseq_async.server.compressed_starts import CompressedFragments, CompressedStarts
 from fairseq_async.server.parameter_server import ParameterServer
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Rule
-from fairseq_async.server import Status
+from fairseq_async.protocol import ScheduleEvent, Status
+from fairseq_async.records.settled import ControlEvent
 from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
-from fairseq_async.server.outcome import ControlEvent, Outcome
+from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.plan import EpochPlan, Plan
-from fairseq_async.server.protocol import ScheduleEvent
 from scripts.faults.sgd_server import Constant, sgd_spec
 from tests.helpers.driven import Driven
 

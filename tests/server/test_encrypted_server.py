@@ -15,8 +15,8 @@ from fairseq_async.exchange.tls import server_context
 from fairseq_async.launch.certificates import make
 from fairseq_async.server.network import connection_loop
 from fairseq_async.server.network.connection_loop import ConnectionLoop
-from fairseq_async.server.process import ServerProcess
 from fairseq_async.server.service import Service
+from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import build
 from tests.helpers.commands import HELPERS, ROOT, Processes, command
 from tests.helpers.documents import script_of_the_readme

@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fairseq_async.server import program
-from fairseq_async.server.global_service import GlobalService
+from fairseq_async.protocol import Answer, Hello, Initialise, Leave, Push, PushReply, Report, Welcome
+from fairseq_async.protocol.notices import ENDED, KEPT, RUN_FINISHED, RUN_OVER, SAVED
+from fairseq_async.records.state_files import ending_path
+from fairseq_async.regions.global_service import GlobalService
+from fairseq_async.server import kept_state
+from fairseq_async.server.kept_state import FINAL
 from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.network.peers import Peer
-from fairseq_async.server.notices import ENDED, KEPT, RUN_FINISHED, RUN_OVER, SAVED
-from fairseq_async.server.protocol import Answer, Hello, Initialise, Leave, Push, PushReply, Report, Welcome
-from fairseq_async.server.run_files import kept_state
-from fairseq_async.server.run_files.kept_state import FINAL
-from fairseq_async.server.run_files.state_files import ending_path
+from fairseq_async.server.programs import program
 from fairseq_async.server.service import Service
 from tests.helpers import halving
 from tests.helpers.halving import LAYOUT, halving_spec

@@ -5,8 +5,8 @@ import torch
 import fairseq_async.fairseq_plugin  # noqa: F401  registers fairseq's components
 from fairseq_async.algorithms import Update
 from fairseq_async.fairseq_plugin.server import build
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server import Layout
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Layout
 
 FRAMEWORK = {
     "inner_optimizer": {"_name": "sgd", "lr": [1.0], "momentum": 0.0, "weight_decay": 0.0},

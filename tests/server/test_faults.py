@@ -16,11 +16,7 @@ import pytest
 from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.exchange.authentication import challenge, proof, read_token, write_token
-from fairseq_async.server import Status
-from fairseq_async.server.network import connection_loop
-from fairseq_async.server.network.peers import Peer
-from fairseq_async.server.process import ServerProcess
-from fairseq_async.server.protocol import (
+from fairseq_async.protocol import (
     Greeting,
     Introduce,
     Introduced,
@@ -30,12 +26,16 @@ from fairseq_async.server.protocol import (
     Request,
     ScheduleEvent,
     ScheduleReply,
+    Status,
     Welcome,
     encode,
     parse_answer,
     parse_request,
 )
-from fairseq_async.worker.client import Client
+from fairseq_async.server.network import connection_loop
+from fairseq_async.server.network.peers import Peer
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.no_room import NoRoom

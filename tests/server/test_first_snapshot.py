@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairseq_async.server.process import ServerProcess
-from fairseq_async.server.run_files.snapshots import Snapshots
-from fairseq_async.worker.client import Client
+from fairseq_async.records.snapshots import Snapshots
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.start.server_process import ServerProcess
 from tests.helpers.halving import LAYOUT, halving_spec
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async import compression
 from fairseq_async.algorithms import DirectionAveraging, FragmentedRule, fragments_of
+from fairseq_async.options import compression
 from fairseq_async.server.compressed_changes import CompressedChanges
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.rounds.grace import GracePeriod

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairseq_async.config import DelayedNesterovOptions
-from fairseq_async.method_spec import MethodSpec, ServerSettings, local_sgd_spec
-from fairseq_async.server import Layout
-from fairseq_async.server import local_sgd_main as outer
+from fairseq_async.method.spec import MethodSpec, ServerSettings, local_sgd_spec
+from fairseq_async.options.config import DelayedNesterovOptions
+from fairseq_async.protocol import Hello, Initialise, Layout, Push, PushReply, Report, Welcome
+from fairseq_async.protocol.receipt import Status
 from fairseq_async.server.local_step_plan import LocalStepPlan
-from fairseq_async.server.protocol import Hello, Initialise, Push, PushReply, Report, Welcome
-from fairseq_async.server.receipt import Status
+from fairseq_async.server.programs import local_sgd_main as outer
 from fairseq_async.server.rounds.grace import GracePeriod
 from tests.helpers import in_process
 from tests.helpers.in_process import Connection

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fairseq_async.algorithms import local_steps, shard_probabilities
 from fairseq_async.errors import RefusedError
+from fairseq_async.protocol import Report
 from fairseq_async.server.local_step_plan import LocalStepPlan
-from fairseq_async.server.protocol import Report
 
 PAPER = {0: 1 / 0.58, 1: 1 / 0.75, 2: 1 / 1.51, 3: 1 / 3.33}  # the very heterogeneous workers of the paper
 

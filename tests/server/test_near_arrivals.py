@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fairseq_async.algorithms import HybridAccumulation
+from fairseq_async.protocol.receipt import Status
 from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.plan import EpochPlan
-from fairseq_async.server.receipt import Status
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
 from scripts.faults.sgd_server import Constant, sgd_spec
 from tests.helpers.driven import Driven

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fairseq_async.algorithms import NesterovMomentum, NormGate, Update
-from fairseq_async.server import ParameterServer, Status
+from fairseq_async.protocol import Status
+from fairseq_async.server import ParameterServer
 
 
 class Sender:

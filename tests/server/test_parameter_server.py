@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from fairseq_async.algorithms import HybridAccumulation, Update
 from fairseq_async.errors import RefusedError
-from fairseq_async.server import ParameterServer, Status
+from fairseq_async.protocol import Status
+from fairseq_async.server import ParameterServer
 
 
 def server(n: int = 1, size: int = 2, **options: int) -> ParameterServer:

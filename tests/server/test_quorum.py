@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from fairseq_async import methods
-from fairseq_async.config import LocalSGDOptions
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.method_spec import local_sgd_spec
-from fairseq_async.server import Layout, local_sgd_main
+from fairseq_async.method import methods
+from fairseq_async.method.spec import local_sgd_spec
+from fairseq_async.options.config import LocalSGDOptions
+from fairseq_async.protocol import Layout
 from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Outcome
+from fairseq_async.server.programs import local_sgd_main
 from tests.helpers.driven import Driven
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_async.server.protocol import ScheduleEvent, ScheduleReply
-from fairseq_async.worker.client import Client
+from fairseq_async.protocol import ScheduleEvent, ScheduleReply
+from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.halving import LAYOUT, build, halving_spec
 

@@ -18,27 +18,29 @@ import pytest
 import torch
 
 from fairseq_async import errors
-from fairseq_async.config import ServerOptions
 from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.exchange import Channel
-from fairseq_async.server import Layout, Segment, Status
-from fairseq_async.server.network import connection_loop
-from fairseq_async.server.network.event_loop import EventLoop
-from fairseq_async.server.network.peers import Peer
-from fairseq_async.server.process import ServerProcess
-from fairseq_async.server.protocol import (
+from fairseq_async.options.config import ServerOptions
+from fairseq_async.protocol import (
     ErrorReply,
     Goodbye,
     Greeting,
     Hello,
+    Layout,
     Push,
     PushReply,
+    Segment,
+    Status,
     Welcome,
     encode,
     parse_answer,
 )
-from fairseq_async.worker.client import Client
-from fairseq_async.worker.context import WorkerContext
+from fairseq_async.server.network import connection_loop
+from fairseq_async.server.network.event_loop import EventLoop
+from fairseq_async.server.network.peers import Peer
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.start.context import WorkerContext
+from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import build, sgd_spec
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers import in_process
@@ -237,7 +239,7 @@ def test_an_update_for_a_server_that_came_back_is_of_a_version_that_this_one_has
 def test_two_runs_do_not_share_a_directory(
     process: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fairseq_async.server.process._BUSY_SECONDS", 0.2)
+    monkeypatch.setattr("fairseq_async.worker.start.server_process._BUSY_SECONDS", 0.2)
     with pytest.raises(ConfigurationError, match=r"\(--run-dir\) is in use by another run"):
         ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log")
     with pytest.raises(ConfigurationError, match=r"\(run_dir=\) is in use by another run"):  # that of a script

@@ -16,28 +16,28 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import Update
-from fairseq_async.config import HybridOptions, LocalSGDOptions, ServerOptions
 from fairseq_async.errors import ConfigurationError, ExchangeError, HalfAppliedError, RefusedError
 from fairseq_async.exchange import SharedMemory
 from fairseq_async.exchange.channel import Channel
-from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
-from fairseq_async.methods import outer_rule
-from fairseq_async.server import gradient_main, local_sgd_main
+from fairseq_async.method.methods import outer_rule
+from fairseq_async.method.spec import MethodSpec, hybrid_spec, local_sgd_spec
+from fairseq_async.options.config import HybridOptions, LocalSGDOptions, ServerOptions
+from fairseq_async.protocol import Pull, PullReply, Push, Report
+from fairseq_async.protocol.client_connection import Connection, Endpoint
+from fairseq_async.protocol.division import kept_here
+from fairseq_async.protocol.receipt import Status
+from fairseq_async.protocol.shard_messages import Apply, Bytes, Place, encode
+from fairseq_async.records.recording import checksum
 from fairseq_async.server.coordinator import build_server
-from fairseq_async.server.network.client_connection import Connection, Endpoint
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
 from fairseq_async.server.plan import Build
-from fairseq_async.server.protocol import Pull, PullReply, Push, Report
-from fairseq_async.server.receipt import Status
+from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.server.run import as_many
-from fairseq_async.server.run_files.event_log import checksum
 from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy
-from fairseq_async.server.shards.division import kept_here
 from fairseq_async.server.shards.hosts import Hosts
-from fairseq_async.server.shards.messages import Apply, Bytes, Place, encode
 from fairseq_async.server.shards.remote import Reach, connect_hosts
-from fairseq_async.worker.client import Client
-from fairseq_async.worker.shard_lines import ShardLines
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.shard_lines import ShardLines
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.shard_hosts import TOKEN, ShardHosts, shard_hosts
 from tests.helpers.sharded import ADAM, LAYOUT, MISSING, OUTER, SIZES, options_of

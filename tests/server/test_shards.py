@@ -14,23 +14,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async import option_checks
 from fairseq_async.algorithms import Rule, StalenessPolicy, Update, in_turn
-from fairseq_async.config import HybridOptions, ServerOptions
 from fairseq_async.errors import ConfigurationError, HalfAppliedError, RefusedError
 from fairseq_async.exchange import SharedMemory
-from fairseq_async.method_spec import MethodSpec, hybrid_spec, local_sgd_spec
-from fairseq_async.methods import outer_rule
-from fairseq_async.server import Layout, gradient_main, local_sgd_main
+from fairseq_async.method import option_checks
+from fairseq_async.method.methods import outer_rule
+from fairseq_async.method.spec import MethodSpec, hybrid_spec, local_sgd_spec
+from fairseq_async.options.config import HybridOptions, ServerOptions
+from fairseq_async.protocol import Hello, Initialise, Layout, Welcome
+from fairseq_async.protocol.receipt import Status
+from fairseq_async.protocol.shard_messages import Norm, NormOfAll, encode, parse
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.plan import Build, EpochPlan
-from fairseq_async.server.protocol import Hello, Initialise, Welcome
-from fairseq_async.server.receipt import Status
+from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.server.shards import build as building
 from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy
-from fairseq_async.server.shards.messages import Norm, NormOfAll, encode, parse
 from fairseq_async.server.shards.process import ShardProcess
 from fairseq_async.server.shards.rule import ShardedRule, _as_the_first
 from tests.helpers.in_process import Connection, end, new_service

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from fairseq_async.config import DelayedNesterovOptions
-from fairseq_async.method_spec import local_sgd_spec
-from fairseq_async.server import local_sgd_main as outer
+from fairseq_async.method.spec import local_sgd_spec
+from fairseq_async.options.config import DelayedNesterovOptions
+from fairseq_async.protocol import Report
 from fairseq_async.server.local_step_plan import LocalStepPlan
-from fairseq_async.server.protocol import Report
+from fairseq_async.server.programs import local_sgd_main as outer
 from tests.helpers.local_sgd_workers import LAYOUT
 
 

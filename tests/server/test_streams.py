@@ -9,17 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.config import MOST_STREAMS
 from fairseq_async.errors import ExchangeError, RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.exchange.authentication import challenge, proof
 from fairseq_async.exchange.channel import LEAST_PIECE
 from fairseq_async.launch import certificates
-from fairseq_async.server import Layout
-from fairseq_async.server.network.client_connection import Connection
-from fairseq_async.server.protocol import Greeting, Introduce, Introduced, Push, encode, parse_answer
-from fairseq_async.server.run_files.events import read_events
-from fairseq_async.worker.client import Client
+from fairseq_async.options.config import MOST_STREAMS
+from fairseq_async.protocol import Greeting, Introduce, Introduced, Layout, Push, encode, parse_answer
+from fairseq_async.protocol.client_connection import Connection
+from fairseq_async.records.events import read_events
+from fairseq_async.worker.connection.client import Client
 from scripts.faults.adder import adder_spec
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.waiting import wait_until

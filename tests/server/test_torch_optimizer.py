@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from fairseq_async.algorithms import HybridAccumulation, Update
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.server import Layout
+from fairseq_async.protocol import Layout
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, build_optimizer, describe
 
 SIZES = (3, 1, 4, 2, 5)

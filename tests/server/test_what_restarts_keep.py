@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from fairseq_async.config import DelayedNesterovOptions, OuterSGDOptions
-from fairseq_async.method_spec import local_sgd_spec
-from fairseq_async.server import Status
-from fairseq_async.server.protocol import Pull, PullReply, ScheduleEvent, Welcome
+from fairseq_async.method.spec import local_sgd_spec
+from fairseq_async.options.config import DelayedNesterovOptions, OuterSGDOptions
+from fairseq_async.protocol import Pull, PullReply, ScheduleEvent, Status, Welcome
+from fairseq_async.server.resume import newest_state
 from fairseq_async.server.run import inner_optimizer
-from fairseq_async.server.run_files.resume import newest_state
 from scripts.faults.digest import digest
 from tests.helpers.halving import LAYOUT, halving_spec
 from tests.helpers.in_process import take_snapshot

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_async.config import DiLoCoOptions, ServerOptions
-from fairseq_async.method_spec import MethodSpec, local_sgd_spec
-from fairseq_async.server import local_sgd_main as outer
+from fairseq_async.method.spec import MethodSpec, local_sgd_spec
+from fairseq_async.options.config import DiLoCoOptions, ServerOptions
+from fairseq_async.protocol import Alive, Goodbye, Hello, Initialise, Leave, Push, Report, Welcome
 from fairseq_async.server.parameter_server import ParameterServer
-from fairseq_async.server.protocol import Alive, Goodbye, Hello, Initialise, Leave, Push, Report, Welcome
+from fairseq_async.server.programs import local_sgd_main as outer
 from fairseq_async.server.service import Service
 from tests.helpers import halving, in_process
 from tests.helpers.halving import LAYOUT, halving_spec

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fairseq_async.algorithms import AdaScaleGain, HybridAccumulation, Update
-from fairseq_async.server.protocol import Assignment
+from fairseq_async.protocol import Assignment
 from fairseq_async.simulation.experiment import ScheduleOptions
-from fairseq_async.simulation.gaussians import Gaussians
+from fairseq_async.simulation.problems.gaussians import Gaussians
 from fairseq_async.simulation.rules import AdaScaleRule
 from fairseq_async.simulation.schedule import LearningRate
 from fairseq_async.simulation.simulate import Simulator

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.server.receipt import Status
+from fairseq_async.protocol.receipt import Status
 from tests.helpers.simulations import DN, METHODS, experiment, run
 
 LINK = {"workers": 2, "seconds_per_step": 1.0, "exchange": {"seconds_per_byte": 0.001}}

@@ -11,7 +11,7 @@ from torch import Tensor
 from fairseq_async.algorithms import Fragment
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.simulation.fragments import FragmentedWork
-from fairseq_async.simulation.gaussians import Gaussians
+from fairseq_async.simulation.problems.gaussians import Gaussians
 from tests.helpers.references import DelayedNesterov64
 from tests.helpers.simulations import DN, experiment, finish, run, trial
 

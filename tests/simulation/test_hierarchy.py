@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.server import Receipt
-from fairseq_async.server.protocol import Report
-from fairseq_async.simulation.gaussians import Gaussians
+from fairseq_async.protocol import Receipt, Report
 from fairseq_async.simulation.hierarchy import Hierarchy, OrderOfRegion, simulated_run
+from fairseq_async.simulation.problems.gaussians import Gaussians
 from fairseq_async.simulation.simulated_run import SimulatedRun
 from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel

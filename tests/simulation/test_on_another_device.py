@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import CountSketch, ErrorFeedback, HybridAccumulation, NesterovMomentum, TopK, Update
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server import Layout
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Layout
 from fairseq_async.server.compressed_starts import compressed_starts
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.simulation.gs_sgd import GsSGD

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.replay import Recording, Replay
-from fairseq_async.server import Layout
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Layout, Push, Report
+from fairseq_async.replay.replay import Recording, Replay
 from fairseq_async.server.plan import Plan
-from fairseq_async.server.protocol import Push, Report
-from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers import halving
 from tests.helpers.halving import LAYOUT, halving_spec

@@ -10,17 +10,17 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from fairseq_async import methods
 from fairseq_async.algorithms.rule import State
-from fairseq_async.config import HybridOptions
-from fairseq_async.method_spec import MethodSpec, hybrid_spec
-from fairseq_async.server import Layout
+from fairseq_async.method import methods
+from fairseq_async.method.spec import MethodSpec, hybrid_spec
+from fairseq_async.options.config import HybridOptions
+from fairseq_async.protocol import Layout
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.simulation.experiment import read
 from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel
-from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
 from scripts.faults.thread_server import ThreadServer

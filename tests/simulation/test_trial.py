@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fairseq_async.algorithms import adasum
-from fairseq_async.simulation.gaussians import Gaussians
+from fairseq_async.simulation.problems.gaussians import Gaussians
 from fairseq_async.simulation.rules import AdaScaleRule
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
 from tests.helpers.simulations import BASE, DN, METHODS, Log, experiment, finish, run, trial

@@ -8,9 +8,9 @@ import torch
 from torch.nn import Parameter
 
 from fairseq_async.algorithms import BF16, Int8
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.protocol import Push, Report
-from fairseq_async.server.run_files.events import read_events
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Push, Report
+from fairseq_async.records.events import read_events
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.replica import TensorReplica
 from scripts.faults.thread_server import ThreadServer

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from fairseq_async import compression
 from fairseq_async.algorithms import AdaComp, TopK, Update
-from fairseq_async.config import OuterSGDOptions
 from fairseq_async.errors import CodecError, ExchangeError, RefusedError
-from fairseq_async.method_spec import local_sgd_spec
-from fairseq_async.server.layout import Layout
+from fairseq_async.method.spec import local_sgd_spec
+from fairseq_async.options import compression
+from fairseq_async.options.config import OuterSGDOptions
+from fairseq_async.protocol import Push, PushReply, Report, encode
+from fairseq_async.protocol.layout import Layout
+from fairseq_async.protocol.receipt import Status
+from fairseq_async.records.events import read_events
 from fairseq_async.server.network.payloads import Payloads
 from fairseq_async.server.parameter_server import ParameterServer
-from fairseq_async.server.protocol import Push, PushReply, Report, encode
-from fairseq_async.server.receipt import Status
-from fairseq_async.server.run_files.events import read_events
-from fairseq_async.worker.compressor import Compressor
+from fairseq_async.worker.connection.compressor import Compressor
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.hybrid_job import HybridJob
 from tests.helpers.local_sgd_workers import LAYOUT, Worker, local_sgd

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairseq_async.server import local_sgd_main
-from fairseq_async.worker.client import Client
+from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.replica import TensorReplica
 from scripts.faults.thread_server import ThreadServer

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from fairseq_async.algorithms import FragmentedRule
-from fairseq_async.config import DelayedNesterovOptions, NesterovOptions, ServerOptions
 from fairseq_async.errors import ConfigurationError, RefusedError
-from fairseq_async.method_spec import local_sgd_spec
+from fairseq_async.method.spec import local_sgd_spec
+from fairseq_async.options.config import DelayedNesterovOptions, NesterovOptions, ServerOptions
+from fairseq_async.protocol import Assignment, Push, PushReply, Report, Status, encode
+from fairseq_async.pytorch import AsyncLocalSGD
+from fairseq_async.records.events import read_events
 from fairseq_async.reporting.audit import audit
-from fairseq_async.server import Status, local_sgd_main
-from fairseq_async.server.protocol import Assignment, Push, PushReply, Report, encode
-from fairseq_async.server.run_files.events import read_events
+from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel
-from fairseq_async.torch import AsyncLocalSGD
-from fairseq_async.worker.client import Client
-from fairseq_async.worker.compressor import Compressor
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.compressor import Compressor
 from fairseq_async.worker.fragments import FragmentedLocalSGDWorker
 from fairseq_async.worker.replica import MasterReplica, TensorReplica
 from scripts.faults.thread_server import ThreadServer

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fairseq_async.errors import RefusedError
-from fairseq_async.server import Status
-from fairseq_async.server.protocol import Push, Report
-from fairseq_async.server.run_files.events import read_events
+from fairseq_async.protocol import Push, Report, Status
+from fairseq_async.records.events import read_events
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.hybrid_job import HybridJob
 from tests.helpers.run_files import snapshot_versions

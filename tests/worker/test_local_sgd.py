@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async import methods
-from fairseq_async.config import DelayedNesterovOptions, LocalSGDOptions, OuterSGDOptions, ServerOptions
 from fairseq_async.errors import AsyncError, ConfigurationError, RefusedError, as_flag
-from fairseq_async.method_spec import local_sgd_spec
-from fairseq_async.server.process import ServerProcess
-from fairseq_async.server.protocol import Push, PushReply
-from fairseq_async.validation import checked
-from fairseq_async.worker.client import Client
+from fairseq_async.method import methods
+from fairseq_async.method.spec import local_sgd_spec
+from fairseq_async.options.config import DelayedNesterovOptions, LocalSGDOptions, OuterSGDOptions, ServerOptions
+from fairseq_async.options.validation import checked
+from fairseq_async.protocol import Push, PushReply
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
+from fairseq_async.worker.start.server_process import ServerProcess
 from tests.helpers.references import DelayedNesterov64
 
-MODULE = "fairseq_async.server.local_sgd_main"
+MODULE = "fairseq_async.server.programs.local_sgd_main"
 TARGETS = torch.tensor([[1.0, -2.0, 0.5], [0.0, 1.0, 3.0], [2.0, 2.0, 2.0]])  # one a worker: they pull apart
 INNER_LR = 0.1
 Start = Callable[..., ServerProcess]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async import methods
-from fairseq_async.config import LocalSGDOptions
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.method_spec import local_sgd_spec
-from fairseq_async.server import local_sgd_main
-from fairseq_async.worker.client import Client
+from fairseq_async.method import methods
+from fairseq_async.method.spec import local_sgd_spec
+from fairseq_async.options.config import LocalSGDOptions
+from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.errors import ConfigurationError, ExchangeError
-from fairseq_async.worker.meeting import Meeting, Place, wait_until_it_listens
+from fairseq_async.worker.start.meeting import Meeting, Place, wait_until_it_listens
 
 
 def place(address: str, machine: str = "elsewhere", near: str = "127.0.0.1:1") -> Place:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.config import OuterSGDOptions
-from fairseq_async.method_spec import local_sgd_spec
-from fairseq_async.server.local_sgd_main import build
-from fairseq_async.server.protocol import Push, PushReply
-from fairseq_async.worker.client import Client
+from fairseq_async.method.spec import local_sgd_spec
+from fairseq_async.options.config import OuterSGDOptions
+from fairseq_async.protocol import Push, PushReply
+from fairseq_async.server.programs.local_sgd_main import build
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica

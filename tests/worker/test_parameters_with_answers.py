@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.config import AsyncLocalSGDOptions, NesterovOptions
 from fairseq_async.errors import ExchangeError
-from fairseq_async.server import local_sgd_main
-from fairseq_async.server.protocol import PullReply, PushReply
+from fairseq_async.options.config import AsyncLocalSGDOptions, NesterovOptions
+from fairseq_async.protocol import PullReply, PushReply
+from fairseq_async.records.events import Event, read_events
+from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.run import Run
-from fairseq_async.server.run_files.events import Event, read_events
 from fairseq_async.server.service import Service
-from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection.client import Client
 from scripts.faults.sgd_server import build
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.fragments import Descent, streaming

@@ -9,7 +9,7 @@ import torch
 
 from fairseq_async.errors import RefusedError
 from fairseq_async.worker.async_worker import Refusals, left_out_steps
-from fairseq_async.worker.client import Client
+from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.replica import TensorReplica
 from tests.helpers.local_sgd_workers import LAYOUT, local_sgd

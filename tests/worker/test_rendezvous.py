@@ -8,8 +8,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.worker import store
-from fairseq_async.worker.context import WorkerContext
+from fairseq_async.worker.start import store
+from fairseq_async.worker.start.context import WorkerContext
 
 
 @pytest.fixture

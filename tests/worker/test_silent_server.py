@@ -11,9 +11,9 @@ import pytest
 
 from fairseq_async.errors import LOST_SERVER, USER_ERROR, ExchangeError, ProtocolError, exit_code
 from fairseq_async.exchange import Channel, SharedMemory
-from fairseq_async.server.network import client_connection as connection
-from fairseq_async.server.protocol import Greeting, encode
-from fairseq_async.worker.client import Client
+from fairseq_async.protocol import Greeting, encode
+from fairseq_async.protocol import client_connection as connection
+from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.server_client import join_patiently, push
 

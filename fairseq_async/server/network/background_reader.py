@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from fairseq_async.errors import AsyncError, ExchangeError
+from fairseq_async.protocol import Push, encode, parse_request
 from fairseq_async.server.network.peers import Peer
-from fairseq_async.server.protocol import Push, encode, parse_request
 from fairseq_async.server.service import Service
 
 

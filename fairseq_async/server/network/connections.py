@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fairseq_async.config import MOST_STREAMS
+from fairseq_async import protocol
 from fairseq_async.errors import AsyncError, RefusedError
-from fairseq_async.server import protocol
+from fairseq_async.options.config import MOST_STREAMS
+from fairseq_async.protocol import Answer, Introduce, PushReply, Request, Welcome, WorkReply
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.peers import Handshake, Peer, RefusalLog
-from fairseq_async.server.protocol import Answer, Introduce, PushReply, Request, Welcome, WorkReply
 
 _UNREAD = 32  # answers that a peer may leave unread; a worker waits for one at a time
 

@@ -8,10 +8,10 @@ from contextlib import closing
 from math import inf
 from typing import Protocol
 
+from fairseq_async.protocol.notices import RUN_FINISHED, RUN_OVER
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.background_reader import BackgroundReader
 from fairseq_async.server.network.connection_loop import ConnectionLoop
-from fairseq_async.server.notices import RUN_FINISHED, RUN_OVER
 from fairseq_async.server.service import Service
 
 _LATE_SECONDS = 20.0  # that a finished server stays for workers that have not come yet

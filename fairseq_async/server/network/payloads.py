@@ -6,15 +6,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fairseq_async import compression
 from fairseq_async.algorithms import Fragment, in_turn
 from fairseq_async.algorithms.codecs.payload import checksum_of
 from fairseq_async.algorithms.missing import clear, elements_of
 from fairseq_async.errors import RefusedError
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.layout import Layout
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.options import compression
+from fairseq_async.protocol import Push
+from fairseq_async.protocol.layout import Layout
 from fairseq_async.server.network.peers import Peer
-from fairseq_async.server.protocol import Push
 
 
 class Payloads:

@@ -9,9 +9,9 @@ from fairseq_async.errors import RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.exchange.authentication import challenge, proof, proves
 from fairseq_async.exchange.channel import LARGEST
+from fairseq_async.protocol import Greeting, Hello, Introduce, Introduced, Push, Request
+from fairseq_async.protocol.notices import tell_log
 from fairseq_async.server.membership import Membership
-from fairseq_async.server.notices import tell_log
-from fairseq_async.server.protocol import Greeting, Hello, Introduce, Introduced, Push, Request
 
 SMALL = 1 << 10  # bytes that a peer may send at a time before it has proved that it knows the token
 USUAL = 1 << 18  # bytes that a worker may send at a time once its model is known

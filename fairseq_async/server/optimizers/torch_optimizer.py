@@ -17,8 +17,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fairseq_async.algorithms.hybrid import pieces
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.method_spec import JsonObject
-from fairseq_async.server.layout import Layout
+from fairseq_async.method.spec import JsonObject
+from fairseq_async.protocol.layout import Layout
 from fairseq_async.server.optimizers.learning_rates import Rates
 
 # Each of these steps every element independently: a model may be stepped in pieces, by several threads.
@@ -65,7 +65,7 @@ class OptimizerSpec:
     clip_norm: Annotated[float, Field(ge=0)] = 0.0
 
     def to_json(self) -> JsonObject:
-        """Returns the JSON for the ``framework`` of a :class:`~fairseq_async.method_spec.MethodSpec`."""
+        """Returns the JSON for the ``framework`` of a :class:`~fairseq_async.method.spec.MethodSpec`."""
         return asdict(self)
 
     @classmethod

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fairseq_async.algorithms import Fragment, FragmentedRule, Rule
 from fairseq_async.algorithms.rule import State
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.layout import Layout
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol.division import at_hosts, divided, kept_here
+from fairseq_async.protocol.layout import Layout
 from fairseq_async.server.optimizers.torch_optimizer import of_tensors
 from fairseq_async.server.plan import Build, EpochPlan, Plan
-from fairseq_async.server.shards.division import at_hosts, divided, kept_here
 from fairseq_async.server.shards.part import ShardPart
 from fairseq_async.server.shards.process import ShardProcess
 from fairseq_async.server.shards.remote import RemoteShard

@@ -11,7 +11,7 @@ from torch import Tensor
 from fairseq_async.algorithms import Rule
 from fairseq_async.algorithms.threads import copy_in_threads
 from fairseq_async.errors import ProtocolError
-from fairseq_async.server.shards.messages import Apply, Give, Held, Measure, Message, Store
+from fairseq_async.protocol.shard_messages import Apply, Give, Held, Measure, Message, Store
 from fairseq_async.server.shards.part import ShardPart, Trimming, accumulation, root_of_all, squared_norm
 from fairseq_async.server.shards.process import state_to_file
 

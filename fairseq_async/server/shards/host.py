@@ -12,19 +12,13 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from fairseq_async import protocol
 from fairseq_async.algorithms.threads import forget_threads
 from fairseq_async.errors import AsyncError, ExchangeError, ProtocolError, RefusedError
 from fairseq_async.exchange.channel import LARGEST
-from fairseq_async.server import protocol
-from fairseq_async.server.membership import JOINERS, Membership
-from fairseq_async.server.network.connection_loop import ConnectionLoop
-from fairseq_async.server.network.peers import Handshake, Peer, RefusalLog
-from fairseq_async.server.notices import Tell, tell_log
-from fairseq_async.server.plan import Build
-from fairseq_async.server.shards.build import part_of
-from fairseq_async.server.shards.division import at_hosts
-from fairseq_async.server.shards.held_part import HeldPart
-from fairseq_async.server.shards.messages import (
+from fairseq_async.protocol.division import at_hosts
+from fairseq_async.protocol.notices import Tell, tell_log
+from fairseq_async.protocol.shard_messages import (
     TAKEN,
     Begin,
     Bytes,
@@ -48,6 +42,12 @@ from fairseq_async.server.shards.messages import (
     encode,
     parse,
 )
+from fairseq_async.server.membership import JOINERS, Membership
+from fairseq_async.server.network.connection_loop import ConnectionLoop
+from fairseq_async.server.network.peers import Handshake, Peer, RefusalLog
+from fairseq_async.server.plan import Build
+from fairseq_async.server.shards.build import part_of
+from fairseq_async.server.shards.held_part import HeldPart
 
 _SERVER = -1  # the peer that gives commands; workers have ids from 0
 _UNREAD = 8  # messages that a worker may leave unread; it waits for one at a time

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import HalfAppliedError
-from fairseq_async.server.protocol import Pull
-from fairseq_async.server.shards.messages import Digest, Digested, Give, Held
+from fairseq_async.protocol import Pull
+from fairseq_async.protocol.shard_messages import Digest, Digested, Give, Held
 from fairseq_async.server.shards.remote import RemoteShard
 
 _VECTORS: dict[str, Held] = {"parameters": "parameters", "before_last_step": "before"}

@@ -10,8 +10,7 @@ from fairseq_async.algorithms import HybridAccumulation, Rule, Update
 from fairseq_async.algorithms.missing import missing_here
 from fairseq_async.algorithms.threads import in_threads, set_threads
 from fairseq_async.exchange.linux import trim
-from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
-from fairseq_async.server.shards.messages import (
+from fairseq_async.protocol.shard_messages import (
     Apply,
     BeginEpoch,
     Compare,
@@ -22,6 +21,7 @@ from fairseq_async.server.shards.messages import (
     LimitRound,
     Message,
 )
+from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 
 _PIECE = 1 << 14
 

@@ -17,7 +17,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.algorithms.threads import forget_threads
 from fairseq_async.errors import HalfAppliedError, disk_error
 from fairseq_async.exchange.linux import end_with_parent, give_back
-from fairseq_async.server.shards.messages import (
+from fairseq_async.protocol.shard_messages import (
     LARGEST,
     Apply,
     Done,

@@ -14,11 +14,11 @@ from torch import Tensor
 from fairseq_async.algorithms import Fragment
 from fairseq_async.errors import AsyncError, ExchangeError, HalfAppliedError, RefusedError, option
 from fairseq_async.exchange.tls import worker_context
-from fairseq_async.method_spec import MethodSpec
-from fairseq_async.server.layout import Layout
-from fairseq_async.server.network.client_connection import Connection, Endpoint
-from fairseq_async.server.shards.division import at_hosts
-from fairseq_async.server.shards.messages import (
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol.client_connection import Connection, Endpoint
+from fairseq_async.protocol.division import at_hosts
+from fairseq_async.protocol.layout import Layout
+from fairseq_async.protocol.shard_messages import (
     TAKEN,
     Begin,
     Bytes,

@@ -15,8 +15,7 @@ from fairseq_async.algorithms.missing import missing_here
 from fairseq_async.algorithms.rule import ComparingRule, State
 from fairseq_async.algorithms.threads import set_threads, thread_count
 from fairseq_async.errors import HalfAppliedError
-from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
-from fairseq_async.server.shards.messages import (
+from fairseq_async.protocol.shard_messages import (
     Apply,
     BeginEpoch,
     Compare,
@@ -34,6 +33,7 @@ from fairseq_async.server.shards.messages import (
     NotSaved,
     Save,
 )
+from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.shards.part import accumulation, compare, root_of_all, squared_norm
 from fairseq_async.server.shards.process import nameless_file, state_from_file, state_to_file
 

@@ -7,7 +7,7 @@ import deepspeed
 from torch import nn
 
 import fairseq_async.deepspeed_plugin as deepspeed_async
-from fairseq_async.deepspeed_plugin.synchronous_engine import set_environment_without_launcher
+from fairseq_async.deepspeed_plugin.engines.synchronous import set_environment_without_launcher
 from tests.helpers.contract.net import BATCH, DECAY, LOCAL, RATE, STEPS, Net, batches
 
 

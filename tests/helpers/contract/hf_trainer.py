@@ -9,7 +9,7 @@ sys.modules["torchaudio"] = None  # type: ignore[assignment]  # transformers wou
 from torch import nn  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
-from fairseq_async.torch.hf_trainer import AsyncCallback  # noqa: E402
+from fairseq_async.pytorch.hf_trainer import AsyncCallback  # noqa: E402
 from tests.helpers.contract.net import BATCH, DECAY, LOCAL, RATE, STEPS, Net, rows  # noqa: E402
 
 

@@ -25,8 +25,8 @@ def train(front_end: str, case: str, method: str, path: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if method != "plain":
-        own = "fairseq_async.server.local_sgd_main"
-        program = own if method == "local_sgd" else BUILDS.get(front_end, "fairseq_async.server.gradient_main")
+        own = "fairseq_async.server.programs.local_sgd_main"
+        program = own if method == "local_sgd" else BUILDS.get(front_end, "fairseq_async.server.programs.gradient_main")
         server = ThreadServer(1, path, build=importlib.import_module(program).build)
         os.environ |= {SERVER: server.address, TOKEN: server.token, WORKER: "0", WORKERS: "1"}
     net = importlib.import_module(f"tests.helpers.contract.{front_end}").train(Net(CASES[case]), method, path)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fairseq_async.torch import AsyncLocalSGD, HybridAsync
+from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from tests.helpers.contract.net import DECAY, LOCAL, RATE, STEPS, Net, batches
 
 

@@ -1,0 +1,1 @@
+"""Outer optimizers of local SGD."""

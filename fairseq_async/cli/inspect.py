@@ -1,0 +1,131 @@
+"""Commands that say what a run has done, and what others would."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fairseq_async.cli.paths import find
+
+_RUN = "Directory of a run: its --run-dir, by default --save-dir."
+app = typer.Typer()
+
+
+@app.command()
+def audit(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN, show_default=False)]) -> None:
+    """Show from a run's logs that every update that was acknowledged counts once, or was taken back by a rollback."""
+    without = f"{run_dir}: there is no events.jsonl; give the --run-dir or --save-dir of a run"
+    find(run_dir / "events.jsonl", lambda _: without)
+    from fairseq_async.launch.progress.display import plain_console  # start-up time
+    from fairseq_async.reporting.audit import audit as check
+    from fairseq_async.reporting.audit import show
+
+    show(check(run_dir), plain_console())
+
+
+@app.command()
+def watch(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN, show_default=False)]) -> None:
+    """Show a run as it goes on, from any machine that sees its directory; Ctrl-C ends the view, not the run."""
+    find(run_dir / "run.json", lambda why: f"{run_dir}: no run there yet (run.json: {why})")
+    from fairseq_async.reporting.watch import follow  # start-up time
+
+    follow(run_dir)
+
+
+@app.command()
+def capacity(
+    run_dir: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN_DIR", help="Directory of a run of one worker or two, without a barrier.", show_default=False
+        ),
+    ] = None,
+    parameters: Annotated[
+        str, typer.Option(metavar="N,…", help="Numbers of parameters of other models than the run's: 20e6,60e6.")
+    ] = "",
+    link: Annotated[
+        str,
+        typer.Option(
+            metavar="X,…",
+            help="Speeds in Gbit/s of the line to workers on other machines: 1,10,100; 0.1:50 has 50 ms one way.",
+        ),
+    ] = "",
+    shards: Annotated[
+        str,
+        typer.Option(
+            "--shards",
+            "--servers",
+            metavar="S,…",
+            help="Numbers of processes of the server, each on its own core.",
+            show_default="1,2,4,8; with --workers to 64",
+        ),
+    ] = "",
+    apart: Annotated[
+        bool,
+        typer.Option("--apart", help="Each shard is on a machine of its own, with a link of its own (--shard-hosts)."),
+    ] = False,
+    compress: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Codecs of updates and parameters, as in topk,pull=bf16.",
+            show_default="those of the run",
+        ),
+    ] = "",
+    workers: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Say which shards, local steps and fragments so many workers need."),
+    ] = None,
+    step_seconds: Annotated[
+        str,
+        typer.Option(
+            metavar="S,…",
+            help="Step times of the workers in turn: 0.3,0.9; 0.3:0.2 has a spread (deviation over mean) of 0.2.",
+            show_default="those of the run",
+        ),
+    ] = "",
+    at_most_waiting: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Share of the workers' time that may be lost by waiting.", show_default="0.05"),
+    ] = None,
+) -> None:
+    """Say how many workers one server holds, and what sharding would give; or what a cluster needs."""
+    from fairseq_async.reporting.capacity_question import read_question  # start-up time
+
+    question = read_question(run_dir, parameters, link, shards, apart, compress, workers, step_seconds, at_most_waiting)
+    from fairseq_async.launch.progress.display import plain_console  # start-up time
+    from fairseq_async.reporting.capacity_answer import answer
+
+    console = plain_console(width=None if sys.stdout.isatty() else 140)
+    for part in answer(question):
+        console.print(part, highlight=False)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_DIR", help="Directories of runs, or of simulations, to compare.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory for report.html and the PNGs.",
+            show_default="report/ in the first RUN_DIR",
+        ),
+    ] = None,
+) -> None:
+    """Draw runs and simulations: one HTML page that needs no network, and PNGs."""
+    for path in runs:
+        find(path, lambda _, path=path: f"{path}: no run and no simulation there (no run.json)")  # type: ignore[misc]
+    from fairseq_async.reporting.runs import load, name_of  # start-up time
+
+    loaded = load(runs)
+    from fairseq_async.reporting import page
+
+    title = ", ".join(map(name_of, runs))
+    print(page.write(loaded, title, out or runs[0] / "report"))

@@ -1,0 +1,1 @@
+"""DeepSpeed's engines: one for each method, and what they share."""

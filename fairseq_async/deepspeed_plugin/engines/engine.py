@@ -1,0 +1,400 @@
+"""DeepSpeed's engine as a worker of an asynchronous run."""
+
+import atexit
+import logging
+import shutil
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from fairseq_async.deepspeed_plugin.batches import digest_of
+from fairseq_async.deepspeed_plugin.compat import (
+    count_step,
+    refresh_masters,
+    refuse_other_steps,
+)
+from fairseq_async.deepspeed_plugin.engines import tensors
+from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
+from fairseq_async.errors import AsyncError, RefusedError, fail
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.worker.changes import ParameterWatch
+from fairseq_async.worker.hybrid import HybridWorker
+from fairseq_async.worker.local_sgd import LocalSGDWorker
+from fairseq_async.worker.start.context import WorkerContext
+from fairseq_async.worker.start.process import errors_in_one_line
+
+logger = logging.getLogger(__name__)
+
+_SERVER_STATE = "async_server.pt"  # in the directory of a checkpoint
+_COMPRESSOR_STATE = "async_compressor.pt"  # likewise
+_BEGINS = "async_begins"  # in the client state of a checkpoint
+_STATE_AT_END = ".state-at-end.pt"  # in run_dir
+_PASSES_OF_A_STEP = 4
+ClientState: TypeAlias = dict[str, Any]  # what a script saves in a checkpoint besides the engine
+
+
+class AsyncEngine(DeepSpeedEngine):
+    """A DeepSpeed engine that is one rank of a worker of an asynchronous run.
+
+    ``deepspeed.initialize`` makes the engine; its class is changed to this one afterwards, and :meth:`set_up` stands
+    for the constructor, which never runs. The engine joins the run when its first batch is drawn or computed, or at
+    ``load_checkpoint``, whichever comes first, and exchanges with the server in ``step``.
+
+    Attributes:
+        async_worker: the worker side of the method.
+        worker: the worker's number; worker 0 is to validate and save.
+        workers: how many were started, of which each is to draw its own part of the data.
+        context: which rank of which worker this process is.
+    """
+
+    async_worker: LocalSGDWorker | HybridWorker
+    worker: int
+    workers: int
+    context: WorkerContext
+    _watch: ParameterWatch | None = None
+
+    def set_up(
+        self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext, run_dir: Path
+    ) -> None:
+        """Sets the attributes of this class.
+
+        Args:
+            async_worker: the worker side of the method, which has not joined the run yet.
+            spec: the method's description, with which the worker will join.
+            context: which worker this is, with the number that the server has given to it.
+            run_dir: where worker 0 keeps the server's state after :meth:`end`.
+        """
+        self.async_worker, self.spec, self.context, self.worker = async_worker, spec, context, context.worker
+        self.workers = context.workers
+        self._state_at_end, self._has_left = run_dir.resolve() / _STATE_AT_END, False
+        self._loss: Tensor | None = None
+        self._step_ended = 0.0
+        self._warned_of_end = self._warned_of_no_gradient = False
+        self._trained = tensors.trainable(self)
+        self._followed = FollowedSchedule(self.lr_scheduler, self.optimizer)
+        self._has_stepped, self._passes = False, 0  # forward passes that train, since the last engine.step()
+        self._takes_step = False  # whether the engine itself is in a step of its optimizer
+        refuse_other_steps(self, lambda engine: engine._takes_step or engine.finished)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over; then the model has the server's last parameters."""
+        return self.async_worker.finished
+
+    @property
+    def progress(self) -> float:
+        """How far the whole run is: mean local steps of a worker, or steps of the server."""
+        return self.async_worker.total_progress
+
+    def join_run(self) -> LocalSGDWorker | HybridWorker:
+        """Joins the run if that has not happened yet; returns the worker side of the method."""
+        if not self.async_worker.joined:
+            self._followed.begin()  # where the script has loaded it
+            self._check_masters()
+            self._join(None)
+        return self.async_worker
+
+    def forward(self, *inputs: object, **kwargs: object) -> object:
+        """Computes as DeepSpeed does; the first call joins the run, even if it is a validation, which all may share."""
+        self.join_run()
+        if self.training and torch.is_grad_enabled() and not self.finished:
+            if not self._step_ended:
+                self.async_worker.first_batch = digest_of((inputs, kwargs))
+                self._step_ended = time.perf_counter()
+            self._expect_step()
+        return super().forward(*inputs, **kwargs)
+
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
+        """Computes gradients as DeepSpeed does, and keeps the loss for the server's log."""
+        self._loss = loss.detach().clone()  # with CUDA graphs the next step writes its loss into the same memory
+        return super().backward(loss, *args, **kwargs)
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        """Steps as DeepSpeed does."""
+        self._has_stepped, self._passes, self._watch = True, 0, None
+        super().step(*args, **kwargs)
+
+    def _expect_step(self) -> None:
+        """Ends the process with one line if parameters have changed within many passes without ``engine.step()``. A
+        step may have several, and those of SAM have other parameters for a while."""
+        self._passes += 1
+        if self._passes == (_PASSES_OF_A_STEP if self._has_stepped else 1):
+            whole = not self.zero_optimization_partition_weights()
+            self._watch = ParameterWatch(tensors.trainable(self) if whole else self.async_worker.replica.named)
+            self._watch.note()
+        elif self._passes == 2 * _PASSES_OF_A_STEP:
+            self._check_step_came()
+
+    def _check_step_came(self) -> None:
+        """Ends the process with one line if the model is trained without ``engine.step()``."""
+        if self._watch is not None and (name := self._watch.changed()):
+            fail(
+                f"{name} is trained without engine.step(), which alone the run sees: call it in place of the step of "
+                "another optimizer"
+            )
+
+    def check_at_exit(self) -> None:
+        """As :meth:`_check_step_came`, if ``engine.step()`` was never called; after it, a model may be changed."""
+        if not self._has_stepped:
+            self._check_step_came()
+
+    @errors_in_one_line()
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: ClientState | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        """Saves this worker's engine, and from worker 0 also the server's whole state.
+
+        Worker 0's checkpoint is in ``save_dir``, that of worker n in its subdirectory ``worker-n``. After :meth:`end`,
+        the server's state is the one that it had then.
+        """
+        tag = f"global_step{self.global_steps}" if tag is None else tag
+        self._check_step_came()
+        self.async_worker.settle()
+        own = checkpoint_directory(save_dir, self.worker)
+        position = {_BEGINS: self._followed.state_dict()}
+        saved = super().save_checkpoint(own, tag, (client_state or {}) | position, *args, **kwargs)
+        compressor = self.async_worker.compressor_state() if self.context.rank == 0 else None
+        if compressor is not None:
+            torch.save(compressor, Path(own) / str(tag) / _COMPRESSOR_STATE)
+        if self.worker == 0 and self.async_worker.joined:
+            self._save_server_state(Path(save_dir).resolve() / str(tag) / _SERVER_STATE)
+        return saved
+
+    def _save_server_state(self, path: Path) -> None:
+        """Saves the server's state, or a copy of the one that :meth:`end` has kept.
+
+        Raises:
+            RefusedError: the file cannot be written.
+        """
+        if not self._has_left:
+            self.async_worker.client.save_state(str(path))
+        elif self.context.rank == 0:
+            try:
+                shutil.copy(self._state_at_end, path)
+            except OSError as error:
+                raise RefusedError(f"the server's state cannot be written to {path}: {error}") from error
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", *args: object, **kwargs: object
+    ) -> object:
+        """Saves the model as DeepSpeed does: from worker 0 with the server's parameters, from worker n its own, in the
+        subdirectory ``worker-n``. ``save_fp16_model`` calls this, too."""
+        if self.worker == 0 and self.async_worker.joined:
+            self.pull()
+        else:
+            self.async_worker.settle()
+        return super().save_16bit_model(checkpoint_directory(save_dir, self.worker), save_filename, *args, **kwargs)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: object = None,
+    ) -> tuple[str | None, ClientState]:
+        """Loads this worker's checkpoint and joins the run; worker 0 also brings the server its state back.
+
+        A worker without a checkpoint of its own starts with worker 0's inner optimizer. Where the checkpoint has no
+        server state, or with ``load_module_only``, a new run starts from worker 0's parameters. After :meth:`end`, it
+        only loads as DeepSpeed does, for instance the best checkpoint at the end of a run.
+        """
+        if self.async_worker.joined and not self.finished:
+            fail("load_checkpoint must come before the first batch of an asynchronous run, or after engine.end()")
+        own, began = self._own_checkpoint(load_dir, tag), self._followed.state_dict()
+        if not self.load_universal_checkpoint():  # which has a file of its own in place of ``latest``
+            check_tag(own, tag)
+        loaded: tuple[str | None, ClientState] = super().load_checkpoint(
+            own,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+        if not load_optimizer_states:
+            refresh_masters(self)
+        begins = (loaded[1] or {}).pop(_BEGINS, None)
+        if self.finished:
+            return loaded
+        state = None if load_module_only or loaded[0] is None else Path(loaded[0]).resolve().parent / _SERVER_STATE
+        if state is None or not state.exists():
+            if self.worker == 0 and not load_module_only:
+                logger.warning("no server state in %s: a new run begins from its parameters", load_dir)
+            self._followed.begin()
+            self._join(None)
+            return loaded
+        if not load_optimizer_states:
+            self._check_without_optimizer()
+        self._followed.load_state_dict(begins if load_lr_scheduler_states and begins else began)
+        self._join(state)
+        self._restore_compressor(loaded[0])
+        return loaded
+
+    def _check_without_optimizer(self) -> None:
+        """Checks that this worker can go on with a server's state and without a checkpoint's optimizer; here its inner
+        one begins anew."""
+
+    def _own_checkpoint(self, load_dir: str, tag: str | None) -> str:
+        """Returns the directory with this worker's checkpoint of that tag, or worker 0's if it has saved none."""
+        own = checkpoint_directory(load_dir, self.worker)
+        if self.worker == 0 or (Path(own) / ("latest" if tag is None else str(tag))).exists():
+            return own
+        logger.warning("worker %d: no checkpoint in %s, it takes worker 0's", self.worker, own)
+        return load_dir
+
+    def _restore_compressor(self, loaded_from: str | None) -> None:
+        """Restores what compressed updates left unsent, unless the checkpoint is of another time than the server."""
+        path = None if loaded_from is None else Path(loaded_from).resolve().parent / _COMPRESSOR_STATE
+        if path is not None and path.exists():
+            self.async_worker.restore_compressor(torch.load(path, weights_only=True))
+
+    @errors_in_one_line()
+    def end(self, for_all: bool = False) -> None:
+        """Ends this worker's part in the run: waits until no other worker is at work; the model then has the finished
+        parameters.
+
+        Local steps that are done are sent first, and worker 0 keeps the server's state for a last checkpoint. A loop
+        that ends by its own count calls this afterwards: otherwise the steps since the last exchange are lost, and
+        what it saves lacks what others send later. Steps after this call are no part of the run.
+
+        Args:
+            for_all: whether to end the run for all workers, which stop after their present step or round; the model
+                has the server's present parameters.
+        """
+        if not self.async_worker.joined or self.finished:
+            return
+        self._check_step_came()
+        if for_all:
+            self.pull()
+        else:
+            self.async_worker.await_end()
+        if self.worker == 0:
+            self._keep_server_state()
+        self.async_worker.client.leave(finished=for_all)
+        self.async_worker.finished = self._has_left = True
+
+    def _keep_server_state(self) -> None:
+        """Keeps the server's state in a file until this process ends; where that fails, warns and goes on."""
+        path = self._state_at_end
+        if self.context.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)  # the server's run_dir may be another one
+            path.unlink(missing_ok=True)  # of a process that was killed
+            atexit.register(path.unlink, missing_ok=True)
+        try:
+            self.async_worker.client.save_state(str(path))
+        except AsyncError as error:
+            logger.warning("the server's state is not kept, and save_checkpoint() will fail after this: %s", error)
+
+    @errors_in_one_line()
+    def pull(self) -> None:
+        """Takes the server's current parameters into the model, for validation.
+
+        With local SGD, local steps that are done are sent first; the rest of the round is given up.
+        """
+        self._check_step_came()
+        self._passes, self._watch = 0, None
+        self.async_worker.catch_up()
+
+    def _check_masters(self) -> None:
+        """Checks that fp32 masters have the parameters that the script has given the model; here there are none."""
+
+    @errors_in_one_line()
+    def _join(self, server_state: Path | None) -> None:
+        self._exchange_first_parameters(server_state)
+        self._set_learning_rates()
+
+    def _exchange_first_parameters(self, server_state: Path | None) -> None:
+        """Joins the run, brings parameters to a server that has none, then takes the server's parameters."""
+        welcome = self.async_worker.join(self.spec)
+        if not welcome.initialised:
+            with self._state_brought(server_state) as path:
+                welcome = self.async_worker.bring_parameters(path)
+        self.async_worker.begin(welcome)
+
+    def _state_brought(self, server_state: Path | None) -> AbstractContextManager[str | None]:
+        """Returns a context with the path of the state that a new server goes on from; here the one given, if any."""
+        return nullcontext(None if server_state is None else str(server_state))
+
+    def _set_learning_rates(self) -> None:
+        """Sets the optimizer's learning rates to those of the run's progress."""
+        self._followed.follow(self.async_worker.progress)
+
+    @errors_in_one_line()
+    def _check_followed(self) -> None:
+        """Checks that the script does not step the schedule, before it is set to the run's progress again."""
+        self._followed.check()
+
+    def _is_past_the_end(self) -> bool:
+        """Whether the run was over before this step, which then does nothing but count; says so once."""
+        if self.finished and not self._warned_of_end:
+            logger.warning(
+                "the run is over, and engine.step() does nothing any more: the model has the server's last parameters; "
+                "let the loop end when engine.finished is True"
+            )
+            self._warned_of_end = True
+        return self.finished
+
+    def _check_trained(self) -> None:
+        """Ends the process with one line if other parameters are trained than are exchanged: each worker would train
+        its own."""
+        trained = tensors.trainable(self)
+        now, before = ({(name, id(each)) for name, each in named} for named in (trained, self._trained))
+        if others := now ^ before:
+            fail(f"{min(others)[0]} was frozen, unfrozen or made anew during the run: begin with what is to be trained")
+
+    def _skip_step(self) -> None:
+        """Clears the gradients and counts the step as skipped, as DeepSpeed counts steps that its fp16 leaves out."""
+        self.optimizer.zero_grad()
+        self.zero_grad()
+        self.skipped_steps += 1
+        count_step(self, applied=False)
+
+    def _skip_without_gradient(self) -> None:
+        """Skips a step for which the script has not called ``backward``; says so at the first one."""
+        if not self._warned_of_no_gradient:
+            logger.warning(
+                "engine.step() without a gradient does nothing: call engine.backward(loss) before it in each step"
+            )
+            self._warned_of_no_gradient = True
+        self._skip_step()
+
+    def _sleep_if_slowed_down(self) -> None:
+        """Sleeps so that this step takes ``slowdown`` times as long, for experiments."""
+        time.sleep((self.context.slowdown - 1.0) * (time.perf_counter() - self._step_ended))
+
+    def _log(self) -> None:
+        """Writes figures of the last exchange to DeepSpeed's monitor, over samples as its other curves."""
+        if self.monitor.enabled:
+            scalars = [(f"Async/{name}", value, self.global_samples) for name, value in self.async_worker.last.items()]
+            self.monitor.write_events(scalars)
+
+
+def checkpoint_directory(directory: str, worker: int) -> str:
+    """Returns where worker or rank ``worker`` saves: ``directory`` itself for 0, a subdirectory for each other."""
+    return directory if worker == 0 else str(Path(directory) / f"worker-{worker}")
+
+
+def check_tag(directory: str, tag: str | None) -> None:
+    """Ends the process with one line if ``directory`` has no checkpoint of the tag, or of that in its file ``latest``:
+    DeepSpeed would fail an assertion without a word. Without this file it says so by itself, and loads nothing."""
+    latest = Path(directory) / "latest"
+    named = latest.read_text().strip() if tag is None and latest.is_file() else tag
+    if named is None or (Path(directory) / str(named)).is_dir():
+        return
+    there = ", ".join(sorted(path.name for path in Path(directory).glob("*") if path.is_dir())) or "none"
+    which = f"{named}, which its file {latest.name} names" if tag is None else tag
+    fail(f"load_checkpoint: {directory} has no checkpoint {which}; its directories are: {there}; give one as tag=")

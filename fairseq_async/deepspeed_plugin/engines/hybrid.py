@@ -1,0 +1,145 @@
+"""DeepSpeed's engine as a worker of hybrid asynchronous SGD."""
+
+import time
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from fairseq_async.deepspeed_plugin import server
+from fairseq_async.deepspeed_plugin.compat import count_step
+from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
+from fairseq_async.deepspeed_plugin.engines.tensors import trainable
+from fairseq_async.deepspeed_plugin.schedules import NamedSchedule
+from fairseq_async.deepspeed_plugin.server_description import SCHEDULER, count_steps_as_torch, described
+from fairseq_async.errors import fail
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.pytorch.brought_state import brought_state, check_brought, checksum_of_moments
+from fairseq_async.pytorch.parameters import l2_norm, step_gradients
+from fairseq_async.server.optimizers.learning_rates import (
+    RateTable,
+    StepSchedule,
+    check_options,
+    check_rates,
+    present_options,
+    present_rates,
+)
+from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec
+from fairseq_async.server.plan import whole_steps
+from fairseq_async.worker.hybrid import HybridWorker
+from fairseq_async.worker.local_sgd import LocalSGDWorker
+from fairseq_async.worker.server_state import state_file
+from fairseq_async.worker.start.context import WorkerContext
+from fairseq_async.worker.start.process import errors_in_one_line
+
+
+class HybridEngine(AsyncEngine):
+    """The engine of hybrid asynchronous SGD: pushes gradients to the server, whose optimizer steps.
+
+    The engine's own optimizer never steps; its parameter groups show the learning rates of the server's optimizer.
+    """
+
+    async_worker: HybridWorker
+
+    def set_up(
+        self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext, run_dir: Path
+    ) -> None:
+        """Sets the attributes of this class; see :meth:`AsyncEngine.set_up`."""
+        super().set_up(async_worker, spec, context, run_dir)
+        self._has_schedule = self.lr_scheduler is not None
+        self._began = self._followed.state_dict()
+        self._note_rates()
+        self._check_rates()
+
+    def _note_rates(self) -> None:
+        """Notes the rates and options of the optimizer that the run's description has."""
+        self._schedule: StepSchedule
+        if SCHEDULER in self.spec.framework:
+            self._schedule = NamedSchedule(self.optimizer, self.lr_scheduler)
+        else:
+            self._schedule = RateTable(self.optimizer, OptimizerSpec.from_json(self.spec.framework).learning_rates)
+        self._rates, self._options = present_rates(self.optimizer), present_options(self.optimizer)
+
+    @errors_in_one_line()
+    def _join(self, server_state: Path | None) -> None:
+        """Joins as :meth:`AsyncEngine._join`, with what the optimizer and the schedule are now: they may have been
+        loaded since ``initialize``. The moments that the optimizer has are the server's from then on."""
+        as_made = self._followed.state_dict() == self._began and present_options(self.optimizer) == self._options
+        if not (as_made and SCHEDULER in self.spec.framework):
+            self.spec = replace(self.spec, framework=described(self, self.spec.total_steps))
+        self._note_rates()
+        if server_state is None:
+            check_brought(self.spec, [self.optimizer])
+            count_steps_as_torch(self.optimizer)
+            self.async_worker.client.moments = checksum_of_moments(trainable(self), [self.optimizer])
+        super()._join(server_state)
+        self.optimizer.state.clear()
+
+    def _state_brought(self, server_state: Path | None) -> AbstractContextManager[str | None]:
+        """As :meth:`AsyncEngine._state_brought`; without a state, that of the optimizer, if it has stepped before."""
+        if server_state is not None:
+            return super()._state_brought(server_state)
+        state = brought_state(self.spec, trainable(self), [self.optimizer], server.build)
+        return state_file(state, self._state_at_end.parent)
+
+    def _check_without_optimizer(self) -> None:
+        """Ends the process with one line: the optimizer's state is the server's, as the parameters are."""
+        fail(
+            "load_checkpoint(load_optimizer_states=False): with hybrid_async the optimizer goes on with the server's "
+            "parameters; give load_module_only=True for a new run from the checkpoint's parameters"
+        )
+
+    def eval(self) -> object:
+        """Begins an evaluation as DeepSpeed does, of the server's parameters: the model's may be ahead."""
+        if self.async_worker.look_ahead:
+            self.pull()
+        return super().eval()
+
+    def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> object:
+        """Saves as :meth:`AsyncEngine.save_checkpoint`, with the server's parameters: the model's may be ahead."""
+        if self.async_worker.look_ahead:
+            self.pull()
+        return super().save_checkpoint(save_dir, tag, *args, **kwargs)
+
+    @errors_in_one_line()
+    def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
+        """Exchanges with the server where DeepSpeed would step its optimizer, after the last micro-batch."""
+        if self._is_past_the_end():
+            return self._skip_step()
+        self._check_followed()
+        self._check_rates()
+        self._check_trained()
+        gradients = step_gradients(trainable(self))
+        if not gradients:
+            return self._skip_without_gradient()
+        self._sleep_if_slowed_down()
+        self.async_worker.write_ahead()  # while the norm is measured
+        norm, loss = l2_norm(gradients), None if self._loss is None else float(self._loss)
+        refused = self.async_worker.refusals.total
+        # the receipt of a gradient with NaN or Inf is waited for: an early one does not say that it was refused
+        self.async_worker.step(self.train_batch_size(), loss, wait=not norm < inf, norm=norm)
+        self._set_learning_rates()
+        applied = self.async_worker.refusals.total == refused
+        self.zero_grad()
+        self.skipped_steps += not applied
+        count_step(self, applied)
+        self._step_ended = time.perf_counter()
+        self._log()
+
+    def _check_rates(self) -> None:
+        """Checks that the script does not change the optimizer's options, nor the learning rates where the server has
+        no schedule.
+
+        Raises:
+            ConfigurationError: it does.
+        """
+        check_options(self.optimizer, self._options)
+        if not self._has_schedule:
+            remedy = 'give a schedule as "scheduler" in the configuration, or as lr_scheduler='
+            check_rates(self.optimizer, self._rates, remedy)
+
+    def _set_learning_rates(self) -> None:
+        """Sets the learning rates as the server sets those of its optimizer."""
+        self._schedule.follow(whole_steps(self.async_worker.progress))
+        self._followed.note()

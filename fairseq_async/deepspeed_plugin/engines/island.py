@@ -1,0 +1,185 @@
+"""An island: ranks that train synchronously among themselves and are one worker to the server."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import NamedTuple, TypeVar
+
+import deepspeed.comm
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from fairseq_async.errors import ExchangeError
+from fairseq_async.exchange import SharedMemory
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.protocol import Layout, Push, PushReply, Welcome, WorkReply
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.compressor import Compressor
+from fairseq_async.worker.start.context import WorkerContext
+
+_Answer = TypeVar("_Answer")
+
+
+class _SlotLocation(NamedTuple):
+    """Where the other ranks of an island find the worker's slot: the shared memory, its shape, the slot's number.
+
+    The inode tells two memories apart that had the same path, one after the other.
+    """
+
+    path: str
+    inode: int
+    workers: int
+    publishes: bool
+    slot: int
+
+
+class IslandClient:
+    """A :class:`Client` for all ranks of an island: rank 0 has the connection and broadcasts the answers.
+
+    The ranks share the worker's slot, into which each writes its own part.
+
+    Hazard: every method but ``leave`` and ``close`` makes collective calls within the island. All ranks must call the
+    same methods in the same order, from the thread in which DeepSpeed makes its own collective calls, or the island
+    hangs, or one rank takes the answer to another question. Rank 0's request may fail; it then broadcasts that before
+    it raises, so that no rank waits for an answer that never comes.
+
+    Args:
+        client: rank 0's connection; None on the other ranks.
+        context: which rank of which worker this process is.
+    """
+
+    def __init__(self, client: Client | None, context: WorkerContext) -> None:
+        self.client, self.context, self.worker = client, context, context.worker
+        self._size = 0
+        self._slot: Tensor | None = None
+        self._location: _SlotLocation | None = None
+
+    def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
+        """See :meth:`Client.join`."""
+        self._size = layout.size
+        return self._broadcast_answer(lambda client: client.join(layout, spec), Welcome)
+
+    def initialise(self, state: str | None, from_checkpoint: bool = False) -> Welcome:
+        """See :meth:`Client.initialise`; each rank has written its part of the parameters before."""
+        self._barrier()  # all parts are in the slot before rank 0 says so
+        return self._broadcast_answer(lambda client: client.initialise(state, from_checkpoint), Welcome)
+
+    def push(self, write: Callable[[Tensor], object], push: Push) -> PushReply:
+        """See :meth:`Client.push`; ``write`` writes this rank's part."""
+        with nullcontext() if self.client is None else self.client.hold_slot():
+            # The slot's location first: it is another one if the server has come back since the last exchange. Rank 0
+            # holds the slot until the push, since its background thread may reconnect, too.
+            self._broadcast_answer(lambda client: None, type(None))
+            write(self.slot)
+            self._barrier()  # all parts are in the slot before rank 0 pushes
+            return self._broadcast_answer(lambda client: client.push(lambda slot: None, push), PushReply)
+
+    def pull(self, copy: Callable[[Tensor], object], starts: bool = False) -> int:
+        """See :meth:`Client.pull`; every rank copies from the slot."""
+        version = self._broadcast_answer(lambda client: client.pull(lambda flat: None, starts=starts), int)
+        copy(self.slot)
+        self._barrier()  # nobody writes before all have read
+        return version
+
+    def wait_for_work(self, for_end: bool = False) -> WorkReply:
+        """See :meth:`Client.wait_for_work`."""
+        return self._broadcast_answer(lambda client: client.wait_for_work(for_end), WorkReply)
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on a rank of the island."""
+        flags = torch.tensor([int(flag)], device=deepspeed.get_accelerator().current_device_name())
+        deepspeed.comm.all_reduce(flags)
+        return bool(flags.item())
+
+    def save_state(self, path: str) -> int:
+        """See :meth:`Client.save_state`."""
+        return self._broadcast_answer(lambda client: client.save_state(path), int)
+
+    def leave(self, finished: bool) -> None:
+        """Ends rank 0's connection; no collective call, since it runs when a process ends."""
+        if self.client is not None:
+            self.client.leave(finished)
+
+    def close(self) -> None:
+        """See :meth:`Client.close`; no collective call either."""
+        if self.client is not None:
+            self.client.close()
+
+    @property
+    def compressor(self) -> Compressor | None:
+        """See :attr:`Client.compressor`: rank 0 encodes what all ranks have written into the slot."""
+        return None if self.client is None else self.client.compressor
+
+    @property
+    def slot(self) -> Tensor:
+        """The worker's slot, flat, in memory that all ranks of the island share.
+
+        Raises:
+            ExchangeError: the worker has not joined the run.
+        """
+        if self.client is not None:
+            return self.client.slot
+        if self._slot is None:
+            raise ExchangeError("this worker has not joined the run")
+        return self._slot
+
+    @property
+    def exchanged(self) -> dict[str, Tensor]:
+        """See :attr:`Client.exchanged`: the ranks of an island read and write the slot alone."""
+        return {"slot": self.slot}
+
+    def _attach_slot(self, location: _SlotLocation) -> None:
+        """Opens rank 0's slot on the other ranks; opens it again when a server that came back has brought another."""
+        if self.client is None and location != self._location:
+            self._location = location
+            memory = SharedMemory.attach(location.path, self._size, location.workers, location.publishes)
+            self._slot = memory.slot(location.slot)
+            memory.close()
+
+    def _barrier(self) -> None:
+        deepspeed.comm.barrier()
+
+    def _broadcast_answer(self, request: Callable[[Client], _Answer], kind: type[_Answer]) -> _Answer:
+        """Makes the request on rank 0 and returns its answer on every rank.
+
+        Two broadcasts, on every rank in this order: the answer's length, −1 for a request that failed; then the answer
+        with the slot's location. They go as JSON, because broadcasting objects would unpickle them.
+
+        Raises:
+            AsyncError: on rank 0, the request's own error.
+            ExchangeError: on the other ranks, if rank 0's request failed.
+        """
+        device = deepspeed.get_accelerator().current_device_name()
+        body = b""
+        if self.client is not None:
+            try:
+                answer = request(self.client)
+                body = _adapter(kind).dump_json((answer, _share_slot(self.client, self._size)))
+            except BaseException:
+                # whatever it was, KeyboardInterrupt too: the other ranks are in the broadcast below already
+                deepspeed.comm.broadcast(torch.tensor([-1], device=device), 0)
+                raise
+        length = torch.tensor([len(body)], device=device)
+        deepspeed.comm.broadcast(length, 0)
+        if length.item() < 0:
+            raise ExchangeError("rank 0 of this island could not exchange with the server; its own line says why")
+        content = torch.frombuffer(bytearray(body or bytes(int(length))), dtype=torch.uint8).to(device)
+        deepspeed.comm.broadcast(content, 0)
+        received, location = _adapter(kind).validate_json(bytes(content.cpu().tolist()))
+        self._attach_slot(location)
+        return received
+
+
+def _adapter(kind: type[_Answer]) -> TypeAdapter[tuple[_Answer, _SlotLocation]]:
+    """Returns the parser of an answer of this type with the slot's location."""
+    return TypeAdapter(tuple[kind, _SlotLocation])  # type: ignore[valid-type]
+
+
+def _share_slot(client: Client, size: int) -> _SlotLocation:
+    """Returns where the other ranks find the slot; a slot that goes over the network first moves to shared memory."""
+    if client.memory is None:
+        client.use(SharedMemory.create(size, 1, publishes=False))
+        assert client.memory is not None
+        client.memory.allocate_slot(0)
+    memory, slot = client.memory, 0 if client.remote else client.worker
+    return _SlotLocation(memory.path, memory.inode, memory.workers, memory.publishes, slot)

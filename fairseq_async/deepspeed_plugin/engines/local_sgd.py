@@ -1,0 +1,107 @@
+"""DeepSpeed's engine as a worker of local SGD."""
+
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from torch import Tensor
+
+from fairseq_async.deepspeed_plugin.compat import check_overflow_always, lower_loss_scale, may_overflow
+from fairseq_async.deepspeed_plugin.engines import tensors
+from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
+from fairseq_async.deepspeed_plugin.schedules import check_schedule
+from fairseq_async.errors import fail
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.worker.async_worker import left_out_steps
+from fairseq_async.worker.hybrid import HybridWorker
+from fairseq_async.worker.local_sgd import LocalSGDWorker
+from fairseq_async.worker.start.context import WorkerContext
+from fairseq_async.worker.start.process import errors_in_one_line
+
+
+class LocalEngine(AsyncEngine):
+    """The engine of local SGD: steps as DeepSpeed does, and exchanges after its local steps.
+
+    A step whose gradient has NaN or Inf is left out, since the optimizer would keep the NaN or Inf in its moments. Such
+    a step changes no parameter, and counts as skipped and not as a local step, as those that fp16 skips.
+    """
+
+    async_worker: LocalSGDWorker
+
+    def set_up(
+        self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext, run_dir: Path
+    ) -> None:
+        """Sets the attributes of this class; see :meth:`AsyncEngine.set_up`.
+
+        Raises:
+            ConfigurationError: the learning-rate schedule cannot follow the run.
+        """
+        super().set_up(async_worker, spec, context, run_dir)
+        self._left_out = left_out_steps(self.worker, async_worker.refusals.limit)
+        self._lacks_gradient = False
+        self._unstepped = tensors.unstepped(self)
+        check_overflow_always(self.optimizer)
+        check_schedule(self.lr_scheduler)
+
+    @errors_in_one_line()
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
+        """Computes gradients as :meth:`AsyncEngine.backward`.
+
+        A gradient of a parameter that is in no exchange ends the process with one line.
+        """
+        result = super().backward(loss, *args, **kwargs)
+        if not self.finished:
+            tensors.check_unstepped(self._unstepped)
+        return result
+
+    @errors_in_one_line()
+    def _check_masters(self) -> None:
+        tensors.check_masters(self)
+
+    def offload_states(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuses what would move the fp32 masters to other memory: the exchange would go on with the old one."""
+        fail(
+            'offload_states: with "async_training" the optimizer stays where it is; leave the call out, or give '
+            '"offload_optimizer"'
+        )
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        """Steps as DeepSpeed does; after the last local step of a round, exchanges with the server.
+
+        A worker whose gradients had NaN or Inf ``max_refused`` times in a row ends with one line. With a loss scale,
+        they count once it is 1; in fp16, DeepSpeed itself ends the worker when the scale cannot be lowered.
+        """
+        before = self.global_steps
+        super().step(*args, **kwargs)
+        if self.global_steps > before:  # not after each of several micro-batches
+            if not (self.finished or self._lacks_gradient):
+                self._end_step()
+            self._step_ended = time.perf_counter()
+
+    def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
+        """Steps the optimizer if the gradient is finite and the run is not over; else skips the step."""
+        self._check_trained()
+        self._check_followed()
+        self._lacks_gradient = tensors.has_no_gradient(self)
+        if self._is_past_the_end():
+            self._skip_step()
+        elif self._lacks_gradient:  # torch's optimizer would do nothing, which is no local step
+            self._skip_without_gradient()
+        elif tensors.has_nonfinite_step(self):
+            lower_loss_scale(self)
+            self._skip_step()
+        else:
+            self._takes_step = True
+            super()._take_model_step(lr_kwargs)
+            self._takes_step = False
+
+    @errors_in_one_line()
+    def _end_step(self) -> None:
+        """Counts a step that was taken, and exchanges with the server if it was the last of its round."""
+        self._sleep_if_slowed_down()
+        skipped = not self.was_step_applied()
+        if not may_overflow(self):
+            self._left_out.count(self._left_out.total + skipped)
+        if not skipped and self.async_worker.step(time.perf_counter() - self._step_ended, self._loss):
+            self._log()
+        self._set_learning_rates()

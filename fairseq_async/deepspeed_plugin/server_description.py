@@ -1,0 +1,82 @@
+"""What an engine of ``hybrid_async`` leaves to the server: its optimizer, learning rates and clipping, as JSON."""
+
+from typing import Any
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from fairseq_async.deepspeed_plugin import schedules
+from fairseq_async.deepspeed_plugin.engines.tensors import trainable
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.method.spec import JsonObject
+from fairseq_async.server.optimizers.learning_rates import tabulate
+from fairseq_async.server.optimizers.torch_optimizer import describe
+
+SCHEDULER = "scheduler"  # the key of a schedule of DeepSpeed's, beside those of OptimizerSpec
+
+
+def without_schedule(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration without a schedule of DeepSpeed's: the server needs the rates before its warm-up."""
+    if not schedules.is_deepspeeds(config.get("scheduler")):
+        return config
+    return {key: value for key, value in config.items() if key != "scheduler"}
+
+
+def leave_to_server(engine: DeepSpeedEngine, config: dict[str, Any], total_steps: int) -> JsonObject:
+    """Returns what the server builds from; gives the engine the schedule that :func:`without_schedule` has left out.
+
+    Args:
+        engine: the engine that DeepSpeed has made of the configuration without a schedule.
+        config: the whole configuration.
+        total_steps: steps of the server in the whole run; 0 for no end.
+
+    Raises:
+        ConfigurationError: no parameter is trained, or the server has no optimizer that would step equally.
+    """
+    section = config.get("scheduler")
+    if not trainable(engine):
+        raise ConfigurationError("the model has no parameter that is trained")
+    inner = described(engine, total_steps)
+    if engine.lr_scheduler is None and section is not None and schedules.is_deepspeeds(section):
+        engine.lr_scheduler = schedules.build(section, engine.optimizer)
+        inner[SCHEDULER] = section
+    return inner
+
+
+def described(engine: DeepSpeedEngine, total_steps: int) -> JsonObject:
+    """Returns what the server builds from, with the options and the rates of the engine's optimizer and schedule from
+    where they are now.
+
+    Raises:
+        ConfigurationError: the server has no optimizer that would step equally, or the schedule cannot be a table.
+    """
+    optimizer, schedule = engine.optimizer, engine.lr_scheduler
+    rates = None if schedule is None else tabulate(schedule, optimizer, total_steps)
+    clip_norm = float(engine.gradient_clipping())
+    return describe(optimizer, trainable(engine), equal_of_torch(optimizer), rates, clip_norm).to_json()
+
+
+def count_steps_as_torch(optimizer: torch.optim.Optimizer) -> None:
+    """Gives each parameter its step count, as torch's optimizers keep it: of a group, FusedAdam counts in the state of
+    one parameter alone, for all that have gradients."""
+    if type(optimizer) is FusedAdam:
+        for group in optimizer.param_groups:
+            states = [optimizer.state[each] for each in group["params"] if optimizer.state.get(each)]
+            steps = max((state["step"] for state in states), default=0)
+            for state in states:
+                state["step"] = steps
+
+
+def equal_of_torch(optimizer: torch.optim.Optimizer) -> str:
+    """Returns the class of torch that takes the same steps as DeepSpeed's Adam; "" for another optimizer.
+
+    Raises:
+        ConfigurationError: no class of torch takes the same steps.
+    """
+    if type(optimizer) not in (FusedAdam, DeepSpeedCPUAdam):
+        return ""
+    if not all(group["bias_correction"] for group in optimizer.param_groups):
+        name = type(optimizer).__name__
+        raise ConfigurationError(f"{name} with bias_correction False has no equal in the server; leave that out")
+    return "AdamW" if vars(optimizer)["adam_w_mode"] else "Adam"

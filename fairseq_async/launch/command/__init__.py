@@ -1,0 +1,1 @@
+"""The command of a run's workers, as the launcher reads it."""

@@ -1,0 +1,1 @@
+"""The progress of a run, from its files, on the terminal."""

@@ -1,0 +1,145 @@
+"""Registers the rules of this package, each with a function that builds it from its options. The algorithms are
+imported only when a rule is built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fairseq_async.method.registry import (
+    GRADIENT_RULES,
+    OUTER_RULES,
+    GradientRule,
+    GradientRuleContext,
+    OuterRule,
+    RuleContext,
+    register_gradient_rule,
+    register_outer_rule,
+)
+from fairseq_async.options.config import (
+    BufferedNesterovOptions,
+    DelayedNesterovOptions,
+    DiLoCoOptions,
+    HybridOptions,
+    NesterovOptions,
+    OuterSGDOptions,
+)
+from fairseq_async.options.outer import (
+    DirectionAveragingOptions,
+    HeavyBallOptions,
+    HeLoCoOptions,
+    MomentumLookAheadOptions,
+    OuterAdamOptions,
+    OuterAdamWOptions,
+)
+
+if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag is to be answered at once
+    from fairseq_async.algorithms import Rule
+
+__all__ = ["GRADIENT_RULES", "OUTER_RULES"]
+
+_EMBEDDINGS = ("embed", "wte", "wpe")  # in the names of embeddings: fairseq's, Llama's; GPT-2's
+
+
+def _diloco(options: DiLoCoOptions, context: RuleContext) -> Rule:
+    from fairseq_async.algorithms import BufferedNesterov  # start-up time
+
+    return BufferedNesterov(options.outer_lr, options.outer_momentum, context.workers)
+
+
+def _nesterov(options: NesterovOptions, context: RuleContext) -> Rule:
+    from fairseq_async.algorithms import NesterovMomentum  # start-up time
+
+    return NesterovMomentum(options.outer_lr, options.outer_momentum, context.workers, options.look_ahead)
+
+
+def _buffered_nesterov(options: BufferedNesterovOptions, context: RuleContext) -> Rule:
+    from fairseq_async.algorithms import BufferedNesterov  # start-up time
+
+    size = options.buffer_size or context.workers
+    return BufferedNesterov(options.outer_lr, options.outer_momentum, size, options.look_ahead)
+
+
+def _delayed_nesterov(options: DelayedNesterovOptions, context: RuleContext) -> Rule:
+    from fairseq_async.algorithms import DelayedNesterov  # start-up time
+
+    delay = options.delay or context.workers
+    return DelayedNesterov(options.outer_lr, options.outer_momentum, delay, options.c, options.look_ahead)
+
+
+def _sgd(options: OuterSGDOptions, context: RuleContext) -> Rule:
+    from fairseq_async.algorithms import NesterovMomentum  # start-up time
+
+    return NesterovMomentum(options.outer_lr, 0.0, context.workers)
+
+
+def _mla(options: MomentumLookAheadOptions, context: RuleContext) -> Rule:
+    from fairseq_async.algorithms import MomentumLookAhead  # start-up time
+
+    return MomentumLookAhead(options.outer_lr, options.outer_momentum, options.look_ahead)
+
+
+def _heloco(options: HeLoCoOptions, context: RuleContext) -> Rule:
+    from fairseq_async.algorithms import HeLoCo  # start-up time
+
+    return HeLoCo(options.outer_lr, options.outer_momentum, context.workers, context.sizes, options.look_ahead)
+
+
+def _direction_averaging(options: DirectionAveragingOptions, context: RuleContext) -> Rule:
+    from fairseq_async.algorithms import DirectionAveraging  # start-up time
+
+    embeddings = [number for number, name in enumerate(context.names) if _is_embedding(name)]
+    return DirectionAveraging(
+        options.outer_lr, options.outer_momentum, options.quorum, context.sizes, embeddings, options.look_ahead
+    )
+
+
+def _is_embedding(name: str) -> bool:
+    """Whether a tensor of this name is an embedding, and not of a norm after one: fairseq's ``layernorm_embedding``."""
+    return any(part in name for part in _EMBEDDINGS) and "norm" not in name.lower()
+
+
+def _heavy_ball(options: HeavyBallOptions, context: RuleContext) -> Rule:
+    from fairseq_async.algorithms import HeavyBall  # start-up time
+
+    return HeavyBall(options.outer_lr, options.outer_momentum, context.workers, options.look_ahead)
+
+
+def _adam(options: OuterAdamOptions, context: RuleContext) -> Rule:
+    from fairseq_async.algorithms import OuterAdam  # start-up time
+
+    return OuterAdam(options.outer_lr, options.outer_momentum, context.workers)
+
+
+def _adamw(options: OuterAdamWOptions, context: RuleContext) -> Rule:
+    from fairseq_async.algorithms import OuterAdam  # start-up time
+
+    decay = options.outer_weight_decay
+    return OuterAdam(options.outer_lr, options.outer_momentum, context.workers, weight_decay=decay)
+
+
+def _accumulation(options: HybridOptions, context: GradientRuleContext) -> Rule:
+    from fairseq_async.algorithms import HybridAccumulation  # start-up time
+
+    whole_step = options.updates_per_step or context.workers
+    return HybridAccumulation(
+        context.optimizer,
+        whole_step,
+        context.clip_norm,
+        context.tensors,
+        partial_steps=options.closes_early,
+        elementwise=context.elementwise,
+    )
+
+
+register_outer_rule(OuterRule("diloco", DiLoCoOptions, _diloco, synchronous=True))
+register_outer_rule(OuterRule("nesterov", NesterovOptions, _nesterov))
+register_outer_rule(OuterRule("buffered_nesterov", BufferedNesterovOptions, _buffered_nesterov))
+register_outer_rule(OuterRule("delayed_nesterov", DelayedNesterovOptions, _delayed_nesterov))
+register_outer_rule(OuterRule("sgd", OuterSGDOptions, _sgd))
+register_outer_rule(OuterRule("mla", MomentumLookAheadOptions, _mla))
+register_outer_rule(OuterRule("heloco", HeLoCoOptions, _heloco))
+register_outer_rule(OuterRule("direction_averaging", DirectionAveragingOptions, _direction_averaging))
+register_outer_rule(OuterRule("heavy_ball", HeavyBallOptions, _heavy_ball))
+register_outer_rule(OuterRule("adam", OuterAdamOptions, _adam))
+register_outer_rule(OuterRule("adamw", OuterAdamWOptions, _adamw))
+register_gradient_rule(GradientRule("accumulation", HybridOptions, _accumulation))

@@ -1,0 +1,85 @@
+"""A worker's report of its work, and its next work from the server: parts of the messages between them."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from fairseq_async.method.spec import JsonObject
+from fairseq_async.protocol.layout import MOST_TENSORS
+from fairseq_async.protocol.message import message
+from fairseq_async.protocol.positions import bounded
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LARGEST = 1 << 53  # a log's numbers are summed as floats, which are exact up to there
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Tokens = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]  # a rule squares them
+
+
+@message
+class Report:
+    """A worker's report with an update. It goes into ``events.jsonl``; README.md describes each field there.
+
+    Attributes:
+        local_steps: the number of steps in this update; None for a gradient.
+        look_ahead: how many versions ahead of the base version the worker started; None for that version itself.
+        position: where the worker is in its data, for its restart; the server does not look into it.
+        bytes_sent: size of this update; where it is compressed, of its payload, header included.
+        bytes_received: size of the parameters that the worker has taken since the update before.
+        residual_norm: L2 norm of the part of earlier updates that was not sent, where the worker keeps it.
+        payload: checksum of a compressed update, as it has arrived at the server.
+        start_payload: checksum of the compressed parameters that this work started from; None where they came in fp32.
+        missing: the tensors of the layout that have no gradient in this update, as bits
+            (:mod:`~fairseq_async.algorithms.missing`) in hexadecimal digits; None where all have one.
+        first_batch: digest of the worker's first batch, with its first update, where it is known.
+    """
+
+    position: Annotated[JsonObject | None, AfterValidator(bounded)] = None
+    epochs: Seconds = 0.0
+    loss: float | None = None
+    tokens: Tokens | None = None
+    push_seconds: Seconds | None = None
+    pull_seconds: Seconds | None = None
+    local_steps: Count | None = None
+    step_seconds: Seconds | None = None
+    computing_seconds: Seconds | None = None
+    waiting_seconds: Seconds | None = None
+    shard: Count | None = None
+    offset: Count | None = None
+    progress: float | None = None
+    progress_per_step: float | None = None
+    server_seconds: Seconds | None = None
+    look_ahead: Seconds | None = None
+    bytes_sent: Count | None = None
+    bytes_received: Count | None = None
+    residual_norm: Seconds | None = None
+    payload: Annotated[str, Field(max_length=8)] | None = None
+    start_payload: Annotated[str, Field(max_length=8)] | None = None
+    missing: Annotated[str, Field(max_length=MOST_TENSORS // 4, pattern="^[0-9a-f]+$")] | None = None
+    first_batch: Annotated[str, Field(max_length=32)] | None = None
+
+
+@message
+class Assignment:
+    """The next work of one worker.
+
+    Attributes:
+        learning_rate: learning rate of the server's optimizer, for the worker's log; None under local SGD.
+        local_steps: how many steps to take before the next exchange.
+        shard: the part of the training set to draw from; None where the server chooses none.
+        offset: the batch of the shard to begin with.
+        progress: position of the learning-rate schedule at the first step, in mean local steps of a worker.
+        progress_per_step: by how much each step of this worker moves the schedule.
+        total_progress: position of the whole run, in mean local steps of a worker, or in steps of the server.
+        idle: whether nothing is left for this worker to do while the others do their work.
+        look_ahead: how many versions ahead of the server's to start.
+    """
+
+    learning_rate: float | None = None
+    local_steps: int = 1
+    shard: int | None = None
+    offset: int = 0
+    progress: float = 0.0
+    progress_per_step: float = 1.0
+    total_progress: float = 0.0
+    idle: bool = False
+    look_ahead: float = 0.0

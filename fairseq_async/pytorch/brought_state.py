@@ -1,0 +1,100 @@
+"""The state of optimizers that have stepped before a run, as a state from which the run's server goes on."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from fairseq_async.algorithms import HybridAccumulation
+from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import ConfigurationError, option
+from fairseq_async.method.spec import MethodSpec, hybrid_options
+from fairseq_async.protocol.layout import Layout
+from fairseq_async.pytorch.parameters import crc_of
+from fairseq_async.server.coordinator import build_coordinator
+from fairseq_async.server.membership import Membership
+from fairseq_async.server.optimizers.several import SeveralOptimizers
+from fairseq_async.server.plan import Build
+
+Named = Sequence[tuple[str, Parameter]]
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether the optimizer has moments, or another state, from steps before."""
+    return any(optimizer.state.values())
+
+
+def check_brought(spec: MethodSpec, optimizers: Sequence[Optimizer]) -> None:
+    """Checks, before a worker joins, that the run's server can be given what its optimizers bring.
+
+    Raises:
+        ConfigurationError: one has stepped, and the server is in shards, or has another rule than the accumulation of
+            gradients.
+    """
+    stepped = next((each for each in optimizers if has_stepped(each)), None)
+    if stepped is not None and (spec.server.shards > 1 or hybrid_options(spec).gradient_rule != "accumulation"):
+        raise ConfigurationError(
+            f"{type(stepped).__name__} has stepped before this run, and a server in shards, or with "
+            f"{option('gradient_rule')}, cannot be given its moments: leave these options out, or make the optimizer "
+            "anew"
+        )
+
+
+def checksum_of_moments(named: Named, optimizers: Sequence[Optimizer]) -> str:
+    """Returns the CRC-32 of the optimizers' states, step counts among them; empty where none has stepped."""
+    states = [optimizer.state.get(parameter, {}) for optimizer in optimizers for _, parameter in named]
+    values = [torch.as_tensor(state[key]) for state in states for key in sorted(state) if state[key] is not None]
+    return f"{crc_of(values):08x}" if values else ""
+
+
+def brought_state(spec: MethodSpec, named: Named, optimizers: Sequence[Optimizer], build: Build) -> State | None:
+    """Returns the state of a server that goes on with these parameters and with the optimizers' states: moments and
+    step counts of each tensor by themselves. The server's own count of steps begins at 0. None if no optimizer has
+    stepped.
+
+    Args:
+        named: all parameters of the run with their names, in the order of its layout.
+        optimizers: in the order of the run's description, which :func:`check_brought` has checked.
+        build: of the server.
+    """
+    if not any(map(has_stepped, optimizers)):
+        return None
+    layout = Layout.of(named)
+    parameters = torch.cat([each.detach().to("cpu", torch.float32).flatten() for _, each in named])
+    rule, plan = build(spec, layout, parameters)
+    parts = rule.rules if isinstance(rule, SeveralOptimizers) else [rule]
+    for part, optimizer in zip(parts, optimizers, strict=True):
+        accumulation = getattr(part, "rule", None)
+        assert isinstance(accumulation, HybridAccumulation)
+        accumulation.cut_into_tensors()
+        _copy_state(optimizer, accumulation.optimizer, named)
+    coordinator = build_coordinator(spec, rule, plan, parameters, Membership(spec.workers, 0.0))
+    return coordinator.state_dict() | {"method": spec.name}
+
+
+def _copy_state(source: Optimizer, target: Optimizer, named: Named) -> None:
+    """Copies the state of each parameter to the pieces of it that the server's optimizer steps."""
+    firsts = [0, *accumulate(parameter.numel() for _, parameter in named)]  # elements of the flat vector
+    for piece in (piece for group in target.param_groups for piece in group["params"]):
+        start = piece.storage_offset()
+        number = bisect_right(firsts, start) - 1
+        first, parameter = firsts[number], named[number][1]
+        part = slice(start - first, start - first + piece.numel())
+        values = {
+            key: _part_of(value, parameter, part, piece.shape) for key, value in source.state.get(parameter, {}).items()
+        }
+        if values:
+            target.state[piece] = values
+
+
+def _part_of(value: Any, parameter: Parameter, part: slice, shape: torch.Size) -> Any:
+    """Returns what a piece has of a parameter's state: the part of a moment, and copies of all else. A step count that
+    is a number, as DeepSpeed's optimizers have it, becomes a tensor, as torch's have it."""
+    if value is None:
+        return None
+    copied = torch.as_tensor(value).detach().to("cpu", torch.float32, copy=True)
+    return copied.flatten()[part].view(shape).clone() if copied.shape == parameter.shape else copied

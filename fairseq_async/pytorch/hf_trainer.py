@@ -1,0 +1,194 @@
+"""A callback that makes the ``Trainer`` of transformers a worker of an asynchronous run, without DeepSpeed."""
+
+import atexit
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.pytorch.follow_run import FollowRun, Plan, RunSchedule, wrap
+from fairseq_async.pytorch.hybrid import HybridAsync
+from fairseq_async.pytorch.local_sgd import AsyncLocalSGD
+from fairseq_async.pytorch.training import AsyncTraining
+from fairseq_async.worker.hybrid import HybridWorker
+from fairseq_async.worker.local_sgd import LocalSGDWorker
+from fairseq_async.worker.start.context import WorkerContext
+from fairseq_async.worker.start.process import errors_in_one_line
+
+STATE = "async_server.pt"  # in the directory of a checkpoint
+
+
+class AsyncCallback(TrainerCallback):
+    """Makes a ``Trainer`` one worker of an asynchronous run; the ``Trainer`` believes that it trains alone.
+
+    Start the script with ``fairseq-async launch``. Each worker trains on its own part of the data:
+    ``dataset.shard(callback.workers, callback.worker)``. The run ends for all workers together, after as many mean
+    local steps of a worker, or steps of the server, as worker 0's Trainer counts: a fast worker takes more steps than
+    that, a slow one fewer. The Trainer's steps, epochs and learning rates are those of the run.
+
+    Worker 0 evaluates and saves, both with the server's parameters; the other workers do neither. A checkpoint has the
+    server's whole state, with which a resumed run goes on. A Trainer that goes on from a checkpoint without it is an
+    error: the server would begin anew.
+
+    Example::
+
+        callback = AsyncCallback("local_sgd", outer="diloco", local_steps=50)
+        data = load_dataset(...).shard(callback.workers, callback.worker)
+        Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+
+    Args:
+        method: ``local_sgd`` or ``hybrid_async``.
+        resume_from_checkpoint: what ``train`` is given under this name, which the Trainer does not tell its callbacks.
+            Needed where the checkpoint is not in ``output_dir``.
+        options: of :class:`~fairseq_async.torch.AsyncLocalSGD` or :class:`~fairseq_async.torch.HybridAsync`.
+            ``total_steps`` takes the place of the Trainer's own number of steps, also in its schedule.
+    """
+
+    @errors_in_one_line()
+    def __init__(
+        self,
+        method: str = "local_sgd",
+        *,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        **options: Any,
+    ) -> None:
+        if method not in ("local_sgd", "hybrid_async"):
+            raise ConfigurationError(f"AsyncCallback: method is {method!r}: give local_sgd or hybrid_async")
+        if "RANK" in os.environ:
+            raise ConfigurationError(
+                "AsyncCallback: under torchrun the Trainer is synchronous; start the script with fairseq-async launch"
+            )
+        self.method, self.options = method, options
+        self._resumed_from = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
+        self._context = WorkerContext.find()
+        self._training: AsyncTraining | None = None
+        self._trainer: Trainer | None = None
+        self._flow: FollowRun | None = None
+        if not hasattr(Trainer.set_initial_training_values, "__wrapped__"):
+            wrap(Trainer, "set_initial_training_values", _plan_training)
+
+    @property
+    def worker(self) -> int:
+        """This worker's number."""
+        return self._context.worker if self._training is None else self._training.worker
+
+    @property
+    def workers(self) -> int:
+        """Number of workers that were announced."""
+        return self._context.workers if self._training is None else self._training.workers
+
+    @property
+    def training(self) -> AsyncTraining:
+        """This worker's :class:`~fairseq_async.pytorch.training.AsyncTraining`, once training has begun."""
+        assert self._training is not None, "training has not begun"
+        return self._training
+
+    # Events, in the Trainer's order
+
+    @errors_in_one_line()
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Joins the run; if the Trainer goes on from a checkpoint, with the server's state in it."""
+        if args.auto_find_batch_size and self._training is not None:  # the Trainer begins once more in the same process
+            raise ConfigurationError(
+                "auto_find_batch_size: there was not enough memory for the first batch size, and a process takes part "
+                "in one run: give a smaller per_device_train_batch_size, and leave auto_find_batch_size out"
+            )
+        assert self._trainer is not None and self._flow is not None, "the Trainer has not planned its steps"
+        optimizer: Optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # of accelerate's wrapper
+        scheduler: LRScheduler = getattr(kwargs["lr_scheduler"], "scheduler", kwargs["lr_scheduler"])
+        self._training = self._make(kwargs["model"], optimizer, scheduler, state.max_steps)
+        self._training.any_length = True
+        if state.global_step:
+            self._restore(self._training, Path(self._resumed_from or _checkpoint(args, state)) / STATE)
+        atexit.register(self._training.abandon)  # for a Trainer that fails
+        self._training.__enter__()
+        planned = state.max_steps
+        self._flow.begin(self._training.total_steps)
+        if state.max_steps != planned and self._trainer._created_lr_scheduler:
+            self._trainer.lr_scheduler = None
+            scheduler = self._trainer.create_scheduler(num_training_steps=state.max_steps)
+        schedule = RunSchedule(scheduler, optimizer, self._worker_side(), state.max_steps)
+        self._trainer.lr_scheduler = schedule  # type: ignore[assignment]
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Adds the server's state to worker 0's checkpoint."""
+        path = _checkpoint(args, state)
+        if self.worker == 0 and path.is_dir():
+            torch.save(self.training.state_dict(), path / STATE)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leaves the run. The model has the server's last parameters, or the best ones, as the Trainer was asked.
+
+        Where worker 0 has stopped before the end, as by ``EarlyStoppingCallback``, the run ends for all workers.
+        """
+        self.training.leave(for_all=self.worker == 0 and not self.training.finished)
+        self.training.abandon()
+
+    def follow(self, trainer: Trainer, plan: Plan, loader: object) -> Plan:
+        """Makes a Trainer follow the run; returns its plan for as many steps as the run has."""
+        self._trainer = trainer
+        self._flow = FollowRun(trainer, self._worker_side, self._prepare, self._restore_parameters)
+        return self._flow.plan(plan, loader, self.options.get("total_steps", 0), self.workers)
+
+    def _make(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> AsyncTraining:
+        if self.method == "local_sgd":
+            local = AsyncLocalSGD(model, optimizer, **self.options | {"total_steps": steps})
+            local.has_schedule = True
+            return local
+        return HybridAsync(model, optimizer, scheduler=scheduler, **self.options | {"total_steps": steps})
+
+    def _restore(self, training: AsyncTraining, path: Path) -> None:
+        """Restores the server's state.
+
+        Raises:
+            ConfigurationError: it is not there, and this is worker 0, which is to bring it to the server.
+        """
+        if path.exists():
+            training.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        elif self.worker == 0:
+            raise ConfigurationError(
+                f"AsyncCallback: {path}, the server's state, is not there: give resume_from_checkpoint= the directory "
+                "that train() goes on from, or begin anew with from_pretrained() and without resuming"
+            )
+
+    def _prepare(self, control: TrainerControl) -> None:
+        """Stops at the end, and gives worker 0 the server's parameters where it evaluates or saves.
+
+        The last local steps are sent here: later the Trainer may load the best model, which is no step.
+        """
+        if control.should_training_stop:
+            self.training.pull()
+        if self.worker > 0:
+            control.should_evaluate = control.should_save = control.should_log = False
+        elif control.should_evaluate or control.should_save:
+            self.training.take_server_parameters()
+
+    def _worker_side(self) -> LocalSGDWorker | HybridWorker:
+        assert isinstance(self.training, AsyncLocalSGD | HybridAsync)
+        return self.training.async_worker
+
+    def _restore_parameters(self) -> None:
+        self.training.restore_parameters()
+
+
+def _plan_training(original: Callable[..., Plan], trainer: Trainer, args: TrainingArguments, loader: object) -> Plan:
+    plan = original(trainer, args, loader)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, AsyncCallback):
+            return callback.follow(trainer, plan, loader)
+    return plan
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"

@@ -1,0 +1,80 @@
+"""The schedulers that a script gives with its optimizers, and a schedule that follows the progress of a run."""
+
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.pytorch.training import listed
+from fairseq_async.server.optimizers.learning_rates import RateTable, present_rates, steps_taken, tabulate
+from fairseq_async.server.plan import whole_steps
+
+Given = LRScheduler | Sequence[LRScheduler | None] | None
+
+
+def one_for_each(optimizers: Sequence[Optimizer], given: Given) -> list[LRScheduler | None]:
+    """Returns the scheduler of each optimizer; None where it has none.
+
+    Raises:
+        ConfigurationError: there are more or fewer than optimizers, or one is no scheduler.
+    """
+    schedulers = [None] * len(optimizers) if given is None else listed(given)
+    if len(schedulers) != len(optimizers):
+        raise ConfigurationError(
+            f"scheduler has {len(schedulers)} for {len(optimizers)} optimizers: give a list, with None for one without "
+            "a scheduler"
+        )
+    for each in schedulers:
+        if not (each is None or isinstance(each, LRScheduler)):
+            raise ConfigurationError(f"scheduler is {each!r}: it must be one of torch.optim.lr_scheduler")
+    return schedulers
+
+
+class ProgressSchedule:
+    """Sets the learning rates of a worker's own optimizer by the progress of the run, and not by its own steps: a fast
+    worker would come to the end of its schedule long before the others, and a slow one never.
+
+    Args:
+        scheduler: one of torch's, of the optimizer, whose rates are a function of the number of its steps; nobody is to
+            step it.
+        steps: number of steps of the whole run, in mean local steps of a worker.
+    """
+
+    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> None:
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._table = RateTable(optimizer, tabulate(scheduler, optimizer, steps))
+        self._taken = steps_taken(scheduler)
+        self._rates = present_rates(optimizer)
+
+    def follow(self, progress: float) -> None:
+        """Sets the rates for the step after this progress.
+
+        Raises:
+            ConfigurationError: something else has set them, or has stepped the scheduler.
+        """
+        self.check()
+        self._table.follow(whole_steps(progress))
+        self._rates = present_rates(self._optimizer)
+
+    def check(self) -> None:
+        """Checks that nothing else has set the rates; see :meth:`follow`."""
+        if steps_taken(self._scheduler) != self._taken or present_rates(self._optimizer) != self._rates:
+            raise ConfigurationError(
+                f"scheduler= ({type(self._scheduler).__name__}) follows the progress of the run, and something else "
+                "sets the learning rate too: leave scheduler.step() out of the loop"
+            )
+
+
+def check_own(optimizer: Optimizer, workers: int, steps: int) -> None:
+    """Checks that the optimizer has no scheduler that counts one worker's own steps, where workers share a run.
+
+    Raises:
+        ConfigurationError: it has one.
+    """
+    if workers > 1 and steps and hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # torch's schedulers leave this mark
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} has a scheduler that counts this worker's own steps, of which a fast worker "
+            "takes more than the run has, and a slow one fewer: give it as scheduler=, which follows the run's "
+            "progress, and leave scheduler.step() out of the loop"
+        )

@@ -1,0 +1,92 @@
+"""Notices training that the run does not see: steps of other optimizers, and parameters moved without any step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.worker.changes import ParameterWatch
+from fairseq_async.worker.start.process import errors_in_one_line
+
+
+def watch_steps(optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Parameter]]) -> list[RemovableHandle]:
+    """Ends the process with one line at the first sign of training that the run does not see.
+
+    Returns:
+        The handles of the hooks, to be removed at the end of the block.
+    """
+    before_step = OtherOptimizers(optimizers, named)
+    handles = [register_optimizer_step_pre_hook(before_step)]
+    handles += [each.register_step_post_hook(before_step.after) for each in optimizers]
+    unseen = UnseenTraining(named, before_step)
+    return handles + [each.register_post_accumulate_grad_hook(unseen) for _, each in named]
+
+
+class OtherOptimizers:
+    """A hook before every step of any optimizer of this process, which refuses those that step the run's parameters.
+
+    A step inside the step of one of the run's own optimizers is that optimizer's: a wrapper, such as SAM's, calls
+    another one.
+
+    Attributes:
+        stepped: whether an optimizer of the run has stepped.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Parameter]]) -> None:
+        self._own = {id(each) for each in optimizers}
+        self._names = {id(parameter): name for name, parameter in named}
+        self._within: Optimizer | None = None
+        self.stepped = False
+
+    @errors_in_one_line()
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        names = [self._names[id(each)] for each in parameters if id(each) in self._names]
+        if not names or self._within is not None:
+            return
+        if id(optimizer) in self._own:
+            self._within, self.stepped = optimizer, True
+            return
+        kind = type(optimizer).__name__
+        raise ConfigurationError(
+            f"{kind} steps {names[0]}, and is not the optimizer that the run was given, so that the run would not see "
+            f"its steps: give the {kind} whose step() the loop calls, made before the with block (several in a list), "
+            "and make no other one for these parameters"
+        )
+
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes that a step of one of the run's optimizers is over."""
+        if optimizer is self._within:
+            self._within = None
+
+
+class UnseenTraining:
+    """A hook after the gradient of a parameter is there: looks whether parameters move though the run's optimizers have
+    never stepped, as in a script that moves them by hand. It looks at the second, fourth, eighth… gradient."""
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]], own: OtherOptimizers) -> None:
+        self._watch, self._own = ParameterWatch(named), own
+        self._first: int | None = None
+        self._gradients = self._changes = 0
+
+    @errors_in_one_line()
+    def __call__(self, parameter: Tensor) -> None:
+        if self._own.stepped:
+            return
+        self._first = id(parameter) if self._first is None else self._first
+        self._gradients += id(parameter) == self._first
+        if id(parameter) != self._first or self._gradients & (self._gradients - 1):
+            return
+        changed = self._watch.changed()
+        self._watch.note()
+        self._changes += changed is not None
+        if self._changes > 1:  # one change may be weights that the script loads before it begins
+            raise ConfigurationError(
+                f"{changed} is trained, and no step of the optimizer that the run was given comes, so that the run "
+                "does not see it: step that optimizer, and leave the parameters to it"
+            )

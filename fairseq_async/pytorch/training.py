@@ -1,0 +1,315 @@
+"""The base of the context managers: joining and leaving a run, the server's parameters, checkpoints."""
+
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fairseq_async.algorithms.rule import State
+from fairseq_async.environment import WORKER
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.method.spec import MethodSpec
+from fairseq_async.options.config import ServerOptions
+from fairseq_async.pytorch.parameters import (
+    check_exchanged,
+    check_optimizers,
+    drop_gradients,
+    exchanged_parameters,
+    one_model,
+    untrained_checksum,
+)
+from fairseq_async.pytorch.steps import watch_steps
+from fairseq_async.worker.async_worker import AsyncWorker
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.server_state import fetch_state, state_file
+from fairseq_async.worker.start.context import WorkerContext
+from fairseq_async.worker.start.process import end_process, errors_in_one_line
+from fairseq_async.worker.start.server_process import ServerProcess
+
+_ONE_RUN = ("RANK", WORKER)  # set by launchers, which tell a process of one server
+_Self = TypeVar("_Self", bound="AsyncTraining")
+_Made = TypeVar("_Made")
+
+
+class AsyncTraining(ABC):
+    """One worker of an asynchronous run, round an ordinary optimizer; the base of the methods' context managers.
+
+    In the ``with`` block, ``optimizer.step()`` takes part in the run, and nothing else of the loop changes. Entering
+    the block connects to the server, which worker 0 starts where no launcher has done so, and takes its parameters: in
+    a new run those of worker 0's model. At the end of the block the model has the server's parameters. If an exception
+    ends the block, the worker is gone from the run as if it had been killed.
+
+    A step whose gradient has NaN or Inf is left out. Mistakes end the process with one line and exit code 2. So do
+    steps that the run does not see, such as those of an optimizer that was made anew in the block.
+
+    Attributes:
+        worker: this worker's number; worker 0 is to evaluate and save.
+        workers: number of workers that were announced, for a ``DistributedSampler``.
+        loss: loss of the coming step, for the log; set it before ``optimizer.step()`` if you like.
+        any_length: whether worker 0 alone says how many steps the run has; to be set before the block is entered.
+        total_steps: number of steps of the run, once the block is entered; 0 for no end.
+    """
+
+    server_module: str
+
+    def __init__(
+        self, model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer], server: ServerOptions
+    ) -> None:
+        self.optimizers: list[Optimizer] = listed(optimizer)
+        self._model = one_model(listed(model))
+        check_optimizers(self.optimizers)
+        self._server_options, self._run_dir = server, Path(server.run_dir)
+        self._named = exchanged_parameters(self._model, self.optimizers)
+        self._exchanged = {id(parameter) for _, parameter in self._named}
+        self.loss: float | Tensor | None = None
+        self.any_length, self.total_steps = False, 0
+        self._context = WorkerContext.find()
+        self._restored: State | None = None
+        self._own: Tensor | None = None  # this worker's parameters, while the model has the server's
+        self._saved: State | None = None  # the state with the model's present parameters
+        self._server: ServerProcess | None = None
+        self._client: Client | None = None
+        self._handles: list[RemovableHandle] = []
+        self._step_ended = 0.0
+        self._warned = False
+
+    @property
+    def worker(self) -> int:
+        return self._context.worker
+
+    @property
+    def workers(self) -> int:
+        return self._context.workers
+
+    @property
+    @abstractmethod
+    def async_worker(self) -> AsyncWorker:
+        """The worker side of the method; it is made when the block is entered."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has had its ``total_steps``; then the model has the server's last parameters."""
+        return self.async_worker.finished
+
+    @property
+    @abstractmethod
+    def progress(self) -> float:
+        """How far the whole run is, in the steps that ``total_steps`` counts."""
+
+    @errors_in_one_line()
+    def pull(self) -> None:
+        """Takes the server's current parameters into the model.
+
+        With local SGD, local steps that are done are sent first; the rest of the round is given up.
+        """
+        self.restore_parameters()
+        self.async_worker.catch_up()
+
+    @abstractmethod
+    def describe(self, workers: int) -> MethodSpec:
+        """Returns the method's description for a run with this many workers."""
+
+    @abstractmethod
+    def _make_worker(self, client: Client) -> AsyncWorker: ...
+
+    def _state_brought(self, spec: MethodSpec) -> State | None:
+        """Returns the state that the optimizers bring to a new server; None where they have none, or keep it."""
+        return None
+
+    @abstractmethod
+    def _add_hooks(self) -> list[RemovableHandle]: ...
+
+    # The block
+
+    @errors_in_one_line()
+    def __enter__(self: _Self) -> _Self:
+        try:
+            self._join()
+        except BaseException:
+            self.abandon()
+            raise
+        self._handles = [*self._add_hooks(), *watch_steps(self.optimizers, self._named)]
+        self._step_ended = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            return self.abandon()
+        try:
+            self.leave()
+        finally:
+            self.abandon()
+
+    def _join(self) -> None:
+        _note_run()
+        if not self._context.joins:  # a mistake is to show before anything starts
+            self.describe(self.workers)
+        self._context, self._client, self._server = self._context.connect(
+            self.server_module, self._server_options, self._run_dir, end_process
+        )
+        self._client.untrained = untrained_checksum(self._model, self._exchanged)
+        self._client.any_length = self.any_length
+        worker = self._make_worker(self._client)
+        spec = self.describe(self.workers)
+        welcome = worker.join(spec)
+        if not welcome.initialised:
+            with state_file(self._restored or self._state_brought(spec), self._run_dir) as path:
+                welcome = worker.bring_parameters(path)
+        self._restored, self.total_steps = None, welcome.total_steps
+        worker.begin(welcome)
+
+    @errors_in_one_line()
+    def leave(self, for_all: bool = False) -> None:
+        """Ends this worker's part: waits until no other worker is at work; the model has the finished parameters then.
+
+        Args:
+            for_all: whether to end the run for all workers, which stop after their present step or round. The model
+                keeps the parameters that it has.
+        """
+        self._remove_hooks()
+        if self._client is not None:
+            if not for_all:
+                self.restore_parameters()
+                self.async_worker.await_end()
+            self._client.leave(finished=for_all)
+        if self._server is not None:
+            self._server.outlast_workers()
+            self._server = None  # it ends with this process, which may die before it has saved the model
+
+    def abandon(self) -> None:
+        """Leaves the run as if the worker had been killed; also ends a server that this worker has started.
+
+        The server then writes a last snapshot, unless the run is over.
+        """
+        self._remove_hooks()
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.end()
+        self._client = self._server = None
+
+    def _remove_hooks(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    # The server's parameters and state
+
+    @contextmanager
+    def server_parameters(self) -> Iterator[None]:
+        """Within it, the model has the server's parameters, for worker 0 to evaluate and save; afterwards its own."""
+        self.take_server_parameters()
+        try:
+            yield
+        finally:
+            self.restore_parameters()
+
+    @errors_in_one_line()
+    def take_server_parameters(self) -> None:
+        """Gives the model the server's parameters, until :meth:`restore_parameters`; only worker 0 is given them."""
+        self.async_worker.settle()
+        state = fetch_state(self._connected, self._run_dir)
+        replica = self.async_worker.replica
+        if self._own is None:
+            self.async_worker.check_unchanged()
+            self._own = torch.zeros(replica.layout.size, dtype=torch.float32, device="cpu")
+            replica.read(self._own)
+        replica.write(state["server"]["parameters"])
+        self._saved = state
+
+    def restore_parameters(self) -> None:
+        """Gives the model its own parameters again, if it has the server's."""
+        if self._own is not None:
+            self.async_worker.replica.write(self._own)
+            self._own = self._saved = None
+            self._step_ended = time.perf_counter()
+
+    @errors_in_one_line()
+    def state_dict(self) -> State:
+        """Returns the server's whole state, for worker 0's checkpoint; an empty dictionary on every other worker.
+
+        Within :meth:`server_parameters` it is the state whose parameters the model has.
+        """
+        if self.worker > 0:
+            return {}
+        return self._saved or fetch_state(self._connected, self._run_dir)
+
+    @errors_in_one_line()
+    def load_state_dict(self, state: State) -> None:
+        """Makes a new run go on from what :meth:`state_dict` has returned; call it before the block is entered.
+
+        Worker 0 brings the state to the server, from which every worker takes its parameters.
+        """
+        if self._client is not None:
+            raise ConfigurationError("load_state_dict comes before the with block: the run has begun")
+        if state and not (isinstance(state, dict) and {"server", "method"} <= set(state)):
+            raise ConfigurationError("load_state_dict: this is no server's state: give what state_dict() has returned")
+        self._restored = state or None
+
+    @property
+    def _connected(self) -> Client:
+        return self._inside(self._client)
+
+    @errors_in_one_line()
+    def _inside(self, made: _Made | None) -> _Made:
+        """Returns what exists in the block alone; raises a ConfigurationError outside of it."""
+        if made is None:
+            raise ConfigurationError(f"{type(self).__name__} is used outside of its with block")
+        return made
+
+    # Steps
+
+    def _check_step(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Refuses a step with a closure, or of more than is exchanged; ``args`` of a hook begin with the optimizer."""
+        if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
+            raise ConfigurationError("optimizer.step(closure) is not supported: compute the gradients before the step")
+        check_exchanged(self._model, self.optimizers, self._exchanged)
+
+    def _take_loss(self) -> float | Tensor | None:
+        """Returns the loss of this step, without the graph behind it, and forgets it."""
+        loss, self.loss = self.loss, None
+        return loss.detach().clone() if isinstance(loss, Tensor) else loss  # CUDA graphs reuse a loss's memory
+
+    def _leave_out_after_end(self) -> None:
+        """Makes a step after the end of the run change nothing; says so at the first one."""
+        drop_gradients(self._named)
+        if not self._warned:
+            self._warned = True
+            sys.stderr.write(
+                "fairseq-async: the run has finished: steps change nothing any more; see worker.finished\n"
+            )
+
+    def _sleep_if_slowed_down(self) -> float:
+        """Sleeps so that this step takes ``slowdown`` times as long, for experiments; returns the step's seconds."""
+        time.sleep((self._context.slowdown - 1.0) * (time.perf_counter() - self._step_ended))
+        return time.perf_counter() - self._step_ended
+
+
+def listed(given: Any) -> list[Any]:
+    """Returns a list or tuple as a list, and anything else as the only element of one."""
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _note_run() -> None:
+    """Notes that this process takes part in a run.
+
+    Raises:
+        ConfigurationError: a launcher has started this process, and the process has taken part in a run before.
+    """
+    if _runs and any(name in os.environ for name in _ONE_RUN):
+        raise ConfigurationError("a process that a launcher has started takes part in one run: start it again instead")
+    _runs.append(True)
+
+
+_runs: list[bool] = []

@@ -1,0 +1,1 @@
+"""The programs of servers, each a process of its own."""

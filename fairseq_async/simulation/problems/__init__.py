@@ -1,0 +1,1 @@
+"""The problems that a simulation trains on."""

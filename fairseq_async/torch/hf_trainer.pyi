@@ -1,0 +1,1 @@
+from fairseq_async.pytorch.hf_trainer import AsyncCallback as AsyncCallback

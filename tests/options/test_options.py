@@ -1,0 +1,314 @@
+"""One model per method: its flags, its keys, its description of a run, and the tables of the documents."""
+
+import json
+import math
+from argparse import ArgumentParser
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairseq_async.algorithms import DirectionAveraging
+from fairseq_async.errors import ConfigurationError, as_argument, as_flag, as_key, spell_options
+from fairseq_async.method import methods, option_flags
+from fairseq_async.method.methods import OuterRule, register_outer_rule
+from fairseq_async.method.spec import MethodSpec, hybrid_options, hybrid_spec, local_sgd_options, local_sgd_spec
+from fairseq_async.options.config import (
+    AdasumOptions,
+    DelayedNesterovOptions,
+    DiLoCoOptions,
+    HybridOptions,
+    LocalSGDOptions,
+    OuterSGDOptions,
+    Section,
+    ServerOptions,
+)
+from fairseq_async.pytorch.options import parse_options
+from scripts import option_tables
+
+OUTER = st.sampled_from(["diloco", "nesterov", "buffered_nesterov", "delayed_nesterov", "sgd"])  # of version 0.1
+SERVERS = st.builds(
+    ServerOptions,
+    worker_timeout=st.floats(0.1, 100),
+    snapshot_updates=st.integers(0, 9),
+    max_update_norm_ratio=st.none() | st.floats(1.5, 9),
+    record=st.booleans(),
+)
+
+
+@st.composite
+def local_sgd(draw: st.DrawFn) -> MethodSpec:
+    """Any rule, with a value drawn for some of the options that it has."""
+    outer = draw(OUTER)
+    possible: dict[str, st.SearchStrategy[Any]] = {
+        "local_steps": st.integers(1, 99),
+        "outer_lr": st.floats(0.1, 2),
+        "delay": st.integers(1, 9),
+        "buffer_size": st.integers(1, 9),
+        "dynamic_local_steps": st.booleans(),
+        "grace_period": st.floats(0, 9),
+        "staleness_power": st.floats(-2, 0),
+        "staleness_limit": st.integers(0, 9),
+        "delay_compensation": st.floats(0, 1),
+        "seed": st.integers(0, 99),
+    }
+    has = methods.outer_rule(outer).options.model_fields
+    values = {key: draw(value) for key, value in possible.items() if key in has and draw(st.booleans())}
+    options = methods.parse(LocalSGDOptions, {"outer": outer, **values}, "test")
+    shards, max_epoch = draw(st.lists(st.integers(1, 99), max_size=3)), draw(st.integers(0, 3))
+    return local_sgd_spec(options, draw(st.integers(1, 8)), shards, draw(SERVERS), {"update_freq": [1]}, max_epoch)
+
+
+@st.composite
+def hybrid(draw: st.DrawFn) -> MethodSpec:
+    workers = draw(st.integers(1, 8))
+    options = HybridOptions(
+        updates_per_step=draw(st.integers(1, workers)),
+        barrier=draw(st.booleans()),
+        look_ahead=0.0,
+        seed=draw(st.integers(0, 9)),
+    )
+    framework = {"inner_optimizer": {"_name": "adam"}, "lr_scheduler": {"_name": "fixed"}, "clip_norm": 1.0}
+    last = draw(st.integers(0, 99))
+    return hybrid_spec(options, workers, draw(SERVERS), framework, last, draw(st.integers(0, 3)))
+
+
+# version 0.1 did not have them
+_OF_CLOSED_STEPS = ("closes_early", "grace_share", "look_ahead", "whole_steps", "quorum", "counts_in_rounds")
+
+
+def as_version_0_1(spec: MethodSpec) -> dict[str, Any]:
+    """What version 0.1 wrote of a method: all options at one level."""
+    shown = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    short = {"power": "staleness_power", "limit": "staleness_limit", "compensation": "delay_compensation"}
+    staleness = {key: shown.pop(name) for key, name in short.items()}
+    options = {key: value for key, value in shown.pop("options").items() if key not in _OF_CLOSED_STEPS}
+    levels = options | asdict(shown.pop("server")) | shown.pop("framework")
+    if spec.method == "hybrid_async":
+        levels.pop("grace_period")
+        unused = {"grace_seconds", "waits_for_dead", "publishes", "shards", *_OF_CLOSED_STEPS}
+        return {key: value for key, value in shown.items() if key not in unused} | levels
+    for name in ("last_version", *_OF_CLOSED_STEPS):
+        del shown[name]
+    return shown | {"grace": shown.pop("grace_seconds"), "lateness": staleness} | levels
+
+
+@given(st.one_of(local_sgd(), hybrid()))
+def test_a_description_is_read_back_from_both_formats(spec: MethodSpec) -> None:
+    now, then = json.loads(json.dumps(spec.to_json())), json.loads(json.dumps(as_version_0_1(spec)))
+    assert "options" in now and "options" not in then
+    assert MethodSpec.from_json(now) == spec
+    old = {key: value for key, value in spec.options.items() if key in MethodSpec.from_json(then).options}
+    assert MethodSpec.from_json(then) == replace(spec, options=old, counts_in_rounds=False)
+    assert set(spec.options) - set(old) <= {"look_ahead", "grace_period"}
+
+
+@given(local_sgd())
+def test_the_server_reads_the_options_that_its_workers_sent(spec: MethodSpec) -> None:
+    options = local_sgd_options(MethodSpec.from_json(as_version_0_1(spec)))
+    assert type(options) is methods.outer_rule(str(spec.options["outer"])).options
+    assert options.model_dump(exclude={"shards", "max_refused"}) == spec.options
+
+
+def test_a_description_of_version_0_1_has_the_options_of_every_rule() -> None:
+    """As the first edition wrote it for ``outer sgd``."""
+    flat: dict[str, Any] = {
+        "method": "local_sgd",
+        "outer": "sgd",
+        "local_steps": 4,
+        "outer_lr": 1.0,
+        "outer_momentum": 0.9,
+    }
+    flat |= {
+        "c": 0.0,
+        "delay": 2,
+        "buffer_size": 2,
+        "dynamic_local_steps": False,
+        "grace_period": None,
+        "overlap": False,
+    }
+    flat |= {"staleness_power": 0.0, "staleness_limit": None, "delay_compensation": 0.0, "total_steps": 8, "seed": 1}
+    flat |= {"workers": 2, "barrier": 0, "grace": None, "waits_for_dead": False, "publishes": False, "shards": [3, 4]}
+    flat |= {"lateness": {"power": 0.0, "limit": None, "compensation": 0.0}, "worker_timeout": 60.0}
+    spec = MethodSpec.from_json(flat)
+    assert local_sgd_options(spec) == OuterSGDOptions(local_steps=4, outer_lr=1.0, total_steps=8)
+    assert spec.shards == [3, 4] and spec.server.worker_timeout == 60.0
+    options = OuterSGDOptions(local_steps=4, outer_lr=1.0, total_steps=8)
+    ours = as_version_0_1(local_sgd_spec(options, 2, [3, 4], None, {}))
+    assert {key: flat[key] for key in ours if key in flat} == {key: ours[key] for key in ours if key in flat}
+    assert set(flat) - set(ours) == {"outer_momentum", "c", "delay", "buffer_size"}, "of other rules"
+
+
+def test_steps_that_close_and_look_ahead_are_the_default_of_hybrid_and_a_barrier_has_neither() -> None:
+    """In a description ``null`` is auto."""
+    spec = MethodSpec.from_json(hybrid_spec(HybridOptions(), 3, None, {}, 0).to_json())
+    assert (spec.closes_early, spec.barrier, spec.look_ahead, spec.grace_seconds) == (True, 3, None, None)
+    words = HybridOptions.model_validate({"updates_per_step": "auto", "look_ahead": "auto"})
+    assert words == HybridOptions() == hybrid_options(spec)
+    barrier = hybrid_spec(HybridOptions(barrier=True), 3, None, {}, 0)
+    assert (barrier.closes_early, barrier.barrier, barrier.look_ahead) == (False, 3, 0.0)
+    papers = HybridOptions.model_validate({"updates_per_step": 2, "look_ahead": "off"})
+    fixed = hybrid_spec(papers, 3, None, {}, 0)
+    assert (fixed.closes_early, fixed.barrier, fixed.look_ahead) == (False, 0, 0.0)
+    assert HybridOptions.model_validate(yaml.safe_load("look_ahead: off")).look_ahead == 0.0, "YAML reads it as false"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"updates_per_step": 2, "grace_period": 1.0}, "--grace-period is for --updates-per-step auto"),
+        ({"barrier": True, "grace_period": 1.0}, "--grace-period is for --updates-per-step auto"),
+        ({"barrier": True, "look_ahead": 2}, "--look-ahead is for runs without --barrier: leave it out"),
+        ({"updates_per_step": "all"}, r'"updates_per_step": must be auto or a whole number .* \(it is \'all\'\)'),
+        ({"updates_per_step": "off"}, r"must be auto or a whole number of at least 1 \(it is 'off'\)"),
+        ({"updates_per_step": True}, r"must be auto or a whole number of at least 1 \(it is True\)"),
+        ({"look_ahead": "on"}, r'"look_ahead": must be auto, off or a number of at least 0 \(it is \'on\'\)'),
+        ({"look_ahead": True}, r"must be auto, off or a number of at least 0 \(it is True\)"),
+        ({"look_ahead": -1.0}, "look_ahead"),
+        ({"look_ahead": math.inf}, "look_ahead"),
+    ],
+)
+def test_options_of_hybrid_that_make_no_sense_are_refused_by_name(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        methods.parse(HybridOptions, given, "here")
+
+
+def test_defaults_that_depend_on_the_number_of_workers_are_numbers_in_the_description() -> None:
+    assert hybrid_options(hybrid_spec(HybridOptions(barrier=True), 3, None, {}, 0)).updates_per_step == 3
+    assert hybrid_spec(HybridOptions(barrier=True), 3, None, {}, 0).barrier == 3
+    for outer, option in (("delayed_nesterov", "delay"), ("buffered_nesterov", "buffer_size")):
+        options = methods.parse(LocalSGDOptions, {"outer": outer}, "test")
+        assert local_sgd_spec(options, 5, [], None, {}).options[option] == 5
+
+
+def test_a_synchronous_rule_and_a_grace_period_make_a_barrier_of_all_workers() -> None:
+    assert local_sgd_spec(DiLoCoOptions(), 4, [], None, {}).barrier == 4
+    waiting = methods.parse(LocalSGDOptions, {"grace_period": 2.0}, "test")
+    assert local_sgd_spec(waiting, 4, [], None, {}).barrier == 4
+    assert local_sgd_spec(waiting, 4, [], None, {}).grace_seconds == 2.0
+    assert local_sgd_spec(OuterSGDOptions(), 4, [], None, {}).barrier == 0
+
+
+def test_an_option_of_another_rule_is_refused_unless_it_is_off() -> None:
+    off = {"outer": "diloco", "delay": None, "c": 0.0, "overlap": False, "grace_period": None}
+    assert methods.parse(LocalSGDOptions, off, "here") == DiLoCoOptions()
+    on = {"delay": 2, "c": 0.1, "overlap": True, "grace_period": 1.0, "staleness_power": -1.0}
+    zeros = {"grace_period ": 0, "grace_period": 0.0, "staleness_limit": 0, "fragments": 0, "delay ": 0, "quorum": 0}
+    for key, value in ((name.strip(), value) for name, value in (*on.items(), *zeros.items())):
+        with pytest.raises(ConfigurationError, match=f'^here: "{key}" is of no use with "outer" diloco: leave it out$'):
+            methods.parse(LocalSGDOptions, {"outer": "diloco", key: value}, "here")
+
+
+def test_an_argument_in_pytorch_may_seed_the_rounding_of_compressed_updates() -> None:
+    server, options = parse_options(LocalSGDOptions, {"seed": 7, "compress": "dqsgd"}, "AsyncLocalSGD")
+    assert local_sgd_spec(options, 2, [], server, {}).options["seed"] == 7
+
+
+def test_an_error_names_an_option_as_the_front_end_writes_it() -> None:
+    said = []
+    for spell in (as_flag, as_key, as_argument):
+        spell_options(spell)
+        with pytest.raises(ConfigurationError) as number:
+            DelayedNesterovOptions(c=0.3).for_workers(4)
+        with pytest.raises(ConfigurationError) as form:
+            AdasumOptions(clip_delta=1.0).form_for("SGD", adaptive=False)
+        said.append([str(error.value).split(" ")[0] for error in (number, form)])
+    assert said == [["--c", "--adasum-clip-delta"], ['"c"', '"clip_delta"'], ["c=", "clip_delta="]]
+
+
+def test_every_option_says_what_it_is() -> None:
+    for method in methods.METHODS:
+        for option in option_flags.options_of_method(method):
+            assert option.description and not option.description.endswith("."), (method, option.name)
+    assert all(option.description for option in option_flags.server_options(Section))
+
+
+def test_the_tables_of_the_documents_are_made_from_the_options() -> None:
+    found = 0
+    for name in option_tables.DOCUMENTS:
+        text = (option_tables.ROOT / name).read_text(encoding="utf-8")
+        assert option_tables.updated(text) == text, f"{name}: run python scripts/option_tables.py --write"
+        found += text.count("<!-- options: ")
+    assert found == len(option_tables.TABLES)
+
+
+@pytest.mark.parametrize("changed", ["| 51 |", "steps of"])
+def test_a_table_that_was_changed_by_hand_is_seen(changed: str) -> None:
+    text = (option_tables.ROOT / "docs/local_sgd.md").read_text(encoding="utf-8")
+    other = text.replace("| 50 |", changed, 1) if "|" in changed else text.replace("steps H", changed, 1)
+    assert other != text and option_tables.updated(other) == text
+
+
+def test_direction_averaging_takes_no_norm_after_an_embedding_for_one() -> None:
+    """Names of fairseq's, Llama's, GPT-2's and BERT's."""
+    embeddings = ["encoder.embed_tokens.weight", "model.embed_tokens.weight", "transformer.wpe.weight"]
+    others = ["encoder.layernorm_embedding.weight", "bert.embeddings.LayerNorm.bias", "lm_head.weight"]
+    rule = methods.outer_rule("direction_averaging")
+    built = rule.build(rule.options(), methods.RuleContext(2, [1] * 6, [*embeddings, *others]))
+    assert isinstance(built, DirectionAveraging) and built.embeddings == {0, 1, 2}
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="^outer rule diloco: there is a rule of this name already$"):
+        register_outer_rule(OuterRule("diloco", DiLoCoOptions, lambda options, context: NotImplemented))
+
+
+def test_an_option_with_the_name_of_one_of_the_servers_is_refused() -> None:
+    class Options(DiLoCoOptions):
+        server: str = ""
+
+    with pytest.raises(ConfigurationError, match="^outer rule own: server is the name of an option that every method"):
+        register_outer_rule(OuterRule("own", Options, lambda options, context: NotImplemented))
+    assert "own" not in methods.outer_rules()
+
+
+@pytest.mark.parametrize(
+    ("method", "flags", "message"),
+    [
+        ("local_sgd", ["--outer", "adagrad"], "--optimizer local_sgd: --outer: Input should be 'diloco', "),
+        ("local_sgd", ["--local-steps", "none"], "--local-steps: Input should be a valid integer"),
+        ("local_sgd", ["--outer-lr"], "argument --outer-lr: expected one argument"),
+        (
+            "local_sgd",
+            ["--outer", "sgd", "--delay", "2"],
+            "--optimizer local_sgd: --delay is of no use with --outer sgd: leave it out",
+        ),
+        (
+            "local_sgd",
+            ["--outer", "delayed_nesterov", "--c", "0.6"],
+            "--c is 0.6: with --delay 2 it must be in [0, 1/2]",
+        ),
+        ("local_sgd", ["--outer", "mla", "--look-ahead", "ahead"], "--look-ahead: Input should be a valid boolean"),
+        ("local_sgd", ["--outer", "sgd", "--look-ahead", "on"], "--look-ahead is of no use with --outer sgd: leave"),
+        ("local_sgd", ["--outer", "direction_averaging", "--quorum", "3"], "--quorum is 3: there are only 2 workers"),
+        ("local_sgd", ["--worker-timeout", "0"], "--worker-timeout: Input should be greater than 0 (it is 0)"),
+        (
+            "hybrid_async",
+            ["--updates-per-step", "3", "--barrier"],
+            "--updates-per-step is 3: with --barrier there are only 2 workers",
+        ),
+        ("hybrid_async", ["--gradient-rule", "sum"], "--gradient-rule: Input should be 'accumulation' (it is 'sum')"),
+        ("adasum", ["--adasum-form", "both"], "--adasum-form: Input should be 'gradient', 'delta' or 'auto'"),
+        ("adascale", ["--adascale-interval", "0"], "--adascale-interval: Input should be greater than or equal to 1"),
+    ],
+)
+def test_our_flags_in_a_workers_command_are_checked_without_fairseq(
+    method: str, flags: list[str], message: str
+) -> None:
+    line = ["data", "--arch", "transformer", "--lr", "0.1", *flags]
+    with pytest.raises(ConfigurationError) as caught:
+        option_flags.check_command(method, line, workers=2)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ahead"), [([], True), (["--look-ahead", "off"], False), (["--look-ahead", "on"], True)]
+)
+def test_look_ahead_is_switched_by_a_word(flags: list[str], ahead: bool) -> None:
+    parser = ArgumentParser()
+    option_flags.add_method_flags(parser, "local_sgd")
+    args = parser.parse_args(["--outer", "heloco", *flags])
+    assert option_flags.method_options(LocalSGDOptions, args, {}).model_dump()["look_ahead"] is ahead

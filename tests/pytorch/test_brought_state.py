@@ -1,0 +1,164 @@
+"""An optimizer that has stepped brings its moments to the server: ten more steps are those of the plain loop."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
+
+from fairseq_async.pytorch import HybridAsync
+from fairseq_async.server.programs import gradient_main
+from fairseq_async.worker.start.context import WorkerContext
+from tests.helpers.torch_workers import ThreadWorkers
+
+Start = Callable[..., ThreadWorkers]
+BEFORE, AFTER = 7, 10
+
+
+class Net(nn.Module):
+    """A frozen tensor between trained ones, one larger than a piece of the server, and one used every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.frozen, self.wide, self.rare = (
+            nn.Parameter(0.1 * torch.randn(*shape, generator=generator))
+            for shape in ((5, 3), (3,), (3, 30_000), (30_000,))
+        )
+        self.frozen.requires_grad_(False)
+
+    def forward(self, step: int) -> Tensor:
+        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        hidden = (inputs @ self.first + self.frozen).tanh() @ self.wide
+        return (hidden + self.rare if step % 2 else hidden).square().mean() + hidden.mean()
+
+
+def groups(net: Net) -> list[dict[str, Any]]:
+    return [{"params": [net.wide, net.first], "weight_decay": 0.1}, {"params": [net.frozen, net.rare], "lr": 0.02}]
+
+
+OPTIMIZERS: dict[str, Callable[[Net], Optimizer]] = {
+    "SGD": lambda net: SGD(net.parameters(), lr=0.05, momentum=0.9),
+    "Adam": lambda net: Adam(net.parameters(), lr=0.01),
+    "AdamW": lambda net: AdamW(groups(net), lr=0.01, amsgrad=True),
+}
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "a function": lambda optimizer: LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * 0.9**step),
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, BEFORE + AFTER),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.05, BEFORE + AFTER, cycle_momentum=False),
+}
+CASES = [(make, SCHEDULERS["a function"]) for make in OPTIMIZERS.values()]
+CASES += [(OPTIMIZERS["AdamW"], schedule) for schedule in SCHEDULERS.values()]
+
+
+def train(net: Net, optimizer: Optimizer, begin: int, end: int, scheduler: LRScheduler | None = None) -> None:
+    for step in range(begin, end):
+        optimizer.zero_grad()
+        net(step).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+@pytest.mark.parametrize(("make", "schedule"), CASES, ids=[*OPTIMIZERS, *SCHEDULERS])
+def test_ten_steps_after_a_plain_run_are_its_own(
+    workers: Start, make: Callable[[Net], Optimizer], schedule: Callable[[Optimizer], LRScheduler]
+) -> None:
+    net = Net()
+    optimizer = make(net)
+    scheduler = schedule(optimizer)
+    train(net, optimizer, 0, BEFORE, scheduler)
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), scheduler.state_dict()))
+    train(net, optimizer, BEFORE, BEFORE + AFTER, scheduler)
+
+    def go_on(worker: int) -> Net:
+        own = Net()
+        its = make(own)
+        rates = schedule(its)
+        for each, state in zip((own, its, rates), saved, strict=True):
+            each.load_state_dict(state)
+        with HybridAsync(own, its, scheduler=rates, total_steps=AFTER) as training:
+            train(own, its, BEFORE, BEFORE + AFTER, rates)
+            assert training.finished
+        assert not its.state
+        return own
+
+    (ended,) = workers(1, gradient_main.build).run(go_on)
+    for (name, expected), found in zip(net.named_parameters(), ended.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["both have stepped", "the second has stepped"])
+def test_of_two_optimizers_each_brings_its_own(workers: Start, first: int) -> None:
+    def make(net: Net) -> list[Optimizer]:
+        return [SGD([net.rare, net.first], lr=0.05, momentum=0.9), AdamW([net.wide], lr=0.01)]
+
+    def both(net: Net, optimizers: list[Optimizer], begin: int, end: int) -> None:
+        for step in range(begin, end):
+            net.zero_grad()
+            net(step).backward()
+            for each in optimizers:
+                each.step()
+
+    net = Net()
+    optimizers = make(net)
+    both(net, optimizers[first:], 0, BEFORE)
+    saved = copy.deepcopy((net.state_dict(), *(each.state_dict() for each in optimizers)))
+    both(net, optimizers, BEFORE, BEFORE + AFTER)
+
+    def go_on(worker: int) -> Net:
+        own = Net()
+        its = make(own)
+        for each, state in zip((own, *its), saved, strict=True):
+            each.load_state_dict(state)
+        with HybridAsync(own, its, total_steps=AFTER):
+            both(own, its, BEFORE, BEFORE + AFTER)
+        return own
+
+    (ended,) = workers(1, gradient_main.build).run(go_on)
+    for (name, expected), found in zip(net.named_parameters(), ended.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize(
+    ("taken", "refused"),
+    [((0, 2), True), ((2, 1), True), ((2, 0), False), ((2, 2), False)],
+    ids=["where worker 0 brings none", "other than worker 0's", "none", "the same"],
+)
+def test_moments_of_another_worker_are_worker_0s_or_one_line(
+    workers: Start, capsys: pytest.CaptureFixture[str], taken: tuple[int, int], refused: bool
+) -> None:
+    def go_on(worker: int) -> object:
+        net = Net()
+        optimizer = Adam(net.parameters(), lr=0.01)
+        train(net, optimizer, 0, taken[worker])
+        try:
+            with HybridAsync(net, optimizer, total_steps=2) as training:
+                while not training.finished:
+                    train(net, optimizer, 0, 1)
+        except SystemExit as end:
+            return end.code
+        return 0
+
+    assert workers(2, gradient_main.build).run(go_on) == [0, 2 if refused else 0]
+    assert (
+        "optimizer of worker 1 has stepped before this run, but not as that of" in capsys.readouterr().err
+    ) == refused
+
+
+def test_a_server_in_shards_which_cannot_be_given_moments_is_not_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = Net()
+    optimizer = Adam(net.parameters(), lr=0.01)
+    train(net, optimizer, 0, 1)
+    monkeypatch.setattr(WorkerContext, "connect", lambda *_: pytest.fail("it has joined"))
+    with pytest.raises(SystemExit), HybridAsync(net, optimizer, total_steps=2, server_shards=2):
+        pass
+    assert "Adam has stepped before this run" in capsys.readouterr().err

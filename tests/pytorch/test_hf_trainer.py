@@ -1,0 +1,169 @@
+"""``AsyncCallback`` with the real ``Trainer`` of transformers, in processes that a launcher of ours would start."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fairseq_async.environment import SERVER, SLOWDOWN, TOKEN, WORKER, WORKERS
+from fairseq_async.export import Format, export
+from fairseq_async.worker.start.server_process import ServerProcess
+from tests.helpers.commands import HELPERS, ROOT, Processes, command
+
+PATH = f"{HELPERS / 'without_fairseq'}:{ROOT}"
+DILOCO: dict[str, Any] = {"method": "local_sgd", "outer": "diloco", "local_steps": 3}
+
+
+def train(
+    folder: Path, workers: int, options: dict[str, Any], *flags: str, slowdown: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
+    """The events of the run, whose processes have all ended well."""
+    module = "local_sgd_main" if options["method"] == "local_sgd" else "gradient_main"
+    log = folder / "server.log"
+    server = ServerProcess(f"fairseq_async.server.{module}", workers, folder / "run", log, ends_with_workers=True)
+    processes, outputs = Processes(), []
+    try:
+        own = json.dumps(options | {"run_dir": str(folder / "run")})
+        line = [command("python"), HELPERS / "hf_callback_job.py", folder / "out", own, *flags]
+        known = {SERVER: server.address, TOKEN: server.token, WORKERS: str(workers), "PYTHONPATH": PATH}
+        slower = [{SLOWDOWN: each} for each in slowdown] or [{}] * workers
+        started = [processes.start(line, **known, **{WORKER: str(n)}, **slower[n]) for n in range(workers)]
+        outputs += [process.communicate(timeout=200)[0] for process in started]
+        assert [process.returncode for process in started] == [0] * workers, outputs
+        server.join(30)
+        assert server.poll() == 0
+    finally:
+        processes.end()
+        server.stop()
+    return [json.loads(line) for line in (folder / "run" / "events.jsonl").open()]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+    """A run of two workers: its folder and its events."""
+    folder = tmp_path_factory.mktemp("trainer")
+    yield folder, train(folder, 2, DILOCO)
+
+
+def evaluations(out: Path, worker: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((out / f"worker-{worker}.json").read_text())
+    return found
+
+
+def test_every_worker_takes_the_trainers_steps(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, events = two
+    assert sorted((event["worker"], event["sequence"]) for event in events) == [
+        (worker, sequence) for worker in range(2) for sequence in range(4)
+    ]
+    assert {event["local_steps"] for event in events} == {3}
+
+
+@pytest.mark.parametrize("slowdown", [("1", "6"), ("6", "1")])
+def test_the_trainer_follows_the_run_whichever_worker_is_slow(tmp_path: Path, slowdown: tuple[str, str]) -> None:
+    """A fast worker takes more than its twelve steps, and worker 0 saves the finished model as checkpoint-12."""
+    events = train(tmp_path, 2, {"method": "local_sgd", "local_steps": 2}, slowdown=slowdown)
+    steps = [sum(event["local_steps"] for event in events if event["worker"] == worker) for worker in (0, 1)]
+    assert sum(steps) == 24 and steps[slowdown.index("1")] > 12
+    state = torch.load(tmp_path / "out" / "checkpoint-12" / "async_server.pt", weights_only=True)
+    assert state["server"]["version"] == max(event["version_after"] for event in events)
+    trainer_state = json.loads((tmp_path / "out" / "checkpoint-12" / "trainer_state.json").read_text())
+    rates = {line["step"]: line["learning_rate"] for line in trainer_state["log_history"] if "loss" in line}
+    steps_before = [0, *rates][:-1]  # a slow worker 0 hears of the progress at its own steps only
+    for before, (step, rate) in zip(steps_before, rates.items(), strict=True):
+        # a step that begins when the others have completed the run's twelve has the schedule's last rate
+        assert max(0.0, 5e-3 * (1 - step / 12) - 1e-9) <= rate <= 5e-3 * (1 - before / 12) + 1e-9
+        assert rate > 5e-3 * (1 - step / 12) or step == 12
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "hybrid_async"])
+def test_workers_with_parts_of_unequal_length_have_worker_0s_number_of_steps(tmp_path: Path, method: str) -> None:
+    train(tmp_path, 2, {"method": method, "epochs": 2, "samples": 50})  # batches of 25 samples, and of 24
+    described = json.loads((tmp_path / "run" / "run.json").read_text())["method"]
+    length = described["options"].get("total_steps") or described["last_version"] or described["whole_steps"]
+    assert length == 14 and (tmp_path / "out" / "checkpoint-14").exists()
+
+
+def test_a_worker_0_that_stops_early_ends_the_run_for_all(tmp_path: Path) -> None:
+    """It stops after six steps of twelve, two rounds; the other is in its third then, or waits at that one's end."""
+    events = train(tmp_path, 2, DILOCO | {"stops": True})
+    assert [sum(event["worker"] == worker for event in events) for worker in (0, 1)] in ([2, 2], [2, 3])
+
+
+def test_what_worker_0_evaluates_and_saves_are_the_servers_parameters(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    """In the end it has the best of them, which the Trainer has loaded. The other worker does neither."""
+    out = two[0] / "out"
+    assert [line["step"] for line in evaluations(out, 0)] == [6, 12] and evaluations(out, 1) == []
+    for step in (6, 12):
+        saved = load_file(out / f"checkpoint-{step}" / "model.safetensors")
+        state = torch.load(out / f"checkpoint-{step}" / "async_server.pt", weights_only=True)
+        flat = torch.cat([saved[row[0]].flatten() for row in state["layout"]])
+        assert torch.equal(flat, state["server"]["parameters"])
+    best = min(evaluations(out, 0), key=lambda line: line["eval_loss"])["step"]
+    ended = torch.load(out / "worker-0.pt", weights_only=True)
+    for name, value in load_file(out / f"checkpoint-{best}" / "model.safetensors").items():
+        assert torch.equal(ended[name], value)
+
+
+def test_a_checkpoint_is_exported_as_a_directory_for_from_pretrained(
+    two: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    checkpoint = two[0] / "out" / "checkpoint-12"
+    assert export(checkpoint, tmp_path / "model") is Format.HF
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    saved = load_file(checkpoint / "model.safetensors")
+    assert exported.keys() == saved.keys() and all(torch.equal(exported[name], saved[name]) for name in saved)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["n_embd"] == 16
+
+
+def test_a_run_goes_on_from_the_trainers_checkpoint(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    """At the server's version of that time, with its momentum."""
+    folder, before = two
+    events = train(folder, 2, DILOCO, str(folder / "out" / "checkpoint-6"))
+    again = events[-4:]
+    assert [event["base_version"] for event in again] == [2, 2, 3, 3]
+    assert max(event["version_after"] for event in events) == max(event["version_after"] for event in before) == 4
+
+
+def test_a_run_goes_on_from_a_checkpoint_outside_of_its_output_directory(
+    two: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    checkpoint = str(two[0] / "out" / "checkpoint-6")
+    events = train(tmp_path, 2, DILOCO | {"resume_from_checkpoint": checkpoint}, checkpoint)
+    assert [event["base_version"] for event in events] == [2, 2, 3, 3]
+
+
+def test_a_server_that_would_begin_anew_is_one_line_of_error(
+    two: tuple[Path, list[dict[str, Any]]], tmp_path: Path, processes: Processes
+) -> None:
+    own = json.dumps(DILOCO | {"run_dir": str(tmp_path / "run")})
+    job = [command("python"), HELPERS / "hf_callback_job.py", tmp_path, own, two[0] / "out" / "checkpoint-6"]
+    code, output = processes.run(job, PYTHONPATH=PATH)
+    assert code == 2 and "Traceback" not in output
+    missing = tmp_path / "checkpoint-6" / "async_server.pt"
+    assert f"AsyncCallback: {missing}, the server's state, is not there: give resume_from_checkpoint= the" in output
+
+
+def test_a_trainer_that_would_begin_once_more_with_a_smaller_batch_is_one_line_of_error(
+    tmp_path: Path, processes: Processes
+) -> None:
+    own = json.dumps(DILOCO | {"run_dir": str(tmp_path / "run"), "finds_batch_size": True})
+    code, output = processes.run([command("python"), HELPERS / "hf_callback_job.py", tmp_path, own], PYTHONPATH=PATH)
+    assert code == 2 and "Traceback" not in output
+    assert "error: auto_find_batch_size: there was not enough memory" in output
+
+
+def test_in_hybrid_the_trainers_optimizer_and_schedule_are_the_servers(tmp_path: Path) -> None:
+    events = train(tmp_path, 1, {"method": "hybrid_async"})
+    assert len(events) == 12 and events[-1]["version_after"] == 12
+    described = json.loads((tmp_path / "run" / "run.json").read_text())["method"]["framework"]
+    rates = [row[0] for row in described["learning_rates"]]
+    assert rates == pytest.approx([5e-3 * (1 - step / 12) for step in range(13)])
+    assert described["optimizer"] == "AdamW"
+    decays = [group["options"]["weight_decay"] for group in described["parameter_groups"]]
+    assert decays == [0.1, 0.0]  # none for biases and norms
+    losses = [line["eval_loss"] for line in evaluations(tmp_path / "out", 0)]
+    assert losses[1] < losses[0]

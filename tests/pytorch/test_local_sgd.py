@@ -1,0 +1,318 @@
+"""``AsyncLocalSGD`` round an ordinary optimizer, against references in float64."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from fairseq_async.pytorch import AsyncLocalSGD
+from fairseq_async.server.programs import local_sgd_main
+from tests.helpers.torch_workers import ThreadWorkers
+
+Start = Callable[..., ThreadWorkers]
+TARGETS = torch.tensor([[1.0, -2.0, 0.5], [0.0, 1.0, 3.0]])  # one a worker: they pull apart
+LR, H, ROUNDS = 0.1, 3, 4
+DILOCO: dict[str, Any] = {"outer": "diloco", "outer_lr": 0.5, "outer_momentum": 0.8, "local_steps": H}
+
+
+class Point(nn.Module):
+    """|θ − target|²/2, whose gradient is θ − target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.zeros(3))
+
+    def forward(self, target: Tensor) -> Tensor:
+        return (self.theta - target).square().sum() / 2
+
+
+def diloco(workers: int, rates: Callable[[int], float], rounds: int = ROUNDS) -> Tensor:
+    """Algorithm 1 of DiLoCo (arXiv 2311.08105) in float64, with SGD inside and Nesterov's momentum as torch has it."""
+    theta, momentum = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for number in range(rounds):
+        deltas = []
+        for target in TARGETS[:workers].double():
+            local = theta.clone()
+            for step in range(H):
+                local -= rates(number * H + step) * (local - target)
+            deltas.append(theta - local)
+        mean = torch.stack(deltas).mean(0)
+        momentum = 0.8 * momentum + mean
+        theta = theta - 0.5 * (0.8 * momentum + mean)
+    return theta
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_it_is_diloco_with_a_scheduler(workers: Start, count: int) -> None:
+    """A lone worker's scheduler may be the user's, who steps it; with several it follows the run."""
+
+    def train(worker: int) -> Tensor:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        given = None if count == 1 else scheduler
+        with AsyncLocalSGD(model, optimizer, given, total_steps=H * ROUNDS, **DILOCO) as training:
+            while not training.finished:
+                optimizer.zero_grad()
+                model(TARGETS[worker]).backward()
+                optimizer.step()
+                if count == 1:
+                    scheduler.step()
+            assert training.progress == H * ROUNDS
+        return model.theta.detach()
+
+    expected = diloco(count, lambda step: LR / (1 + step))
+    for ended in workers(count, local_sgd_main.build).run(train):
+        torch.testing.assert_close(ended.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loop_that_ends_by_its_own_count_sends_the_rest_of_its_round(workers: Start) -> None:
+    """One step of two, at a rate of 1, without momentum: the server adds up what the workers have moved."""
+
+    def train(worker: int) -> Tensor:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        with AsyncLocalSGD(model, optimizer, outer="sgd", outer_lr=1.0, local_steps=2):
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(TARGETS[worker]).backward()
+                optimizer.step()
+        return model.theta.detach()
+
+    (ended,) = workers(1, local_sgd_main.build).run(train)
+    torch.testing.assert_close(ended, TARGETS[0] * (1 - (1 - LR) ** 3))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_with_nan_is_left_out_and_is_no_local_step(workers: Start, overlap: bool) -> None:
+    """The optimizer's moments stay finite; every other worker would be refused otherwise."""
+
+    def train(worker: int) -> tuple[Tensor, float]:
+        model = Point()
+        optimizer = AdamW(model.parameters(), lr=LR)
+        options = {"outer": "sgd", "outer_lr": 1.0, "local_steps": 2, "total_steps": 6, "overlap": overlap}
+        options |= {"max_refused": 2}  # in a row
+        with AsyncLocalSGD(model, optimizer, **options) as training:
+            step = 0
+            while not training.finished and step < 100:
+                optimizer.zero_grad()
+                (model(TARGETS[0]) * (float("nan") if step in (0, 3) else 1.0)).backward()
+                optimizer.step()
+                step += 1
+            steps = optimizer.state[model.theta]["step"]
+            assert float(steps) == step - 2 and training.progress >= 6
+        return model.theta.detach(), step
+
+    ((ended, _),) = workers(1, local_sgd_main.build).run(train)
+    reference = Point()
+    optimizer = AdamW(reference.parameters(), lr=LR)
+    for _ in range(6):
+        optimizer.zero_grad()
+        reference(TARGETS[0]).backward()
+        optimizer.step()
+    if not overlap:
+        torch.testing.assert_close(ended, reference.theta.detach())
+    assert ended.isfinite().all()
+
+
+def test_too_many_nan_steps_in_a_row_end_the_worker_with_one_line(
+    workers: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(worker: int) -> object:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        with pytest.raises(SystemExit) as end, AsyncLocalSGD(model, optimizer, max_refused=2):
+            for _ in range(3):
+                (model(TARGETS[0]) * float("nan")).backward()
+                optimizer.step()
+        return end.value.code
+
+    assert workers(1, local_sgd_main.build).run(train) == [2]
+    # beside the server's log, which runs in this process here
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fairseq-async:")]
+    assert "max_refused=" in line
+
+
+def test_worker_0_evaluates_the_servers_parameters_and_goes_on_with_its_own(workers: Start, tmp_path: Path) -> None:
+    def train(worker: int) -> tuple[Tensor, Tensor, Tensor]:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        run_dir = str(tmp_path / "own")
+        with AsyncLocalSGD(model, optimizer, outer="sgd", outer_lr=1.0, local_steps=2, run_dir=run_dir) as training:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(TARGETS[0]).backward()
+                optimizer.step()
+            own = model.theta.detach().clone()
+            with training.server_parameters():
+                servers = model.theta.detach().clone()
+                state = training.state_dict()
+                assert torch.equal(servers, state["server"]["parameters"])
+                training.take_server_parameters()  # as a Trainer that evaluates and then saves
+                assert torch.equal(servers, model.theta.detach())
+            assert torch.equal(model.theta.detach(), own)
+            training.pull()
+            assert training.state_dict()["server"]["version"] == state["server"]["version"] + 1, "a checkpoint is new"
+            return own, servers, model.theta.detach().clone()
+
+    ((own, servers, pulled),) = workers(1, local_sgd_main.build).run(train)
+    torch.testing.assert_close(servers, TARGETS[0] * (1 - (1 - LR) ** 2))  # as of the last exchange
+    assert torch.equal(pulled, own)  # the third step was sent first
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [{"outer": "mla"}, {"outer": "sgd", "compress": "pull=int8"}])
+def test_what_is_pulled_in_a_round_is_the_servers_also_where_work_starts_elsewhere(
+    workers: Start, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Ahead of the parameters, or from compressed ones."""
+
+    def train(worker: int) -> tuple[Tensor, Tensor]:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        with AsyncLocalSGD(model, optimizer, local_steps=2, run_dir=str(tmp_path / "own"), **options) as training:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(TARGETS[0]).backward()
+                optimizer.step()
+            training.pull()
+            pulled = model.theta.detach().clone()
+            with training.server_parameters():
+                return pulled, model.theta.detach().clone()
+
+    ((pulled, servers),) = workers(1, local_sgd_main.build).run(train)
+    assert pulled.any() and torch.equal(pulled, servers)
+
+
+def test_a_state_brings_the_outer_momentum_back(workers: Start, tmp_path: Path) -> None:
+    def train(rounds: int, state: dict[str, Any] | None) -> tuple[Tensor, dict[str, Any]]:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        training = AsyncLocalSGD(model, optimizer, run_dir=str(tmp_path / "own"), **DILOCO)
+        training.load_state_dict(state or {})
+        with training:
+            assert training._restored is None, "its memory is free"
+            for _ in range(rounds * H):
+                optimizer.zero_grad()
+                model(TARGETS[0]).backward()
+                optimizer.step()
+            saved = training.state_dict()
+        return model.theta.detach(), saved
+
+    build = local_sgd_main.build
+    ((_, state),) = workers(1, build).run(lambda worker: train(2, None))
+    ((resumed, _),) = workers(1, build).run(lambda worker: train(ROUNDS - 2, state))
+    torch.testing.assert_close(resumed.double(), diloco(1, lambda step: LR), rtol=1e-5, atol=1e-6)
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a rule that there is not": ({"outer": "adagrad"}, "outer: Input should be 'diloco'"),
+    "an option of another rule": (
+        {"outer": "diloco", "delay": 3},
+        "AsyncLocalSGD: delay is of no use with outer diloco",
+    ),
+    "a bad value": ({"local_steps": 0}, "local_steps: Input should be greater than or equal to 1 (it is 0)"),
+}
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG.values(), ids=WRONG.keys())
+def test_a_mistake_is_one_line(options: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Point()
+    with pytest.raises(SystemExit) as end:
+        AsyncLocalSGD(model, SGD(model.parameters(), lr=LR), **options)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and said in line
+
+
+def test_a_model_in_half_precision_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Point().bfloat16()
+    with pytest.raises(SystemExit):
+        AsyncLocalSGD(model, SGD(model.parameters(), lr=LR))
+    assert "theta is bfloat16: keep parameters in float32" in capsys.readouterr().err
+
+
+def test_what_is_no_model_or_no_optimizer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Point()
+    optimizer = SGD(model.parameters(), lr=LR)
+    wrapped = cast(Any, type("AcceleratedOptimizer", (SGD,), {"__init__": lambda self: None}))()
+    for given, said in [
+        ((optimizer, model), "model is a SGD: give a torch.nn.Module, or a list of them, and then its optimizer"),
+        ((model, model.parameters()), "optimizer is a generator: give a torch.optim.Optimizer"),
+        ((model, wrapped), "optimizer is a AcceleratedOptimizer, which wraps another: give that one"),
+    ]:
+        with pytest.raises(SystemExit):
+            AsyncLocalSGD(*cast(Any, given))
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+
+
+@pytest.mark.parametrize("late", ["unfrozen", "added", "of no model"])
+def test_a_parameter_that_is_trained_from_later_on_is_one_line(
+    workers: Start, capsys: pytest.CaptureFixture[str], late: str
+) -> None:
+    """It is in no exchange: each worker would train its own."""
+
+    def train(worker: int) -> None:
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        first, second, other = model[0].parameters(), list(model[1].parameters()), nn.Parameter(torch.ones(1))
+        for parameter in second:
+            parameter.requires_grad_(False)
+        optimizer = SGD(model.parameters() if late == "unfrozen" else first, lr=LR)
+        with pytest.raises(SystemExit), AsyncLocalSGD(model, optimizer):
+            for step in range(4):
+                optimizer.zero_grad()
+                (other * model(torch.ones(1, 1)).sum()).backward()
+                optimizer.step()
+                assert step < 2
+                if step == 1 and late == "of no model":
+                    optimizer.add_param_group({"params": [other]})
+                elif step == 1:
+                    for parameter in second:
+                        parameter.requires_grad_(True)
+                    if late == "added":
+                        optimizer.add_param_group({"params": second})
+
+    workers(1, local_sgd_main.build).run(train)
+    name = "a parameter of shape (1,)" if late == "of no model" else "1.weight"
+    assert f"{name} has a gradient and is not exchanged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_frozen_layers_that_differ_between_workers_are_one_line(
+    workers: Start, capsys: pytest.CaptureFixture[str], equal: bool
+) -> None:
+    """They are not exchanged: the workers would train one layer behind different ones."""
+
+    def train(worker: int) -> bool:
+        model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
+        model[0].weight.fill_(0.5 if equal else worker)  # the bias behind it is equal
+        model[0].bias.zero_()
+        optimizer = SGD(model[1].parameters(), lr=LR)
+        try:
+            with AsyncLocalSGD(model, optimizer, total_steps=1, local_steps=1) as run:
+                while not run.finished:
+                    model(torch.ones(1, 2)).sum().backward()
+                    optimizer.step()
+        except SystemExit:
+            return False
+        return True
+
+    assert workers(2, local_sgd_main.build).run(train) == [True, equal]
+    assert ("other values than the others in parameters that are not trained" in capsys.readouterr().err) != equal
+
+
+def test_a_closure_is_refused(workers: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(worker: int) -> None:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        with pytest.raises(SystemExit), AsyncLocalSGD(model, optimizer):
+            optimizer.step(lambda: model(TARGETS[0]))
+
+    workers(1, local_sgd_main.build).run(train)
+    assert "optimizer.step(closure) is not supported" in capsys.readouterr().err

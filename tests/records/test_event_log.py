@@ -1,0 +1,51 @@
+"""What the server writes down of a run."""
+
+import math
+from pathlib import Path
+
+import torch
+
+from fairseq_async.protocol import Report
+from fairseq_async.protocol.receipt import Receipt, Status
+from fairseq_async.records.event_log import EVENTS, ROLLED_BACK, EventLog
+from fairseq_async.records.events import read_events
+from fairseq_async.records.recording import checksum
+
+
+def test_a_checksum_tells_one_bit() -> None:
+    vector = torch.ones(5)
+    before = checksum(vector)
+    vector.view(torch.int32)[3] ^= 1
+    assert before == checksum(torch.ones(5)) != checksum(vector) and len(before) == 8
+
+
+def test_whatever_is_settled_is_a_line_that_can_be_read(tmp_path: Path) -> None:
+    """JSON has no Inf; a weight above what fp32 has is a weight all the same, and a loss above that no measurement."""
+    log = EventLog(tmp_path, {}, "the beginning", 0.0)
+    receipt = Receipt(1, 0, 0, 1e300, Status.APPLIED, 0, math.inf, 1)
+    log.write(0.0, receipt, Report(loss=1e300, tokens=5.0))
+    [event] = read_events(tmp_path / EVENTS)
+    assert (event.weight, event.norm, event.loss, event.tokens) == (1e300, None, None, 5.0)
+
+
+def test_a_restart_moves_what_is_not_in_its_state_and_writes_a_log_that_stays_as_it_is_no_second_time(
+    tmp_path: Path,
+) -> None:
+    """Lines of other writers, with positions in them, are judged as those of this one; a cut line is dropped."""
+    log = EventLog(tmp_path, {}, "the beginning", 0.0)
+    for sequence in range(4):
+        log.write(0.0, Receipt(0, sequence, 0, 1.0, Status.APPLIED, 0, 1.0, sequence), Report(position={"seen": 1}))
+        log.write(0.0, Receipt(1, sequence, 0, 1.0, Status.APPLIED, 0, 1.0, sequence), Report(loss=2.0))
+    path = tmp_path / EVENTS
+    EventLog(tmp_path, {0: 2, 1: 1}, "a snapshot", 1.0)
+    kept = [(event.worker, event.sequence) for event in read_events(path)]
+    assert kept == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
+    moved = [(event.worker, event.sequence) for event in read_events(tmp_path / ROLLED_BACK)]
+    assert moved == [(1, 2), (0, 3), (1, 3)]
+    file = path.stat().st_ino
+    EventLog(tmp_path, {0: 2, 1: 1}, "a snapshot", 2.0)
+    assert path.stat().st_ino == file
+    with path.open("ab") as cut:
+        cut.write(b'{"time": 1.0, "wor')
+    EventLog(tmp_path, {0: 2, 1: 1}, "a snapshot", 3.0)
+    assert path.stat().st_ino != file and len(list(read_events(path))) == 5

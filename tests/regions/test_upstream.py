@@ -1,0 +1,136 @@
+"""A region's numbers with the global server, through deaths of either: nothing that was moved is sent twice."""
+
+import io
+
+import torch
+
+from fairseq_async.algorithms.rule import State
+from fairseq_async.method.global_server import parse_upstream
+from fairseq_async.protocol import Receipt, Report, Status
+from fairseq_async.records.settled import Settled
+from fairseq_async.server.coordinator import Coordinator, build_coordinator
+from fairseq_async.server.membership import Membership
+from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.server.upstream import Above, Upstream
+from tests.helpers.regions import LAYOUT, region_spec
+
+HALF = parse_upstream("host:1,updates=2,merge=0.5").above
+ONES = torch.ones(LAYOUT.size)
+
+
+def begun() -> tuple[Coordinator, Upstream]:
+    """A region whose parameters are 0, and that K = 2 updates let send; α = 0.5."""
+    spec, parameters = region_spec(None), torch.zeros(LAYOUT.size)
+    rule, plan = local_sgd_main.build(spec, LAYOUT, parameters)
+    coordinator = build_coordinator(spec, rule, plan, parameters, Membership(1, now=0.0))
+    return coordinator, Upstream(HALF, coordinator)
+
+
+def move(coordinator: Coordinator, upstream: Upstream, updates: int = 2) -> None:
+    """So many updates, of one local step each, take the parameters up by 1 each."""
+    for sequence in range(updates):
+        coordinator.server.parameters.add_(1.0)
+        receipt = Receipt(0, sequence, 0, 1.0, Status.APPLIED, 0, 1.0, 1)
+        upstream.count([Settled(receipt, Report(local_steps=1))])
+
+
+def from_snapshot(before: Coordinator, state: State) -> tuple[Coordinator, Upstream]:
+    coordinator, upstream = begun()
+    coordinator.server.parameters.copy_(before.server.parameters)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    upstream.load_state_dict(torch.load(file, weights_only=True))
+    return coordinator, upstream
+
+
+def test_a_message_takes_what_was_moved_since_the_merge_and_the_answer_is_blended_in() -> None:
+    coordinator, upstream = begun()
+    assert upstream.due(1.0) is None, "it has not joined"
+    upstream.join(Above(0, 7, False, 0 * ONES), 0.0, fresh=True)
+    move(coordinator, upstream, updates=1)
+    assert upstream.due(1.0) is None
+    move(coordinator, upstream, updates=1)
+    drift = upstream.due(4.0)
+    assert drift is not None and torch.equal(drift.values, -2 * ONES)
+    assert (drift.sequence, drift.base_version, drift.steps, drift.seconds) == (0, 7, 2, 2.0)
+    move(coordinator, upstream)  # meanwhile: in no message, as in the paper's code
+    assert upstream.due(5.0) is None
+    upstream.merge(Above(1, 9, False, 10 * ONES))
+    assert torch.equal(coordinator.server.parameters, 7 * ONES) and coordinator.server.version == 1
+    move(coordinator, upstream)
+    drift = upstream.due(6.0)
+    assert drift is not None and torch.equal(drift.values, -2 * ONES)
+    assert (drift.sequence, drift.base_version, drift.steps) == (1, 9, 4)  # but its steps count
+
+
+def test_a_message_that_was_not_settled_goes_again_as_it_was() -> None:
+    coordinator, upstream = begun()
+    upstream.join(Above(3, 7, False, 0 * ONES), 0.0, fresh=True)
+    move(coordinator, upstream)
+    sent = upstream.due(1.0)
+    again, restored = from_snapshot(coordinator, upstream.state_dict())
+    move(again, restored)
+    restored.join(Above(3, 8, False, ONES), 0.0, fresh=False)
+    assert sent is not None and restored.drift is not None and restored.due(2.0) is None
+    assert torch.equal(restored.drift.values, sent.values)
+    assert (restored.drift.sequence, restored.drift.base_version, restored.drift.steps) == (3, 7, 2)
+
+
+def test_a_message_that_was_settled_is_sent_no_second_time() -> None:
+    """Neither where the snapshot has it on its way, nor where it is older."""
+    for sends_before in (True, False):
+        coordinator, upstream = begun()
+        upstream.join(Above(3, 7, False, 0 * ONES), 0.0, fresh=True)
+        move(coordinator, upstream)
+        if sends_before:
+            assert upstream.due(1.0) is not None
+        again, restored = from_snapshot(coordinator, upstream.state_dict())
+        restored.join(Above(4, 8, False, 10 * ONES), 0.0, fresh=False)
+        assert restored.drift is None and restored.due(2.0) is None
+        assert torch.equal(again.server.parameters, 6 * ONES), "merged: half of 2 and of 10"
+        move(again, restored)
+        drift = restored.due(3.0)
+        assert drift is not None and drift.sequence == 4 and torch.equal(drift.values, -2 * ONES)
+
+
+def test_a_global_server_that_has_taken_updates_back_is_sent_the_next_with_its_own_numbers() -> None:
+    coordinator, upstream = begun()
+    upstream.join(Above(3, 7, False, 0 * ONES), 0.0, fresh=True)
+    move(coordinator, upstream)
+    assert upstream.due(1.0) is not None
+    _, restored = from_snapshot(coordinator, upstream.state_dict())
+    restored.join(Above(1, 5, False, ONES), 0.0, fresh=False)
+    assert restored.drift is not None
+    assert (restored.drift.sequence, restored.drift.base_version) == (1, 5)
+
+
+def test_a_region_that_has_lost_the_global_server_goes_on_and_sends_nothing() -> None:
+    coordinator, upstream = begun()
+    upstream.join(Above(0, 0, False, 0 * ONES), 0.0, fresh=True)
+    move(coordinator, upstream)
+    upstream.lose()
+    assert upstream.due(1.0) is None and upstream.idle
+
+
+def test_local_steps_that_were_reported_are_reported_no_second_time() -> None:
+    """The snapshot is older than a message that had its steps; one that was on its way had those before it."""
+    coordinator, upstream = begun()
+    upstream.join(Above(3, 7, False, 0 * ONES), 0.0, fresh=True)
+    move(coordinator, upstream, updates=1)
+    _, restored = from_snapshot(coordinator, upstream.state_dict())
+    restored.join(Above(4, 8, False, 0 * ONES), 0.0, fresh=False)
+    move(coordinator, restored)
+    drift = restored.due(2.0)
+    assert drift is not None and drift.steps == 2
+
+    coordinator, upstream = begun()
+    upstream.join(Above(3, 7, False, 0 * ONES), 0.0, fresh=True)
+    move(coordinator, upstream)
+    assert upstream.due(1.0) is not None
+    move(coordinator, upstream, updates=1)  # behind the message
+    _, restored = from_snapshot(coordinator, upstream.state_dict())
+    restored.join(Above(4, 8, False, 0 * ONES), 0.0, fresh=False)
+    move(coordinator, restored)
+    drift = restored.due(2.0)
+    assert drift is not None and drift.steps == 3
