@@ -2,8 +2,10 @@
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,24 @@ def test_each_layer_imports_only_from_those_below() -> None:
     assert not upward, "\n".join(upward)
 
 
+def test_the_worker_knows_the_protocol_and_no_server() -> None:
+    known = modules()
+    found = [
+        f"{module} imports {imported}"
+        for module, path in known.items()
+        for imported, _ in imports(tree(path), known)
+        if module.startswith("fairseq_async.worker") and imported.startswith("fairseq_async.server")
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_names_that_users_import_are_those_modules_themselves() -> None:
+    for public, module in {"torch": "pytorch", "config": "options.config", "methods": "method.methods"}.items():
+        assert import_module(f"fairseq_async.{public}") is import_module(f"fairseq_async.{module}")
+    assert import_module("fairseq_async.torch.hybrid") is import_module("fairseq_async.pytorch.hybrid")
+    assert import_module("fairseq_async.pytorch").__spec__.name == "fairseq_async.pytorch"
+
+
 def test_no_imports_go_in_a_cycle() -> None:
     known = modules()
     graph = {module: {name for name, _ in imports(tree(path), known)} - {module} for module, path in known.items()}
@@ -163,6 +183,11 @@ def test_the_wall_clock_decides_nothing() -> None:
         if isinstance(node, ast.Attribute) and ast.unparse(node) in wall
     }
     assert users == {f"fairseq_async.{module}" for module in shown}
+
+
+def test_no_folder_has_more_than_sixteen_files() -> None:
+    folders = Counter(path.parent for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    assert max(folders.values()) <= 16, folders.most_common(1)
 
 
 def test_functions_and_files_are_short() -> None:
