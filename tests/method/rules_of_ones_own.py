@@ -6,7 +6,7 @@ The tests copy it elsewhere, and name it by ``FAIRSEQ_ASYNC_PLUGINS``.
 from pydantic import Field
 
 from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Update
-from fairseq_async.method.methods import (
+from fairseq_async.methods import (
     GradientRule,
     GradientRuleContext,
     OuterRule,
@@ -14,7 +14,7 @@ from fairseq_async.method.methods import (
     register_gradient_rule,
     register_outer_rule,
 )
-from fairseq_async.options.config import AsyncLocalSGDOptions, HybridOptions
+from fairseq_async.config import AsyncLocalSGDOptions, HybridOptions
 
 
 class ShrinkingOptions(AsyncLocalSGDOptions):
