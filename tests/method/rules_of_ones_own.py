@@ -3,9 +3,7 @@
 The tests copy it elsewhere, and name it by ``FAIRSEQ_ASYNC_PLUGINS``.
 """
 
-from pydantic import Field
-
-from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Update
+from fairseq_async.config import AsyncLocalSGDOptions, HybridOptions
 from fairseq_async.methods import (
     GradientRule,
     GradientRuleContext,
@@ -14,7 +12,9 @@ from fairseq_async.methods import (
     register_gradient_rule,
     register_outer_rule,
 )
-from fairseq_async.config import AsyncLocalSGDOptions, HybridOptions
+from pydantic import Field
+
+from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Update
 
 
 class ShrinkingOptions(AsyncLocalSGDOptions):
