@@ -359,13 +359,15 @@ class SavingEngine(LocalEngine):
 def of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed saves and loads directories alone."""
 
-    def save(engine: SavingEngine, directory: str, tag: str, *arguments: object) -> None:
+    def save(engine: SavingEngine, directory: str, tag: str, client_state: dict[str, Any]) -> None:
         (Path(directory) / tag).mkdir(parents=True)
+        torch.save(client_state, Path(directory) / tag / "client_state.pt")
         (Path(directory) / "latest").write_text(tag)
 
     def load(engine: SavingEngine, directory: str, tag: str | None, *arguments: object) -> tuple[str, dict[str, Any]]:
         engine.given.append(directory)
-        return str(Path(directory) / (tag or (Path(directory) / "latest").read_text()) / "model.pt"), {}
+        loaded = Path(directory) / (tag or (Path(directory) / "latest").read_text())
+        return str(loaded / "model.pt"), torch.load(loaded / "client_state.pt", weights_only=True)
 
     def save_model(engine: SavingEngine, directory: str, name: str) -> None:
         engine.given.append(f"{directory}/{name}")
@@ -384,14 +386,33 @@ def test_a_checkpoint_after_the_end_has_the_servers_state_of_the_end(tmp_path: P
         assert (tmp_path / tag / "async_server.pt").read_text() == "the server's state"
 
 
+NEW, RESUMED = ["joins"], ["joins with the server's state", "restores the compressor"]
+
+
 @pytest.mark.usefixtures("of_deepspeed")
-@pytest.mark.parametrize("only", [False, True])
-def test_with_the_module_alone_a_new_run_begins_from_its_parameters(tmp_path: Path, only: bool) -> None:
+@pytest.mark.parametrize(
+    ("worker", "only", "missing", "did"),
+    [
+        *[(worker, True, None, NEW) for worker in (0, 1)],
+        *[(worker, False, None, RESUMED) for worker in (0, 1)],
+        *[(worker, False, "a/async_server.pt", NEW) for worker in (0, 1)],
+        (1, False, "a", RESUMED),  # worker 0's checkpoint is on another disk
+    ],
+)
+def test_every_worker_goes_on_where_the_run_began_if_worker_0_has_the_servers_state(
+    tmp_path: Path, worker: int, only: bool, missing: str | None, did: list[str]
+) -> None:
     SavingEngine(tmp_path).save_checkpoint(str(tmp_path), "a")
-    torch.save({}, tmp_path / "a" / "async_compressor.pt")
-    engine = SavingEngine(tmp_path, joined=False)
+    saving = SavingEngine(tmp_path, worker)
+    saving._followed.rates = [0.5]
+    shutil.rmtree(own := tmp_path / "worker-1" / "a" if worker else tmp_path / "a", ignore_errors=True)
+    saving.save_checkpoint(str(tmp_path), "a")
+    torch.save({}, own / "async_compressor.pt")
+    if missing is not None:
+        (tmp_path / missing).rename(tmp_path / "elsewhere")
+    engine = SavingEngine(tmp_path, worker, joined=False)
     engine.load_checkpoint(str(tmp_path), load_module_only=only)
-    assert engine.did == (["joins"] if only else ["joins with the server's state", "restores the compressor"])
+    assert (engine.did, engine._followed.rates) == (did, [0.001] if did is NEW else [0.5])
 
 
 @pytest.mark.usefixtures("of_deepspeed")

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from fairseq_async.collective.adasum import DistributedAdasum, NodeAdasum, RankStates
 from fairseq_async.deepspeed_plugin.engines import tensors
-from fairseq_async.deepspeed_plugin.engines.engine import ClientState, checkpoint_directory
+from fairseq_async.deepspeed_plugin.engines.checkpoints import checkpoint_directory
+from fairseq_async.deepspeed_plugin.engines.engine import ClientState
 from fairseq_async.deepspeed_plugin.engines.synchronous import SynchronousEngine, on_any_rank
 from fairseq_async.options.config import AdasumOptions
 from fairseq_async.worker.start.process import errors_in_one_line

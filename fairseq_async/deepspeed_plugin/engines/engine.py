@@ -19,6 +19,13 @@ from fairseq_async.deepspeed_plugin.compat import (
     refuse_other_steps,
 )
 from fairseq_async.deepspeed_plugin.engines import tensors
+from fairseq_async.deepspeed_plugin.engines.checkpoints import (
+    COMPRESSOR_STATE,
+    SERVER_STATE,
+    check_tag,
+    checkpoint_directory,
+    server_state_beside,
+)
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import AsyncError, RefusedError, fail
 from fairseq_async.method.spec import MethodSpec
@@ -30,8 +37,6 @@ from fairseq_async.worker.start.process import errors_in_one_line
 
 logger = logging.getLogger(__name__)
 
-_SERVER_STATE = "async_server.pt"  # in the directory of a checkpoint
-_COMPRESSOR_STATE = "async_compressor.pt"  # likewise
 _BEGINS = "async_begins"  # in the client state of a checkpoint
 _STATE_AT_END = ".state-at-end.pt"  # in run_dir
 _PASSES_OF_A_STEP = 4
@@ -165,9 +170,9 @@ class AsyncEngine(DeepSpeedEngine):
         saved = super().save_checkpoint(own, tag, (client_state or {}) | position, *args, **kwargs)
         compressor = self.async_worker.compressor_state() if self.context.rank == 0 else None
         if compressor is not None:
-            torch.save(compressor, Path(own) / str(tag) / _COMPRESSOR_STATE)
+            torch.save(compressor, Path(own) / str(tag) / COMPRESSOR_STATE)
         if self.worker == 0 and self.async_worker.joined:
-            self._save_server_state(Path(save_dir).resolve() / str(tag) / _SERVER_STATE)
+            self._save_server_state(Path(save_dir).resolve() / str(tag) / SERVER_STATE)
         return saved
 
     def _save_server_state(self, path: Path) -> None:
@@ -230,8 +235,8 @@ class AsyncEngine(DeepSpeedEngine):
         begins = (loaded[1] or {}).pop(_BEGINS, None)
         if self.finished:
             return loaded
-        state = None if load_module_only or loaded[0] is None else Path(loaded[0]).resolve().parent / _SERVER_STATE
-        if state is None or not state.exists():
+        state = None if load_module_only or loaded[0] is None else server_state_beside(loaded[0], load_dir, begins)
+        if state is None:
             if self.worker == 0 and not load_module_only:
                 logger.warning("no server state in %s: a new run begins from its parameters", load_dir)
             self._followed.begin()
@@ -258,7 +263,7 @@ class AsyncEngine(DeepSpeedEngine):
 
     def _restore_compressor(self, loaded_from: str | None) -> None:
         """Restores what compressed updates left unsent, unless the checkpoint is of another time than the server."""
-        path = None if loaded_from is None else Path(loaded_from).resolve().parent / _COMPRESSOR_STATE
+        path = None if loaded_from is None else Path(loaded_from).resolve().parent / COMPRESSOR_STATE
         if path is not None and path.exists():
             self.async_worker.restore_compressor(torch.load(path, weights_only=True))
 
@@ -381,20 +386,3 @@ class AsyncEngine(DeepSpeedEngine):
         if self.monitor.enabled:
             scalars = [(f"Async/{name}", value, self.global_samples) for name, value in self.async_worker.last.items()]
             self.monitor.write_events(scalars)
-
-
-def checkpoint_directory(directory: str, worker: int) -> str:
-    """Returns where worker or rank ``worker`` saves: ``directory`` itself for 0, a subdirectory for each other."""
-    return directory if worker == 0 else str(Path(directory) / f"worker-{worker}")
-
-
-def check_tag(directory: str, tag: str | None) -> None:
-    """Ends the process with one line if ``directory`` has no checkpoint of the tag, or of that in its file ``latest``:
-    DeepSpeed would fail an assertion without a word. Without this file it says so by itself, and loads nothing."""
-    latest = Path(directory) / "latest"
-    named = latest.read_text().strip() if tag is None and latest.is_file() else tag
-    if named is None or (Path(directory) / str(named)).is_dir():
-        return
-    there = ", ".join(sorted(path.name for path in Path(directory).glob("*") if path.is_dir())) or "none"
-    which = f"{named}, which its file {latest.name} names" if tag is None else tag
-    fail(f"load_checkpoint: {directory} has no checkpoint {which}; its directories are: {there}; give one as tag=")
