@@ -83,8 +83,8 @@ def closed_steps(axes: Axes) -> tuple[int, int]:
     while (time := min([*arrives.values(), *([near.deadline] if waiting and near.deadline else [])])) < END:
         for worker in [worker for worker, at in arrives.items() if at == time]:
             waiting[worker] = arrives.pop(worker)
-            near.arrive(worker, time)
-        if near.continues(arrives, time):
+            near.continues(worker, (), time)
+        if near.continues(None, arrives, time):
             continue
         steps, gradients = steps + 1, gradients + len(waiting)
         near.close()

@@ -19,6 +19,7 @@ from fairseq_async.server.rounds.grace import GracePeriod
 from fairseq_async.server.rounds.look_ahead import NOTHING_MEASURED, LookAhead
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
 from fairseq_async.server.rounds.quorum import Quorum
+from fairseq_async.server.rounds.waiting import Waiting
 
 _MOST_EVENTS = 64  # control events between two updates; they are all kept until the next update, as a replay needs them
 
@@ -46,7 +47,7 @@ class Coordinator:
         server: ParameterServer,
         plan: Plan,
         membership: Membership,
-        waiting: GracePeriod | NearArrivals,
+        waiting: Waiting,
         look_ahead: LookAhead,
     ) -> None:
         self.server, self.plan, self.membership = server, plan, membership
@@ -187,7 +188,7 @@ class Coordinator:
         """
         if not self.server.round_size:
             return Outcome()
-        awaited = len(self._waited_for(now))
+        awaited = len(self.waiting.awaited(self.membership, now))
         if not changed and awaited == self._awaited:
             return Outcome()
         self._awaited = awaited
@@ -305,18 +306,8 @@ class Coordinator:
 
     def _continues(self, arrived: int | None, now: float) -> bool:
         """Whether the held updates wait for others; the update of worker ``arrived``, if any, has just joined them."""
-        others = self._waited_for(now) - self.server.held
-        if isinstance(self.waiting, NearArrivals):
-            if arrived is not None:
-                self.waiting.arrive(arrived, now)
-            return self.waiting.continues(others, now)
-        return self.waiting.continues(arrived, others, self.plan, now)
-
-    def _waited_for(self, now: float) -> set[int]:
-        """Returns the workers that a round waits for; :class:`NearArrivals` decides by itself about first updates."""
-        if isinstance(self.waiting, NearArrivals):
-            return self.membership.expected(now)
-        return self.membership.awaited(now)
+        others = self.waiting.awaited(self.membership, now) - self.server.held
+        return self.waiting.continues(arrived, others, now)
 
     def _complete_round(self) -> None:
         if self.waiting.steps_together:
@@ -392,9 +383,9 @@ def build_coordinator(
     """Builds the coordinator of a method, as the server process, the simulator and the replay use it."""
     membership.waits_for_dead = spec.waits_for_dead
     server = build_server(spec, rule, parameters)
-    waiting: GracePeriod | NearArrivals = GracePeriod(spec.grace_seconds)
+    waiting: Waiting = GracePeriod(spec.grace_seconds, plan)
     if spec.closes_early:
         waiting = NearArrivals(spec.grace_share, spec.grace_seconds)
     elif spec.quorum:
-        waiting = Quorum(spec.quorum, spec.grace_seconds or 0.0)
+        waiting = Quorum(spec.quorum, spec.grace_seconds or 0.0, plan)
     return Coordinator(server, plan, membership, waiting, LookAhead(spec.look_ahead))

@@ -253,9 +253,8 @@ class ServerQueue:
         self._taken += 1
         now = self._clock.now
         if self._near is not None:
-            self._near.arrive(worker, now)
             self._held.append(worker)
-            if not self._near.continues(self._at_work, now):
+            if not self._near.continues(worker, self._at_work, now):
                 self._close(self._near)
             elif self._near.deadline is not None and self._near.deadline != self._deadline:
                 self._deadline = self._near.deadline

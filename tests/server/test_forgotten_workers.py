@@ -10,6 +10,7 @@ from torch import Tensor
 from fairseq_async.algorithms import DirectionAveraging, FragmentedRule, fragments_of
 from fairseq_async.options import compression
 from fairseq_async.server.compressed_changes import CompressedChanges
+from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.rounds.grace import GracePeriod
 from fairseq_async.server.rounds.look_ahead import LookAhead
@@ -44,6 +45,9 @@ def look_ahead(seen: Collection[int]) -> LookAhead:
     return it
 
 
+PLAN = LocalStepPlan(workers=3, maximum=10, total_steps=0, dynamic=False, shards=[], seed=1)
+
+
 def near_arrivals(seen: Collection[int]) -> NearArrivals:
     it = NearArrivals(0.5)
     for number in range(3):
@@ -51,12 +55,12 @@ def near_arrivals(seen: Collection[int]) -> NearArrivals:
         for worker in seen:
             it.begin_work(worker, now)
         for worker in seen:
-            it.arrive(worker, now + 1.0 + worker + 0.1 * number)
+            it.continues(worker, (), now + 1.0 + worker + 0.1 * number)
         it.close()
     for worker in seen:  # one waits, the others work
         it.begin_work(worker, 50.0)
     if 2 in seen:
-        it.arrive(2, 51.0)
+        it.continues(2, (), 51.0)
     return it
 
 
@@ -68,10 +72,10 @@ def grace(seen: Collection[int], make: Callable[[], GracePeriod]) -> GracePeriod
 
 
 def quorum(seen: Collection[int]) -> GracePeriod:
-    it = grace(seen, lambda: Quorum(5, 1.0))
+    it = grace(seen, lambda: Quorum(5, 1.0, PLAN))
     assert isinstance(it, Quorum)
     for worker in seen:
-        it.continues(worker, WORKERS, None, 5.0)  # type: ignore[arg-type]  # no plan is asked below the quorum
+        it.continues(worker, WORKERS, 5.0)
     return it
 
 
@@ -87,7 +91,7 @@ def changes(seen: Collection[int]) -> CompressedChanges:
 @pytest.mark.parametrize("gone", WORKERS)
 @pytest.mark.parametrize(
     "make",
-    [look_ahead, near_arrivals, lambda seen: grace(seen, lambda: GracePeriod(2.0)), quorum, changes],
+    [look_ahead, near_arrivals, lambda seen: grace(seen, lambda: GracePeriod(2.0, PLAN)), quorum, changes],
     ids=["look-ahead", "near arrivals", "grace", "quorum", "compressed changes"],
 )
 def test_an_object_that_has_forgotten_a_worker_is_one_that_never_saw_it(make: Callable[..., Any], gone: int) -> None:
@@ -127,14 +131,14 @@ def test_the_shortest_grace_of_those_that_wait_counts() -> None:
     for worker, seconds in enumerate((1.0, 2.0, 1.4)):
         for begin in (0.0, 10.0):
             it.begin_work(worker, begin)
-            it.arrive(worker, begin + seconds)
+            it.continues(worker, (), begin + seconds)
     it.close()
     it.begin_work(0, 100.0)
     it.begin_work(1, 99.0)
     it.begin_work(2, 100.0)
-    it.arrive(0, 101.0)
-    it.arrive(1, 101.0)
-    assert it.continues([2], 101.2) and it.deadline == pytest.approx(101.9)
+    it.continues(0, (), 101.0)
+    it.continues(1, (), 101.0)
+    assert it.continues(None, [2], 101.2) and it.deadline == pytest.approx(101.9)
 
 
 def test_a_smaller_round_is_one_of_every_fragment() -> None:

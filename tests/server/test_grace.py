@@ -34,41 +34,41 @@ def begun(grace: GracePeriod, *moments: float) -> GracePeriod:
 
 def test_who_comes_within_the_period_is_waited_for_and_who_comes_later_is_not() -> None:
     plan = at_work(a=1.0, b=1.0, c=1.0)
-    grace = begun(GracePeriod(2.0), 0.0, 1.9, 2.1)
-    assert grace.continues(0, [1, 2], plan, now=10.0) and grace.deadline == 12.0
-    assert not grace.continues(1, [2], plan, now=11.9)
+    grace = begun(GracePeriod(2.0, plan), 0.0, 1.9, 2.1)
+    assert grace.continues(0, [1, 2], now=10.0) and grace.deadline == 12.0
+    assert not grace.continues(1, [2], now=11.9)
     assert grace.deadline == 12.0  # it began with the first
-    assert not begun(GracePeriod(2.0), 0.0, 1.9, 2.1).continues(0, [2], plan, now=10.0)
+    assert not begun(GracePeriod(2.0, plan), 0.0, 1.9, 2.1).continues(0, [2], now=10.0)
 
 
 def test_nobody_at_work_nobody_waited_for() -> None:
-    assert not begun(GracePeriod(5.0), 0.0).continues(0, [], at_work(a=1.0), now=10.0)
+    assert not begun(GracePeriod(5.0, at_work(a=1.0)), 0.0).continues(0, [], now=10.0)
 
 
 def test_a_round_without_a_period_waits_for_all() -> None:
-    grace = begun(GracePeriod(None), 0.0)
-    assert grace.continues(0, [], at_work(a=1.0), now=10.0) and grace.deadline is None
+    grace = begun(GracePeriod(None, at_work(a=1.0)), 0.0)
+    assert grace.continues(0, [], now=10.0) and grace.deadline is None
 
 
 def test_a_worker_that_was_never_measured_may_come_at_any_time() -> None:
     plan = at_work(a=1.0)
     plan.assign(1)
-    assert begun(GracePeriod(0.1), 0.0, 9.9).continues(0, [1], plan, now=10.0)
+    assert begun(GracePeriod(0.1, plan), 0.0, 9.9).continues(0, [1], now=10.0)
 
 
 def test_who_has_not_begun_is_waited_for_in_the_first_round_only() -> None:
     plan = LocalStepPlan(workers=2, maximum=10, total_steps=0, dynamic=False, shards=[], seed=1)
     plan.assign(0)
-    assert begun(GracePeriod(0.1), 0.0).continues(0, [1], plan, now=10.0)
+    assert begun(GracePeriod(0.1, plan), 0.0).continues(0, [1], now=10.0)
     plan.record(0, Report(local_steps=10, step_seconds=1.0))
     plan.assign(0)
-    assert not begun(GracePeriod(0.1), 10.0).continues(0, [1], plan, now=20.0)
+    assert not begun(GracePeriod(0.1, plan), 10.0).continues(0, [1], now=20.0)
 
 
 @pytest.mark.parametrize(("seconds", "waits"), [(10.0, False), (5.0, True), (20.0, False)])
 def test_what_speeds_up_one_may_speed_up_the_others(seconds: float, waits: bool) -> None:
     """Both began together; the second had been slow, and a slow first one does not make it later than it was."""
-    assert begun(GracePeriod(2.0), 0.0, 0.0).continues(0, [1], at_work(a=1.0, b=1.25), now=seconds) is (
+    assert begun(GracePeriod(2.0, at_work(a=1.0, b=1.25)), 0.0, 0.0).continues(0, [1], now=seconds) is (
         waits or seconds > 12.5
     )
 

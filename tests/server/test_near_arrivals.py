@@ -17,7 +17,7 @@ def measured(waiting: NearArrivals, **seconds: float) -> NearArrivals:
     """Workers a, b, … are 0, 1, …; each has taken so long for its last step, and begins another at 100."""
     for worker, took in enumerate(seconds.values()):
         waiting.begin_work(worker, 0.0)
-        waiting.arrive(worker, took)
+        waiting.continues(worker, (), took)
     waiting.close()
     for worker in range(len(seconds)):
         waiting.begin_work(worker, 100.0)
@@ -26,11 +26,11 @@ def measured(waiting: NearArrivals, **seconds: float) -> NearArrivals:
 
 def test_who_is_due_within_half_a_step_is_waited_for_and_who_is_due_later_is_not() -> None:
     waiting = measured(NearArrivals(0.5), a=1.0, b=1.5, c=1.6)
-    waiting.arrive(0, 101.0)
-    assert waiting.continues([1, 2], 101.0)
+    waiting.continues(0, (), 101.0)
+    assert waiting.continues(None, [1, 2], 101.0)
     assert waiting.deadline == 102.0  # b is due at 101.5, and half a second late at most
-    waiting.arrive(1, 101.5)
-    assert not waiting.continues([2], 101.5)
+    waiting.continues(1, (), 101.5)
+    assert not waiting.continues(None, [2], 101.5)
 
 
 @pytest.mark.parametrize(
@@ -47,60 +47,60 @@ def test_whose_steps_are_uneven_waits_as_much_longer(uneven: tuple[float, ...], 
     waiting, now = NearArrivals(0.5), 0.0
     for took in uneven:
         waiting.begin_work(0, now)
-        waiting.arrive(0, now + took)
+        waiting.continues(0, (), now + took)
         now += took
         waiting.close()
     waiting.begin_work(1, 90.0)
-    waiting.arrive(1, 91.0)
+    waiting.continues(1, (), 91.0)
     waiting.close()
     waiting.begin_work(0, 100.0)
     waiting.begin_work(1, 100.0 + beyond + grace)
-    waiting.arrive(0, 101.0)
-    assert waiting.continues([1], 101.0) is (beyond < 0)
+    waiting.continues(0, (), 101.0)
+    assert waiting.continues(None, [1], 101.0) is (beyond < 0)
 
 
 def test_a_slow_worker_waits_by_its_own_measure() -> None:
     """Half a step of four seconds is long: a fast worker, just begun, is near."""
     waiting = measured(NearArrivals(0.5), fast=1.0, slow=4.0)
-    waiting.arrive(0, 101.0)
+    waiting.continues(0, (), 101.0)
     waiting.close()
     waiting.begin_work(0, 103.9)
-    waiting.arrive(1, 104.0)
-    assert waiting.continues([0], 104.0) and waiting.deadline == pytest.approx(104.9 + 2.0)
-    waiting.arrive(0, 104.9)
+    waiting.continues(1, (), 104.0)
+    assert waiting.continues(None, [0], 104.0) and waiting.deadline == pytest.approx(104.9 + 2.0)
+    waiting.continues(0, (), 104.9)
     waiting.close()
     waiting.begin_work(1, 104.9)
-    waiting.arrive(0, 105.9)
-    assert not waiting.continues([1], 105.9)
+    waiting.continues(0, (), 105.9)
+    assert not waiting.continues(None, [1], 105.9)
 
 
 def test_a_worker_that_does_not_come_is_waited_for_once() -> None:
     waiting = measured(NearArrivals(0.5), a=1.0, hung=1.0)
-    waiting.arrive(0, 101.0)
-    assert waiting.continues([1], 101.0) and waiting.deadline == 101.5
+    waiting.continues(0, (), 101.0)
+    assert waiting.continues(None, [1], 101.0) and waiting.deadline == 101.5
     waiting.close()
     waiting.begin_work(0, 101.5)
-    waiting.arrive(0, 102.5)
-    assert not waiting.continues([1], 102.5)
+    waiting.continues(0, (), 102.5)
+    assert not waiting.continues(None, [1], 102.5)
 
 
 def test_a_grace_in_seconds_is_the_same_for_all() -> None:
     waiting = measured(NearArrivals(0.5, seconds=3.0), a=1.0, b=3.9, c=4.1)
-    waiting.arrive(0, 101.0)
-    assert waiting.continues([1, 2], 101.0) and waiting.deadline == pytest.approx(106.9)
+    waiting.continues(0, (), 101.0)
+    assert waiting.continues(None, [1, 2], 101.0) and waiting.deadline == pytest.approx(106.9)
     waiting.forget(1)
-    assert not waiting.continues([2], 101.0)
+    assert not waiting.continues(None, [2], 101.0)
 
 
 def test_an_odd_step_does_not_move_what_is_expected_and_a_change_of_speed_does() -> None:
     waiting = NearArrivals(0.5)
     for took in (1.0, 1.0, 1.0, 1.0, 9.0):
         waiting.begin_work(0, 0.0)
-        waiting.arrive(0, took)
+        waiting.continues(0, (), took)
     assert waiting._step_times[0].seconds == 1.0
     for took in (9.0, 9.0):
         waiting.begin_work(0, 0.0)
-        waiting.arrive(0, took)
+        waiting.continues(0, (), took)
     assert waiting._step_times[0].seconds == 9.0
 
 
@@ -108,22 +108,22 @@ def test_in_the_first_step_all_are_taken_to_be_as_fast_as_the_first() -> None:
     waiting = NearArrivals(0.5)
     for worker in range(3):
         waiting.begin_work(worker, 0.2 * worker)
-    waiting.arrive(0, 1.0)
-    assert waiting.continues([1, 2, 3], 1.0), "3 has not come yet, and is not waited for"
+    waiting.continues(0, (), 1.0)
+    assert waiting.continues(None, [1, 2, 3], 1.0), "3 has not come yet, and is not waited for"
     assert waiting.deadline == pytest.approx(1.4 + 0.5)
-    waiting.arrive(1, 1.2)
-    waiting.arrive(2, 1.4)
-    assert not waiting.continues([3], 1.4)
+    waiting.continues(1, (), 1.2)
+    waiting.continues(2, (), 1.4)
+    assert not waiting.continues(None, [3], 1.4)
 
 
 def test_after_the_first_step_nobody_waits_for_a_worker_before_its_first_gradient() -> None:
     """Who joins over and over, or asks for work over and over, would hold up each step."""
     waiting = measured(NearArrivals(0.5), a=1.0, b=1.0)
     waiting.begin_work(2, 100.9)
-    waiting.arrive(0, 101.0)
-    assert not waiting.continues([2], 101.0)
+    waiting.continues(0, (), 101.0)
+    assert not waiting.continues(None, [2], 101.0)
     waiting.begin_work(1, 101.2)  # it asks again: it is still due at 101
-    assert waiting.continues([1], 101.3) and waiting.deadline == 101.5
+    assert waiting.continues(None, [1], 101.3) and waiting.deadline == 101.5
 
 
 def steps(workers: int = 3) -> Driven:

@@ -5,11 +5,12 @@ from math import inf
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.server.plan import Plan
+from fairseq_async.server.rounds.waiting import Waiting
 
 _ROUNDING = 1e-6  # of the time that work takes
 
 
-class GracePeriod:
+class GracePeriod(Waiting):
     """A grace period. It begins with the first update of a round, and ends early when no more update can come in it.
 
     A worker is expected if its present steps, at the speed of its last ones, are done in time; a worker of unknown
@@ -18,52 +19,42 @@ class GracePeriod:
 
     Args:
         seconds: length of the period; None for a round that stays open until it is complete.
-
-    Attributes:
-        deadline: when the present period ends; None if there is none.
-        steps_together: whether the updates of a round are one step of the rule.
+        plan: knows the time that a worker's work is expected to take.
     """
 
     steps_together = False
 
-    def __init__(self, seconds: float | None) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float | None, plan: Plan) -> None:
+        self.seconds, self._plan = seconds, plan
         self.deadline: float | None = None
         self._begun: dict[int, float] = {}
 
     def begin_work(self, worker: int, now: float) -> None:
-        """Notes when a worker was given its work."""
         self._begun[worker] = now
 
     def forget(self, worker: int) -> None:
-        """Forgets a worker that is gone; one that comes back is due at once."""
+        """A worker that comes back is due at once."""
         self._begun.pop(worker, None)
 
-    def continues(self, arrived: int | None, others: Collection[int], plan: Plan, now: float) -> bool:
-        """Whether the round stays open for any of the others at work.
-
-        Args:
-            arrived: the worker whose update has just joined the round; None where only the others have changed.
-        """
+    def continues(self, arrived: int | None, others: Collection[int], now: float) -> bool:
         if self.seconds is None or arrived is None:
             return True
         if self.deadline is None:
             self.deadline = now + self.seconds
-        factor = min(1.0, self._seconds_over_expected(arrived, plan, now))
-        return any(self._may_come(worker, plan, factor) for worker in others)
+        factor = min(1.0, self._seconds_over_expected(arrived, now))
+        return any(self._may_come(worker, factor) for worker in others)
 
     def close(self) -> None:
-        """Ends the period with its round."""
         self.deadline = None
 
-    def _seconds_over_expected(self, worker: int, plan: Plan, now: float) -> float:
+    def _seconds_over_expected(self, worker: int, now: float) -> float:
         """Returns the time of a worker's work over the expected time: what speeds up one worker may speed up all."""
-        expected = plan.expected_seconds(worker)
+        expected = self._plan.expected_seconds(worker)
         return (now - self._begun[worker]) / expected if expected and worker in self._begun else 1.0
 
-    def _may_come(self, worker: int, plan: Plan, factor: float) -> bool:
+    def _may_come(self, worker: int, factor: float) -> bool:
         assert self.deadline is not None
-        expected = plan.expected_seconds(worker)
+        expected = self._plan.expected_seconds(worker)
         begun = self._begun.get(worker, -inf)  # its work began before this server did: it is due
         return expected is None or begun + (factor - _ROUNDING) * expected <= self.deadline
 

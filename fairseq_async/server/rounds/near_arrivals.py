@@ -1,10 +1,12 @@
 """How long a step stays open for gradients that are about to come."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import median
 
 from fairseq_async.algorithms.rule import State
+from fairseq_async.server.membership import Membership
+from fairseq_async.server.rounds.waiting import Waiting
 
 _REMEMBERED = 5  # last steps of a worker: one odd batch among them does not move their median
 _DEVIATION = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
@@ -29,7 +31,7 @@ class _StepTime:
         return cls(seconds, _DEVIATION * median(abs(each - seconds) for each in took))
 
 
-class NearArrivals:
+class NearArrivals(Waiting):
     """Keeps a step open while another worker is near, and closes it when no worker is.
 
     A worker is *due* at the time when it was given its work plus the median time of its last steps. A step's time is
@@ -48,10 +50,6 @@ class NearArrivals:
     Args:
         share: the grace as a share of a worker's own step.
         seconds: the grace of all workers, in place of the share.
-
-    Attributes:
-        deadline: when the step closes if no gradient comes; None while no gradient waits.
-        steps_together: whether the gradients of a step are one step of the rule.
     """
 
     steps_together = True
@@ -65,12 +63,15 @@ class NearArrivals:
         self._waiting: dict[int, float] = {}  # since when the gradient of each worker waits
         self._first_step = True
 
+    def awaited(self, membership: Membership, now: float) -> set[int]:
+        """Here also those that have sent nothing yet: about first gradients this class decides by itself."""
+        return membership.expected(now)
+
     def begin_work(self, worker: int, now: float) -> None:
-        """Notes when a worker was given its work. If it asks again without a gradient, the first time counts."""
+        """If a worker asks again without a gradient, the first time counts."""
         self._begun.setdefault(worker, now)
 
-    def arrive(self, worker: int, now: float) -> None:
-        """Notes that a worker's gradient has come, and waits."""
+    def _arrive(self, worker: int, now: float) -> None:
         if worker in self._begun:
             took = self._took.setdefault(worker, [])
             took.append(now - self._begun.pop(worker))
@@ -78,8 +79,9 @@ class NearArrivals:
             self._step_times[worker] = _StepTime.of(took)
         self._waiting[worker] = now
 
-    def continues(self, others: Iterable[int], now: float) -> bool:
-        """Whether the step stays open for any of the others, which are at work."""
+    def continues(self, arrived: int | None, others: Collection[int], now: float) -> bool:
+        if arrived is not None:
+            self._arrive(arrived, now)
         fastest = self._fastest()
         graces = {worker: self._grace(self._step_times.get(worker, fastest)) for worker in self._waiting}
         until = min((since + graces[worker] for worker, since in self._waiting.items()), default=now)
@@ -91,12 +93,13 @@ class NearArrivals:
         return bool(near)
 
     def forget(self, worker: int) -> None:
-        """Forgets a worker that is gone; its successor may have another speed."""
+        """The successor of a worker may have another speed."""
         for known in (self._begun, self._took, self._step_times, self._waiting):
             known.pop(worker, None)
+        if not self._waiting:
+            self.deadline = None
 
     def close(self) -> None:
-        """Closes the step, if one is open."""
         if self._waiting:
             self._first_step = False
         self.deadline, self._waiting = None, {}

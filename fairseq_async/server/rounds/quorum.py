@@ -15,21 +15,22 @@ class Quorum(GracePeriod):
     Args:
         size: K.
         seconds: length of the grace period.
+        plan: see :class:`GracePeriod`.
     """
 
     steps_together = True
 
-    def __init__(self, size: int, seconds: float) -> None:
-        super().__init__(seconds)
+    def __init__(self, size: int, seconds: float, plan: Plan) -> None:
+        super().__init__(seconds, plan)
         self.size = size
         self._arrived: set[int] = set()
 
-    def continues(self, arrived: int | None, others: Collection[int], plan: Plan, now: float) -> bool:
+    def continues(self, arrived: int | None, others: Collection[int], now: float) -> bool:
         if arrived is not None:
             self._arrived.add(arrived)
         if not others:
             return False
-        return len(self._arrived) < self.size or super().continues(arrived, others, plan, now)
+        return len(self._arrived) < self.size or super().continues(arrived, others, now)
 
     def forget(self, worker: int) -> None:
         super().forget(worker)
