@@ -30,7 +30,9 @@ from fairseq_async.pytorch.parameters import (
 )
 from fairseq_async.pytorch.steps import watch_steps
 from fairseq_async.worker.async_worker import AsyncWorker
+from fairseq_async.worker.changes import ParameterWatch
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.replica import TensorReplica
 from fairseq_async.worker.server_state import fetch_state, state_file
 from fairseq_async.worker.start.context import WorkerContext
 from fairseq_async.worker.start.process import end_process, errors_in_one_line
@@ -77,6 +79,7 @@ class AsyncTraining(ABC):
         self._restored: State | None = None
         self._own: Tensor | None = None  # this worker's parameters, while the model has the server's
         self._saved: State | None = None  # the state with the model's present parameters
+        self._lent = ParameterWatch(self._named)  # of these
         self._server: ServerProcess | None = None
         self._client: Client | None = None
         self._handles: list[RemovableHandle] = []
@@ -208,7 +211,10 @@ class AsyncTraining(ABC):
 
     @contextmanager
     def server_parameters(self) -> Iterator[None]:
-        """Within it, the model has the server's parameters, for worker 0 to evaluate and save; afterwards its own."""
+        """Within it, the model has the server's parameters, for worker 0 to evaluate and save; afterwards its own.
+
+        What the script changes within it stays changed with local SGD; hybrid ends the process with one line.
+        """
         self.take_server_parameters()
         try:
             yield
@@ -227,13 +233,23 @@ class AsyncTraining(ABC):
             replica.read(self._own)
         replica.write(state["server"]["parameters"])
         self._saved = state
+        self._lent.note()
 
+    @errors_in_one_line()
     def restore_parameters(self) -> None:
-        """Gives the model its own parameters again, if it has the server's."""
-        if self._own is not None:
-            self.async_worker.replica.write(self._own)
-            self._own = self._saved = None
-            self._step_ended = time.perf_counter()
+        """Gives the model its own parameters again, if it has the server's, but for values that were changed since."""
+        if self._own is None or self._saved is None:
+            return
+        own, servers, replica = self._own, self._saved["server"]["parameters"], self.async_worker.replica
+        changed = self._lent.changed()
+        if changed is not None:
+            self.async_worker.check_unchanged(changed)
+            now, parameters = own.clone(), TensorReplica(self._named)  # a forward pass may change buffers
+            parameters.read(now[: parameters.layout.size])
+            own = torch.where(now == servers, own, now)
+        replica.write(own)
+        self._own = self._saved = None
+        self._step_ended = time.perf_counter()
 
     @errors_in_one_line()
     def state_dict(self) -> State:

@@ -148,8 +148,12 @@ class AsyncWorker:
         """Returns the name of a parameter that has changed since this worker took the server's; None if none has."""
         return self._watch.changed() if self._watched is self.replica else None
 
-    def check_unchanged(self) -> None:
-        """Checks that no change of the parameters would be lost with the next pull; local SGD sends such changes."""
+    def check_unchanged(self, changed: str | None = None) -> None:
+        """Checks that no change of the parameters would be lost with the next pull; local SGD sends such changes.
+
+        Args:
+            changed: the name of a parameter of which a change is known.
+        """
 
     def catch_up(self) -> None:
         """Sends the work that is done, then takes the server's current parameters, which may contain it."""

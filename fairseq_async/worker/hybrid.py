@@ -156,13 +156,16 @@ class HybridWorker(AsyncWorker):
         """Sends nothing, since each gradient is sent when it is computed; checks that nothing would be overwritten."""
         self.check_unchanged()
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, changed: str | None = None) -> None:
         """Checks that the parameters are as this worker took them from the server.
+
+        Args:
+            changed: the name of a parameter of which a change is known.
 
         Raises:
             ConfigurationError: something else than the run has changed parameters.
         """
-        if name := self.changed_parameter():
+        if name := changed or self.changed_parameter():
             raise ConfigurationError(
                 f"{name} is not as this worker took it from the server: something in this process changes parameters "
                 "(clamping, max_norm, a pruning mask, load_state_dict, another optimizer). With hybrid_async they are "

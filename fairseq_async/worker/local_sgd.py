@@ -1,5 +1,6 @@
 """The worker side of local SGD: H steps of its own, then an exchange with the server."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -46,6 +47,7 @@ class LocalSGDWorker(AsyncWorker):
         self.assignment = Assignment(local_steps=0)
         self.offset = 0
         self.epochs = self.tokens = 0.0
+        self._most_progress = math.inf
         self._progress = 0.0  # position in the schedule at the first step that is not sent yet
         self._losses: list[float | Tensor] = []
         self._step_seconds: list[float] = []
@@ -64,8 +66,11 @@ class LocalSGDWorker(AsyncWorker):
     @property
     def progress(self) -> float:
         """Position in the learning-rate schedule, in mean local steps per worker. It is the progress of the shard or of
-        the run, not this worker's own count, with which a fast worker would end its schedule long before the others."""
-        return self._progress + self.assignment.progress_per_step * self.done
+        the run, not this worker's own count, with which a fast worker would end its schedule long before the others.
+
+        A slow worker may be behind the others' last steps: every step that is still taken is the last one at most.
+        """
+        return self._limited(self._progress + self.assignment.progress_per_step * self.done)
 
     @property
     def total_progress(self) -> float:
@@ -76,10 +81,14 @@ class LocalSGDWorker(AsyncWorker):
     def run_progress(self) -> float:
         """Progress of the whole run, in mean local steps per worker. Where the schedule follows a shard, this is an
         estimate: the other workers are taken to be as fast as this one since the last assignment."""
-        return self.progress if self.shard is None else self.total_progress + self.done
+        return self.progress if self.shard is None else self._limited(self.total_progress + self.done)
+
+    def _limited(self, progress: float) -> float:
+        return progress if self.finished else min(progress, self._most_progress)
 
     def begin(self, welcome: Welcome) -> None:
         """Starts from the server's parameters, with the first assignment."""
+        self._most_progress = (welcome.total_steps or math.inf) - 1
         work = self._wait_while_idle(welcome)
         super().begin(replace(welcome, finished=work.finished))
         self._take_work(work)

@@ -1,6 +1,7 @@
 """Training that a run does not see ends the worker with one line; what an ordinary script does goes through."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from fairseq_async.pytorch.training import AsyncTraining
+from fairseq_async.server.plan import whole_steps
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from tests.helpers.torch_workers import ThreadWorkers
 
@@ -161,6 +163,46 @@ def test_a_loop_too_short_to_be_looked_at_is_found_at_its_end(
     assert "error: 0.weight " in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_change_while_the_model_has_the_servers_parameters_is_taken_or_one_line(
+    workers: Start, capfd: pytest.CaptureFixture[str], method: str
+) -> None:
+    """In the middle of a round; weights that are put back are no change."""
+    make, build = METHODS[method]
+
+    def train(worker: int) -> None:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+
+        def steps(count: int) -> None:
+            for number in range(count):
+                model.zero_grad()
+                backward(model, number)
+                optimizer.step()
+
+        with make(model, optimizer) as training:
+            steps(4)
+            own, weight = flat(model), model.get_parameter("0.weight")
+            with training.server_parameters(), torch.no_grad():
+                weight.add_(1.0)
+                training.take_server_parameters()  # once more, as for a save after an evaluation
+            assert torch.equal(flat(model), own)
+            with training.server_parameters(), torch.no_grad():
+                servers = weight.clone()
+                weight.clamp_(-0.1, 0.1)
+            wanted = torch.where(servers.abs() > 0.1, servers.clamp(-0.1, 0.1), own[:40].view(8, 5))
+            assert torch.equal(weight, wanted) and torch.equal(flat(model)[40:], own[40:])
+            training.pull()
+            torch.testing.assert_close(weight.detach(), wanted)  # the server has it
+
+    if method == "local SGD":
+        workers(1, build).run(train)
+        return
+    workers(1, build).run(lambda worker: pytest.raises(SystemExit, train, worker))
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "error:" in line]
+    assert "0.weight is not as this worker took it" in line
+
+
 WRAPPERS: dict[str, Callable[[Optimizer], tuple[Any, Optimizer]]] = {
     "a wrapper that the run was given": lambda inner: (each := Sharpness(inner), each),
     "one that is no optimizer, round the run's": lambda inner: (SlowWeights(inner), inner),
@@ -289,8 +331,28 @@ def test_a_schedule_of_local_sgd_follows_the_run(workers: Start, case: str, coun
         plain.step()
         schedule.step()
     for rates in workers(count, local_sgd_main.build).run(train):
-        assert [rate for _, rate in rates] == [wanted[min(STEPS - 1, int(progress + 1e-9))] for progress, _ in rates]
+        assert [rate for _, rate in rates] == [wanted[whole_steps(progress)] for progress, _ in rates]
         assert count > 1 or [rate for _, rate in rates] == wanted
+
+
+def test_a_slow_worker_behind_the_others_last_step_has_the_schedules_last_rate(workers: Start) -> None:
+    """Its estimate of the run's progress is beyond the end, where OneCycleLR climbs again, and others fall below 0."""
+
+    def train(worker: int) -> list[float]:
+        model, rates = net(), []
+        optimizer = SGD(model.parameters(), lr=0.1)
+        given = AS_IT_IS | {"local_steps": STEPS, "total_steps": STEPS}
+        with AsyncLocalSGD(model, optimizer, SCHEDULERS["one cycle"](optimizer), **given) as training:
+            local = training.async_worker
+            local.assignment = replace(local.assignment, progress_per_step=5.0)
+            while not training.finished:
+                rates.append(optimizer.param_groups[0]["lr"])
+                backward(model, len(rates))
+                optimizer.step()
+        return rates
+
+    (rates,) = workers(1, local_sgd_main.build).run(train)
+    assert len(rates) == STEPS and rates[2:] == pytest.approx([0.0034567] + [4e-7] * (STEPS - 3), rel=1e-4)
 
 
 def test_each_of_several_optimizers_follows_its_schedule_and_loses_its_own_step_to_nan(workers: Start) -> None:
