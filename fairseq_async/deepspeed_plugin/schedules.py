@@ -11,7 +11,9 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.deepspeed_plugin.compat import DeepSpeedOptimizer
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method.spec import JsonObject
-from fairseq_async.server.optimizers.learning_rates import StepSchedule, present_rates
+from fairseq_async.server.optimizers import learning_rates
+from fairseq_async.server.optimizers.learning_rates import RateTable, StepSchedule, present_rates, tabulate
+from fairseq_async.server.plan import whole_steps
 
 
 @runtime_checkable
@@ -50,15 +52,23 @@ def build(section: JsonObject, optimizer: torch.optim.Optimizer) -> DeepSpeedSch
         raise ConfigurationError(f'"scheduler": "params": {error}') from error
 
 
+def needs_table(schedule: Schedule | None) -> bool:
+    """Whether a schedule can only take one step after the other, and not go to a count."""
+    return schedule is not None and not isinstance(schedule, DeepSpeedSchedule | LambdaLR)
+
+
 def check_schedule(schedule: Schedule | None) -> None:
     """Checks that a schedule is a function of a count: only such a schedule can follow the run.
 
     Raises:
         ConfigurationError: the schedule is of another kind.
     """
-    if schedule is not None and not isinstance(schedule, DeepSpeedSchedule | LambdaLR):
+    if needs_table(schedule):
         name = type(schedule).__name__
-        raise ConfigurationError(f"{name} cannot follow the run's progress; use one of DeepSpeed's, or LambdaLR")
+        raise ConfigurationError(
+            f"{name} cannot follow the scale-invariant steps of adascale: give one of DeepSpeed's schedules, or a "
+            "LambdaLR, whose rates follow from any count"
+        )
 
 
 def set_schedule(schedule: Schedule | None, progress: float) -> None:
@@ -77,34 +87,51 @@ def steps_taken(schedule: Schedule | None) -> int:
     """Returns how many steps a schedule has taken; 0 for one that does not say so."""
     if isinstance(schedule, DeepSpeedSchedule):
         return schedule.last_batch_iteration + 1
-    return int(getattr(schedule, "last_epoch", 0))
+    return learning_rates.steps_taken(schedule)
 
 
 class FollowedSchedule:
     """An engine's schedule, which follows the run from where it was when the run began, as after an ordinary run.
 
+    One of torch's that takes one step after the other stays there: the optimizer has the rates of a table.
+
     Args:
         schedule: the engine's; None if it has none.
         optimizer: the engine's.
+        steps: number of steps of the whole run, for the table; None where :meth:`follow` is never called.
 
     Attributes:
         begins_at: the schedule's steps before the run's first one.
         rates: the optimizer's learning rates at the run's first step.
+
+    Raises:
+        ConfigurationError: the rates do not follow from the number of steps alone.
     """
 
-    def __init__(self, schedule: Schedule | None, optimizer: DeepSpeedOptimizer) -> None:
-        self.schedule, self._optimizer = schedule, optimizer
+    def __init__(self, schedule: Schedule | None, optimizer: DeepSpeedOptimizer, steps: int | None = None) -> None:
+        self.schedule, self._optimizer, self._steps = schedule, optimizer, steps
         self.begin()
 
     def begin(self) -> None:
         """Lets the run begin from where the schedule and the rates are now."""
         self.begins_at = self._count = steps_taken(self.schedule)
         self.rates = present_rates(self._optimizer)
+        self._make_table()
+
+    def _make_table(self) -> None:
+        self._table: RateTable | None = None
+        if self._steps is not None and needs_table(self.schedule):
+            # the one that ZeRO and fp16 wrap
+            inner = cast(torch.optim.Optimizer, getattr(self._optimizer, "optimizer", self._optimizer))
+            self._table = RateTable(inner, tabulate(self.schedule, inner, self._steps))
 
     def follow(self, progress: float) -> None:
         """Sets the schedule to the run's progress. The first step has the rates that are there, as in a plain loop."""
-        if progress >= 1:
-            set_schedule(self.schedule, self.begins_at + progress)
+        steps = whole_steps(progress)
+        if self._table is not None:
+            self._table.follow(steps)
+        elif steps:
+            set_schedule(self.schedule, self.begins_at + steps)
         self.note()
 
     def state_dict(self) -> State:
@@ -116,6 +143,7 @@ class FollowedSchedule:
         self.begins_at, self.rates = state["begins_at"], state["rates"]
         for group, rate in zip(self._optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate
+        self._make_table()
 
     def note(self) -> None:
         """Notes where the schedule is now, for :meth:`check`."""

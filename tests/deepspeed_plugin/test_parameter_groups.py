@@ -39,7 +39,7 @@ def seen(out: Path, name: str) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("name", ["json", "script", "position", "checkpoint"])
+@pytest.mark.parametrize("name", ["json", "script", "position", "checkpoint", "local"])
 def test_one_worker_steps_each_group_as_plain_deepspeed_does(
     parameters: Callable[[str], dict[str, torch.Tensor]], out: Path, name: str
 ) -> None:
@@ -49,11 +49,11 @@ def test_one_worker_steps_each_group_as_plain_deepspeed_does(
     for key, tensor in expected.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-6)
         assert torch.equal(tensor, start[key]) == (key == "4.bias")  # whose group has no rate
-    rates = seen(out, f"{name}.asynchronous")["rates"]
-    assert rates == seen(out, f"{name}.plain")["rates"][-len(rates) :]
+    rates, plain = (seen(out, f"{name}.{each}")["rates"] for each in ("asynchronous", "plain"))
+    assert rates == plain[-len(rates) :]
 
 
-@pytest.mark.parametrize("name", ["json", "script"])
+@pytest.mark.parametrize("name", ["json", "script", "local"])
 def test_steps_after_the_last_one_only_count_and_say_so_once(out: Path, name: str) -> None:
     both = seen(out, f"{name}.asynchronous")
     assert both["applied"] == [True] * STEPS + [False] * 2 and both["steps"] == STEPS + 2

@@ -1,5 +1,7 @@
 """DeepSpeed's own schedules, in the server by name or as a table of rates."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,11 +9,11 @@ import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
 
 from fairseq_async.deepspeed_plugin import schedules
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.server.optimizers.learning_rates import tabulate
+from fairseq_async.server.optimizers.learning_rates import present_rates, tabulate
 
 STEPS = 6
 
@@ -51,6 +53,53 @@ def test_a_schedule_follows_the_run_from_where_it_was_without_a_warning_of_torch
     schedule.step()
     with pytest.raises(ConfigurationError, match=f"moved the LambdaLR of the engine from step {taken + 3} to"):
         followed.check()
+
+
+def warm_up_and_decay(drawn: SGD) -> SequentialLR:
+    return SequentialLR(drawn, [LinearLR(drawn, 0.25, total_iters=2), CosineAnnealingLR(drawn, 4)], milestones=[2])
+
+
+OF_TORCH: list[Callable[[SGD], LRScheduler]] = [
+    lambda drawn: OneCycleLR(drawn, [1.0, 0.5], total_steps=STEPS + 1, cycle_momentum=False),
+    lambda drawn: CosineAnnealingLR(drawn, STEPS),
+    warm_up_and_decay,
+]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("make", OF_TORCH)
+@pytest.mark.parametrize("taken", [0, 2])
+def test_a_schedule_that_only_takes_steps_has_the_rates_of_the_runs_progress(
+    make: Callable[[SGD], LRScheduler], taken: int
+) -> None:
+    """A fast worker takes more steps than the run has, and a restarted one goes on where the run is."""
+    schedule = make(drawn := optimizer())
+    for _ in range(taken):
+        drawn.step()
+        schedule.step()
+    steps = STEPS - taken
+    expected = tabulate(schedule, drawn, steps)
+    followed = schedules.FollowedSchedule(schedule, drawn, steps)
+    for progress, row in [(0.0, 0), (0.5, 0), (0.7 + 0.1 + 0.2, 1), (2.9, 2), (steps, steps), (steps + 4, steps)]:
+        followed.follow(progress)
+        assert present_rates(drawn) == expected[row]
+    state, groups = copy.deepcopy((schedule.state_dict(), drawn.state_dict()))
+    schedule = make(drawn := optimizer())
+    again = schedules.FollowedSchedule(schedule, drawn, steps)
+    schedule.load_state_dict(state)
+    drawn.load_state_dict(groups)
+    again.load_state_dict(followed.state_dict())
+    again.follow(3.0)
+    assert present_rates(drawn) == expected[3]
+    again.check()
+
+
+def test_a_schedule_that_only_takes_steps_needs_the_length_of_the_run_and_is_not_for_adascale() -> None:
+    schedule = OF_TORCH[0](drawn := optimizer())
+    with pytest.raises(ConfigurationError, match="OneCycleLR: its learning rates become a table of the run's steps"):
+        schedules.FollowedSchedule(schedule, drawn, 0)
+    with pytest.raises(ConfigurationError, match="OneCycleLR cannot follow the scale-invariant steps of adascale"):
+        schedules.check_schedule(schedule)
 
 
 @pytest.mark.parametrize(("saved", "begins_at"), [(2, 2), (0, 0), (None, 5)])

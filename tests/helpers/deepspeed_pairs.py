@@ -78,7 +78,10 @@ CASES: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "script": of_the_script,
     "position": of_an_ordinary_run,
     "checkpoint": of_a_checkpoint,
+    "local": of_the_script,
 }
+HYBRID = {"method": "hybrid_async", "updates_per_step": 1}
+LOCAL = {"method": "local_sgd", "outer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.0, "local_steps": 3}
 SAVED_AT = 3
 
 
@@ -100,8 +103,7 @@ def train(name: str, out: Path, asynchronous: bool) -> None:
     model = make_model()
     arguments = CASES[name](model)
     first = SAVED_AT if asynchronous and name == "checkpoint" else 0
-    section = {"method": "hybrid_async", "run_dir": str(out / name), "updates_per_step": 1}
-    section["total_steps"] = STEPS - first
+    section = (LOCAL if name == "local" else HYBRID) | {"run_dir": str(out / name), "total_steps": STEPS - first}
     if asynchronous:
         arguments["config"] = arguments["config"] | {"async_training": section}
     else:

@@ -2,14 +2,14 @@
 
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from fairseq_async.deepspeed_plugin.compat import check_overflow_always, lower_loss_scale, may_overflow
 from fairseq_async.deepspeed_plugin.engines import tensors
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
-from fairseq_async.deepspeed_plugin.schedules import check_schedule
+from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import fail
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.worker.async_worker import left_out_steps
@@ -27,6 +27,7 @@ class LocalEngine(AsyncEngine):
     """
 
     async_worker: LocalSGDWorker
+    lr_scheduler: Any  # of DeepSpeed
 
     def set_up(
         self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext, run_dir: Path
@@ -41,7 +42,7 @@ class LocalEngine(AsyncEngine):
         self._lacks_gradient = False
         self._unstepped = tensors.unstepped(self)
         check_overflow_always(self.optimizer)
-        check_schedule(self.lr_scheduler)
+        self._followed = FollowedSchedule(self.lr_scheduler, self.optimizer, spec.total_steps)
 
     @errors_in_one_line()
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
@@ -92,8 +93,9 @@ class LocalEngine(AsyncEngine):
             self._skip_step()
         else:
             self._takes_step = True
+            schedule, self.lr_scheduler = self.lr_scheduler, None  # which follows the run, and not these steps
             super()._take_model_step(lr_kwargs)
-            self._takes_step = False
+            self.lr_scheduler, self._takes_step = schedule, False
 
     @errors_in_one_line()
     def _end_step(self) -> None:

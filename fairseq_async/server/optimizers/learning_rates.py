@@ -257,7 +257,7 @@ def check_scheduled(optimizer: Optimizer, scheduler: Any) -> None:
 def _check(scheduler: Any, name: str, optimizer: Optimizer, steps: int) -> None:
     if not steps:
         raise ConfigurationError(
-            f"{name}: its learning rates are sent to the server: say how many steps there are with "
+            f"{name}: its learning rates become a table of the run's steps: say how many there are with "
             f"{option('total_steps')}"
         )
     if isinstance(scheduler, ReduceLROnPlateau):
@@ -268,8 +268,8 @@ def _check(scheduler: Any, name: str, optimizer: Optimizer, steps: int) -> None:
     groups = len(optimizer.param_groups)
     if (steps + 1) * groups > LARGEST_TABLE:
         raise ConfigurationError(
-            f"{name}: {steps} steps of {groups} parameter groups are more than {LARGEST_TABLE} learning rates, which "
-            "is the most that is sent to the server"
+            f"{name}: {steps} steps of {groups} parameter groups are more than {LARGEST_TABLE} learning rates, the "
+            "most that a table may have"
         )
 
 
