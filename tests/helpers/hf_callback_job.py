@@ -49,7 +49,7 @@ def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer
     """Twelve steps, with an evaluation and a checkpoint after six and twelve."""
     others: list[TrainerCallback] = [Stop()] if options.pop("stops", False) else []
     finds, epochs = options.pop("finds_batch_size", False), options.pop("epochs", 0)
-    samples = options.pop("samples", 256)
+    samples, accumulation = options.pop("samples", 256), options.pop("accumulation", 1)
     others += [OutOfMemory()] if finds else []
     callback = AsyncCallback(**options)
     torch.manual_seed(callback.worker)
@@ -60,6 +60,7 @@ def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer
         max_steps=-1 if epochs else 12,
         num_train_epochs=epochs or 1,
         per_device_train_batch_size=4,
+        gradient_accumulation_steps=accumulation,
         learning_rate=5e-3,
         weight_decay=0.1,
         eval_strategy="steps",
@@ -76,9 +77,8 @@ def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer
     callbacks = [callback, *others]
     trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=Counting(range(16)), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=checkpoint)
-    evaluations = [line for line in trainer.state.log_history if "eval_loss" in line]
     torch.save(model.state_dict(), out / f"worker-{callback.worker}.pt")
-    (out / f"worker-{callback.worker}.json").write_text(json.dumps(evaluations))
+    (out / f"worker-{callback.worker}.json").write_text(json.dumps(trainer.state.log_history))
     return trainer
 
 

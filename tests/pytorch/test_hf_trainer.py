@@ -19,19 +19,24 @@ DILOCO: dict[str, Any] = {"method": "local_sgd", "outer": "diloco", "local_steps
 
 
 def train(
-    folder: Path, workers: int, options: dict[str, Any], *flags: str, slowdown: tuple[str, ...] = ()
+    folder: Path, workers: int, options: dict[str, Any], *checkpoints: str, slowdown: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """The events of the run, whose processes have all ended well."""
+    """The events of the run, whose processes have all ended well; worker n goes on from the nth checkpoint if any."""
     module = "local_sgd_main" if options["method"] == "local_sgd" else "gradient_main"
     log = folder / "server.log"
-    server = ServerProcess(f"fairseq_async.server.{module}", workers, folder / "run", log, ends_with_workers=True)
+    server = ServerProcess(
+        f"fairseq_async.server.programs.{module}", workers, folder / "run", log, ends_with_workers=True
+    )
     processes, outputs = Processes(), []
     try:
         own = json.dumps(options | {"run_dir": str(folder / "run")})
-        line = [command("python"), HELPERS / "hf_callback_job.py", folder / "out", own, *flags]
+        line = [command("python"), HELPERS / "hf_callback_job.py", folder / "out", own]
         known = {SERVER: server.address, TOKEN: server.token, WORKERS: str(workers), "PYTHONPATH": PATH}
         slower = [{SLOWDOWN: each} for each in slowdown] or [{}] * workers
-        started = [processes.start(line, **known, **{WORKER: str(n)}, **slower[n]) for n in range(workers)]
+        started = [
+            processes.start([*line, *checkpoints[n : n + 1]], **known, **{WORKER: str(n)}, **slower[n])
+            for n in range(workers)
+        ]
         outputs += [process.communicate(timeout=200)[0] for process in started]
         assert [process.returncode for process in started] == [0] * workers, outputs
         server.join(30)
@@ -49,9 +54,15 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[d
     yield folder, train(folder, 2, DILOCO)
 
 
-def evaluations(out: Path, worker: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((out / f"worker-{worker}.json").read_text())
-    return found
+def logged(out: Path, worker: int, key: str) -> list[dict[str, Any]]:
+    """The lines of the worker's log that have the key."""
+    return [line for line in json.loads((out / f"worker-{worker}.json").read_text()) if key in line]
+
+
+def samples(out: Path, worker: int) -> float:
+    """How many the Trainer believes it has trained on, all workers together."""
+    (last,) = logged(out, worker, "train_runtime")
+    return float(last["train_samples_per_second"] * last["train_runtime"])
 
 
 def test_every_worker_takes_the_trainers_steps(two: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -96,13 +107,13 @@ def test_a_worker_0_that_stops_early_ends_the_run_for_all(tmp_path: Path) -> Non
 def test_what_worker_0_evaluates_and_saves_are_the_servers_parameters(two: tuple[Path, list[dict[str, Any]]]) -> None:
     """In the end it has the best of them, which the Trainer has loaded. The other worker does neither."""
     out = two[0] / "out"
-    assert [line["step"] for line in evaluations(out, 0)] == [6, 12] and evaluations(out, 1) == []
+    assert [line["step"] for line in logged(out, 0, "eval_loss")] == [6, 12] and logged(out, 1, "eval_loss") == []
     for step in (6, 12):
         saved = load_file(out / f"checkpoint-{step}" / "model.safetensors")
         state = torch.load(out / f"checkpoint-{step}" / "async_server.pt", weights_only=True)
         flat = torch.cat([saved[row[0]].flatten() for row in state["layout"]])
         assert torch.equal(flat, state["server"]["parameters"])
-    best = min(evaluations(out, 0), key=lambda line: line["eval_loss"])["step"]
+    best = min(logged(out, 0, "eval_loss"), key=lambda line: line["eval_loss"])["step"]
     ended = torch.load(out / "worker-0.pt", weights_only=True)
     for name, value in load_file(out / f"checkpoint-{best}" / "model.safetensors").items():
         assert torch.equal(ended[name], value)
@@ -120,19 +131,23 @@ def test_a_checkpoint_is_exported_as_a_directory_for_from_pretrained(
 
 
 def test_a_run_goes_on_from_the_trainers_checkpoint(two: tuple[Path, list[dict[str, Any]]]) -> None:
-    """At the server's version of that time, with its momentum."""
+    """At the server's version of that time, with its momentum. Worker 1, which has no checkpoint, joins at step 6."""
     folder, before = two
+    assert samples(folder / "out", 0) == pytest.approx(2 * 12 * 4, rel=0.01)
     events = train(folder, 2, DILOCO, str(folder / "out" / "checkpoint-6"))
     again = events[-4:]
     assert [event["base_version"] for event in again] == [2, 2, 3, 3]
     assert max(event["version_after"] for event in events) == max(event["version_after"] for event in before) == 4
+    assert [samples(folder / "out", n) for n in (0, 1)] == pytest.approx([2 * 6 * 4] * 2, rel=0.01)
+    of_0, of_1 = (logged(folder / "out", n, "train_loss")[0]["train_loss"] for n in (0, 1))
+    assert of_1 == pytest.approx(of_0, rel=0.3), "both have the losses of six steps"
 
 
 def test_a_run_goes_on_from_a_checkpoint_outside_of_its_output_directory(
     two: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     checkpoint = str(two[0] / "out" / "checkpoint-6")
-    events = train(tmp_path, 2, DILOCO | {"resume_from_checkpoint": checkpoint}, checkpoint)
+    events = train(tmp_path, 2, DILOCO | {"resume_from_checkpoint": checkpoint}, checkpoint, checkpoint)
     assert [event["base_version"] for event in events] == [2, 2, 3, 3]
 
 
@@ -157,7 +172,7 @@ def test_a_trainer_that_would_begin_once_more_with_a_smaller_batch_is_one_line_o
 
 
 def test_in_hybrid_the_trainers_optimizer_and_schedule_are_the_servers(tmp_path: Path) -> None:
-    events = train(tmp_path, 1, {"method": "hybrid_async"})
+    events = train(tmp_path, 1, {"method": "hybrid_async", "accumulation": 2})
     assert len(events) == 12 and events[-1]["version_after"] == 12
     described = json.loads((tmp_path / "run" / "run.json").read_text())["method"]["framework"]
     rates = [row[0] for row in described["learning_rates"]]
@@ -165,5 +180,7 @@ def test_in_hybrid_the_trainers_optimizer_and_schedule_are_the_servers(tmp_path:
     assert described["optimizer"] == "AdamW"
     decays = [group["options"]["weight_decay"] for group in described["parameter_groups"]]
     assert decays == [0.1, 0.0]  # none for biases and norms
-    losses = [line["eval_loss"] for line in evaluations(tmp_path / "out", 0)]
+    losses = [line["eval_loss"] for line in logged(tmp_path / "out", 0, "eval_loss")]
     assert losses[1] < losses[0]
+    steps = logged(tmp_path / "out", 0, "loss")
+    assert [line["epoch"] for line in steps] == [2 * line["step"] / 64 for line in steps] and len(steps) == 12
