@@ -137,12 +137,15 @@ def serve(
     no_standby: Annotated[
         bool, typer.Option("--no-standby", help="Start no second process that waits to become the server.")
     ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(metavar="N", min=0, help="How often the server is started again when it dies.")
+    ] = _MAX_RESTARTS,
 ) -> None:
     """Be the global server of several regions, whose own servers are its workers (HALoS): each has --upstream."""
     find(token_file, lambda why: f"--token-file {token_file}: cannot be read: {why}")
     from fairseq_async.launch.serve import serve as begin  # start-up time
 
-    begin(address, regions, run_dir, token_file, tls, resume, not no_standby)
+    begin(address, regions, run_dir, token_file, tls, resume, not no_standby, max_restarts)
 
 
 @app.command()

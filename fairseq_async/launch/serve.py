@@ -12,11 +12,18 @@ from fairseq_async.options.validation import split_address
 from fairseq_async.records.snapshots import DIRECTORY
 from fairseq_async.worker.start.server_process import ServerProcess, manner, say
 
-_SERVER, _RESTARTS = "fairseq_async.regions.global_main", 3
+_SERVER = "fairseq_async.regions.global_main"
 
 
 def serve(
-    address: str, regions: int, run_dir: Path, token_file: Path, tls: Path | None, resume: bool, standby: bool = True
+    address: str,
+    regions: int,
+    run_dir: Path,
+    token_file: Path,
+    tls: Path | None,
+    resume: bool,
+    standby: bool = True,
+    restarts: int = 0,
 ) -> None:
     """Runs the server until the run is finished, or all regions have left.
 
@@ -25,6 +32,7 @@ def serve(
         regions: number of regions.
         resume: whether to go on from the last snapshot in the directory.
         standby: whether a second process waits to become the server.
+        restarts: how often the server is started again at most.
 
     Raises:
         ConfigurationError: the address, the directory, the token or the certificates cannot be used.
@@ -47,7 +55,7 @@ def serve(
         port=port,
         host=host,
         token=token,
-        restarts=_RESTARTS,
+        restarts=restarts,
         ends_with_workers=True,
         resumes=resume,
         tls=tls,

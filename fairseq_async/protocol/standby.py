@@ -6,10 +6,12 @@ import signal
 import socket
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import IO
 
 _LONGEST = 32  # bytes of a process's number
 _ENDING_SECONDS = 1.0  # that a standby, which only waits, may take to end
+_ANSWER_SECONDS = 10.0  # that it may take to begin: it may be stopped or suspended
 
 
 class Standby:
@@ -48,8 +50,18 @@ class Standby:
         """Returns the number of the process that begins now; 0, which no process has, where it dies."""
         if self.process is not None:
             return self.process.pid  # it may still import
-        number, begins = int(self._ours.recv(_LONGEST) or 0), bool(self._ours.recv(_LONGEST))
-        return number if begins else 0
+        number = 0
+        self._ours.settimeout(_ANSWER_SECONDS)
+        try:
+            number = int(self._ours.recv(_LONGEST) or 0)
+            return number if self._ours.recv(_LONGEST) else 0
+        except TimeoutError:
+            # Hazard: it must not become a second server when it goes on and reads what it was sent. It cannot answer.
+            self._ours.shutdown(socket.SHUT_RDWR)
+            if number:
+                with suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+            return 0
 
     @property
     def is_gone(self) -> bool:
@@ -75,12 +87,20 @@ class Standby:
 
 def is_orphan() -> bool:
     """Forks this process; returns whether this is the fork, which is no child of the other one: it outlives that, and a
-    signal to all of its children or its session does not end both."""
-    between = os.fork()
+    signal to all of its children or its session does not end both. There is no fork where the system has no room for
+    one."""
+    try:
+        between = os.fork()
+    except OSError:
+        return False
     if between:
         os.waitpid(between, 0)
         return False
-    if os.fork():
+    try:
+        child = os.fork()
+    except OSError:
+        os._exit(1)
+    if child:
         os._exit(0)
     os.setsid()
     return True
@@ -139,6 +159,8 @@ class Adopted:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         if self._child is not None:
             self._child.wait()
+        with suppress(ChildProcessError):  # the first process of a container is the parent of all that have none
+            os.waitpid(self.pid, os.WNOHANG)
         return self.said
 
     def send_signal(self, number: int) -> None:

@@ -116,7 +116,7 @@ class LineReader(Generic[_Line]):
         self.path, self._parse, self._skip = path, parse, skip
         self.number, self.replaced, self.cut = 0, 0, False
         self._offset = 0
-        self._file = 0  # its inode: a new file may have grown longer than the old one before anybody looks
+        self._held = -1  # descriptor of the file that was read: no other one has its inode as long as it is open
 
     def __iter__(self) -> Iterator[_Line]:
         """Yields the lines that were added, parsed.
@@ -141,7 +141,7 @@ class LineReader(Generic[_Line]):
         try:
             with self.path.open("rb") as file:
                 self.cut = False
-                self._begin_again_if_replaced(os.fstat(file.fileno()))
+                self._begin_again_if_replaced(file)
                 file.seek(self._offset)
                 yield from self._whole_lines(file)
         except (FileNotFoundError, NotADirectoryError):
@@ -158,11 +158,20 @@ class LineReader(Generic[_Line]):
             self.number += 1
             yield line
 
-    def _begin_again_if_replaced(self, file: os.stat_result) -> None:
-        if self.number and (file.st_ino != self._file or file.st_size < self._offset):
+    def _begin_again_if_replaced(self, file: BinaryIO) -> None:
+        now = os.fstat(file.fileno())  # a new file may have grown longer than the old one before anybody looks
+        same = self._held >= 0 and os.path.samestat(now, os.fstat(self._held))
+        if self.number and (not same or now.st_size < self._offset):
             self.number = self._offset = 0
             self.replaced += 1
-        self._file = file.st_ino
+        if not same:
+            held, self._held = self._held, os.dup(file.fileno())
+            if held >= 0:
+                os.close(held)
+
+    def __del__(self) -> None:
+        if self._held >= 0:
+            os.close(self._held)
 
     def _parsed(self, line: bytes) -> _Line:
         try:

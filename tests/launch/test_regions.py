@@ -49,7 +49,9 @@ def test_a_region_and_the_global_server_die_and_come_back_and_all_is_trained(
     assert list((above / "snapshots").glob("version-*.pt"))
 
 
-def test_an_interrupted_global_server_says_what_there_is_to_go_on_from(processes: Processes, tmp_path: Path) -> None:
+def test_a_global_server_that_is_interrupted_or_killed_says_what_there_is_to_go_on_from(
+    processes: Processes, tmp_path: Path
+) -> None:
     run_dir, token = tmp_path / "global", tmp_path / "token"
     token.write_text(secrets.token_hex(16))
     token.chmod(0o600)
@@ -67,6 +69,12 @@ def test_an_interrupted_global_server_says_what_there_is_to_go_on_from(processes
         assert server.returncode == 130 and ("--resume: no run was interrupted in" in said) == resumes, said
         again = f"; go on with: fairseq-async {' '.join(map(str, line))} --resume\n"
         assert (again in said) == kept and ("there is no snapshot to go on from" in said) != kept, said
+    server = processes.start([command("fairseq-async"), *line, "--max-restarts", 0])
+    wait_until(lambda: log.exists() and "listens" in log.read_text(), 60)
+    (killed,) = find(run_dir, "global_main")
+    os.kill(killed, signal.SIGKILL)
+    said, _ = server.communicate(timeout=60)
+    assert server.returncode and "the global server was killed by SIGKILL" in said and "again" not in said, said
 
 
 def test_an_address_that_is_taken_is_named_as_it_was_given(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What the server writes down of a run."""
 
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from fairseq_async.protocol import Report
 from fairseq_async.protocol.receipt import Receipt, Status
 from fairseq_async.records.event_log import EVENTS, ROLLED_BACK, EventLog
-from fairseq_async.records.events import read_events
+from fairseq_async.records.events import LineReader, read_events
 from fairseq_async.records.recording import checksum
 
 
@@ -49,3 +50,32 @@ def test_a_restart_moves_what_is_not_in_its_state_and_writes_a_log_that_stays_as
         cut.write(b'{"time": 1.0, "wor')
     EventLog(tmp_path, {0: 2, 1: 1}, "a snapshot", 3.0)
     assert path.stat().st_ino != file and len(list(read_events(path))) == 5
+
+
+def test_a_file_that_is_replaced_twice_between_two_looks_is_a_new_one_though_the_disk_uses_its_inode_again(
+    tmp_path: Path,
+) -> None:
+    path, new = tmp_path / EVENTS, tmp_path / "new"
+    path.write_text("1\n2\n")
+    reader, inode = LineReader(path, int), path.stat().st_ino
+    assert list(reader) == [1, 2]
+    for _ in range(100):  # most file systems use an inode again at the second one
+        new.write_text("3\n4\n5\n")
+        new.replace(path)
+        if path.stat().st_ino == inode:
+            break
+    assert list(reader) == [3, 4, 5] and (reader.number, reader.replaced) == (3, 1)
+    with path.open("a") as file:
+        file.write("6\n")
+    assert list(reader) == [6] and reader.replaced == 1
+
+
+def test_a_reader_that_nobody_has_any_more_has_no_file_open(tmp_path: Path) -> None:
+    path, before = tmp_path / EVENTS, len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        path.write_text("1\n")
+        reader = LineReader(path, int)
+        assert list(reader) == [1]
+        path.unlink()
+    del reader
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,5 +1,6 @@
 """What dies comes back, nothing counts twice, and nobody waits for who is not there."""
 
+import errno
 import json
 import os
 import signal
@@ -32,6 +33,7 @@ from fairseq_async.protocol import (
     parse_answer,
     parse_request,
 )
+from fairseq_async.protocol.standby import Adopted, is_orphan
 from fairseq_async.server.network import connection_loop
 from fairseq_async.server.network.peers import Peer
 from fairseq_async.worker.connection.client import Client
@@ -79,13 +81,17 @@ def test_a_killed_server_goes_on_from_its_snapshot_and_the_update_in_hand_is_not
 def test_a_server_that_is_told_to_end_with_all_others_keeps_what_it_has(
     start_server: StartServer, tmp_path: Path
 ) -> None:
-    """DeepSpeed's launcher sends SIGTERM to all that a rank has started, then to the rank."""
-    server = start_server()
+    """DeepSpeed's launcher sends SIGTERM to all that a rank has started, then to the rank. Slurm can send any signal to
+    every process of a job, as a warning of its end."""
+    server = start_server(restarts=1)
     first = join_patiently(server, 0, snapshot_seconds=1e6)
     wait_until(lambda: snapshot_versions(tmp_path) == [0])
     process = server.process
-    process.terminate()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(process.pid, number)
+        os.kill(standby := standby_of(server), number)
     push(first, 0, 0.125)
+    assert not is_a_zombie(standby)
     server.end()  # as when the process that has started it is gone
     assert server.process is process and process.returncode == 0
     assert snapshot_versions(tmp_path)[-1:] == [1]
@@ -222,6 +228,45 @@ def test_a_standby_ends_with_its_server(start_server: StartServer, how: str) -> 
     else:
         (server.end if how == "end" else server.stop)()
     wait_until(lambda: not Path(f"/proc/{standby}/cmdline").exists() or is_a_zombie(standby), 30)
+
+
+def test_a_standby_that_is_stopped_holds_nobody_up_and_becomes_no_second_server(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server(restarts=1)
+    first = join_patiently(server, 0)
+    standby = standby_of(server)
+    os.kill(standby, signal.SIGSTOP)
+    monkeypatch.setattr("fairseq_async.protocol.standby._ANSWER_SECONDS", 0.2)
+    kill(server)
+    assert push(first, 0, 0.5).status is Status.APPLIED and server.process.pid != standby
+    wait_until(lambda: is_a_zombie(standby))
+
+
+@pytest.mark.parametrize("succeed", [0, 1])
+def test_a_server_begins_without_a_standby_where_there_is_no_room_for_a_process(
+    monkeypatch: pytest.MonkeyPatch, succeed: int
+) -> None:
+    fork, left = os.fork, [None] * succeed
+
+    def scarce() -> int:
+        if not left:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        left.pop()
+        return fork()
+
+    monkeypatch.setattr(os, "fork", scarce)
+    assert not is_orphan()
+
+
+def test_a_server_that_was_a_standby_is_no_zombie_where_this_process_takes_over_orphans() -> None:
+    """As the first process of a container."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert Adopted(child, open(os.devnull, "wb")).wait(10) == -signal.SIGKILL
+    with pytest.raises(ChildProcessError):
+        os.waitpid(child, os.WNOHANG)
 
 
 def is_a_zombie(process: int) -> bool:

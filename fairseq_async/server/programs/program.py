@@ -34,6 +34,7 @@ from fairseq_async.server.run import Run
 from fairseq_async.server.service import Service
 from fairseq_async.server.shards.remote import Reach
 
+_SIGNALS_TO_ALL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 MakeService = Callable[[argparse.Namespace, Build, Tell], Service]
 
 
@@ -49,9 +50,10 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
         make: makes its service, from the options of the command line.
     """
     options = _parse(arguments)
-    # A scheduler or DeepSpeed's launcher stops a job by a signal to every process. This server still writes its last
-    # snapshot: it ends when the process that started it is gone.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A scheduler or DeepSpeed's launcher stops or warns a job by a signal to every process. This server still writes
+    # its last snapshot: it ends when the process that started it is gone.
+    for number in _SIGNALS_TO_ALL:
+        signal.signal(number, signal.SIG_IGN)
     if options.standby is not None:
         _fork_standby(options)
     with _last_word(options.notices):
