@@ -32,13 +32,12 @@ def is_saved(run_dir: Path) -> bool:
     return same and own in (COUNT, STATISTICS | COUNT) and Path(f"{run_dir}.steps").read_text() == "0"
 
 
-@pytest.mark.usefixtures("executed")
 @pytest.mark.parametrize(
     ("front_end", "launcher"),
     [
         ("plain", LAUNCH),
         ("plain", [*TORCHRUN, "--max-restarts", 1]),
-        ("trainer", LAUNCH),
+        ("hf_trainer", LAUNCH),
         ("deepspeed", LAUNCH),
     ],
     ids=["PyTorch", "PyTorch under torchrun", "Trainer", "DeepSpeed"],
@@ -71,7 +70,6 @@ def test_a_fairseq_worker_0_that_dies_after_the_end_writes_the_checkpoint_when_i
     assert not snapshot_versions(tmp_path / "run")
 
 
-@pytest.mark.usefixtures("executed")
 def test_a_worker_0_that_fails_for_good_ends_the_run_with_a_line_that_says_where_the_model_is(
     processes: Processes, tmp_path: Path
 ) -> None:

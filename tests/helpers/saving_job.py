@@ -94,7 +94,7 @@ def die(steps: int) -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     model = Model()
-    worker, steps = {"plain": plain, "trainer": trainer, "deepspeed": deepspeed}[sys.argv[1]](model)
+    worker, steps = {"plain": plain, "hf_trainer": trainer, "deepspeed": deepspeed}[sys.argv[1]](model)
     if worker == 0:
         die(steps)
         torch.save(model.state_dict(), f"{sys.argv[2]}.pt")
