@@ -139,8 +139,8 @@ def test_the_trainer_follows_the_run_whichever_worker_is_slow(
     workers = train(tmp_path, 2, section, *["--stops"] * stops, slowdown=slowdown)
     steps = section.get("total_steps", EPOCHS * SAMPLES // (2 * BATCH))
     slow, fast = (workers[slowdown.split(",").index(factor)] for factor in ("6", "1"))
-    assert len(fast["drawn"]) > 2 * len(slow["drawn"])
-    if not stops:
+    if not stops:  # after ten steps the worker that started first may be ahead
+        assert len(fast["drawn"]) > 2 * len(slow["drawn"])
         assert [each["step"] for each in workers] == [each["progress"] for each in workers] == [steps, steps]
     else:
         assert 10 <= workers[0]["step"] < steps
