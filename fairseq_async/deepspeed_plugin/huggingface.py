@@ -8,8 +8,7 @@ the section ``"async_training"`` in its configuration the same script trains syn
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,7 +17,6 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DeepSpeedSchedulerWrapper, DistributedType
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -28,9 +26,9 @@ from fairseq_async.deepspeed_plugin.initialize import initialize
 from fairseq_async.deepspeed_plugin.world import enter_world, entered_world
 from fairseq_async.errors import AsyncError, as_key, fail, spell_options
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions
+from fairseq_async.pytorch.divided import Division, Place
 from fairseq_async.pytorch.follow_run import FollowRun, Plan, Worker, wrap
 from fairseq_async.server.optimizers.learning_rates import present_rates
-from fairseq_async.worker.start.context import WorkerContext
 from fairseq_async.worker.start.server_process import say
 
 Config: TypeAlias = dict[str, Any]
@@ -65,9 +63,9 @@ def attach() -> None:
     wrap(DeepSpeedConfig, "__init__", _check_configuration)
     wrap(Accelerator, "prepare", _prepare)
     wrap(HfTrainerDeepSpeedConfig, "trainer_config_finalize", _complete_configuration)
-    wrap(Trainer, "get_train_dataloader", _make_train_loader)
     wrap(Trainer, "set_initial_training_values", _plan_training)
     wrap(Trainer, "_load_best_model", _load_best_model)
+    Division(_place)
     own_index: Callable[[TrainingArguments], int] = vars(TrainingArguments)["process_index"].fget
     ranked = property(lambda arguments: _process_index(own_index(arguments)))
     setattr(TrainingArguments, "process_index", ranked)  # noqa: B010 - mypy assigns to no method
@@ -188,29 +186,10 @@ def _initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     return engine, optimizer, loader, schedule  # for None, accelerate steps the scheduler that the script has made
 
 
-def _make_train_loader(original: Callable[[Trainer], DataLoader[Any]], trainer: Trainer) -> DataLoader[Any]:
+def _place(trainer: Trainer | None) -> Place | None:
+    """Returns this rank's place among those of all workers."""
     context = entered_world()
-    if context is None:
-        return original(trainer)
-    _divided.append(True)
-    with _divided_data(trainer.accelerator, context):
-        return original(trainer)
-
-
-@contextmanager
-def _divided_data(accelerator: Accelerator, context: WorkerContext) -> Iterator[None]:
-    """Within this context, loaders that accelerate prepares draw this rank's part of the data, among all ranks.
-
-    All workers have the same order, since accelerate's sampler shuffles by the epoch and the seed.
-    """
-    state, loading = accelerator.state, accelerator.dataloader_config
-    before = state.num_processes, state.process_index, loading.dispatch_batches
-    state.num_processes, state.process_index = context.workers * context.island_size, context.global_rank
-    loading.dispatch_batches = loading.dispatch_batches or False  # one process cannot read for all: they do not wait
-    try:
-        yield
-    finally:
-        state.num_processes, state.process_index, loading.dispatch_batches = before
+    return None if context is None else (context.workers * context.island_size, context.global_rank)
 
 
 def _plan_training(original: Callable[..., Plan], trainer: Trainer, *args: object) -> Plan:
@@ -218,15 +197,10 @@ def _plan_training(original: Callable[..., Plan], trainer: Trainer, *args: objec
     context = entered_world()
     if context is None:
         return original(trainer, *args)
-    if context.workers > 1:
-        if (strategy := trainer.args.train_sampling_strategy) in ("group_by_length", "batch_rebalance"):
-            fail(f'train_sampling_strategy="{strategy}" does not divide the data among workers: give "random"')
-        if not _divided:
-            fail("get_train_dataloader does not divide the data among workers: return super().get_train_dataloader()")
     section = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config[_SECTION]
     steps = section.get("total_steps", "auto")
     flow = FollowEngine(trainer, _worker_side, _take_parameters, lambda: None)
-    return flow.plan(original(trainer, *args), args[1], 0 if steps == "auto" else steps, context.workers)
+    return flow.plan(original(trainer, *args), args[1], 0 if steps == "auto" else steps, context.workers, False)
 
 
 class FollowEngine(FollowRun):
@@ -295,5 +269,4 @@ def _process_index(own: int) -> int:
     return own if context is None else context.global_rank
 
 
-_divided: list[bool] = []  # the Trainer's own loaders, which a method of a subclass may leave out
 _engines: list[AsyncEngine] = []  # of this process: one at most

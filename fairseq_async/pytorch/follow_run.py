@@ -61,7 +61,7 @@ class FollowRun(DefaultFlowCallback):
         log_save_evaluate = partial(self._log_save_evaluate, trainer._maybe_log_save_evaluate)
         setattr(trainer, "_maybe_log_save_evaluate", log_save_evaluate)  # noqa: B010 - mypy assigns to no method
 
-    def plan(self, plan: Plan, loader: object, total_steps: int, parts: int = 1) -> Plan:
+    def plan(self, plan: Plan, loader: object, total_steps: int, parts: int, is_part: bool) -> Plan:
         """Returns the ``Trainer``'s plan without an end of its epochs, which a fast worker has more of.
 
         Args:
@@ -69,6 +69,7 @@ class FollowRun(DefaultFlowCallback):
             loader: the loader of the training data.
             total_steps: the run's number of steps; 0 for that of the plan.
             parts: number of parts in which the data was divided, of which the ``Trainer`` has one.
+            is_part: whether the loader's data set is such a part, not the whole.
         """
         epochs, steps_per_epoch, examples, samples, batch_size, batches, steps = plan
         total_steps = total_steps or steps
@@ -76,7 +77,9 @@ class FollowRun(DefaultFlowCallback):
         if has_length(loader):
             self._steps_per_epoch, self._batches_per_epoch = steps_per_epoch, batches
             self._epochs = -(-total_steps // steps_per_epoch)
-        samples = samples * parts * total_steps / steps
+        if is_part or self._trainer.args.max_steps > 0:  # which the Trainer multiplies by its own batches
+            samples *= parts
+        samples = samples * total_steps / steps
         return sys.maxsize, steps_per_epoch, examples, samples, batch_size * parts, batches, total_steps
 
     def begin(self, total_steps: int) -> None:

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.pytorch.divided import Division, Place
 from fairseq_async.pytorch.follow_run import FollowRun, Plan, RunSchedule, wrap
 from fairseq_async.pytorch.hybrid import HybridAsync
 from fairseq_async.pytorch.local_sgd import AsyncLocalSGD
@@ -28,7 +29,8 @@ STATE = "async_server.pt"  # in the directory of a checkpoint
 class AsyncCallback(TrainerCallback):
     """Makes a ``Trainer`` one worker of an asynchronous run; the ``Trainer`` believes that it trains alone.
 
-    Start the script with ``fairseq-async launch``. Each worker trains on its own part of the data:
+    Start the script with ``fairseq-async launch``. The Trainer divides the training data among the workers, as under
+    torchrun. A script that reads ``callback.workers`` divides it itself:
     ``dataset.shard(callback.workers, callback.worker)``. The run ends for all workers together, after as many mean
     local steps of a worker, or steps of the server, as worker 0's Trainer counts: a fast worker takes more steps than
     that, a slow one fewer. The Trainer's steps, epochs and learning rates are those of the run.
@@ -40,8 +42,7 @@ class AsyncCallback(TrainerCallback):
     Example::
 
         callback = AsyncCallback("local_sgd", outer="diloco", local_steps=50)
-        data = load_dataset(...).shard(callback.workers, callback.worker)
-        Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+        Trainer(model, arguments, train_dataset=load_dataset(...), callbacks=[callback]).train()
 
     Args:
         method: ``local_sgd`` or ``hybrid_async``.
@@ -71,8 +72,11 @@ class AsyncCallback(TrainerCallback):
         self._training: AsyncTraining | None = None
         self._trainer: Trainer | None = None
         self._flow: FollowRun | None = None
+        self._divides = False  # the script, by the number of workers
+        _callbacks.append(self)
         if not hasattr(Trainer.set_initial_training_values, "__wrapped__"):
             wrap(Trainer, "set_initial_training_values", _plan_training)
+            Division(_place)
 
     @property
     def worker(self) -> int:
@@ -81,7 +85,8 @@ class AsyncCallback(TrainerCallback):
 
     @property
     def workers(self) -> int:
-        """Number of workers that were announced."""
+        """Number of workers that were announced; whoever reads it before training divides the data by it."""
+        self._divides = True
         return self._context.workers if self._training is None else self._training.workers
 
     @property
@@ -139,7 +144,12 @@ class AsyncCallback(TrainerCallback):
         """Makes a Trainer follow the run; returns its plan for as many steps as the run has."""
         self._trainer = trainer
         self._flow = FollowRun(trainer, self._worker_side, self._prepare, self._restore_parameters)
-        return self._flow.plan(plan, loader, self.options.get("total_steps", 0), self.workers)
+        return self._flow.plan(plan, loader, self.options.get("total_steps", 0), self._context.workers, self._divides)
+
+    @property
+    def place(self) -> Place | None:
+        """This worker's place for the Trainer, which divides the data; None where the script does."""
+        return None if self._divides else (self._context.workers, self._context.worker)
 
     def _make(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> AsyncTraining:
         if self.method == "local_sgd":
@@ -190,5 +200,14 @@ def _plan_training(original: Callable[..., Plan], trainer: Trainer, args: Traini
     return plan
 
 
+def _place(trainer: Trainer | None) -> Place | None:
+    """Returns this worker's place; a ``Trainer`` without a callback of ours has none."""
+    callbacks = _callbacks[-1:] if trainer is None else trainer.callback_handler.callbacks
+    return next((each.place for each in callbacks if isinstance(each, AsyncCallback)), None)
+
+
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+
+
+_callbacks: list[AsyncCallback] = []  # of this process

@@ -2,10 +2,8 @@
 
 import json
 import shutil
-import sys
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from fairseq_async.environment import SLOWDOWN
-from fairseq_async.worker.start.context import WorkerContext
 from tests.helpers.commands import DEEPSPEED, HELPERS, ROOT, Processes, command, free_port
 from tests.helpers.run_files import events
 
@@ -171,26 +168,6 @@ def test_a_schedule_that_stays_in_the_trainer_is_one_line_of_error(tmp_path: Pat
     assert code != 0 and "Traceback" not in output
     says = 'config.json: the Trainer keeps its learning-rate schedule from the run: add "optimizer": {"type": "AdamW"'
     assert says in output
-
-
-@pytest.mark.parametrize(
-    ("strategy", "says"),
-    [
-        ("group_by_length", "train_sampling_strategy="),
-        ("batch_rebalance", "train_sampling_strategy="),
-        ("random", "super"),
-    ],
-)
-def test_data_that_is_not_divided_among_workers_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], strategy: str, says: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "torchaudio", None)
-    huggingface = pytest.importorskip("fairseq_async.deepspeed_plugin.huggingface")
-    monkeypatch.setattr(huggingface, "entered_world", lambda: WorkerContext(workers=2))
-    trainer = SimpleNamespace(args=SimpleNamespace(train_sampling_strategy=strategy))
-    with pytest.raises(SystemExit) as end:
-        huggingface._plan_training(lambda *_: (1,), trainer)
-    assert end.value.code == 2 and says in capsys.readouterr().err
 
 
 NOT_OURS = {
