@@ -21,7 +21,7 @@ def train(front_end: str, out: Path, cases: tuple[str, ...]) -> dict[tuple[str, 
         for case in cases:
             shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             if front_end == "callback":
-                module, log = "fairseq_async.server.local_sgd_main", out / f"{case}.log"
+                module, log = "fairseq_async.server.programs.local_sgd_main", out / f"{case}.log"
                 servers.append(ServerProcess(module, 2, out / case, log, ends_with_workers=True))
                 shared = {SERVER: servers[-1].address, TOKEN: servers[-1].token, WORKERS: "2"}
             for rank, environment in enumerate(environments):
@@ -50,7 +50,7 @@ def test_workers_draw_the_samples_that_plain_ranks_draw(tmp_path_factory: pytest
     ours = train("callback", tmp_path_factory.mktemp("callback"), (*DIVIDED, "undivided"))
     for case in DIVIDED:
         for rank in (0, 1):
-            for key in ("code", "steps", "max_steps", "rates", "epoch"):
+            for key in ("code", "steps", "max_steps", "epoch", *["rates"] * (rank == 0)):  # worker 0 logs
                 assert ours[case, rank][key] == plain[case, rank][key], (case, rank, key)
     for rank in (0, 1):
         assert ours["undivided", rank]["code"] == 2
