@@ -29,7 +29,7 @@ SLOW = """
 import os, sys, time
 from pathlib import Path
 import torch
-from fairseq_async.server.run_files.snapshots import Snapshots
+from fairseq_async.records.snapshots import Snapshots
 
 def slow(state, file):
     print(os.getpid(), flush=True)

@@ -6,7 +6,7 @@ import sys
 
 _PROGRAM = """
 import json, sys
-from fairseq_async.fairseq_server import leave_out_inits
+from fairseq_async.launch.fairseq_server import leave_out_inits
 leave_out_inits("fairseq", "fairseq_async.fairseq_plugin")
 from fairseq_async.fairseq_plugin.server import OPTIMIZER_REGISTRY, build
 from fairseq.optim.lr_scheduler import LR_SCHEDULER_REGISTRY

@@ -8,7 +8,7 @@ from tests.helpers.commands import Processes
 
 WORKER = """
 import multiprocessing, signal, sys, time
-from fairseq_async.worker.process import end_server_on_sigterm
+from fairseq_async.worker.start.process import end_server_on_sigterm
 
 class Server:
     def end(self):
