@@ -60,7 +60,7 @@ from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker
 from fairseq_async.worker.shards import DataPosition
-from fairseq_async.worker.start.context import WorkerContext
+from fairseq_async.worker.start.context import WorkerContext, check_guard
 from fairseq_async.worker.start.process import end_process
 from fairseq_async.worker.start.server_process import ServerProcess
 
@@ -224,6 +224,7 @@ class _Arguments:
 
 
 def _initialize(arguments: _Arguments, config: Config) -> Initialized:
+    check_guard()
     plain, section, options = configuration.split(config, arguments.name)
     configuration.check(plain, options, section, arguments.name)
     arguments.check(plain, in_the_server=isinstance(options, HybridOptions))

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -114,6 +114,7 @@ def parse(
     where: str,
     spell: Spell = '"{}"'.format,
     also_known: Iterable[str] = (),
+    not_known: Collection[str] = (),
 ) -> _Options:
     """Parses the options of a method from flags or keys, with the model of the rule that they name.
 
@@ -122,6 +123,7 @@ def parse(
         where: name of the place of the options, for errors.
         spell: spells a key in errors.
         also_known: options that are known there besides those of the method, for the error of an unknown one.
+        not_known: options of either that are none there.
 
     Raises:
         ConfigurationError: a rule or key is unknown, a value is not valid, or an option is only for other rules.
@@ -129,14 +131,14 @@ def parse(
     method = str(base.model_fields["method"].default)
     known, key = models(method), rule_key(method)
     if key is None:
-        return checked(base, values, where, spell, also_known)
+        return checked(base, values, where, spell, also_known, not_known)
     name = values.get(key, default_rule(method))
     if not isinstance(name, str) or name not in known:
         raise ConfigurationError(f"{where}: {spell(key)}: Input should be {_one_of(list(known))} (it is {name!r})")
     fields = {field: info for model in known.values() for field, info in model.model_fields.items()}
     of_others = set(fields) - set(known[name].model_fields)
     given = {option: value for option, value in values.items() if option not in of_others}
-    options = checked(cast("type[_Options]", known[name]), given | {key: name}, where, spell, also_known)
+    options = checked(cast("type[_Options]", known[name]), given | {key: name}, where, spell, also_known, not_known)
     for option in values:
         if option in of_others and not _is_off(values[option], fields[option].default):
             raise ConfigurationError(f"{where}: {spell(option)} is of no use with {spell(key)} {name}: leave it out")

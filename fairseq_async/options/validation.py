@@ -1,6 +1,6 @@
 """Checks values against a model, and says in one line what is wrong with them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -48,6 +48,7 @@ def checked(
     where: str,
     spell: Spell = '"{}"'.format,
     also_known: Iterable[str] = (),
+    not_known: Collection[str] = (),
 ) -> _Model:
     """Validates the values, and returns them as an instance of the model.
 
@@ -55,6 +56,7 @@ def checked(
         where: name of the place of the values, for errors.
         spell: spells a key in errors.
         also_known: keys that are known there besides those of the model, for the error of an unknown one.
+        not_known: keys of either that are no options there.
 
     Raises:
         ConfigurationError: a key is unknown or a value is bad; the message is one line.
@@ -66,7 +68,7 @@ def checked(
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         key = spell(".".join(map(str, first["loc"]))) + ": " if first["loc"] else ""
         if first["type"] == "extra_forbidden":
-            names = [*sorted(model.model_fields), *sorted(also_known)]
+            names = [each for each in [*sorted(model.model_fields), *sorted(also_known)] if each not in not_known]
             known = f"; known are {', '.join(names)}" if len(first["loc"]) == 1 else ""
             raise ConfigurationError(f"{where}: unknown key {key.removesuffix(': ')}{known}") from error
         said = first["msg"].removeprefix("Value error, ")

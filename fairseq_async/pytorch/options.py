@@ -8,6 +8,8 @@ from fairseq_async.method import methods
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions, ServerOptions
 from fairseq_async.options.validation import checked
 
+_OF_OTHERS = ("method", "shards")  # options of methods that are none of a front end which is the method, without data
+
 _Options = TypeVar("_Options", LocalSGDOptions, HybridOptions)
 
 
@@ -27,4 +29,4 @@ def parse_options(base: type[_Options], given: Mapping[str, object], where: str)
     of_server = {name: value for name, value in given.items() if name in ServerOptions.model_fields}
     of_method = {name: value for name, value in given.items() if name not in of_server}
     server = checked(ServerOptions, of_server, where, str)
-    return server, methods.parse(base, of_method, where, str, also_known=ServerOptions.model_fields)
+    return server, methods.parse(base, of_method, where, str, ServerOptions.model_fields, _OF_OTHERS)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.options.config import LocalSGDOptions
@@ -17,7 +18,7 @@ def exchanged_buffers(model: nn.Module, options: LocalSGDOptions) -> list[tuple[
     """Returns the floating-point buffers that the model saves, with their names, where the options ask for them.
 
     Raises:
-        ConfigurationError: the model has no such buffers, or one that is not exact in fp32.
+        ConfigurationError: the model has no such buffers, or one that is not exact in fp32, or has no values yet.
     """
     if options.buffers == "own":
         return []
@@ -25,6 +26,10 @@ def exchanged_buffers(model: nn.Module, options: LocalSGDOptions) -> list[tuple[
     if not found:
         raise ConfigurationError(NO_BUFFERS.format(option("buffers"), options.buffers))
     for name, buffer in found:
+        if buffer.is_meta or is_lazy(buffer):
+            raise ConfigurationError(
+                f"the buffer {name} has no values yet (meta or lazy): give it some, or leave {option('buffers')} out"
+            )
         if buffer.dtype not in _EXACT_IN_FP32:
             kind = str(buffer.dtype).removeprefix("torch.")
             raise ConfigurationError(f"the buffer {name} is {kind}: with {option('buffers')}, keep it in float32")

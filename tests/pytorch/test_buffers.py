@@ -183,14 +183,21 @@ def test_without_rounds_the_average_is_that_of_the_last_values_and_no_variance_i
     assert refused.status is Status.REFUSED and means[-1] == float(server.parameters[1])
 
 
-def of_float64(net: nn.Module) -> nn.Module:
-    net.register_buffer("ema", torch.zeros(2, dtype=torch.float64))
+def buffered(buffer: Tensor) -> nn.Module:
+    net = model()
+    net.register_buffer("ema", buffer)
     return net
 
 
 WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "no buffers": (lambda: nn.Linear(2, 1), {}, "buffers= is average: the model has no buffers"),
-    "float64": (lambda: of_float64(model()), {}, "the buffer ema is float64: with buffers=, keep it in float32"),
+    "lazy": (lambda: nn.Sequential(model(), nn.LazyBatchNorm1d(affine=False)), {}, "the buffer 1.running_mean has no"),
+    "meta": (lambda: buffered(torch.zeros(2, device="meta")), {}, "the buffer ema has no values yet"),
+    "float64": (
+        lambda: buffered(torch.zeros(2, dtype=torch.float64)),
+        {},
+        "the buffer ema is float64: with buffers=, keep it in float32",
+    ),
     "a bad value": (model, {"buffers": "mean"}, "buffers: Input should be 'own', 'average' or 'worker 0'"),
     **{
         name: (model, {name: value}, f"{name}= does not go with buffers= average")

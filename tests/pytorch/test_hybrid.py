@@ -329,7 +329,12 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(workers: Start, tmp_pa
 
 WRONG: dict[str, tuple[Callable[[nn.Module], Optimizer], dict[str, Any], str]] = {
     "another optimizer": (lambda model: torch.optim.RMSprop(model.parameters()), {}, "RMSprop"),
-    "a name that is misspelt": (OPTIMIZERS["Adam"], {"total_step": 3}, "unknown key total_step; known are"),
+    "a name that is misspelt": (
+        OPTIMIZERS["Adam"],
+        {"total_step": 3},
+        "total_step; known are barrier, compress, grace_period, gradient_rule, look_ahead, max_refused, seed, "
+        "total_steps",
+    ),
     "a bad value": (OPTIMIZERS["Adam"], {"updates_per_step": 0}, "updates_per_step: Input should be greater"),
     "a server's bad value": (OPTIMIZERS["Adam"], {"snapshot_seconds": -1}, "snapshot_seconds: Input should be"),
     "clipping below 0": (

@@ -1,5 +1,6 @@
 """``AsyncLocalSGD`` round an ordinary optimizer, against references in float64."""
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -316,3 +317,14 @@ def test_a_closure_is_refused(workers: Start, capsys: pytest.CaptureFixture[str]
 
     workers(1, local_sgd_main.build).run(train)
     assert "optimizer.step(closure) is not supported" in capsys.readouterr().err
+
+
+def test_a_spawned_process_that_imports_an_unguarded_script_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A data loader's, for one; multiprocessing has the same sign for its own error."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(SystemExit) as end:
+        AsyncLocalSGD(model := Point(), SGD(model.parameters(), lr=LR)).__enter__()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and 'if __name__ == "__main__":' in line

@@ -1,5 +1,6 @@
 """Finds out which worker this process is, and connects it to its server, which it may have to start."""
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -140,9 +141,11 @@ class WorkerContext:
             This context with the worker's id, the connection, and the server's process if this worker has started it.
 
         Raises:
-            ConfigurationError: there is no token, or no address that other machines could reach.
+            ConfigurationError: there is no token, or no address that other machines could reach, or this is a process
+                of :func:`check_guard`.
             ExchangeError: there is no server, or it did not start.
         """
+        check_guard()
         address, token, process = self._find_server(module, options, run_dir, resumes)
         number, patience = None if self.joins else self.worker, options.server_timeout
         try:
@@ -287,6 +290,19 @@ class WorkerContext:
             ExchangeError: it did not come; ``otherwise`` is the message.
         """
         return ask(self.global_rank, name, otherwise)
+
+
+def check_guard() -> None:
+    """Checks that this is no spawned process, such as a data loader's, that is only importing the script.
+
+    Raises:
+        ConfigurationError: it is one.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing's own sign of it
+        raise ConfigurationError(
+            "a process that this script has spawned, such as a data loader's, imports the script, and would train "
+            'once more: put the training under if __name__ == "__main__":'
+        )
 
 
 def _has_ended(process: ServerProcess | None) -> bool:
