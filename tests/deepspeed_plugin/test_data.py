@@ -31,9 +31,23 @@ class Numbers:
         return index
 
 
-def loader(position: Position, endless: bool, micro_batches: int = 1, loading: Loading | None = None) -> ShardedLoader:
+def steps(position: Position) -> bool:
+    """Moves on by a step."""
+    position.done += 1
+    return True
+
+
+def loader(
+    position: Position,
+    endless: bool,
+    micro_batches: int = 1,
+    loading: Loading | None = None,
+    size: int = 2,
+    rank: int = 0,
+    ranks: int = 1,
+) -> ShardedLoader:
     """Twelve samples in batches of two; the worker's shard is its part of them."""
-    share = DataShare([6, 6], 2, 2, micro_batches, rank=0, ranks=1)
+    share = DataShare([6, 6], 2, size, micro_batches, rank, ranks)
     return ShardedLoader(Numbers(12), share, 1, None, lambda: position, endless, loading or Loading(), lambda: 0)  # type: ignore[arg-type]
 
 
@@ -48,6 +62,18 @@ def test_without_an_end_of_the_run_a_loop_is_one_pass_over_the_workers_part() ->
             drawn += batch.tolist()  # type: ignore[attr-defined]
             position.done += 1
         assert sorted(drawn) == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_ranks_of_a_worker_draw_its_batches_together() -> None:
+    """Three ranks with a sample each of every batch: what one rank with batches of three draws."""
+    of_one = Position()
+    whole = [batch.tolist() for batch in loader(of_one, False, size=3) if steps(of_one)]  # type: ignore[attr-defined]
+    parts = []
+    for rank in range(3):
+        position = Position()
+        batches = loader(position, False, size=1, rank=rank, ranks=3)
+        parts.append([batch.item() for batch in batches if steps(position)])  # type: ignore[attr-defined]
+    assert [list(each) for each in zip(*parts, strict=True)] == whole and len(whole) == 2
 
 
 def test_with_an_end_of_the_run_a_loop_goes_on_to_it() -> None:

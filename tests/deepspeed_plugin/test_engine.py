@@ -19,12 +19,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.hybrid import HybridEngine
+from fairseq_async.deepspeed_plugin.engines.island import IslandClient, _share_slot
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, replica_of, trainable, unstepped
 from fairseq_async.deepspeed_plugin.exit import leave_at_exit
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import ConfigurationError, ExchangeError
+from fairseq_async.exchange import SharedMemory
 from fairseq_async.server.optimizers.learning_rates import present_options, present_rates
+from fairseq_async.worker.start.context import WorkerContext
 
 
 class Worker:
@@ -320,7 +323,8 @@ class Saving:
     def leave(self, finished: bool) -> None:
         self.connected = False
 
-    def settle(self) -> None: ...
+    def settle(self) -> None:
+        self.did.append("settles")
 
     def catch_up(self) -> None:
         self.did.append("pulls")
@@ -328,10 +332,11 @@ class Saving:
     def await_end(self) -> None:
         self.did.append("waits for the end")
 
-    def compressor_state(self) -> None: ...
+    def compressor_state(self) -> dict[str, str]:
+        return {"unsent": "compressor"}
 
-    def restore_compressor(self, state: object) -> None:
-        self.did.append("restores the compressor")
+    def restore_compressor(self, state: dict[str, str]) -> None:
+        self.did.append(f"restores the {state['unsent']}")
 
 
 class SavingEngine(LocalEngine):
@@ -360,6 +365,7 @@ def of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed saves and loads directories alone."""
 
     def save(engine: SavingEngine, directory: str, tag: str, client_state: dict[str, Any]) -> None:
+        engine.did.append("saves")
         (Path(directory) / tag).mkdir(parents=True)
         torch.save(client_state, Path(directory) / tag / "client_state.pt")
         (Path(directory) / "latest").write_text(tag)
@@ -384,6 +390,7 @@ def test_a_checkpoint_after_the_end_has_the_servers_state_of_the_end(tmp_path: P
     for tag in ("a", "b"):
         engine.save_checkpoint(str(tmp_path), tag)
         assert (tmp_path / tag / "async_server.pt").read_text() == "the server's state"
+    assert engine.did == ["waits for the end", *["settles", "saves"] * 2]
 
 
 NEW, RESUMED = ["joins"], ["joins with the server's state", "restores the compressor"]
@@ -405,9 +412,8 @@ def test_every_worker_goes_on_where_the_run_began_if_worker_0_has_the_servers_st
     SavingEngine(tmp_path).save_checkpoint(str(tmp_path), "a")
     saving = SavingEngine(tmp_path, worker)
     saving._followed.rates = [0.5]
-    shutil.rmtree(own := tmp_path / "worker-1" / "a" if worker else tmp_path / "a", ignore_errors=True)
+    shutil.rmtree(tmp_path / "worker-1" / "a" if worker else tmp_path / "a", ignore_errors=True)
     saving.save_checkpoint(str(tmp_path), "a")
-    torch.save({}, own / "async_compressor.pt")
     if missing is not None:
         (tmp_path / missing).rename(tmp_path / "elsewhere")
     engine = SavingEngine(tmp_path, worker, joined=False)
@@ -421,8 +427,10 @@ def test_the_optimizer_of_the_server_cannot_be_left_out(
 ) -> None:
     SavingEngine(tmp_path).save_checkpoint(str(tmp_path), "a")
     local = SavingEngine(tmp_path, joined=False)
+    local.optimizer = SimpleNamespace(refresh_fp32_params=lambda: local.did.append("refreshes masters"))
+    monkeypatch.setattr(SavingEngine, "zero_optimization", lambda engine: False)
     local.load_checkpoint(str(tmp_path), load_optimizer_states=False)
-    assert local.did[0] == "joins with the server's state"
+    assert local.did[:2] == ["refreshes masters", "joins with the server's state"]
     monkeypatch.setattr(SavingEngine, "_check_without_optimizer", HybridEngine._check_without_optimizer)
     with pytest.raises(SystemExit):
         SavingEngine(tmp_path, joined=False).load_checkpoint(str(tmp_path), load_optimizer_states=False)
@@ -457,13 +465,62 @@ def test_a_checkpoint_that_is_not_there_is_one_line(
 
 
 @pytest.mark.usefixtures("of_deepspeed")
-@pytest.mark.parametrize(("worker", "pulls", "file"), [(0, ["pulls"], "m.bin"), (1, [], "worker-1/m.bin")])
+@pytest.mark.parametrize(("worker", "pulls", "file"), [(0, ["pulls"], "m.bin"), (1, ["settles"], "worker-1/m.bin")])
 def test_a_model_is_saved_with_the_servers_parameters_and_by_each_worker_in_its_own_place(
     tmp_path: Path, worker: int, pulls: list[str], file: str
 ) -> None:
     engine = SavingEngine(tmp_path, worker)
     engine.save_fp16_model(str(tmp_path), "m.bin")
     assert (engine.did, engine.given) == (pulls, [f"{tmp_path}/{file}"])
+
+
+def test_a_worker_that_joins_late_begins_with_the_learning_rate_of_the_runs_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, drawn = SavingEngine(tmp_path), SGD([Parameter(torch.zeros(1))], lr=1.0)
+    engine._followed = FollowedSchedule(LambdaLR(drawn, lambda step: 0.5**step), drawn)
+    monkeypatch.setattr(AsyncEngine, "_exchange_first_parameters", lambda engine, state: None)
+    cast(Any, engine.async_worker).progress = 3.0
+    AsyncEngine._join(engine, None)
+    assert drawn.param_groups[0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("gradient", [0.5, float("nan")])
+def test_a_step_of_hybrid_async_has_the_weight_of_its_batch_and_waits_for_the_answer_to_nan(
+    monkeypatch: pytest.MonkeyPatch, gradient: float
+) -> None:
+    model, sent = nn.Linear(2, 1, bias=False), []
+    engine = prepared(HybridEngine, model, SGD(model.parameters(), lr=0.1))
+    worker: Any = engine.async_worker
+    worker.refusals.total = 4
+
+    def step(weight: float, loss: float, wait: bool, norm: float) -> None:
+        sent.append((weight, loss, wait))
+        worker.refusals.total += wait
+
+    worker.write_ahead, worker.step, engine._loss = lambda: None, step, torch.tensor(1.5)
+    others = ("_check_rates", "_check_followed", "_sleep_if_slowed_down", "_set_learning_rates", "_log", "zero_grad")
+    for name in others:
+        monkeypatch.setattr(HybridEngine, name, lambda engine: None)
+    monkeypatch.setattr(DeepSpeedEngine, "train_batch_size", lambda engine: 8)
+    monkeypatch.setattr(DeepSpeedEngine, "steps_per_print", lambda engine: None)
+    engine.global_steps = engine.skipped_steps = engine.global_samples = 0
+    model.weight.grad = torch.full((1, 2), gradient)
+    engine._take_model_step(None)
+    refused = gradient != gradient
+    assert sent == [(8, 1.5, refused)] and (engine.global_steps, engine.skipped_steps) == (1, refused)
+
+
+def test_the_ranks_of_an_island_have_their_workers_slot_also_after_the_server_has_come_back() -> None:
+    other: Any = IslandClient(None, WorkerContext(2, 3, rank=1))
+    other._size = 4
+    for value in (1.0, 2.0):
+        memory = SharedMemory.create(4, 3, publishes=False)
+        memory.allocate_slot(2)
+        memory.slot(2).fill_(value)
+        other._attach_slot(_share_slot(cast(Any, SimpleNamespace(memory=memory, remote=False, worker=2)), 4))
+        assert other.slot.tolist() == [value] * 4
+        memory.close()
 
 
 def hybrid_engine(optimizer: SGD, has_schedule: bool) -> HybridEngine:

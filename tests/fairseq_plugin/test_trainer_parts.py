@@ -286,6 +286,19 @@ def test_the_flags_of_a_reset_drop_what_they_say_and_nothing_else(schedule: bool
     assert optimizer.restored["positions"] == ({} if positions else {0: {"epoch": 3}})
 
 
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_reset_of_the_data_of_local_sgd_begins_with_the_first_epoch(reset: bool) -> None:
+    brought: list[Any] = []
+    trainer: Any = object.__new__(LocalSGDTrainer)
+    trainer.cfg = SimpleNamespace(checkpoint=SimpleNamespace(reset_dataloader=reset))
+    trainer.session = SimpleNamespace(with_file=lambda state, bring: brought.append(state))
+    trainer._optimizer, trainer._worker = object(), SimpleNamespace(bring_parameters=print)
+    state = {"positions": {0: {"epoch": 3}, 1: {"epoch": 2}}, "plan": {"epochs": 2.5, "steps": 9}}
+    trainer._initialise({"async_server": state}, False)
+    positions = {} if reset else {0: {"epoch": 3}, 1: {"epoch": 2}}
+    assert brought == [{"positions": positions, "plan": {"epochs": 0.0 if reset else 2.5, "steps": 9}}]
+
+
 def test_a_worker_that_has_saved_takes_the_servers_parameters_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others went on meanwhile: its next gradient would be as stale as the save was long."""
     seen: list[str] = []
