@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Rule
+from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Region, Rule
 from fairseq_async.protocol import ScheduleEvent, Status
 from fairseq_async.records.settled import ControlEvent
 from fairseq_async.server.coordinator import build_coordinator
@@ -37,6 +37,13 @@ def local(grace: float | None = None, total_steps: int = 0) -> Driven:
     rule = NesterovMomentum(lr=2.0, momentum=0.0, workers=2)
     barrier = 0 if grace is None else 2
     return driven(rule, plan, parameters, workers=2, barrier=barrier, grace_seconds=grace, waits_for_dead=False)
+
+
+def summed() -> tuple[Rule, Plan, torch.Tensor]:
+    """Plain SGD with a rate of 1, a step for each gradient."""
+    parameters = torch.zeros(1)
+    rule = HybridAccumulation(torch.optim.SGD([parameters], lr=1.0), 1)
+    return rule, EpochPlan(Constant(), max_epoch=0), parameters
 
 
 def answered(outcome: Outcome) -> list[int]:
@@ -236,6 +243,8 @@ def test_an_update_after_the_last_step_is_finished() -> None:
     (late,) = run.push(1, 5.0, now=2.0).instructions
     assert late.receipt is not None and late.receipt.status is Status.FINISHED and late.finished
     assert run.version == 1 and run.parameter == -1.0
+    again = run.coordinator.rejected(0, now=3.0, sequence=0).receipt
+    assert again is not None and again.status is Status.DUPLICATE, "its answer was lost"
 
 
 def test_updates_that_wait_when_a_worker_ends_the_run_are_finished() -> None:
@@ -246,7 +255,7 @@ def test_updates_that_wait_when_a_worker_ends_the_run_are_finished() -> None:
     for instruction in [*outcome.instructions, run.coordinator.rejected(2, now=3.0)]:
         assert instruction.receipt is not None and instruction.receipt.status is Status.FINISHED
         assert instruction.finished
-    assert run.version == 0 and run.parameter == 0.0
+    assert run.version == 0 and run.parameter == 0.0 and run.coordinator.held_since == {}
 
 
 def test_an_update_that_waited_when_the_run_ended_is_in_no_later_step() -> None:
@@ -290,3 +299,36 @@ def test_control_events_go_with_an_update_that_counts_and_not_with_one_that_come
     run.push(0, 1.0, now=4.0)
     first, _ = run.push(1, 1.0, now=4.0).settled
     assert first.control_events == (ControlEvent("limit_round", updates=2),)
+
+
+def test_a_merge_is_a_version_that_goes_with_the_next_update_to_the_log_also_of_a_server_that_goes_on() -> None:
+    run, other = (driven(rule, plan, parameters, look_ahead=None) for rule, plan, parameters in (summed(), summed()))
+    run.push(0, 1.0, now=1.0)
+    run.coordinator.merge(Region(torch.zeros(1), merge=0.5), torch.tensor([9.0]))
+    assert run.version == 2 and run.parameter == 4.0, "half of -1 and half of 9"
+    other.coordinator.load_state_dict(run.coordinator.state_dict())
+    assert 2 in other.coordinator.look_ahead._path
+    for each in (run, other):
+        each.sequences[0] = 1
+        (settled,) = each.push(0, 1.0, now=2.0).settled
+        assert settled.merged == (2,) and settled.receipt.version == 3
+        assert each.push(1, 1.0, now=3.0).settled[0].merged == ()
+
+
+def test_a_worker_that_has_left_is_forgotten_by_all_that_measure_it() -> None:
+    run = driven(*summed(), look_ahead=None)
+    for worker in range(3):
+        run.push(worker, 1.0, now=1.0 + worker, base=0)
+    begun, staleness = run.coordinator.waiting._begun, run.coordinator.look_ahead._staleness  # type: ignore[attr-defined]
+    assert {1, 2} <= set(begun) and {1, 2} <= set(staleness)
+    run.leave(1, for_good=False, now=5.0)
+    assert 1 not in begun and 1 not in staleness and {2} <= set(begun) and {2} <= set(staleness)
+
+
+def test_a_silent_worker_that_was_heard_again_is_no_silent_one() -> None:
+    run = local()
+    run.tick(61.0)
+    assert run.coordinator._silent == {0, 1}
+    run.coordinator.membership.note_message(1, 62.0)
+    run.tick(63.0)
+    assert run.coordinator._silent == {0}, "when it is silent once more, its work is given up once more"

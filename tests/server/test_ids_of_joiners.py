@@ -1,5 +1,8 @@
 """The ids of workers that were not announced: one that may connect again finds its own free."""
 
+import pytest
+
+from fairseq_async.errors import RefusedError
 from fairseq_async.server.membership import JOINERS, Membership
 
 
@@ -42,3 +45,11 @@ def test_where_no_other_id_is_free_that_of_a_joiner_that_may_come_back_is_taken(
     for worker in range(3, 2 + JOINERS):
         membership.connect(worker, "C", 11.0)
     assert id_of_another(membership, 12.0) == 2
+
+
+def test_another_process_may_be_a_worker_that_has_been_silent_for_its_timeout() -> None:
+    membership = joined()
+    membership.connect(1, "A", 10.0)
+    with pytest.raises(RefusedError, match="worker 1 is here already"):
+        membership.assign_id(1, joins=False, instance="B", now=70.0)
+    assert membership.assign_id(1, joins=False, instance="B", now=71.0) == 1
