@@ -2,19 +2,20 @@
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.algorithms import HybridAccumulation, StalenessPolicy, Update
 from fairseq_async.errors import RefusedError
 from fairseq_async.protocol import Status
 from fairseq_async.server import ParameterServer
 
 
-def server(n: int = 1, size: int = 2, **options: int) -> ParameterServer:
+def server(n: int = 1, size: int = 2, **options: Any) -> ParameterServer:
     parameters = torch.zeros(size)
     rule = HybridAccumulation(torch.optim.SGD([parameters], lr=1.0), n)
     return ParameterServer(parameters, rule, **options)
@@ -152,3 +153,40 @@ def test_any_sequence_of_messages_leaves_what_a_simple_model_says(
     steps = len(accepted) // n
     assert it.version == steps and it.sequences == seen
     assert it.parameters[0].item() == pytest.approx(-sum(accepted[: steps * n]) / n, abs=1e-5)
+
+
+def compensated() -> ParameterServer:
+    return server(staleness=StalenessPolicy(compensation=1.0))
+
+
+def test_delay_compensation_compares_with_the_start_of_the_version_that_the_update_names() -> None:
+    """The copy is of then, and an update from another version, as after a restart, is applied as it is."""
+    it = compensated()
+    it.note_pull(0, it.parameters)
+    it.push(update(1, 0, 1.0))
+    stale = it.push(update(0, 0, 2.0, base=0))
+    assert stale.staleness == 1 and it.parameters.tolist() == [1, 1], "-1 - (2 + 1·2·2·(-1 - 0))"
+    it.push(update(0, 1, 2.0, base=1))
+    assert it.parameters.tolist() == [-1, -1]
+
+
+def test_after_a_restart_each_worker_may_skip_numbers_once() -> None:
+    """What it had sent to the server before this one, after the snapshot, was acknowledged and is lost."""
+    it, again = server(), server()
+    it.push(update(0, 0, 1.0)), it.push(update(1, 0, 1.0))
+    again.load_state_dict(it.state_dict())
+    for worker in (0, 1):
+        assert again.push(update(worker, 3, 1.0)).status is Status.APPLIED
+        with pytest.raises(RefusedError, match=f"sequence number 6: the next of worker {worker} is 4"):
+            again.push(update(worker, 6, 1.0))
+    again.load_state_dict(it.state_dict())
+    assert again.push(update(0, 3, 1.0)).status is Status.APPLIED, "another restart, another number to skip"
+
+
+def test_a_round_waits_for_as_many_as_before_when_workers_have_come_back() -> None:
+    it = server(3, barrier=3)
+    it.limit_barrier(1)
+    it.limit_barrier(5)
+    assert it.barrier == 3
+    it.push(update(0, 0, 3.0)), it.push(update(1, 0, 3.0))
+    assert it.held == {0, 1} and it.version == 0
