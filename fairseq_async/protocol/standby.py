@@ -152,16 +152,22 @@ class Adopted:
         return self.poll()
 
     def poll(self) -> int | None:
-        return self.said if select.select([self._descriptor], [], [], 0)[0] else None
+        return self.said if self._has_ended(0.0) else None
 
     def wait(self, timeout: float | None = None) -> int:
-        if not select.select([self._descriptor], [], [], timeout)[0]:
+        if not self._has_ended(timeout):
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         if self._child is not None:
             self._child.wait()
         with suppress(ChildProcessError):  # the first process of a container is the parent of all that have none
             os.waitpid(self.pid, os.WNOHANG)
         return self.said
+
+    def _has_ended(self, timeout: float | None) -> bool:
+        """Waits for its end. Not by ``select``, which takes no descriptor above 1,023."""
+        poller = select.poll()
+        poller.register(self._descriptor, select.POLLIN)
+        return bool(poller.poll(None if timeout is None else 1000.0 * timeout))
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
