@@ -33,7 +33,7 @@ def main() -> None:
     except FileNotFoundError:  # torch would not even load
         _fail("the working directory has been removed; change into one that exists", 2)
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
-    for flag, value in zip(own, [*own[1:], None], strict=True):
+    for flag, value in zip(own, [*own[1:], None], strict=False):
         if flag.startswith("--") and (
             value == "" or flag.endswith("=")
         ):  # an empty path would be the working directory

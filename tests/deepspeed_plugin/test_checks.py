@@ -6,7 +6,6 @@ import math
 import re
 import sys
 from inspect import signature
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -226,11 +225,7 @@ def test_each_rank_of_each_island_draws_a_part_of_its_own(monkeypatch: pytest.Mo
     parts = []
     for worker in range(3):
         for rank in range(2):
-            state = SimpleNamespace(num_processes=2, process_index=rank)
-            loading = SimpleNamespace(dispatch_batches=None)
-            accelerator = SimpleNamespace(state=state, dataloader_config=loading)
-            with huggingface._divided_data(accelerator, WorkerContext(worker, 3, rank=rank, island_size=2)):
-                parts.append((state.process_index, state.num_processes))
-                assert loading.dispatch_batches is False
-            assert (state.num_processes, state.process_index, loading.dispatch_batches) == (2, rank, None)
-    assert parts == [(part, 6) for part in range(6)]
+            context = WorkerContext(worker, 3, rank=rank, island_size=2)
+            monkeypatch.setattr(huggingface, "entered_world", lambda context=context: context)
+            parts.append(huggingface._place(None))
+    assert parts == [(6, part) for part in range(6)]

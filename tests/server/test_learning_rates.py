@@ -149,7 +149,7 @@ def test_a_scheduler_that_is_stepped_with_its_optimizer_or_never_is_right(often:
 @pytest.mark.parametrize(
     ("make", "steps", "message"),
     [
-        (partial(ExponentialLR, gamma=0.5), 0, "ExponentialLR: its learning rates are sent.*with --total-steps"),
+        (partial(ExponentialLR, gamma=0.5), 0, "ExponentialLR: its learning rates become a table.*with --total-steps"),
         (partial(ExponentialLR, gamma=0.5), 300_000, "300000 steps of 2 parameter groups are more than 400000"),
         (ReduceLROnPlateau, STEPS, "ReduceLROnPlateau follows a loss that the server does not have"),
         (partial(OneCycleLR, max_lr=1.0, total_steps=3, cycle_momentum=False), STEPS, "cannot take step 4 of --total"),
