@@ -62,7 +62,7 @@ CASES = (
     Case("outer SGD", "local_sgd", {"outer": "sgd", "outer_lr": 0.7, "local_steps": 4}),
     Case("DiLoCo", "local_sgd", {"outer": "diloco", "local_steps": 4}, 2),
     Case("DN", "local_sgd", {"outer": "delayed_nesterov", "local_steps": 4, "dynamic_local_steps": True}),
-    Case("fragments", "local_sgd", {"outer": "diloco", "local_steps": 4, "fragments": 2, "fragment_delay": 1}),
+    Case("fragments", "local_sgd", {"outer": "sgd", "local_steps": 4, "fragments": 2, "fragment_delay": 1}),
     Case("overlap", "local_sgd", {"outer": "nesterov", "local_steps": 4, "overlap": True}),
     Case("int8 with pull", "local_sgd", {"outer": "diloco", "local_steps": 4, "compress": "int8,pull=int8"}, 2),
     Case("shards", "local_sgd", {"outer": "diloco", "local_steps": 4, "server_shards": 2}, 2),
@@ -107,7 +107,8 @@ class Tree:
     def run(self, name: str, command: list[str]) -> None:
         """Runs ``python ARGUMENTS`` with this tree's package; raises RecipeError with the log's end if it fails."""
         variables = f"PYTHONPATH={self.root}", "CUDA_VISIBLE_DEVICES=", "DS_ACCELERATOR=cpu"
-        run_step(name, ["env", *variables, sys.executable, *command], self.out / f"{name}.log")
+        # in its root: python -m takes the package of the working directory before that of PYTHONPATH
+        run_step(name, ["env", f"--chdir={self.root}", *variables, sys.executable, *command], self.out / f"{name}.log")
 
     def launch(self, name: str, case: Case, command: list[str], *options: str) -> None:
         """Runs a job of the case's workers."""

@@ -30,7 +30,7 @@ def model() -> nn.Module:
 
 def in_pytorch(method: str, options: dict[str, Any], out: Path) -> None:
     """Trains in a plain loop."""
-    from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync  # DeepSpeed's jobs do without
+    from fairseq_async.torch import AsyncLocalSGD, HybridAsync  # DeepSpeed's jobs do without
 
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.01)
