@@ -19,9 +19,9 @@ from fairseq_async.protocol.notices import Tell, tell_log
 from fairseq_async.protocol.receipt import Status
 from fairseq_async.records.snapshots import Snapshots
 from fairseq_async.records.state_files import read_state, restored_path
-from fairseq_async.server.idle_cores import use_idle_cores
 from fairseq_async.server.kept_state import KeptState
 from fairseq_async.server.network.connections import Connections
+from fairseq_async.server.network.idle_cores import use_idle_cores
 from fairseq_async.server.network.peers import USUAL, Peer
 from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.plan import Build

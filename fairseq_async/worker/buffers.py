@@ -81,7 +81,7 @@ class _WithBuffers:
             buffer.copy_(view)
 
     def part(self, tensors: slice) -> Replica:
-        raise NotImplementedError("fragments are refused with buffers")
+        raise ConfigurationError(f"{option('fragments')} and {option('buffers')} do not go together")
 
     def _buffers(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields for each buffer its place in ``flat``, and the tensor that is the module's now."""

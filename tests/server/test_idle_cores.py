@@ -9,8 +9,8 @@ import pytest
 
 from fairseq_async.algorithms import threads
 from fairseq_async.method.spec import ServerSettings
-from fairseq_async.server.idle_cores import use_idle_cores
 from fairseq_async.server.membership import Membership
+from fairseq_async.server.network.idle_cores import use_idle_cores
 from fairseq_async.server.network.peers import Peer
 
 CORES = 4
