@@ -9,20 +9,20 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from fairseq_async.errors import ConfigurationError, option
-from fairseq_async.options.base import Buffers, GivenPath, Shown
+from fairseq_async.options.base import Buffers, Shown
 from fairseq_async.options.base import Options as Options
 from fairseq_async.options.compression import Compress, Compression
 from fairseq_async.options.fragments import FragmentOptions
+from fairseq_async.options.server import MOST_STREAMS as MOST_STREAMS
+from fairseq_async.options.server import Section as Section
+from fairseq_async.options.server import ServerOptions as ServerOptions
 from fairseq_async.options.synchronous import AdaScaleOptions as AdaScaleOptions
 from fairseq_async.options.synchronous import AdasumOptions as AdasumOptions
 from fairseq_async.options.validation import split_address
 
 _SECONDS: Shown = {"metavar": "S"}
-_FILE: Shown = {"metavar": "FILE"}
 _WORKERS: Shown = {"default": "number of workers"}  # shown in place of None, in help and tables
-_OFF: Shown = {"default": "off"}
 _AUTO: Shown = {"default": "auto"}
-MOST_STREAMS = 16  # largest number of connections of a worker
 
 _COMPRESS: Shown = {"default": "none", "metavar": "NAME"}
 _COMPRESS_HELP = (
@@ -292,109 +292,3 @@ class HybridOptions(Options):
                 "workers, which would wait for ever; lower it, or start more"
             )
         return self.model_copy(update={"updates_per_step": updates}) if self.barrier else self
-
-
-class ServerOptions(Options):
-    """The options that every method with a server has besides its own: the server's address, files, timeouts, limits
-    and processes."""
-
-    server: str | None = Field(
-        None,
-        description="address of the server; needed only where workers are on several machines",
-        json_schema_extra={"metavar": "HOST:PORT"},
-    )
-    run_dir: GivenPath = Field(
-        "async_training",
-        description="directory for events.jsonl, run.json, logs and snapshots",
-        json_schema_extra={"metavar": "DIR"},
-    )
-    token_file: GivenPath | None = Field(
-        None,
-        description="the run's secret, where other machines can reach the server; only you may read it",
-        json_schema_extra=_FILE,
-    )
-    tls: GivenPath | None = Field(
-        None,
-        description="directory of certificates, with which every connection is encrypted",
-        json_schema_extra={"metavar": "DIR"},
-    )
-    streams: int = Field(
-        1,
-        ge=1,
-        le=MOST_STREAMS,
-        description="connections of a worker to a server on another machine, each of which carries a piece of every "
-        "large tensor",
-        json_schema_extra={"metavar": "N"},
-    )
-    worker_timeout: float = Field(
-        60.0,
-        gt=0,
-        description="seconds without a word after which nobody waits for a worker",
-        json_schema_extra=_SECONDS,
-    )
-    server_timeout: float = Field(
-        600.0,
-        ge=0,
-        description="seconds for which a worker waits for a server that is gone",
-        json_schema_extra=_SECONDS,
-    )
-    snapshot_seconds: float = Field(
-        60.0,
-        gt=0,
-        description="seconds between two snapshots, from which a server that dies goes on",
-        json_schema_extra=_SECONDS,
-    )
-    snapshot_updates: int = Field(
-        0, ge=0, description="take a snapshot also after so many applied updates", json_schema_extra=_OFF
-    )
-    max_update_norm_ratio: float | None = Field(
-        None,
-        gt=1,
-        description="refuse an update whose norm is more than this many times the running median of its worker's",
-        json_schema_extra=_OFF | {"metavar": "R"},
-    )
-    server_threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        None,
-        description="threads on which the server adds up gradients, steps and publishes",
-        json_schema_extra={"default": "cores on which no worker computes at the time, up to 4 a shard", "metavar": "N"},
-    )
-    server_shards: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="processes of the server, each with its share of the model's tensors",
-        json_schema_extra={"metavar": "S"},
-    )
-    shard_hosts: str = Field(
-        "",
-        description="addresses of fairseq-async shard on other machines, with commas between them; each holds one more "
-        "shard",
-        json_schema_extra=_OFF | {"metavar": "HOST:PORT,…"},
-    )
-    record: bool = Field(False, description="keep in the run's directory what a replay needs")
-    no_standby: bool = Field(False, description="start no second process that becomes the server when that dies")
-
-    @field_validator("shard_hosts")
-    @classmethod
-    def _are_addresses(cls, hosts: str) -> str:
-        given = [host.strip() for host in hosts.split(",")] if hosts else []
-        for host in given:
-            split_address(host)
-        if len(set(given)) < len(given):
-            raise ValueError("the same address is given twice: each host holds one shard")
-        return ",".join(given)
-
-    @field_validator("server")
-    @classmethod
-    def _is_address(cls, server: str | None) -> str | None:
-        if server is not None:
-            split_address(server)
-        return server
-
-
-class Section(ServerOptions):
-    """The section ``"async_training"`` of a DeepSpeed configuration, without the options of its method."""
-
-    island_size: int = Field(
-        1, ge=1, description="ranks that train synchronously among themselves and are one worker to the server"
-    )
