@@ -36,11 +36,11 @@ def watch(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN, 
 @app.command()
 def capacity(
     run_dir: Annotated[
-        Path | None,
+        Path,
         typer.Argument(
             metavar="RUN_DIR", help="Directory of a run of one worker or two, without a barrier.", show_default=False
         ),
-    ] = None,
+    ],
     parameters: Annotated[
         str, typer.Option(metavar="N,…", help="Numbers of parameters of other models than the run's: 20e6,60e6.")
     ] = "",
@@ -58,9 +58,8 @@ def capacity(
             "--servers",
             metavar="S,…",
             help="Numbers of processes of the server, each on its own core.",
-            show_default="1,2,4,8; with --workers to 64",
         ),
-    ] = "",
+    ] = "1,2,4,8",
     apart: Annotated[
         bool,
         typer.Option("--apart", help="Each shard is on a machine of its own, with a link of its own (--shard-hosts)."),
@@ -73,33 +72,18 @@ def capacity(
             show_default="those of the run",
         ),
     ] = "",
-    workers: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Say which shards, local steps and fragments so many workers need."),
-    ] = None,
-    step_seconds: Annotated[
-        str,
-        typer.Option(
-            metavar="S,…",
-            help="Step times of the workers in turn: 0.3,0.9; 0.3:0.2 has a spread (deviation over mean) of 0.2.",
-            show_default="those of the run",
-        ),
-    ] = "",
-    at_most_waiting: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Share of the workers' time that may be lost by waiting.", show_default="0.05"),
-    ] = None,
 ) -> None:
-    """Say how many workers one server holds, and what sharding would give; or what a cluster needs."""
-    from fairseq_async.reporting.capacity_question import read_question  # start-up time
+    """Say how many workers one server holds, and what sharding would give."""
+    from fairseq_async.reporting.capacity_question import check_run, read_question  # start-up time
 
-    question = read_question(run_dir, parameters, link, shards, apart, compress, workers, step_seconds, at_most_waiting)
+    check_run(run_dir)
+    question = read_question(parameters, link, shards, apart, compress)
     from fairseq_async.launch.progress.display import plain_console  # start-up time
-    from fairseq_async.reporting.capacity_answer import answer
+    from fairseq_async.reporting.capacity import answer
 
     console = plain_console(width=None if sys.stdout.isatty() else 140)
-    for part in answer(question):
-        console.print(part, highlight=False)
+    for table in answer(run_dir, question):
+        console.print(table, highlight=False)
 
 
 @app.command()

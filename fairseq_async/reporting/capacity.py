@@ -14,6 +14,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.records.description import RunDescription
 from fairseq_async.records.event_log import EVENTS
 from fairseq_async.records.events import Event, read_events
+from fairseq_async.reporting.capacity_question import Question
 from fairseq_async.reporting.exchange_bytes import ExchangeBytes, of_codecs, of_run
 from fairseq_async.simulation.costs import Costs, Link
 
@@ -149,19 +150,18 @@ def _cycles(events: Sequence[Event], stepping: Collection[tuple[int, int]]) -> l
     ]
 
 
-def tables(measured: Measured, sizes: Sequence[int], links: Sequence[Link], shards: Sequence[int]) -> Iterator[Table]:
+def answer(run_dir: Path, question: Question) -> Iterator[Table]:
     """Yields tables of what was measured, of the workers that a server holds, and of the speed-up by workers.
 
-    Args:
-        sizes: numbers of parameters of other models; empty for the run's own.
-        links: network links to look at; empty for the costs as measured.
-        shards: numbers of shards of the server to look at.
+    Raises:
+        ConfigurationError: there is no such run, or too little of it; there is no such codec.
     """
-    costs = measured.costs
+    measured = measure(run_dir, question.compress)
+    costs, links, shards = replace(measured.costs, apart=question.apart), question.links, question.shards
     yield _measured(measured)
     if measured.exchange.compressed:
         yield _sent(measured.exchange, costs.parameters)
-    yield _held(costs, sizes or [costs.parameters], links, shards)
+    yield _held(costs, question.sizes or [costs.parameters], links, shards)
     yield _speedup(costs, links, shards)
 
 

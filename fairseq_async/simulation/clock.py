@@ -18,7 +18,7 @@ class EventKind(IntEnum):
     ARRIVES = 2
     IS_TAKEN = 3  # the server starts on an update that had to queue
     GRACE_ENDS = 4
-    PULLS = 5  # the worker's request for the parameters reaches the server; only in a ServerQueue
+    PULLS = 5  # the worker's request for the parameters reaches the server; only in scripts/bench/server_queue.py
 
 
 class ScheduledEvent(NamedTuple):

@@ -33,13 +33,13 @@ from fairseq_async.options.config import NesterovOptions, ServerOptions  # noqa:
 from fairseq_async.reporting.capacity import Measured, measure  # noqa: E402
 from fairseq_async.simulation.cluster import Cluster, Distribution, Seconds  # noqa: E402
 from fairseq_async.simulation.costs import Link  # noqa: E402
-from fairseq_async.simulation.server_queue import Exchanges, Load, ServerQueue  # noqa: E402
 from fairseq_async.worker.connection.client import Client  # noqa: E402
 from fairseq_async.worker.hybrid import HybridWorker  # noqa: E402
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker  # noqa: E402
 from fairseq_async.worker.replica import TensorReplica  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
+from scripts.bench.server_queue import Exchanges, Load, ServerQueue  # noqa: E402
 from scripts.bench.slow_server import SECONDS  # noqa: E402
 from scripts.faults.hosts import Cable, Host, other_host  # noqa: E402
 from scripts.faults.sgd_server import sgd_spec  # noqa: E402

@@ -1,6 +1,6 @@
 """Simulates one server, whole and in shards, with 8 to 1,024 workers: updates, staleness and waiting.
 
-There are two models, with steps of 0.3 s and 1 s. The server's times are those that ``fairseq-async capacity`` assumes.
+There are two models, with steps of 0.3 s and 1 s. The server's times are those that ``sizing.py`` assumes.
 Shards have a core each, and share the server's link.
 """
 
@@ -25,11 +25,11 @@ from matplotlib.lines import Line2D  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Update  # noqa: E402
-from fairseq_async.reporting.capacity_answer import assumed_costs  # noqa: E402
 from fairseq_async.simulation.cluster import Cluster, Distribution  # noqa: E402
 from fairseq_async.simulation.costs import Costs, Link  # noqa: E402
-from fairseq_async.simulation.server_queue import Exchanges, ServerQueue  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
+from scripts.bench.server_queue import Exchanges, ServerQueue  # noqa: E402
+from scripts.bench.sizing import assumed_costs  # noqa: E402
 
 MODELS = {25_000_000: 0.3, 1_000_000_000: 1.0}  # parameters: seconds per step
 SPREAD = 0.2

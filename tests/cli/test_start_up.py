@@ -96,20 +96,6 @@ def test_help_a_wrong_flag_and_a_missing_file_need_no_torch(
             ["capacity", ".", "--link", "1:-5"],
             "--link 1:-5: numbers above 0 with commas between them, as 10, or 0.1:50",
         ),
-        (["capacity"], "capacity: give RUN_DIR, or --workers, --parameters and --step-seconds of a cluster"),
-        (["capacity", "--workers", "8"], "--workers 8: without RUN_DIR, nothing says what they train: give --param"),
-        (
-            ["capacity", "--workers", "8", "--parameters", "9"],
-            "--workers 8: without RUN_DIR, nothing says what",
-        ),
-        (["capacity", ".", "--step-seconds", "1"], "--step-seconds 1: of a cluster: give --workers too"),
-        (["capacity", ".", "--at-most-waiting", "0.1"], "--at-most-waiting 0.1: of a cluster: give --workers too"),
-        (["capacity", ".", "--workers", "2", "--at-most-waiting", "1"], "--at-most-waiting 1: a share of the workers'"),
-        (
-            ["capacity", ".", "--workers", "2", "--step-seconds", "1:9"],
-            "--step-seconds 1:9: numbers above 0 with comma",
-        ),
-        (["capacity", "none", "--workers", "2"], "none: no run that can be read there"),
         (["replay", "circle"], "{here}/circle: no run there; give the --run-dir"),
     ],
 )

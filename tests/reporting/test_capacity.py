@@ -10,11 +10,10 @@ from rich.console import Console
 
 from fairseq_async.cli.inspect import capacity
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.reporting.capacity import measure, tables
-from fairseq_async.reporting.capacity_answer import answer
+from fairseq_async.reporting.capacity import answer, measure
 from fairseq_async.reporting.capacity_question import read_question
 from fairseq_async.reporting.watch import WatchedRun, follow
-from fairseq_async.simulation.costs import Costs, Link
+from fairseq_async.simulation.costs import Costs
 from tests.helpers.run_files import TIMED_LAYOUT, write_timed_run
 
 WITHOUT_TIMES = (
@@ -126,7 +125,7 @@ def test_a_compressed_run_has_the_bytes_that_it_sent(tmp_path: Path) -> None:
     push = found.exchange.push
     assert (push.codec, push.known, found.costs.push, found.costs.pull) == ("adacomp", "mean of the run", 0.08, 2.032)
     console = Console(width=160, record=True, file=(tmp_path / "out").open("w"))
-    for table in tables(found, [], [Link(1)], [1]):
+    for table in answer(run, read_question("", "1", "1", False, "")):
         console.print(table)
     assert "50.0" in console.export_text() and measure(run, "none").costs.push == 4
     with pytest.raises(ConfigurationError, match="run.json: \"compress\": there is no codec 'int7'"):
@@ -144,6 +143,8 @@ def test_a_codec_without_a_link_is_refused(tmp_path: Path) -> None:
     run = write_timed_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05)
     with pytest.raises(ConfigurationError, match="--compress int8: of use on a link alone: give --link too"):
         capacity(run, compress="int8")
+    with pytest.raises(ConfigurationError, match="--apart: machines exchange over a link: give --link too"):
+        capacity(run, apart=True)
 
 
 def test_shards_divide_the_servers_work_but_no_link() -> None:
@@ -170,8 +171,8 @@ def test_another_model_costs_in_proportion() -> None:
 
 def test_the_tables_have_a_row_for_each_model_and_link_and_number_of_workers(tmp_path: Path) -> None:
     console = Console(width=160, record=True, file=(tmp_path / "out").open("w"))
-    run = measure(write_timed_run(tmp_path / "run", workers=1, step=0.9, exchange=0.1, server=0.05))
-    for table in tables(run, [1000, 20_000], [Link(1), Link(10)], [1, 4]):
+    run = write_timed_run(tmp_path / "run", workers=1, step=0.9, exchange=0.1, server=0.05)
+    for table in answer(run, read_question("1000,20000", "1,10", "1,4", False, "")):
         console.print(table)
     text = console.export_text()
     assert text.count("Gbit/s") == 4 + 4 and "20,000" in text and "10,000" in text and "4 shards" in text
@@ -260,9 +261,6 @@ def test_the_servers_steps_count_however_rare_they_are(tmp_path: Path, gradients
     events[7]["server_seconds"] = events[200]["server_seconds"] = 9.0  # another program ran
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert measure(run).costs.server == pytest.approx((0.02 + (gradients - 1) * 0.001) / gradients, rel=0.05)
-    with (tmp_path / "answer").open("w") as file:
-        for part in answer(read_question(run, "", "", "1", False, "", 4, "", None)):  # however uneven its times are
-            Console(file=file).print(part)
 
 
 def test_the_live_view_is_on_stdout(

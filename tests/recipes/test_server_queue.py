@@ -7,7 +7,7 @@ import pytest
 
 from fairseq_async.simulation.cluster import Cluster, Distribution, Seconds
 from fairseq_async.simulation.costs import Costs, Link
-from fairseq_async.simulation.server_queue import Exchanges, Load, ServerQueue
+from scripts.bench.server_queue import Exchanges, Load, ServerQueue
 from tests.helpers.gaussian_trials import Log, trial
 
 EXACT = 1e-6

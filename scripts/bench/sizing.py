@@ -1,17 +1,39 @@
-"""Which shards, local steps and fragments a cluster needs, so that its workers wait little: by simulation."""
+"""Simulates which shards, local steps and fragments a cluster needs, so that its workers wait little.
 
+    python scripts/bench/sizing.py [RUN_DIR] --workers 64 --parameters 1e9 --link 10 --step-seconds 1:0.2
+
+The steps, and the server's times, are those of the run; without one the server's times are assumed.
+"""
+
+from __future__ import annotations
+
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
+from typing import Annotated
 
+import typer
 from rich import box
 from rich.table import Table
 
-from fairseq_async.method.spec import GRACE_SHARE
-from fairseq_async.simulation.cluster import WIDEST, Cluster, Distribution, Speed
-from fairseq_async.simulation.costs import Costs
-from fairseq_async.simulation.server_queue import Exchanges, Load, ServerQueue
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
+from fairseq_async.launch.progress.display import plain_console  # noqa: E402
+from fairseq_async.method.spec import GRACE_SHARE  # noqa: E402
+from fairseq_async.protocol.layout import Layout, Segment  # noqa: E402
+from fairseq_async.records.event_log import EVENTS  # noqa: E402
+from fairseq_async.reporting.capacity import Measured, measure, over  # noqa: E402
+from fairseq_async.reporting.capacity_question import Question, check_run, pairs, read_question  # noqa: E402
+from fairseq_async.reporting.exchange_bytes import of_codecs  # noqa: E402
+from fairseq_async.simulation.cluster import WIDEST, Cluster, Distribution, Seconds, Speed, Trace  # noqa: E402
+from fairseq_async.simulation.costs import Costs  # noqa: E402
+from scripts.bench.server_queue import Exchanges, Load, ServerQueue  # noqa: E402
+
+_ADAM, _OUTER = 10e-9, 4e-9  # assumed seconds per parameter of the server, measured on one core
+_COPIES = 3e-9  # likewise, for the copies of a worker and the server together
 _LOCAL_STEPS = tuple(2**power for power in range(11))
 _FRAGMENTS = (2, 4, 8, 16)
 _SATURATED = 0.95  # share of the time in which a server or its link is busy
@@ -109,7 +131,7 @@ class Sizing:
         return 1 - rate * computing / self.cluster.workers
 
 
-def answer(sizing: Sizing, shards: Sequence[int], where: str) -> Iterator[str | Table]:
+def described(sizing: Sizing, shards: Sequence[int], where: str) -> Iterator[str | Table]:
     """Yields the table of all numbers of shards, and one line that says which to choose.
 
     Args:
@@ -199,3 +221,106 @@ def _local_sgd(rows: Sequence[Row]) -> str:
 
 def _shards(count: int) -> str:
     return "one server" if count == 1 else f"a server in {count} shards"
+
+
+def answer(
+    run_dir: Path | None, question: Question, workers: int, step_seconds: str, at_most_waiting: float
+) -> Iterator[str | Table]:
+    """Yields tables, and lines of text, that say what a cluster of so many workers needs.
+
+    Args:
+        run_dir: the run whose costs count; None where they are assumed.
+        step_seconds: mean and spread of the seconds per step, for the workers in turn; empty for the run's.
+        at_most_waiting: share of the workers' time that may be lost by waiting.
+
+    Raises:
+        ConfigurationError: there is no such run, or too little of it; the question is not complete.
+    """
+    given = pairs("--step-seconds", step_seconds, "as 0.3, or 0.3:0.2 with deviation over mean", most=WIDEST)
+    if run_dir is None and not (question.sizes and given):
+        missing = "--step-seconds" if question.sizes else "--parameters"
+        raise ConfigurationError(f"--workers {workers}: without RUN_DIR, nothing says what they train: give {missing}")
+    if not 0 < at_most_waiting < 1:
+        raise ConfigurationError(
+            f"--at-most-waiting {at_most_waiting:g}: a share of the workers' time, above 0 and below 1"
+        )
+    measured = None if run_dir is None else measure(run_dir, question.compress)
+    seconds = _step_seconds(run_dir, given, measured)
+    cluster = Cluster(workers=workers, seconds_per_step=[seconds[w % len(seconds)] for w in range(workers)])
+    for size in question.sizes or (() if measured is None else (measured.costs.parameters,)):
+        gradients, local_sgd = assumed_costs(size, question.compress)
+        if measured is not None:
+            gradients = local_sgd = measured.costs.of_size(size)
+        slower = 1.0 if measured is None or given else size / measured.costs.parameters
+        for name, each in over(gradients, question.links):
+            own = replace(local_sgd, link=each.link, latency=each.latency, apart=question.apart)
+            spread = 0.0 if measured is None else measured.server_spread
+            asked = Sizing(cluster, replace(each, apart=question.apart), own, at_most_waiting, spread, slower)
+            where = f"{workers:,} workers, {size:,} parameters, {name if question.links else 'one machine'}"
+            yield from described(asked, question.shards, where)
+    if measured is None:
+        yield (
+            f"The server's time is assumed: {_ADAM * 1e9:g} ns a parameter for Adam, {_OUTER * 1e9:g} for an outer "
+            "rule, on one core; a RUN_DIR says yours."
+        )
+
+
+def _step_seconds(
+    run_dir: Path | None, given: Sequence[tuple[float, float]], measured: Measured | None
+) -> list[Seconds]:
+    """Returns the seconds per step of the workers, which take them in turn."""
+    if given:
+        return [
+            Distribution(distribution="lognormal", mean=mean, spread=spread) if spread else mean
+            for mean, spread in given
+        ]
+    assert run_dir is not None and measured is not None, "a question without a run has them"
+    return [Trace(trace=run_dir / EVENTS, worker=worker) for worker in measured.numbers]
+
+
+def assumed_costs(size: int, compress: str = "") -> tuple[Costs, Costs]:
+    """Returns the costs to assume without a run: of gradients, which Adam takes, and of local SGD; ``step`` is 0."""
+    push = pull = 4.0
+    if compress:
+        sent = of_codecs(compress, Layout((Segment("all", (size,), "float32"),)))
+        push, pull = sent.push.size / size, sent.pull.size / size
+    gradients, local_sgd = (
+        Costs(0.0, (server + _COPIES) * size, server * size, size, push=push, pull=pull) for server in (_ADAM, _OUTER)
+    )
+    return gradients, local_sgd
+
+
+def main(
+    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of workers of the cluster.")],
+    run_dir: Annotated[Path | None, typer.Argument(metavar="RUN_DIR", help="A run whose times count.")] = None,
+    parameters: Annotated[str, typer.Option(metavar="N,…", help="As of fairseq-async capacity.")] = "",
+    link: Annotated[str, typer.Option(metavar="X,…", help="As of fairseq-async capacity.")] = "",
+    shards: Annotated[str, typer.Option(metavar="S,…", help="Numbers of shards to choose from.")] = "1,2,4,8,16,32,64",
+    apart: Annotated[bool, typer.Option("--apart", help="As of fairseq-async capacity.")] = False,
+    compress: Annotated[str, typer.Option(metavar="NAME", help="As of fairseq-async capacity.")] = "",
+    step_seconds: Annotated[
+        str,
+        typer.Option(
+            metavar="S,…",
+            help="Step times of the workers in turn: 0.3,0.9; 0.3:0.2 has a spread (deviation over mean) of 0.2.",
+            show_default="those of the run",
+        ),
+    ] = "",
+    at_most_waiting: Annotated[
+        float, typer.Option(metavar="X", help="Share of the workers' time that may be lost by waiting.")
+    ] = 0.05,
+) -> None:
+    """Say which shards of a server, local steps and fragments a cluster needs."""
+    console = plain_console(width=None if sys.stdout.isatty() else 140)
+    try:
+        if run_dir is not None:
+            check_run(run_dir)
+        question = read_question(parameters, link, shards, apart, compress)
+        for part in answer(run_dir, question, workers, step_seconds, at_most_waiting):
+            console.print(part, highlight=False)
+    except ConfigurationError as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    typer.run(main)
