@@ -11,11 +11,19 @@ LOST_SERVER = 75  # exit code of a worker whose server is away, which is nobody'
 
 
 class AsyncError(Exception):
-    """An error that stops a run and that its user can act upon."""
+    """An error that stops a run and that its user can act upon.
+
+    Attributes:
+        code: exit code of a command of ours that it ends.
+    """
+
+    code = 1
 
 
 class ConfigurationError(AsyncError):
     """A flag or a combination of flags that cannot work."""
+
+    code = USER_ERROR
 
 
 class ExchangeError(AsyncError):

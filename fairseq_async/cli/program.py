@@ -11,7 +11,7 @@ from typing import NoReturn
 import typer
 
 from fairseq_async.cli import inspect, run, simulate
-from fairseq_async.errors import AsyncError, ConfigurationError
+from fairseq_async.errors import AsyncError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for commands in (run, simulate, inspect):
@@ -42,7 +42,7 @@ def main() -> None:
         code = app(sys.argv[1:] or ["--help"], prog_name="fairseq-async", standalone_mode=False)
         print(end="", flush=True)
     except AsyncError as error:
-        _fail(str(error), 2 if isinstance(error, ConfigurationError) else 1)
+        _fail(str(error), error.code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except OSError as error:

@@ -227,17 +227,17 @@ class Launcher:
     def _failure(self, worker: Worker) -> RunFailedError:
         """Returns the error of a run that this worker's end has ended; removes the files of a run that never began,
         and its logs too where the error says all that they have."""
-        error = self.processes.describe_end(worker)
+        error, code = self.processes.describe_end(worker), worker.process.returncode
         if self.server is None:
             for line in traceback(worker.log):  # the log is removed with the script's first directory
                 self.display.say(line)
-            return RunFailedError(error)
+            return RunFailedError(error, code)
         begun = self.display.progress.begun
-        says_all = not begun and worker.process.returncode == USER_ERROR
+        says_all = not begun and code == USER_ERROR
         if not begun:
             self._end()
             self._created.remove(logs=says_all)
-        return RunFailedError(error if says_all else f"{error} (log: {worker.log})")
+        return RunFailedError(error if says_all else f"{error} (log: {worker.log})", code)
 
     def _after_end(self) -> None:
         """Waits for the workers' processes when all have left a finished run, and kills those that hang.

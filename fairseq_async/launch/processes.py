@@ -14,7 +14,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from fairseq_async.errors import AsyncError
+from fairseq_async.errors import USER_ERROR, AsyncError
 from fairseq_async.exchange.linux import environment
 from fairseq_async.launch.command.programs import executing
 from fairseq_async.launch.error_lines import last_words
@@ -59,7 +59,15 @@ class Worker:
 
 
 class RunFailedError(AsyncError):
-    """A worker or the server ended in a way that ends the run."""
+    """A worker or the server ended in a way that ends the run.
+
+    Args:
+        ended_with: exit code of the worker; that of a user's mistake becomes the command's.
+    """
+
+    def __init__(self, message: str, ended_with: int = 1) -> None:
+        super().__init__(message)
+        self.code = USER_ERROR if ended_with == USER_ERROR else 1
 
 
 class Processes:

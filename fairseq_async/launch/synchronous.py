@@ -80,11 +80,12 @@ class GroupLauncher:
         """Returns the error of the run; removes the files of a run that never began, where the error says all that its
         logs have."""
         error = self.processes.describe_end(worker)
-        if worker.process.returncode != USER_ERROR or self._progress() != _STARTING:
-            return RunFailedError(f"{error} (log: {worker.log})")
+        code = worker.process.returncode
+        if code != USER_ERROR or self._progress() != _STARTING:
+            return RunFailedError(f"{error} (log: {worker.log})", code)
         self.processes.end()
         self._created.remove(logs=True)
-        return RunFailedError(error)
+        return RunFailedError(error, code)
 
     def _progress(self) -> str:
         return progress_in(self.processes.workers[0].log)

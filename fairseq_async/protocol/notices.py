@@ -10,6 +10,7 @@ from contextlib import suppress
 Tell = Callable[[str], None]
 SEPARATOR = " | "  # between the time and the text of a line
 LISTENS, FINISHED = "the server listens at", "the run is finished at version"  # how lines of a server begin
+GONE = "is gone"  # how a line of a worker that has died ends
 # to the process that started the server; no line for its user begins so, since control characters are escaped
 RUN_FINISHED, RUN_OVER, EXIT_CODE = "\0finished", "\0over", "\0ends with "
 # from that process: worker 0 has ended in order; it has, but may be started again; something else ends the run

@@ -15,7 +15,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import HalfAppliedError, RefusedError
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol.layout import Layout
-from fairseq_async.protocol.notices import Tell, tell_log
+from fairseq_async.protocol.notices import GONE, Tell, tell_log
 from fairseq_async.protocol.receipt import Status
 from fairseq_async.records.snapshots import Snapshots
 from fairseq_async.records.state_files import read_state, restored_path
@@ -395,6 +395,6 @@ class Service(Connections):
         super().disconnected(peer)
         now = self.clock()
         self.membership.leave(peer.id, for_good, now)
-        self.journal("parted", f"worker {peer.id} {'has left' if for_good else 'is gone'}")
+        self.journal("parted", f"worker {peer.id} {'has left' if for_good else GONE}")
         if self.begun is not None:
             self._deliver(self.begun, self.begun.coordinator.depart(peer.id, now))

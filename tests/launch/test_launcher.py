@@ -114,10 +114,10 @@ def test_a_worker_is_started_again_as_often_as_it_may_and_for_a_mistake_at_most_
     monkeypatch.setattr(launcher, "_start", started.append)
     monkeypatch.setattr(launcher.processes, "kill_children", lambda worker: None)
     assert worker.updates_at_start == 0
-    with pytest.raises(RunFailedError, match="the server at 127.0.0.1:7 is gone"):
+    with pytest.raises(RunFailedError, match="the server at 127.0.0.1:7 is gone") as failed:
         for _ in range(4):
             launcher._after_death(worker)
-    assert len(started) == starts
+    assert len(started) == starts and failed.value.code == (2 if code == USER_ERROR else 1)
 
 
 @pytest.mark.parametrize("finished", [False, True], ids=["started again", "given up"])
@@ -312,7 +312,8 @@ def test_a_users_mistake_is_one_line_and_ends_everything(
 ) -> None:
     code, output = launch(2, tmp_path, *flags, "--max-update", 5)
     lines = [line for line in output.splitlines() if line.startswith("fairseq-async: error:")]
-    assert code != 0 and len(lines) == 1 and message in lines[0] and "Traceback" not in output
+    assert code == 2 and len(lines) == 1 and message in lines[0] and "Traceback" not in output
+    assert " is gone" not in output, "the line of error says why"
     nothing_is_left(tmp_path, shared_memory)
 
 
@@ -341,7 +342,7 @@ def test_a_worker_with_another_model_is_named_with_the_first_difference(
     script.chmod(0o755)
     line = [script if word == "fairseq-train" else word for word in launch_command(data, 2, tmp_path / "run")]
     code, output = processes.run([*line, "--max-update", 5])
-    assert code != 0 and re.search(r"worker [01] has another model than the others", output)
+    assert code == 2 and re.search(r"worker [01] has another model than the others", output)
     assert "encoder.layers.0.fc1.weight 96x32" in output and "64x32" in output
 
 

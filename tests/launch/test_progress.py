@@ -232,6 +232,7 @@ def test_a_server_that_starts_again_in_a_new_directory_has_not_begun_another_lau
 
 
 def test_before_the_first_update_it_says_what_the_server_has_said_last(tmp_path: Path) -> None:
+    """But not that a worker has died, before the launcher says why."""
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "server.log"
     log.write_text("2026-01-01 10:00:00 | the run is finished at version 9\n")  # an earlier run's
@@ -239,7 +240,7 @@ def test_before_the_first_update_it_says_what_the_server_has_said_last(tmp_path:
     assert progress.status == "starting: the processes start"
     with log.open("a") as file:
         file.write("2026-01-01 10:00:01 | worker 0 has joined, 1 of 2 are there\n")
-        file.write("INFO:a_library:imported\n")
+        file.write("INFO:a_library:imported\n2026-01-01 10:00:02 | worker 0 is gone\n")
     assert progress.status == "starting: worker 0 has joined, 1 of 2 are there"
     (tmp_path / "events.jsonl").write_text(event(0, 1, 1000.0))
     progress.poll()

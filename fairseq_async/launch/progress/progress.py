@@ -11,7 +11,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.progress.compressed import Compressed, read_sizes
 from fairseq_async.launch.progress.earlier_launches import EarlierEvents, Pauses
 from fairseq_async.launch.progress.run_length import RunLength, Work
-from fairseq_async.protocol.notices import SEPARATOR
+from fairseq_async.protocol.notices import GONE, SEPARATOR
 from fairseq_async.protocol.receipt import Status
 from fairseq_async.records.event_log import EVENTS
 from fairseq_async.records.events import Event, LineReader
@@ -279,9 +279,11 @@ class Progress:
         return f", validation at update {last.updates:,}: loss {last.loss:.3f}{score}"
 
     def _waited_for(self) -> str:
-        """Returns the last line that the server has written to its log."""
+        """Returns the last line that the server has written to its log; of a worker that has died, the launcher says
+        more."""
         for line in self._log:
-            self._said = line or self._said
+            if line and not line.endswith(GONE):
+                self._said = line
         return self._said
 
 

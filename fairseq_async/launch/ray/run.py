@@ -276,7 +276,7 @@ class RayRun:
         if log.is_relative_to(self._directory):  # it is removed with the script's first directory
             for line in traceback(log):
                 self._display.say(line)
-            raise RunFailedError(error)
+            raise RunFailedError(error, how.code)
         self._display.progress.poll()
         begun = self._display.progress.begun
         if not begun:
@@ -284,7 +284,7 @@ class RayRun:
             self._created.remove(logs=how.code == USER_ERROR)
         if begun or how.code != USER_ERROR:
             error += f" (log: {log})"
-        raise RunFailedError(error)
+        raise RunFailedError(error, how.code)
 
     def _after_workers(self) -> None:
         """Decides by the server's end, after all workers have ended, whether the run is finished."""
