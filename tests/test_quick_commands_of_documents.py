@@ -37,7 +37,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     server = ServerProcess(SGD_SERVER, 1, directory, directory / "logs" / "server.log")
     client = join(server, 0, workers=1)
     for sequence in range(UPDATES):
-        push(client, sequence, 0.25, base=sequence, wait=True, loss=3.0)
+        push(client, sequence, 0.25, base=sequence, loss=3.0)
     server.end(30)
     return directory
 

@@ -30,9 +30,6 @@ class SharedMemory:
     server publishes: a counter that is odd during a write (a seqlock) tells it to copy again, so it never keeps a
     mixture of two versions, and no reader, even one killed on the way, can hold up the server.
 
-    A worker may be answered before its update is taken out of its slot: the header has, for each worker, the number of
-    the last update that was taken.
-
     The file has no name (``O_TMPFILE``): it cannot clash with another job's and is gone with the last process
     that has it open, however that process ends.
     """
@@ -41,14 +38,13 @@ class SharedMemory:
         self.parameters, self.workers, self.publishes = parameters, workers, publishes
         self._descriptor = descriptor
         self._map = mmap.mmap(descriptor, self.nbytes(parameters, workers, publishes))
-        # the seqlock's counter, the version, for each worker the last sequence number taken out of its slot, and a
-        # random number that names this memory
-        self._header = torch.frombuffer(self._map, dtype=torch.int64, count=3 + workers)
+        # the seqlock's counter, the version, and a random number that names this memory
+        self._header = torch.frombuffer(self._map, dtype=torch.int64, count=3)
         self._fence = threading.Lock()
 
     @staticmethod
     def nbytes(parameters: int, workers: int, publishes: bool = True) -> int:
-        before_the_last = _header_size(workers) + _pages(4 * parameters) * (publishes + workers - 1)
+        before_the_last = mmap.PAGESIZE + _pages(4 * parameters) * (publishes + workers - 1)
         return before_the_last + 4 * parameters
 
     @classmethod
@@ -59,7 +55,7 @@ class SharedMemory:
             ExchangeError: there is no room in /dev/shm.
         """
         size = cls.nbytes(parameters, workers, publishes)
-        shared = _header_size(workers) + _pages(4 * parameters) * publishes
+        shared = mmap.PAGESIZE + _pages(4 * parameters) * publishes
         try:
             descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
             os.ftruncate(descriptor, size)
@@ -67,8 +63,7 @@ class SharedMemory:
         except OSError as error:
             raise ExchangeError(_no_room(shared, error)) from error
         memory = cls(descriptor, parameters, workers, publishes)
-        memory._header[2:] = -1  # nothing is taken yet; 0 is the first sequence number
-        memory._header[-1] = secrets.randbits(63)
+        memory._header[2] = secrets.randbits(63)
         return memory
 
     @classmethod
@@ -105,7 +100,7 @@ class SharedMemory:
     @property
     def _name(self) -> str:
         file = os.fstat(self._descriptor)
-        return f"{file.st_dev:x}-{file.st_ino:x}-{int(self._header[-1]):x}"
+        return f"{file.st_dev:x}-{file.st_ino:x}-{int(self._header[2]):x}"
 
     @property
     def inode(self) -> int:
@@ -137,7 +132,7 @@ class SharedMemory:
         return torch.frombuffer(self._map, dtype=torch.float32, count=count, offset=offset)
 
     def _offset(self, index: int) -> int:
-        return _header_size(self.workers) + _pages(4 * self.parameters) * index
+        return mmap.PAGESIZE + _pages(4 * self.parameters) * index
 
     def publish(self, parameters: Tensor, version: int) -> None:
         self._advance_counter()
@@ -170,27 +165,6 @@ class SharedMemory:
             else:
                 time.sleep(0.0002)
 
-    def mark_taken(self, worker: int, sequence: int) -> None:
-        """Marks the update as taken: the server has read it and will not read the slot again before the next update."""
-        self._memory_barrier()
-        self._header[2 + worker] = sequence
-
-    def wait_until_taken(self, worker: int, sequence: int, gone: Callable[[], bool] = _never) -> None:
-        """Waits until the server has taken this update, so that the worker may write its slot again.
-
-        Args:
-            gone: returns whether the server has ended.
-
-        Raises:
-            ExchangeError: the server has ended, or does not take the update in time.
-        """
-        deadline = time.monotonic() + _PATIENCE
-        while int(self._header[2 + worker]) < sequence:
-            if time.monotonic() > deadline or gone():
-                raise ExchangeError("the server does not take updates any more")
-            time.sleep(0.0002)
-        self._memory_barrier()
-
     def close(self) -> None:
         os.close(self._descriptor)
 
@@ -204,10 +178,6 @@ class SharedMemory:
         # past the counter.
         with self._fence:
             pass
-
-
-def _header_size(workers: int) -> int:
-    return _pages(8 * (3 + workers))
 
 
 def _pages(size: int) -> int:

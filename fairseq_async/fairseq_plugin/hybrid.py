@@ -1,6 +1,5 @@
 """``--optimizer hybrid_async``: each step of a worker sends a gradient to the server, where the optimizer steps."""
 
-import math
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -124,10 +123,8 @@ class HybridAsync(FairseqOptimizer):
         """
         if self._skip or not self._is_sent:
             return
-        # The receipt of a gradient with NaN is waited for, since it says how many in a row were refused.
-        refused = self._norm is not None and not math.isfinite(self._norm)
         report = replace(self.report, loss=self._mean_loss())
-        self.worker.exchange(self._write_gradient, self._weight, report, wait=refused, norm=self._norm)
+        self.worker.exchange(self._write_gradient, self._weight, report, self._norm)
         for parameter in self.params:
             parameter.grad = None  # it may lie in the slot, which is the server's now
         self.set_lr(self.worker.learning_rate)
@@ -271,7 +268,7 @@ class HybridTrainer(AsynchronousTrainer):
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         """Returns the gradient's norm. Just before the push, a slowed-down worker waits here: its gradient gets old."""
         norm: Tensor = super().clip_grad_norm(clip_norm)
-        computed = time.perf_counter() - self._started - self.worker.waited
+        computed = time.perf_counter() - self._started
         time.sleep((self.session.context.slowdown - 1.0) * computed)
         return norm
 

@@ -77,10 +77,8 @@ class RecordedClient:
             copy(self.slot)
         return self.version
 
-    def prepare(self, write: Callable[[Tensor], object]) -> float:
-        """Calls ``write`` with the slot; returns 0 seconds of waiting, since the slot is always free."""
+    def prepare(self, write: Callable[[Tensor], object]) -> None:
         write(self.slot)
-        return 0.0
 
     def push(self, write: Callable[[Tensor], object], push: Push) -> PushReply:
         """Keeps the update, and answers as the server did."""

@@ -9,7 +9,6 @@ class Status(str, Enum):
     """What became of an update."""
 
     APPLIED = "applied"
-    ACCEPTED = "accepted"  # answered before it is applied: it will only be added to others, without a step
     HELD = "held"  # behind the barrier, until its round is complete
     REFUSED = "refused"  # NaN or Inf
     STALE = "stale"  # its staleness is above the limit

@@ -76,7 +76,6 @@ class Push:
         sequence: the worker's own number for the update.
         base_version: the server's version that the update was computed from.
         weight: target tokens, or local steps, of the update.
-        wait: whether to answer only when the update is settled, even if it will only be added to others.
         norm: the update's L2 norm if the worker knows it. NaN or Inf for an update with these that should be
             compressed: there is no payload for it.
         pulls: whether the worker will ask for the parameters next, to start from them. A worker on another machine may
@@ -87,7 +86,6 @@ class Push:
     base_version: int
     weight: float
     report: Report = field(default_factory=Report)
-    wait: bool = True
     norm: float | None = None
     pulls: bool = False
     kind: Literal["push"] = "push"

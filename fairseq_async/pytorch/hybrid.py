@@ -173,9 +173,8 @@ class HybridAsync(AsyncTraining):
         self._step_ended = time.perf_counter()
 
     def _push(self, norm: float) -> None:
-        """Pushes the gradients; with NaN or Inf, waits for the receipt, which says how many in a row were refused."""
         loss = self._take_loss()
-        self.async_worker.step(1.0, None if loss is None else float(loss), wait=not norm < inf, norm=norm)
+        self.async_worker.step(1.0, None if loss is None else float(loss), norm)
 
     def _check_rates(self) -> None:
         for part in self._parts:

@@ -28,8 +28,7 @@ class Coordinator:
     """Passes updates to the parameter server, and says which workers are to be answered, and how.
 
     It is a plain object without sockets, threads or a clock. Its caller passes the time in, in seconds of any clock
-    that does not go back, and delivers the :class:`Outcome` of each call. An update takes three calls, so that a server
-    can answer early and publish in between: :meth:`admit`, :meth:`apply`, :meth:`settle`; or one, :meth:`push`.
+    that does not go back, and delivers the :class:`Outcome` of each call.
 
     Args:
         membership: the workers; the caller notes in it who connects and who leaves.
@@ -54,7 +53,7 @@ class Coordinator:
         self.waiting, self.look_ahead = waiting, look_ahead
         self.finished = self._ended = False
         self.positions: dict[int, JsonObject | None] = {}
-        self._pending: dict[int, tuple[Report, bool]] = {}  # by worker: its report, and whether it waits for a receipt
+        self._pending: dict[int, Report] = {}  # of each worker that waits for a receipt
         self.held_since: dict[int, float] = {}
         self._answered: dict[int, tuple[str, float]] = {}  # number and answer of each worker's last schedule event
         self._control_events: list[ControlEvent] = []
@@ -75,26 +74,13 @@ class Coordinator:
         self.plan.check(report)
 
     def push(self, update: Update, report: Report, now: float, norm: float | None = None) -> Outcome:
-        """Settles an update, or holds it until its round is complete. Its sender waits for the receipt."""
-        receipt = self.admit(update, report, norm=norm)
-        return self.settle(self.apply(update, receipt), now)
-
-    def admit(self, update: Update, report: Report, waits: bool = True, norm: float | None = None) -> Receipt:
-        """Decides what becomes of an update; see :meth:`ParameterServer.admit`.
+        """Settles an update, or holds it until its round is complete. Its sender waits for the receipt.
 
         Args:
-            waits: whether the sender waits for the receipt; it does not if it was answered early.
+            norm: the update's L2 norm where it is known.
         """
-        receipt = self.server.admit(update, norm)
-        self._pending[update.worker] = report, waits
-        return receipt
-
-    def apply(self, update: Update, receipt: Receipt) -> Receipt:
-        """Applies an update that was admitted, or holds it behind the barrier."""
-        return self.server.apply(update, receipt) if receipt.status is Status.APPLIED else receipt
-
-    def settle(self, receipt: Receipt, now: float) -> Outcome:
-        """Counts an update after :meth:`apply`; one that completes a round, with all updates of the round."""
+        receipt = self.server.push(update, norm)
+        self._pending[update.worker] = report
         if receipt.status is not Status.HELD:
             return self._settle([receipt], now)
         if self.server.held:
@@ -105,7 +91,7 @@ class Coordinator:
 
     def hold(self, update: Update, report: Report, since: float, version: int) -> None:
         """Holds again an update that was held when a simulation was stopped; it had arrived at this version."""
-        self._pending[update.worker] = report, True
+        self._pending[update.worker] = report
         self.held_since[update.worker] = since
         self.server.hold(update, version)
 
@@ -119,20 +105,6 @@ class Coordinator:
         self.waiting.begin_work(worker, now)
         assignment = replace(self.plan.assign(worker), look_ahead=self.look_ahead.of(worker))
         return Instruction(worker, receipt, assignment, self.finished)
-
-    def accept(self, update: Update, version: int, now: float) -> Instruction:
-        """Returns the early answer to an update that is only added to others at this version: its sender goes on."""
-        early = Receipt(
-            worker=update.worker,
-            sequence=update.sequence,
-            base_version=update.base_version,
-            weight=update.weight,
-            status=Status.ACCEPTED,
-            staleness=version - update.base_version,
-            norm=0.0,
-            version=self.server.version,
-        )
-        return self.instruct(update.worker, early, now)
 
     def rejected(self, worker: int, now: float, sequence: int | None = None) -> Instruction:
         """Returns the answer to an update that comes after the run's last step.
@@ -269,7 +241,7 @@ class Coordinator:
         self.look_ahead.follow(self.server.version, self.server.parameters)
         outcome, waiting = Outcome(), []
         for receipt in receipts:
-            report, waits = self._pending.pop(receipt.worker, (Report(), False))
+            waits, report = receipt.worker in self._pending, self._pending.pop(receipt.worker, Report())
             if receipt.status in SETTLED:
                 try:
                     self._count(receipt, report)
@@ -316,7 +288,7 @@ class Coordinator:
 
     def _reject_waiting(self, now: float) -> list[Instruction]:
         """Returns the answers to pending updates that no step will take any more."""
-        waiting = [worker for worker, (_, waits) in self._pending.items() if waits]
+        waiting = list(self._pending)
         for worker in self.server.held:
             self.server.withdraw(worker)  # or a worker's leaving, or the end of the grace, would close their step
         self._pending.clear()

@@ -231,7 +231,7 @@ class ParameterServer:
         """Whether an update is in the parameters, or will be; a duplicate counts as its first copy did."""
         if receipt.status is Status.DUPLICATE:
             return self.rejected.get(receipt.worker) != receipt.sequence
-        return receipt.status in (Status.APPLIED, Status.ACCEPTED, Status.HELD)
+        return receipt.status in (Status.APPLIED, Status.HELD)
 
     def _use_up(self, update: Update, rejected: bool = False) -> None:
         self.sequences[update.worker] = update.sequence

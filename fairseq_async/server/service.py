@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from socket import socket
@@ -16,7 +15,6 @@ from fairseq_async.errors import HalfAppliedError, RefusedError
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.notices import GONE, Tell, tell_log
-from fairseq_async.protocol.receipt import Status
 from fairseq_async.records.snapshots import Snapshots
 from fairseq_async.records.state_files import read_state, restored_path
 from fairseq_async.server.kept_state import KeptState
@@ -49,7 +47,6 @@ class Service(Connections):
         run: the run; None until a worker has described it.
         resumes: whether the run goes on from a snapshot of an earlier run in the directory, unless worker 0 brings a
             newer state.
-        applying: returns the context in which an update is applied; while it is, only parameters and rule change.
         reach: how to reach hosts of shards on other machines; None where that is not possible.
         wakeup: a socket that becomes readable when :meth:`tick` has something to do before its time; None without one.
         busy: whether there is something left to do when the workers of a finished run have left.
@@ -74,7 +71,6 @@ class Service(Connections):
         self.state = KeptState(self.snapshots)
         self.resumes = self.busy = False
         self.reach: Reach | None = None
-        self.applying: Callable[[], AbstractContextManager[object]] = nullcontext
         self.wakeup: socket | None = None
 
     @property
@@ -113,11 +109,8 @@ class Service(Connections):
             return self.refuse(peer, "malformed message", error)
         self.handle(peer, request)
 
-    def handle(self, peer: Peer, request: protocol.Request, accepted: bool = False) -> None:
+    def handle(self, peer: Peer, request: protocol.Request) -> None:
         """Handles one request. A request that fails gets an error as its answer; peer and server stay.
-
-        Args:
-            accepted: whether the request is an update that was answered already.
 
         Raises:
             HalfAppliedError: the server's state is lost; another process has to go on from its last snapshot.
@@ -128,7 +121,7 @@ class Service(Connections):
             self.membership.ask(peer.id, self.clock(), peer.admitted and isinstance(request, protocol.Push))
         try:
             self._recount()  # a worker that was silent counts again
-            answer = self._respond(peer, request, accepted)
+            answer = self._respond(peer, request)
         except HalfAppliedError:
             raise
         except Exception as error:  # of any kind: it is this worker's alone, and the run goes on
@@ -184,8 +177,8 @@ class Service(Connections):
         self.membership.note_left(state.get("left", ()))  # not in an older snapshot
         return path.name
 
-    def _respond(self, peer: Peer, request: protocol.Request, accepted: bool) -> protocol.Answer | None:
-        """Returns the answer to a request; None if it has none, was answered already, or is answered later."""
+    def _respond(self, peer: Peer, request: protocol.Request) -> protocol.Answer | None:
+        """Returns the answer to a request; None if it has none, or is answered later."""
         if peer.worker is None:
             answer = self.introduce(peer, request)
             if peer.stream_of is None:
@@ -202,15 +195,15 @@ class Service(Connections):
                 return self._leave(peer, request.finished)
         if not peer.admitted:
             raise RefusedError("say hello first")
-        return self._respond_to_member(peer, request, accepted)
+        return self._respond_to_member(peer, request)
 
-    def _respond_to_member(self, peer: Peer, request: protocol.Request, accepted: bool) -> protocol.Answer | None:
+    def _respond_to_member(self, peer: Peer, request: protocol.Request) -> protocol.Answer | None:
         run = self.described
         match request:
             case protocol.Initialise():
                 return self._initialise(peer, request)
             case protocol.Push():
-                return self._push(peer, request, accepted)
+                return self._push(peer, request)
             case protocol.Pull():
                 self._pull(peer, request)
                 return None
@@ -327,37 +320,23 @@ class Service(Connections):
 
     # Updates and parameters
 
-    def _push(self, peer: Peer, push: protocol.Push, accepted: bool) -> protocol.Answer | None:
+    def _push(self, peer: Peer, push: protocol.Push) -> protocol.Answer | None:
         run = self.described
         coordinator, now = run.coordinator, self.clock()
         if coordinator.finished:
-            if accepted:
-                run.memory.mark_taken(peer.id, push.sequence)
-                return None
             return run.reply(coordinator.rejected(peer.id, now, push.sequence))
-        payload = None if accepted else run.payloads.unpack(peer, push, run.memory.slot(peer.id))
+        payload = run.payloads.unpack(peer, push, run.memory.slot(peer.id))
         update = run.checked_update(peer.id, push)
         began = time.perf_counter()
-        if accepted or (run.spec.publishes and not push.wait and not coordinator.server.moves_parameters()):
-            waits = False
-            if not accepted:
-                self.answer(peer, run.reply(coordinator.accept(update, coordinator.server.version, now)))
-        else:
-            waits, peer.push = True, push
-            self.membership.wait(peer.id, "push")
+        peer.push = push
+        self.membership.wait(peer.id, "push")
         use_idle_cores(self.peers, self.membership, run.spec.server)
         report = replace(push.report, server_seconds=peer.server_seconds, payload=payload)
         norm = None if peer.channel.with_tensor or run.hosts.shards else push.norm  # what has arrived may differ
-        receipt = coordinator.admit(update, report, waits, norm)
-        if receipt.status is Status.APPLIED:
-            with self.applying():
-                receipt = coordinator.apply(update, receipt)
-                run.publish()
-        if receipt.status is Status.HELD:
+        outcome = coordinator.push(update, report, now, norm)
+        if peer.id in coordinator.server.held:
             run.payloads.hold(peer)
-        else:
-            run.memory.mark_taken(peer.id, update.sequence)
-        self._deliver(run, coordinator.settle(receipt, now))
+        self._deliver(run, outcome)
         peer.server_seconds = time.perf_counter() - began
         return None
 

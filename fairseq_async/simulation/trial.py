@@ -283,8 +283,7 @@ class Trial:
             self._push(worker)
 
     def _push(self, worker: LogicalWorker) -> None:
-        early = self.sends_gradients and not self.server.moves_parameters()  # answered before it is added to others
-        self.answers_at = self.clock.now + (0.0 if early else self.cluster.exchange.server_seconds)
+        self.answers_at = self.clock.now + self.cluster.exchange.server_seconds
         self._deliver(self.coordinator.push(_update(worker), worker.report, self.clock.now))
 
     def _deliver(self, outcome: Outcome) -> None:

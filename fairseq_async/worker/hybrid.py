@@ -33,7 +33,6 @@ class HybridWorker(AsyncWorker):
 
     Attributes:
         shard: this worker's part of the training set, of which it has drawn ``offset`` batches.
-        waited: seconds that the worker has waited already for the slot of its next push.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class HybridWorker(AsyncWorker):
         self._zeros = zeros
         self._parameters = [parameter for _, parameter in named]
         self._begun: tuple[int, Transfer] | None = None  # the slot's address, and the gradients on their way there
-        self.learning_rate = self.waited = self._steps = 0.0
+        self.learning_rate = self._steps = 0.0
         self._partial_steps = False
         self.last = {"staleness": 0.0, "push_seconds": 0.0, "pull_seconds": 0.0}
 
@@ -80,17 +79,17 @@ class HybridWorker(AsyncWorker):
     def scale_into_slot(self, factor: float) -> None:
         """Multiplies the parameters' ``grad``, which is fp32 on the CPU, by ``factor``. The products are written into
         the slot, and ``grad`` then refers to the slot, so that the push has nothing to copy."""
-        self.waited = self.client.prepare(partial(self._scale_into, factor))
+        self.client.prepare(partial(self._scale_into, factor))
 
     def write_ahead(self, factor: float = 1.0) -> None:
         """Begins to write the gradients, times ``factor``, into the slot; the next push waits until they are there.
 
         A GPU copies while this process measures the gradients. On the CPU this does nothing: copying would take this
-        process's own time, and the server may still need the slot.
+        process's own time.
         """
         if self.replica.device.asynchronous:
             self.pin_exchanged()
-            self.waited = self.client.prepare(partial(self._begin, factor))
+            self.client.prepare(partial(self._begin, factor))
 
     def write(self, slot: Tensor, factor: float = 1.0) -> None:
         """slot ← factor · gradients, for the push; completes a :meth:`write_ahead` with the same factor."""
@@ -100,16 +99,15 @@ class HybridWorker(AsyncWorker):
         (_, transfer), self._begun = self._begun, None
         transfer.synchronize()  # the server reads the slot when it has the message
 
-    def step(self, samples: float, loss: float | None, wait: bool = False, norm: float | None = None) -> None:
+    def step(self, samples: float, loss: float | None, norm: float | None = None) -> None:
         """Pushes the parameters' ``grad``, the mean over ``samples``, as :meth:`exchange` does."""
-        self.exchange(self.write, float(samples), Report(loss=loss), wait, norm)
+        self.exchange(self.write, float(samples), Report(loss=loss), norm)
 
     def exchange(
         self,
         write: Callable[[Tensor], object],
         weight: float,
         report: Report,
-        wait: bool = False,
         norm: float | None = None,
     ) -> None:
         """Pushes the gradient that ``write`` puts into the slot, and pulls the parameters if they have changed.
@@ -117,7 +115,6 @@ class HybridWorker(AsyncWorker):
         Args:
             weight: weight of this gradient in the sum of a step's gradients.
             report: values for ``events.jsonl``; the duration of the previous exchange is added to them.
-            wait: whether to wait for the receipt even if no step follows this gradient.
             norm: the gradient's L2 norm where it is known, so that the server need not compute it.
 
         Raises:
@@ -137,7 +134,7 @@ class HybridWorker(AsyncWorker):
             missing=f"{missing:x}" if missing else None,
             first_batch=self.take_first_batch(),
         )
-        answer = self.client.push(write, Push(self.sequence, self.version, weight, timed, wait, norm, pulls=True))
+        answer = self.client.push(write, Push(self.sequence, self.version, weight, timed, norm, pulls=True))
         pushed = time.perf_counter()
         self.sequence += 1
         self.finished = answer.finished
@@ -146,10 +143,9 @@ class HybridWorker(AsyncWorker):
             self.start(answer.assignment.look_ahead)
         self.last = {
             "staleness": float(answer.staleness),
-            "push_seconds": self.waited + pushed - started,
+            "push_seconds": pushed - started,
             "pull_seconds": time.perf_counter() - pushed,
         }
-        self.waited = 0.0
         self.refusals.count(answer.refused, outlier=answer.status is Status.OUTLIER)
 
     def send_done(self) -> None:

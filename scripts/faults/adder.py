@@ -33,8 +33,8 @@ class Adder:
         for _ in range(count):
             self.step()
 
-    def step(self, wait: bool = False) -> PushReply:
-        push = Push(self.sequence, self.version, 1.0, wait=wait)
+    def step(self) -> PushReply:
+        push = Push(self.sequence, self.version, 1.0)
         answer = self.client.push(lambda slot: slot.fill_(-1.0), push)
         self.sequence += 1
         self.version = self.client.pull(self.parameters.copy_)

@@ -31,7 +31,7 @@ _SEEDS: dict[str, dict[str, Any]] = {
     for request in (
         protocol.Introduce("0" * 64, "y", worker=1, joins=False, instance="x"),
         _HELLO,
-        protocol.Push(0, _VERSION, 1.0, wait=False),
+        protocol.Push(0, _VERSION, 1.0),
         protocol.ScheduleEvent("x-1", "begin_epoch", 1),
         protocol.Pull(),
         protocol.Initialise(False),

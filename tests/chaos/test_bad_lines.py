@@ -62,7 +62,7 @@ def test_an_event_that_became_unreadable_may_be_missing_and_no_other(
 ) -> None:
     worker = join(start_thread_server(1), 0, workers=1)
     for sequence in range(4):
-        push(worker, sequence, 0.125, base=sequence, wait=True)
+        push(worker, sequence, 0.125, base=sequence)
     lines = (tmp_path / EVENTS).read_bytes().splitlines(keepends=True)
     (tmp_path / EVENTS).write_bytes(lines[0] + b"\0\0\0" + lines[1][5:] + b"".join(lines[2:]))
     found = audit(tmp_path)

@@ -74,7 +74,7 @@ def test_a_server_that_was_stopped_reads_what_has_come_before_it_judges_anybody_
     first, second = (join(server, worker, barrier=2, worker_timeout=1.0) for worker in (0, 1))
     stop(server.process.pid)
     with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(push, client, 0, 0.5, wait=True) for client in (first, second)]
+        answers = [pool.submit(push, client, 0, 0.5) for client in (first, second)]
         threading.Event().wait(3)
         os.kill(server.process.pid, signal.SIGCONT)
         assert [answer.result(20).status for answer in answers] == [Status.APPLIED] * 2
@@ -89,7 +89,7 @@ def test_a_run_that_is_finished_ends_without_a_worker_that_hangs(
         worker = join(server, 0, last_version=1, worker_timeout=1.0)
         hangs = join(server, 1, last_version=1, worker_timeout=1.0)
         hangs.left.set()  # its signs of life end
-        push(worker, 0, 0.5, wait=True)
+        push(worker, 0, 0.5)
         worker.leave(finished=True)
         server.join(15)
         assert server.poll() == 0
@@ -390,7 +390,7 @@ def test_who_asks_and_does_not_read_is_disconnected_and_the_others_have_their_tu
         with suppress(OSError):
             for _ in range(8):
                 sent += connection.send(frames)
-        answered += push(honest, number, 0.5, base=number, wait=True).status is Status.APPLIED
+        answered += push(honest, number, 0.5, base=number).status is Status.APPLIED
     assert answered == 20 and sent > 0
     backlog = [peer.channel.unsent for peer in server._loop.peers]
     assert max(backlog) <= 64
@@ -425,7 +425,7 @@ def test_an_update_waits_for_few_of_the_messages_of_those_who_send_as_fast_as_th
         before = []
         for number in range(5):
             begun_at = len(handled)
-            assert push(honest, number, 0.5, base=number, wait=True).status is Status.APPLIED
+            assert push(honest, number, 0.5, base=number).status is Status.APPLIED
             before.append(len(handled) - begun_at)
         ended.set()
         for client in clients:
@@ -460,7 +460,7 @@ def test_who_does_not_take_large_answers_is_not_heard_until_it_does(
     for number in range(12):
         greedy._channel.send(encode(Pull(1.0 + number / 64, starts=True)))
     for number in range(3):
-        assert push(honest, number, 0.5, base=number, wait=True).status is Status.APPLIED
+        assert push(honest, number, 0.5, base=number).status is Status.APPLIED
     assert handed_out.count(1) == 2 and 1 in server.service.peers
     greedy._channel.room, greedy._channel.any_length = torch.empty(4_000_000, dtype=torch.uint8), True
     for _ in range(12):
@@ -598,7 +598,7 @@ def test_a_state_is_in_files_that_the_server_names_and_nobody_else_reads(
     start_thread_server: StartThreadServer, tmp_path: Path
 ) -> None:
     worker = join(start_thread_server(1), 0, workers=1, record=True)
-    push(worker, 0, 0.5, wait=True)
+    push(worker, 0, 0.5)
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / ".state-0.pt").symlink_to(victim)

@@ -140,7 +140,7 @@ def test_a_server_killed_again_and_again_under_load_keeps_its_books(process: Ser
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-    adders[0].step(wait=True)
+    adders[0].step()
     adders[0].client.save_state(str(tmp_path / "state.pt"))
     state = read_snapshot(tmp_path / "state.pt")["server"]
     found = audit(tmp_path)

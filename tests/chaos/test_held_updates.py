@@ -71,7 +71,7 @@ def test_what_was_checked_is_what_is_applied(server: ThreadServer, changes: dict
     again = join(server, 1, updates_per_step=2, barrier=2, **changes)
     send_update(again, 0.5)
     wait_until(lambda: held(server) == {1}, 10)
-    push(one, 0, 1.5, wait=True)
+    push(one, 0, 1.5)
     run = server.service.described
     assert torch.equal(run.coordinator.server.parameters, torch.zeros(6))  # 1 − (0.5 + 1.5) / 2
     again._channel.receive()  # its answer

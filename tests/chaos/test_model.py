@@ -24,7 +24,7 @@ from tests.helpers.in_process import server as parameter_server
 NO_CHANGE: Mapping[str, Any] = {}
 WORKERS = st.integers(0, 2)
 VALUES = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0, math.nan, math.inf])
-UPDATES = st.tuples(VALUES, st.integers(1, 4), st.booleans(), st.booleans())  # value, weight, whether waited for, heard
+UPDATES = st.tuples(VALUES, st.integers(1, 4), st.booleans())  # value, weight, whether the answer is heard
 
 
 class Model:
@@ -79,28 +79,27 @@ class Server(RuleBasedStateMachine):
         return self.connections[worker]
 
     def send(
-        self, worker: int, sequence: int, value: float, weight: float, wait: bool, change: Mapping[str, Any] = NO_CHANGE
+        self, worker: int, sequence: int, value: float, weight: float, change: Mapping[str, Any] = NO_CHANGE
     ) -> dict[str, Any]:
         connection = self.connection(worker)
         slot(self.service, worker).fill_(value)
-        push = json.loads(encode(Push(sequence, 0, weight, wait=wait)))
+        push = json.loads(encode(Push(sequence, 0, weight)))
         assert connection.send(push | change)
         return connection.last
 
     @rule(worker=WORKERS, updates=st.lists(UPDATES, min_size=1, max_size=5))
-    def push(self, worker: int, updates: list[tuple[float, int, bool, bool]]) -> None:
+    def push(self, worker: int, updates: list[tuple[float, int, bool]]) -> None:
         """If an answer is not heard, the worker sends the same number again, sooner or later."""
-        for value, weight, wait, heard in updates:
-            answer = self.send(worker, self.next[worker], value, float(weight), wait)
+        for value, weight, heard in updates:
+            answer = self.send(worker, self.next[worker], value, float(weight))
             expected = self.model.push(worker, self.next[worker], value, float(weight))
-            assert answer["status"] in (expected, "accepted")
-            assert not wait or answer["status"] == expected
+            assert answer["status"] == expected
             self.next[worker] += heard
 
     @rule(worker=WORKERS, back=st.integers(1, 5), value=VALUES)
     def an_old_number(self, worker: int, back: int, value: float) -> None:
         sequence = self.model.last.get(worker, -1) + 1 - back
-        answer = self.send(worker, sequence, value, 1.0, True)
+        answer = self.send(worker, sequence, value, 1.0)
         assert "error" in answer if sequence < 0 else answer["status"] == "duplicate"
 
     @rule(
@@ -111,7 +110,7 @@ class Server(RuleBasedStateMachine):
         ),
     )
     def nonsense(self, worker: int, change: dict[str, Any]) -> None:
-        assert "error" in self.send(worker, self.next[worker], 1.0, 1.0, True, change)
+        assert "error" in self.send(worker, self.next[worker], 1.0, 1.0, change)
 
     @rule(worker=WORKERS)
     def the_connection_breaks(self, worker: int) -> None:

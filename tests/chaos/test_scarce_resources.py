@@ -113,7 +113,7 @@ def test_a_message_for_which_there_is_no_memory_costs_its_sender_the_connection_
         monkeypatch.setattr(Stream, "read", read_little)
         greedy.sendall(b"x")
         assert greedy.recv(1) == b""
-    assert push(honest, 0, 0.5, wait=True).status is Status.APPLIED
+    assert push(honest, 0, 0.5).status is Status.APPLIED
     assert server.service.refusals.counts["no message"] == 1
 
 
@@ -125,7 +125,7 @@ def test_an_update_that_fails_halfway_ends_the_server_and_the_next_one_knows_not
     try:
         worker = join_patiently(server, 0, workers=1, snapshot_updates=1)
         for number in range(4):
-            assert push(worker, number, 0.5, wait=True).status is Status.APPLIED
+            assert push(worker, number, 0.5).status is Status.APPLIED
             pull(worker)
         values = torch.empty(LAYOUT.size)
         worker.pull(values.copy_)
@@ -162,7 +162,7 @@ def test_a_server_that_is_stopped_amid_a_publication_holds_up_readers_and_loses_
 
     monkeypatch.setattr(shared_memory, "copy", stop)
     with ThreadPoolExecutor(2) as pool:
-        pushed = pool.submit(push, first, 0, 0.5, wait=True)
+        pushed = pool.submit(push, first, 0, 0.5)
         wait_until(lambda: int(second.memory._header[0]) % 2 == 1 if second.memory else False)
         pulled = pool.submit(pull, second)
         threading.Event().wait(1.0)
@@ -205,7 +205,7 @@ def test_a_storm_of_connections_with_the_token_costs_no_update(start_server: Sta
         other = join(server, 1)
         other._channel.close()  # without a word
         other.left.set()
-        assert push(honest, number, 0.25, base=number, wait=True).status is Status.APPLIED
+        assert push(honest, number, 0.25, base=number).status is Status.APPLIED
     assert [event["sequence"] for event in events(tmp_path)] == list(range(150))
 
 

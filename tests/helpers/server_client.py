@@ -46,10 +46,10 @@ def join_patiently(server: ServerProcess | ThreadServer, worker: int | None, **c
     return join(server, worker, patience=30.0, **changes)
 
 
-def push(client: Client, sequence: int, value: float, base: int = 0, wait: bool = False, **report: Any) -> PushReply:
+def push(client: Client, sequence: int, value: float, base: int = 0, **report: Any) -> PushReply:
     """Sends an update in which every parameter has this value; returns the answer."""
     reported = Report(**{"position": {"epoch": 1, "seen": sequence}} | report)
-    return client.push(lambda slot: slot.fill_(value), Push(sequence, base, 1.0, reported, wait))
+    return client.push(lambda slot: slot.fill_(value), Push(sequence, base, 1.0, reported))
 
 
 def changed(request: Request, change: Mapping[str, Any]) -> bytes:

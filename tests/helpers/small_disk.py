@@ -126,10 +126,10 @@ def main() -> None:
         worker.slot.zero_()
         worker.initialise(None)
         steps = {"local_steps": 1, "step_seconds": 0.01} if shards else {}
-        statuses = [push(worker, 0, 0.5, wait=True, **steps).status]
+        statuses = [push(worker, 0, 0.5, **steps).status]
         trouble(what, directory, server)
         for number in range(1, 20):
-            statuses.append(push(worker, number, 0.5, wait=True, **steps).status)
+            statuses.append(push(worker, number, 0.5, **steps).status)
             if what.startswith("full"):
                 fill(directory)  # again: the writer of a snapshot gives back what it had
         if what.startswith("full"):
@@ -137,7 +137,7 @@ def main() -> None:
         if what == "no shared memory":
             found["joiner"] = refused(server)
         relieve(what, directory)
-        statuses += [push(worker, number, 0.5, wait=True, **steps).status for number in range(20, 40)]
+        statuses += [push(worker, number, 0.5, **steps).status for number in range(20, 40)]
         found |= {
             "version": worker.pull(lambda published: None),
             "statuses": sorted(set(statuses)),

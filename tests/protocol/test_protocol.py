@@ -151,7 +151,7 @@ def test_a_missing_field_is_malformed(request_: Request, data: st.DataObject) ->
         ({"sequence": 0.5}, "sequence: Input should be a valid integer"),
         ({"sequence": True}, "sequence: Input should be a valid integer"),
         ({"weight": "1"}, "weight: Input should be a valid number"),
-        ({"wait": 1}, "wait: Input should be a valid boolean"),
+        ({"pulls": 1}, "pulls: Input should be a valid boolean"),
         ({"report": []}, "report: Input should be"),
         ({"report": {"epochs": -1.0}}, "report: epochs: Input should be greater than or equal to 0"),
         ({"report": {"tokens": math.nan}}, "report: tokens: Input should be a finite number"),

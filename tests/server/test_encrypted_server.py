@@ -47,10 +47,10 @@ def test_a_server_that_is_started_again_is_encrypted_again(
     server = ServerProcess(SGD_SERVER, 1, tmp_path, log, host="127.0.0.2", restarts=1, tls=certificates)
     start.append(server)
     worker = join(server, 0, 30.0, certificates, workers=1, snapshot_updates=1)
-    assert push(worker, 0, 0.5, wait=True).version == 1
+    assert push(worker, 0, 0.5).version == 1
     kill(server)
     version, _ = pull(worker)
-    push(worker, 1, 0.25, base=version, wait=True)
+    push(worker, 1, 0.25, base=version)
     assert server.restarts == 0 and [event["sequence"] for event in events(tmp_path)][-1] == 1
 
 

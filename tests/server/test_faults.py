@@ -358,7 +358,7 @@ def test_an_update_that_cannot_be_right_is_refused_and_changes_nothing(
     server = start_thread_server(2)
     client = join_patiently(server, 0)
     push(client, 0, 0.5)
-    good = Push(1, 1, 1.0, wait=False)
+    good = Push(1, 1, 1.0)
     assert message in ask(client, changed(good, change))["error"]
     assert pull(client) == (1, 0.5)
     assert push(client, 1, 0.25, base=1).version == 2

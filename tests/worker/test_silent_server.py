@@ -56,7 +56,7 @@ def test_memory_that_is_gone_again_is_looked_for_until_there_is_another(
 
         monkeypatch.setattr(SharedMemory, "attach", attach_at_last)
         worker._channel.connection.shutdown(socket.SHUT_RDWR)
-        assert push(worker, 0, 0.5, wait=True).version == 1 and left == [-1]
+        assert push(worker, 0, 0.5).version == 1 and left == [-1]
         worker.close()
     finally:
         server.stop()

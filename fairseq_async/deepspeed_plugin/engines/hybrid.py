@@ -3,7 +3,6 @@
 import time
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +116,7 @@ class HybridEngine(AsyncEngine):
         self.async_worker.write_ahead()  # while the norm is measured
         norm, loss = l2_norm(gradients), None if self._loss is None else float(self._loss)
         refused = self.async_worker.refusals.total
-        # the receipt of a gradient with NaN or Inf is waited for: an early one does not say that it was refused
-        self.async_worker.step(self.train_batch_size(), loss, wait=not norm < inf, norm=norm)
+        self.async_worker.step(self.train_batch_size(), loss, norm)
         self._set_learning_rates()
         applied = self.async_worker.refusals.total == refused
         self.zero_grad()

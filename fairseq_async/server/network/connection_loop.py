@@ -103,12 +103,8 @@ class ConnectionLoop:
                 self._serve(peer, turns[peer])
             if peer.stream_of is not None and peer in self.peers:
                 self.peers.remove(peer)  # its connection belongs to that peer now
-            if self._interrupts() or _is_over(began):
+            if _is_over(began):
                 return  # other connections may be ready now: look again
-
-    def _interrupts(self) -> bool:
-        """Does what is due after a peer's turn; returns whether other connections may be ready now."""
-        return False
 
     def _accept(self) -> None:
         try:

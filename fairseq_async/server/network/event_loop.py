@@ -4,13 +4,11 @@ import selectors
 import socket
 import ssl
 from collections.abc import Callable
-from contextlib import closing
 from math import inf
 from typing import Protocol
 
 from fairseq_async.protocol.notices import RUN_FINISHED, RUN_OVER
 from fairseq_async.server.membership import Membership
-from fairseq_async.server.network.background_reader import BackgroundReader
 from fairseq_async.server.network.connection_loop import ConnectionLoop
 from fairseq_async.server.service import Service
 
@@ -51,7 +49,6 @@ class EventLoop(ConnectionLoop):
         self.service, self.lifeline, self.ends_with_workers = service, lifeline, ends_with_workers
         self.stays, self._announced = stays, ""
         self.announce: Callable[[str], None] = lambda state: None
-        self.reader = BackgroundReader(service)
         self._selector.register(lifeline, selectors.EVENT_READ)
         if service.wakeup is not None:
             self._selector.register(service.wakeup, selectors.EVENT_READ)  # it only makes the loop tick
@@ -61,21 +58,20 @@ class EventLoop(ConnectionLoop):
         """Serves until the run is over, or the process that started the server is gone; returns whether the run is
         finished, or over."""
         wait, read_at = 0.0, self.service.clock()
-        with closing(self.reader):
-            while not self._note_end() or self.stays:
-                selected = self._selector.select(timeout=wait)
-                read_at = self._excuse_silence(read_at, wait)
-                if any(key.fileobj is self.lifeline for key, _ in selected):
-                    if not self.service.busy:
-                        return bool(self._announced)
-                    self._selector.unregister(self.lifeline)  # the run is finished: the service does what is left
-                    self.stays = False
-                self._serve_selected(selected)
-                # Only after the messages were read: they may be from workers that seem silent.
-                wait = self.service.tick()
-                self._watch()
-                if self.has_turns:
-                    wait = 0.0
+        while not self._note_end() or self.stays:
+            selected = self._selector.select(timeout=wait)
+            read_at = self._excuse_silence(read_at, wait)
+            if any(key.fileobj is self.lifeline for key, _ in selected):
+                if not self.service.busy:
+                    return bool(self._announced)
+                self._selector.unregister(self.lifeline)  # the run is finished: the service does what is left
+                self.stays = False
+            self._serve_selected(selected)
+            # Only after the messages were read: they may be from workers that seem silent.
+            wait = self.service.tick()
+            self._watch()
+            if self.has_turns:
+                wait = 0.0
         return True
 
     def _excuse_silence(self, read_at: float, wait: float) -> float:
@@ -87,18 +83,6 @@ class EventLoop(ConnectionLoop):
             if self._finished_at is not None:
                 self._finished_at += now - read_at
         return now
-
-    def _interrupts(self) -> bool:
-        """Handles the messages that came during a step; returns whether there were any."""
-        received = 0
-        for each in self.reader.received():
-            received += 1
-            with self._turn_of(each.peer):
-                if each.accepted is not None:
-                    self.service.handle(each.peer, each.accepted, accepted=True)
-                elif not each.peer.replaced:
-                    self.service.receive(each.peer, each.body)
-        return received > 0
 
     def _note_end(self) -> bool:
         """Whether the run is over; announces that it is finished or over, and where a worker has come back after the

@@ -1,7 +1,6 @@
 """The requests of a worker to the server of its run: updates, parameters, and what goes with them."""
 
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -49,7 +48,6 @@ class Client(LastingConnection):
         self._brought: tuple[protocol.Pull, int] | None = None
         self.compressor: Compressor | None = None
         self._fragments: tuple[Fragment, ...]
-        self._may_reject = False
         super().__init__(address, token, worker, patience, on_loss, tls, streams, hopeless)
 
     def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
@@ -61,7 +59,6 @@ class Client(LastingConnection):
         codec, hosts = spec.compress.push, spec.server.hosts
         self._fragments = (kept_here(spec, layout),) if hosts else layout.fragments(spec.fragments)
         self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
-        self._may_reject = spec.server.max_update_norm_ratio is not None
         welcome = super().join(layout, spec)
         if self.moments and welcome.moments not in (None, self.moments):
             raise RefusedError(
@@ -83,8 +80,7 @@ class Client(LastingConnection):
     def push(self, write: Callable[[Tensor], object], push: Push) -> PushReply:
         """Calls ``write(slot)`` with this worker's flat slot, then tells the server that the update is there.
 
-        The answer comes when the update is applied; or at once, if the update will be added to others without a step
-        and ``push.wait`` is not set. The server may then still read the slot: the next push waits until it has done so.
+        The answer comes when the update is applied.
         """
         with self.lock:
             self.prepare(write)
@@ -93,7 +89,6 @@ class Client(LastingConnection):
             compressor = self.compressor
             answer = self._push(push) if compressor is None else self._push_compressed(push, compressor)
             self._received, self._brought = 0, None
-            self._in_slot = push.sequence if answer.status is Status.ACCEPTED else -1
             if answer.with_parameters:
                 self._receive_behind_answer(push, answer)
         return answer
@@ -106,8 +101,6 @@ class Client(LastingConnection):
     def _push_compressed(self, push: Push, compressor: Compressor) -> PushReply:
         """Sends the payload behind the message, also to a server on this machine, which decodes it into the slot."""
         push, payload = compressor.encode(push, self._part(push.sequence))
-        if compressor.keeps_residual and self._may_reject:
-            push = replace(push, wait=True)  # an early answer would not say whether the update is taken
         answer = self._ask(push, PushReply, lambda: payload)
         if answer.status is Status.FINISHED:
             compressor.withdraw()
@@ -115,21 +108,13 @@ class Client(LastingConnection):
             compressor.settle_meanwhile(answer.taken)  # while the next batch is computed
         return answer
 
-    def prepare(self, write: Callable[[Tensor], object]) -> float:
-        """Calls ``write(slot)`` ahead of a push; by that push, the slot may have been replaced by another.
-
-        Returns:
-            Seconds that this call waited for the server to take the previous update out of the slot.
-        """
+    def prepare(self, write: Callable[[Tensor], object]) -> None:
+        """Calls ``write(slot)`` ahead of a push; by that push, the slot may have been replaced by another."""
         with self.lock:
-            began = time.perf_counter()
-            self._wait_until_taken()
-            waited = time.perf_counter() - began
             if not self.remote and self._channel.is_closed():
                 # Hazard: after a long pause of this process its successor may have the same slot, and may use it.
                 self._reconnect(ExchangeError(self.loss))
             write(self.slot)
-        return waited
 
     def _part(self, sequence: int | None) -> Tensor:
         """The slot's view of the fragment that the update of this number is of, or for None of all fragments, without

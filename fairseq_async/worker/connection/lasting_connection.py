@@ -91,7 +91,6 @@ class LastingConnection:
         self.left = threading.Event()
         self._initialised = False  # whether the server has parameters
         self._state_path = ""  # the file in which worker 0 may give the server a whole state
-        self._in_slot = -1  # sequence number of an update that was answered early: it may still be in the slot
         self._receiver: ParameterReceiver
         self._lines: ShardLines | None = None  # to shards on other machines; None where there are none
         # version at which a server that was started again continues; None once this worker has pulled from it
@@ -235,7 +234,7 @@ class LastingConnection:
             slot = self.memory.slot(self.worker)
             if before is not None and before.data_ptr() != slot.data_ptr():
                 slot.copy_(before)  # the dead server's slot: an update, or the start of the local steps
-            self._slot, self._in_slot = slot, -1  # only now: another thread may look at it without the lock
+            self._slot = slot  # only now: another thread may look at it without the lock
         self._receiver.open(self._channel, self._sent)
         return welcome
 
@@ -292,14 +291,6 @@ class LastingConnection:
         if self._channel.server != self._server:
             self._server, self._restored_version = self._channel.server, welcome.version
         return welcome
-
-    def _wait_until_taken(self) -> None:
-        if self.memory is None or self.remote:
-            return
-        try:
-            self.memory.wait_until_taken(self.worker, self._in_slot, partial(self._is_gone, self.memory))
-        except ExchangeError as error:
-            self._reconnect(error)
 
     def _is_gone(self, memory: SharedMemory) -> bool:
         """Whether the server of this memory has ended, or another server has replaced it."""
