@@ -20,12 +20,12 @@ def run(tmp_path: Path, method: dict[str, Any], cluster: dict[str, Any], **chang
     return simulated, {w: [e for e in log.events if e[1].worker == w] for w in range(cluster["workers"])}
 
 
-def test_a_gradient_that_is_only_added_to_others_does_not_keep_its_sender(tmp_path: Path) -> None:
-    """Worker 0's update of t = 1 is answered at once, and worked off until 4; 1's, which steps, from 4 to 7."""
+def test_a_gradient_that_is_only_added_to_others_keeps_its_sender_until_it_is_added(tmp_path: Path) -> None:
+    """Worker 0's update of t = 1 is worked off until 4; 1's, which steps, from 4 to 7, when 0's next is taken."""
     cluster = {"workers": 2, "seconds_per_step": [1.0, 1.5], "exchange": {"server_seconds": 3.0}}
     _, events = run(tmp_path, {"method": "hybrid_async", "updates_per_step": 2}, cluster, steps=3)
     assert [time for time, *_ in events[0]][:2] == [1.0, 7.0]
-    assert events[0][1][2].waiting_seconds == 0.0
+    assert events[0][1][2].waiting_seconds == 3.0
     assert events[1][0][0] == 4.0 and events[1][1][2].waiting_seconds == pytest.approx(7.0 - 1.5)
 
 
