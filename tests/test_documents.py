@@ -101,6 +101,6 @@ def test_every_link_to_a_file_or_heading_leads_there(name: str) -> None:
 def test_a_name_that_is_not_in_the_code_is_noticed() -> None:
     """The checks above can fail."""
     assert is_class("Coordinator") and not is_class("Coordinato")
-    assert has_member("Coordinator", "admit") and not has_member("Coordinator", "publish")
+    assert has_member("Coordinator", "push") and not has_member("Coordinator", "publish")
     assert slug("Run it on several machines") == "run-it-on-several-machines"
     assert slug("`tiny` on the C4 sample") == "tiny-on-the-c4-sample"
