@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fairseq_async.errors import ProtocolError
 from fairseq_async.exchange.stream import LONGEST_MS, Stream
-from fairseq_async.exchange.tls import decrypted
 
 _HEADER = struct.Struct("!IQ")  # bytes of the body, bytes of the tensor behind it
 AT_A_TIME = 16  # messages of one peer that are handled before the others have their turn
@@ -223,7 +222,7 @@ class Channel:
 
     def _read(self, stream: Stream, flags: int = 0) -> None:
         self._read_once(stream, flags)
-        while decrypted(stream.connection) and (stream is self._first or stream.missing.nbytes):
+        while stream.decrypted and (stream is self._first or stream.missing.nbytes):
             self._read_once(stream, flags)
 
     def _read_once(self, stream: Stream, flags: int) -> None:

@@ -1,6 +1,7 @@
 """One connection of a channel: it sends parts of messages in their order, and receives into given places."""
 
 import socket
+import ssl
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,6 +94,11 @@ class Stream:
         if not data:
             raise ExchangeError(_CLOSED)
         return data
+
+    @property
+    def decrypted(self) -> int:
+        """Number of bytes that were received and decrypted but not read yet, of which no selector tells."""
+        return self.connection.pending() if isinstance(self.connection, ssl.SSLSocket) else 0
 
     def end(self) -> None:
         """Shuts the connection down, as both sides will see; what was sent before still arrives."""

@@ -73,11 +73,6 @@ class TLSSocket(ssl.SSLSocket):
                 self.settimeout(patience)
 
 
-def decrypted(connection: socket.socket) -> int:
-    """Returns the number of bytes that were received and decrypted but not read yet, of which no selector tells."""
-    return connection.pending() if isinstance(connection, ssl.SSLSocket) else 0
-
-
 def server_context(directory: Path) -> ssl.SSLContext:
     """Returns the TLS context for the server's side of connections.
 

@@ -1,18 +1,41 @@
 """A worker's report of its work, and its next work from the server: parts of the messages between them."""
 
+import json
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, JsonValue
 
 from fairseq_async.method.spec import JsonObject
 from fairseq_async.protocol.layout import MOST_TENSORS
 from fairseq_async.protocol.message import message
-from fairseq_async.protocol.positions import bounded
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LARGEST = 1 << 53  # a log's numbers are summed as floats, which are exact up to there
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Tokens = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]  # a rule squares them
+_BYTES, _DEPTH = 1 << 15, 8  # of a worker's position in its data, which goes through the server into snapshots and logs
+
+
+def bounded(position: JsonObject | None) -> JsonObject | None:
+    """Returns the position, checked: snapshots and logs must stay readable, whatever a worker sends.
+
+    Raises:
+        ValueError: the position is too large, too deep, or has a number of more than 64 bits.
+    """
+    if position is not None and len(json.dumps(position)) > _BYTES:
+        raise ValueError(f"it has more than {_BYTES} bytes")
+    _check(position, _DEPTH)
+    return position
+
+
+def _check(value: JsonValue, depth: int) -> None:
+    if depth < 0:
+        raise ValueError(f"it is nested deeper than {_DEPTH} levels")
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError("a number in it has more than 64 bits")
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for part in parts:
+        _check(part, depth - 1)
 
 
 @message

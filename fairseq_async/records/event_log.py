@@ -1,6 +1,7 @@
 """``events.jsonl``, which has one line for every settled update, and the files that a replay needs besides."""
 
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 
+import torch
 from pydantic_core import from_json
 from torch import Tensor
 
@@ -17,11 +19,11 @@ from fairseq_async.method.spec import JsonObject
 from fairseq_async.protocol import Report
 from fairseq_async.protocol.notices import Tell, tell_log
 from fairseq_async.protocol.receipt import Receipt
-from fairseq_async.records.finite import finite, measured
 from fairseq_async.records.recording import record_vector
 
 EVENTS, ROLLED_BACK, ROLLBACKS = "events.jsonl", "events.rolled-back.jsonl", "rollbacks.jsonl"
 BAD = "events.bad.jsonl"
+_LARGEST = torch.finfo(torch.float32).max
 PADDING = b"\0"  # bytes that a power failure may leave before a line
 # A line as this module writes it: to parse the JSON of millions of them would take minutes at each restart.
 _OUR_LINE = re.compile(rb'\{"time": [-+.e\d]+, "worker": (\d+), "sequence": (\d+), [^\0]*\}\n')
@@ -93,6 +95,16 @@ class EventLog:
             if what not in self._lacks:
                 self._tell(f"{what} are not recorded: {disk_error(error)}; the run goes on")
             self._lacks.add(what)
+
+
+def finite(value: object) -> object:
+    """Returns ``value``, or None for NaN and Inf, which JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def measured(value: object) -> object:
+    """Returns ``value``, or None for a float beyond fp32: that is no measurement, and readers could not add it up."""
+    return None if isinstance(value, float) and not abs(value) <= _LARGEST else value
 
 
 def _take_back(path: Path, sequences: Mapping[int, int], source: str, time: float) -> int:

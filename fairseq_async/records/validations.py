@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from fairseq_async.records.finite import finite
+from fairseq_async.records.event_log import finite
 
 VALIDATIONS = "validations.jsonl"
 

@@ -19,9 +19,9 @@ class FirstBatches:
         self._digests: dict[int, deque[str]] = {}  # the last ones of each worker
         self._said = False
 
-    def note(self, worker: int, digest: str | None) -> None:
+    def note(self, worker: int, digest: str) -> None:
         """Compares the digest of a worker's first batch with the others'; a restarted worker may repeat its own."""
-        if digest is None or self._said:
+        if self._said:
             return
         own = self._digests.setdefault(worker, deque(maxlen=_KEPT))
         if digest not in own:

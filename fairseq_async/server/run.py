@@ -256,7 +256,8 @@ class Run:
             if self._recorder is not None and self.spec.of_regions and each.receipt.status in SETTLED:
                 path = update_path(self.run_dir, each.receipt.worker, each.receipt.sequence)
                 self._events.keep(path, self.memory.slot(each.receipt.worker))  # it is there until it is answered
-            self._first_batches.note(each.receipt.worker, each.report.first_batch)
+            if each.report.first_batch is not None:
+                self._first_batches.note(each.receipt.worker, each.report.first_batch)
             report = each.report
             if each.receipt.status not in SETTLED:  # its position does not count, and may be sent again and again
                 report = replace(report, position=None)
