@@ -92,6 +92,13 @@ def test_without_momentum_every_rule_is_the_sum_of_the_arrivals() -> None:
         assert torch.allclose(apply_all(rule, theta, deltas)[0], expected, atol=1e-6)
 
 
+def test_outer_sgd_keeps_no_momentum_also_not_one_that_an_older_state_has() -> None:
+    rule = NesterovMomentum(LR, 0.0, 2)
+    rule.load_state_dict({"momentum_buffer": torch.full((3,), math.inf)})
+    theta, _ = apply_all(rule, torch.zeros(3), torch.ones(2, 3))
+    assert rule.state_dict() == {"momentum_buffer": None} and theta.tolist() == pytest.approx([-LR] * 3)
+
+
 RULES: list[Callable[[], Any]] = [
     lambda: NesterovMomentum(LR, BETA, 3),
     lambda: DelayedNesterov(LR, BETA, 3, c=0.1),

@@ -52,7 +52,7 @@ class MomentumRule:
 
     def load_state_dict(self, state: State) -> None:
         """Restores what :meth:`state_dict` returned."""
-        self.momentum_buffer = copied(state["momentum_buffer"])
+        self.momentum_buffer = copied(state["momentum_buffer"]) if self.momentum else None
 
     def _momentum_after(self, gradient: Tensor, factor: float) -> Tensor:
         """Updates m ← βm + factor·gradient, and returns m."""

@@ -20,7 +20,7 @@ class NesterovMomentum(MomentumRule):
 
         m ← βm + δ/k;  θ ← θ − ε(βm + δ/k)
 
-    With β = 0 this is asynchronous outer SGD.
+    With β = 0 this is asynchronous outer SGD, which keeps no momentum.
 
     Args:
         lr: ε, the outer learning rate.
@@ -37,8 +37,9 @@ class NesterovMomentum(MomentumRule):
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
         """Applies one update with a step; always returns True."""
-        momentum = self._momentum_after(update.delta, 1 / self.workers)
-        parameters.add_(momentum, alpha=-self.lr * self.momentum)
+        if self.momentum:
+            momentum = self._momentum_after(update.delta, 1 / self.workers)
+            parameters.add_(momentum, alpha=-self.lr * self.momentum)
         parameters.add_(update.delta, alpha=-self.lr / self.workers)
         return True
 
