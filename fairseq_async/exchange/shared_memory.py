@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -58,8 +59,11 @@ class SharedMemory:
         shared = mmap.PAGESIZE + _pages(4 * parameters) * publishes
         try:
             descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
-            os.ftruncate(descriptor, size)
-            os.posix_fallocate(descriptor, 0, shared)
+            with ExitStack() as undo:
+                undo.callback(os.close, descriptor)
+                os.ftruncate(descriptor, size)
+                os.posix_fallocate(descriptor, 0, shared)
+                undo.pop_all()
         except OSError as error:
             raise ExchangeError(_no_room(shared, error)) from error
         memory = cls(descriptor, parameters, workers, publishes)

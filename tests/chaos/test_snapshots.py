@@ -100,6 +100,58 @@ def test_the_older_snapshot_is_used_where_the_newest_is_not_what_was_written(
     assert not [path for path in snapshots.directory.iterdir() if path.is_file()]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_snapshot_is_written_at_a_time_and_a_failure_is_told_until_one_succeeds(
+    tmp_path: Path, fails: bool
+) -> None:
+    told, gate, state = list[str](), tmp_path / "gate", {"version": 1}
+    os.mkfifo(gate)
+    snapshots = Snapshots(tmp_path, tell=told.append)
+
+    def write(state: object, version: int) -> None:
+        gate.read_bytes()
+        if fails:
+            raise OSError(28, "No space left on device")
+        Snapshots._write(snapshots, {"version": version}, version)
+
+    snapshots._write = write  # type: ignore[method-assign]
+    assert not snapshots.busy and not snapshots.exist
+    for version in (1, 2):
+        snapshots.take(state, version)
+        first = snapshots._child
+        snapshots.take(state, 9)
+        assert snapshots.busy and snapshots._child == first
+        gate.write_bytes(b"go on")
+        snapshots.wait()
+        assert not snapshots.busy and snapshots.exist is not fails
+    assert len(told) == fails
+    found = snapshots.latest(lambda state: None)
+    assert found is None if fails else found is not None and found[1]["version"] == 2
+    if fails:
+        snapshots._write = lambda state, version: None  # type: ignore[method-assign]
+        snapshots.take(state, 3), snapshots.wait()
+        snapshots._write = write  # type: ignore[method-assign]
+        snapshots.take(state, 4), gate.write_bytes(b"go on"), snapshots.wait()
+        assert len(told) == 2
+
+
+def test_what_is_left_behind_is_removed_but_for_what_is_newer_than_all_that_is_whole(tmp_path: Path) -> None:
+    snapshots = InlineSnapshots(tmp_path)
+    snapshots.directory.mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    for version in (2, 3):
+        snapshots.take({"version": version}, version)
+    for version in (1, 2, 4):
+        (snapshots.directory / f"version-{version:012d}.torn").touch()
+    for version in (5, 6):
+        (snapshots.directory / f"version-{version:012d}.part").touch()
+    assert snapshots.latest(lambda state: None) is not None and not list(snapshots.directory.glob("*.part"))
+    (snapshots.directory / "version-000000000007.part").touch()
+    snapshots.clear()
+    assert [path.name for path in snapshots.directory.iterdir()] == ["version-000000000004.before"]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_snapshot_of_before_which_has_no_checksum_is_read(tmp_path: Path) -> None:
     snapshots = InlineSnapshots(tmp_path)
     snapshots.directory.mkdir()

@@ -1,5 +1,6 @@
 """Shared memory between real processes."""
 
+import gc
 import multiprocessing as mp
 import os
 import threading
@@ -94,12 +95,25 @@ def test_no_room_is_one_clear_line() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
+def test_memory_that_is_refused_or_closed_leaves_no_file_open(tmp_path: Path) -> None:
     memory = SharedMemory.create(5, 3)
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
     with pytest.raises(ExchangeError, match="size"):
         SharedMemory.attach(memory.path, 6, 3)
     with pytest.raises(ExchangeError, match="cannot be opened"):
         SharedMemory.attach(str(tmp_path / "missing"), 5, 3)
+    with pytest.raises(ConfigurationError, match="another container"):
+        SharedMemory.attach(memory.path + "1", 5, 3)
+    with pytest.raises(ExchangeError, match="no room"):
+        SharedMemory.create(2**44, 1)
+    SharedMemory.attach(memory.path, 5, 3).close()
+    other = SharedMemory.create(5, 3)
+    assert other.inode != memory.inode
+    other.close()
+    del other
+    gc.collect()  # a mapping has a descriptor of its own
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_reader_waits_through_many_publications(monkeypatch: pytest.MonkeyPatch) -> None:

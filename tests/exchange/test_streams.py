@@ -115,6 +115,36 @@ def test_a_stream_that_ends_ends_the_channel(pair: tuple[Channel, Channel]) -> N
             worker.send(b"another", torch.ones(LARGE))
 
 
+@pytest.mark.parametrize(
+    ("seconds", "third", "milliseconds"), [(90.0, 30, 90_000), (0.1, 1, 100), (1e9, 32_767, 2**31 - 1)]
+)
+def test_each_stream_notices_within_the_time_that_the_peers_machine_is_gone(
+    pair: tuple[Channel, Channel], seconds: float, third: int, milliseconds: int
+) -> None:
+    pair[0].notice_death(seconds)
+    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+    for stream in pair[0].streams:
+        assert stream.connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        given = [stream.connection.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+        assert given == [third, third, 2, milliseconds]
+
+
+def test_a_dropped_channel_sends_nothing_more_and_a_closed_one_has_no_file_open(pair: tuple[Channel, Channel]) -> None:
+    ours, theirs = pair
+    assert not theirs.is_closed() and not ours.is_full
+    for _ in range(2):
+        ours.queue(b"update", torch.ones(LARGE))
+    assert ours.is_full and ours.unsent == 4, "the head and a piece of each message, on the stream with the most"
+    ours.drop()
+    assert ours.unsent == 0 and not ours.is_full and all(not stream.unsent for stream in ours.streams)
+    assert theirs.is_closed()
+    for stream in theirs.streams:
+        with pytest.raises(ExchangeError, match="closed"):
+            stream.read()
+    ours.close()
+    assert [stream.connection.fileno() for stream in ours.streams] == [-1] * len(ours.streams) and ours.is_closed()
+
+
 def test_a_message_in_the_place_of_an_introduction_is_refused() -> None:
     (ours, theirs), (more, other) = map(Channel, plain()), map(Channel, plain())
     more.connection.sendall(b"\0" * 5)

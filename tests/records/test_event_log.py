@@ -8,9 +8,10 @@ import torch
 
 from fairseq_async.protocol import Report
 from fairseq_async.protocol.receipt import Receipt, Status
-from fairseq_async.records.event_log import EVENTS, ROLLED_BACK, EventLog
-from fairseq_async.records.events import LineReader, read_events
+from fairseq_async.records.event_log import BAD, EVENTS, ROLLED_BACK, EventLog
+from fairseq_async.records.events import Event, LineReader, read_events
 from fairseq_async.records.recording import checksum
+from fairseq_async.records.settled import Settled
 
 
 def test_a_checksum_tells_one_bit() -> None:
@@ -27,6 +28,19 @@ def test_whatever_is_settled_is_a_line_that_can_be_read(tmp_path: Path) -> None:
     log.write(0.0, receipt, Report(loss=1e300, tokens=5.0))
     [event] = read_events(tmp_path / EVENTS)
     assert (event.weight, event.norm, event.loss, event.tokens) == (1e300, None, None, 5.0)
+
+
+def test_a_line_has_all_that_the_receipt_the_report_and_the_server_say(tmp_path: Path) -> None:
+    report = Report(loss=8.0, tokens=9.0, epochs=0.5, local_steps=10, shard=11, offset=12, push_seconds=0.25)
+    receipt = Receipt(1, 2, 3, 4.0, Status.OUTLIER, 5, 6.0, 7, cosine=-0.5)
+    settled = Settled(receipt, report, held_seconds=0.75, merged=(13, 14))
+    EventLog(tmp_path, {}, "the beginning", 0.0).write(15.5, receipt, report, settled.recorded)
+    assert Settled(receipt, report).recorded == {}
+    server = {"time": 15.5, "worker": 1, "sequence": 2, "base_version": 3, "weight": 4.0, "staleness": 5, "norm": 6.0}
+    server |= {"version_after": 7, "cosine": -0.5, "held_seconds": 0.75, "merged": (13, 14)}
+    reported = {"loss": 8.0, "tokens": 9.0, "epochs": 0.5, "local_steps": 10, "shard": 11, "offset": 12}
+    expected = Event(status=Status.OUTLIER, push_seconds=0.25, **server, **reported)  # type: ignore[arg-type]
+    assert read_events(tmp_path / EVENTS) == [expected]
 
 
 def test_a_restart_moves_what_is_not_in_its_state_and_writes_a_log_that_stays_as_it_is_no_second_time(
@@ -50,6 +64,12 @@ def test_a_restart_moves_what_is_not_in_its_state_and_writes_a_log_that_stays_as
         cut.write(b'{"time": 1.0, "wor')
     EventLog(tmp_path, {0: 2, 1: 1}, "a snapshot", 3.0)
     assert path.stat().st_ino != file and len(list(read_events(path))) == 5
+    with path.open("ab") as other:
+        other.write(b'{"is": "no event"}\n')
+    told = list[str]()
+    EventLog(tmp_path, {0: 2, 1: 1}, "a snapshot", 4.0, told.append)
+    assert len(list(read_events(path))) == 5 and told == [f"{path}: 1 lines were no events; they are in {BAD}"]
+    assert read_events(tmp_path / "of a run without updates") == read_events(path / "no directory") == []
 
 
 def test_a_file_that_is_replaced_twice_between_two_looks_is_a_new_one_though_the_disk_uses_its_inode_again(

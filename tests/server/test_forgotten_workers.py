@@ -1,21 +1,47 @@
-"""After forget(w) an object is what it would be without worker w, after an excuse what it would be seconds later."""
+"""After forget(w) an object is what it would be without worker w, after an excuse what it would be seconds later, and
+after load_state_dict what the one before was."""
 
+from collections import deque
 from collections.abc import Callable, Collection
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import DirectionAveraging, FragmentedRule, fragments_of
+from fairseq_async.algorithms import (
+    BufferedNesterov,
+    DelayedNesterov,
+    DirectionAveraging,
+    FragmentedRule,
+    HybridAccumulation,
+    NesterovMomentum,
+    NormGate,
+    OuterAdam,
+    Region,
+    Rule,
+    StalenessPolicy,
+    Update,
+    WorkerBuffers,
+    fragments_of,
+)
+from fairseq_async.method.global_server import GlobalServer
 from fairseq_async.options import compression
+from fairseq_async.options.config import LocalSGDOptions
+from fairseq_async.protocol import Receipt, Report, Status
+from fairseq_async.records.settled import Settled
+from fairseq_async.server import ParameterServer
 from fairseq_async.server.compressed_changes import CompressedChanges
+from fairseq_async.server.compressed_starts import CompressedFragments, CompressedStarts
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.rounds.grace import GracePeriod
 from fairseq_async.server.rounds.look_ahead import LookAhead
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
 from fairseq_async.server.rounds.quorum import Quorum
+from fairseq_async.server.upstream import Above, Upstream
 
 WORKERS = (0, 1, 2)
 CHANGES = compression.parse("pull=e3m0").pull
@@ -25,10 +51,14 @@ def state(value: Any) -> Any:
     """Everything that an object holds, in a form that can be compared."""
     if isinstance(value, Tensor):
         return value.tolist()
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, torch.optim.Optimizer):
+        return state(value.state_dict())
     if isinstance(value, dict):
         return {key: state(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set):
-        return type(value)(map(state, value))
+    if isinstance(value, list | tuple | set | deque):
+        return list(map(state, value))
     if hasattr(value, "__dict__") and not callable(value):
         return type(value).__name__, {key: state(each) for key, each in vars(value).items()}
     return value
@@ -187,3 +217,136 @@ def test_the_time_in_which_a_worker_makes_its_model_is_not_its_longest() -> None
     it.connect(2, "has sent no update", 0.0)
     it.ask(2, 900.0)
     assert it._longest == 1.0
+
+
+def fragmented(delay: int) -> FragmentedRule:
+    return FragmentedRule(fragments_of([2, 3], 2), [DelayedNesterov(0.7, 0.9, delay), BufferedNesterov(0.7, 0.9, 4)])
+
+
+def trained(seen: Collection[int], make: Callable[[], Rule]) -> Rule:
+    """It has taken three updates of each worker, which wait for others."""
+    rule, parameters, generator = make(), torch.zeros(5), torch.Generator().manual_seed(1)
+    for number in range(3):
+        for worker in seen:
+            delta = torch.randn(5, generator=generator)
+            part = rule.of(number, parameters) if isinstance(rule, FragmentedRule) else (rule, parameters)
+            its = rule.fragments[number % 2].of(delta) if isinstance(rule, FragmentedRule) else delta
+            if isinstance(rule, WorkerBuffers):
+                rule.take(parameters, Update(worker, number, 0, 1.0, delta))
+            part[0].apply(part[1], Update(worker, number, 0, 1.0 + worker, its, 2.0))
+    return rule
+
+
+def pushed(seen: Collection[int], in_fragments: bool) -> ParameterServer:
+    """It has a last step, norms, refused and stale updates, and, of a whole model, the workers' starts."""
+    rule = fragmented(3) if in_fragments else DelayedNesterov(0.7, 0.9, 4)
+    policy = StalenessPolicy(-0.5, 2, compensation=0.0 if in_fragments else 0.5)
+    it = ParameterServer(torch.zeros(5), rule, staleness=policy, gate=NormGate(10.0), keeps_last_step=True)
+    for number in range(3):
+        for worker in seen:
+            it.note_pull(worker, it.parameters + worker)
+            start = it.rule.fragments[number % 2] if isinstance(it.rule, FragmentedRule) else fragments_of([5], 1)[0]
+            delta = start.of(torch.arange(5.0) + worker) * (torch.nan if number == worker == 2 else 1.0)
+            it.push(Update(worker, number, max(0, it.version - 3 * (worker == 1)), 1.0 + worker, delta))
+    return it
+
+
+def planned(seen: Collection[int]) -> LocalStepPlan:
+    it = LocalStepPlan(workers=3, maximum=10, total_steps=90, dynamic=True, shards=[5, 10], seed=1, max_epoch=3)
+    for number in range(2):
+        for worker in seen:
+            it.assign(worker)
+        for worker in seen:
+            it.record(worker, Report(epochs=0.25, local_steps=4 + worker, step_seconds=1.0 + number + worker))
+    if 1 in seen:
+        it.assign(1), it.release(2)
+    return it
+
+
+def starts(seen: Collection[int]) -> CompressedFragments:
+    options = compression.parse("pull=int8").pull
+    assert options is not None
+    it = CompressedFragments([CompressedStarts(options, turn) for turn in range(2)])
+    server = ParameterServer(torch.arange(5.0), fragmented(4))
+    for number in range(3 * bool(seen)):
+        server.push(Update(0, number, server.version, 1.0, server.dispatch_fragment(number) * 0.3 + 1.0))
+        it.follow(server)
+    return it
+
+
+def region(seen: Collection[int]) -> Region:
+    it, parameters = Region(torch.arange(5.0), 2, 0.5), torch.ones(5)
+    for worker in seen:
+        it.merge(parameters, torch.full((5,), 7.0 + worker))
+        it.note_update()
+    if seen:
+        it.send(parameters)
+    return it
+
+
+def upstream(seen: Collection[int]) -> Upstream:
+    server, receipt = SimpleNamespace(parameters=torch.arange(5.0)), Receipt(0, 0, 0, 1.0, Status.APPLIED, 0, 1.0, 1)
+    coordinator = SimpleNamespace(
+        server=server, finished=False, merge=lambda region, above: region.merge(server.parameters, above)
+    )
+    it = Upstream(GlobalServer(LocalSGDOptions(), updates=1, merge=0.5), coordinator)  # type: ignore[arg-type]
+    if seen:
+        it.join(Above(1, 2, False, torch.ones(5)), 5.0, fresh=True)
+        it.count([Settled(receipt, Report(local_steps=steps)) for steps in (3, 4)])
+        server.parameters += 1.0
+        assert it.due(8.0) is not None
+        it.count([Settled(receipt, Report(local_steps=5))])
+    return it
+
+
+RULES: dict[str, Callable[[], Rule]] = {
+    "Nesterov": lambda: NesterovMomentum(0.7, 0.9, 3),
+    "Adam": lambda: OuterAdam(0.7, 0.9, 3),
+    "buffered": lambda: BufferedNesterov(0.7, 0.9, 4),
+    "delayed": lambda: DelayedNesterov(0.7, 0.9, 4),
+    "directions": lambda: DirectionAveraging(0.7, 0.9, 4, [2, 3]),
+    "buffers": lambda: WorkerBuffers(BufferedNesterov(0.7, 0.9, 4), 3, 3, True),
+    "fragments": partial(fragmented, 4),
+    "accumulation": lambda: HybridAccumulation(torch.optim.Adam([torch.zeros(5)]), 4),
+}
+NOT_KEPT = {  # what another object begins anew with, or finds out
+    ParameterServer: {"_restarted", "_heard_since"},
+    LocalStepPlan: {"awaited"},
+    Upstream: {"joined", "_sent_at", "coordinator"},
+    HybridAccumulation: {"_hidden", "_tensors", "_has_gradients"},  # the parameters, which the server's state has
+}
+
+
+def spoil(value: Any) -> None:
+    if isinstance(value, dict | list | deque):
+        for each in list(value.values() if isinstance(value, dict) else value):
+            spoil(each)
+        value.clear()
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "look-ahead": look_ahead,
+    "near arrivals": near_arrivals,
+    "grace": lambda seen: grace(seen, lambda: GracePeriod(2.0, PLAN)),
+    "quorum": quorum,
+    "compressed changes": changes,
+    "compressed starts": starts,
+    "plan": planned,
+    "region": region,
+    "upstream": upstream,
+    "parameter server": partial(pushed, in_fragments=False),
+    "parameter server of fragments": partial(pushed, in_fragments=True),
+} | {name: partial(trained, make=make) for name, make in RULES.items()}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_object_that_goes_on_from_a_state_is_the_one_before_and_has_nothing_in_common_with_it(name: str) -> None:
+    make = MAKERS[name]
+    first, second, skipped = make(WORKERS), make(()), NOT_KEPT.get(type(make(())), set())
+    given = first.state_dict()
+    assert state(first) != state(second)
+    second.load_state_dict(given)
+    left, right = ({key: state(each) for key, each in vars(it).items() if key not in skipped} for it in (first, second))
+    assert right == left
+    spoil(given)
+    assert {key: state(each) for key, each in vars(second).items() if key not in skipped} == right
