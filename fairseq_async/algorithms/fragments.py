@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms.rule import Rule, State
+from fairseq_async.algorithms.rule import CompoundRule, Rule, State
 from fairseq_async.algorithms.update import Update
 
 _Item = TypeVar("_Item")
@@ -101,7 +101,7 @@ def in_turn(of_fragments: Sequence[_Item], sequence: int) -> _Item:
     return of_fragments[sequence % len(of_fragments)]
 
 
-class FragmentedRule(Rule):
+class FragmentedRule(CompoundRule):
     """Applies a separate rule to each fragment, as to a model of its own: with its own momentum, buffers and counts.
 
     An update's ``delta`` has the elements of the fragment whose turn it is by the update's sequence number. A rule that
@@ -127,10 +127,6 @@ class FragmentedRule(Rule):
         """Returns the parameters from which a worker starts that takes all fragments at once, in a new tensor."""
         parts = zip(self.fragments, self.rules, strict=True)
         return torch.cat([rule.dispatch(fragment.of(parameters)) for fragment, rule in parts])
-
-    def limit_round(self, updates: int) -> None:
-        for rule in self.rules:
-            rule.limit_round(updates)
 
     def state_dict(self) -> State:
         """Returns one state for each fragment."""

@@ -2,6 +2,7 @@
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +57,20 @@ class Rule(Protocol):
     def load_state_dict(self, state: State) -> None:
         """Restores what :meth:`state_dict` returned."""
         ...
+
+
+class CompoundRule(Rule):
+    """A rule that passes updates on to others, and tells all of them what it is told.
+
+    Attributes:
+        rules: these others.
+    """
+
+    rules: Sequence[Rule]
+
+    def limit_round(self, updates: int) -> None:
+        for rule in self.rules:
+            rule.limit_round(updates)
 
 
 class ComparingRule(Rule):

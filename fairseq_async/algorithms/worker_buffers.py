@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms.rule import ComparingRule, Rule, State, cosine_of
+from fairseq_async.algorithms.rule import ComparingRule, CompoundRule, Rule, State, cosine_of
 from fairseq_async.algorithms.update import Update
 
 
-class WorkerBuffers(ComparingRule):
+class WorkerBuffers(CompoundRule, ComparingRule):
     """Lets an outer rule change the parameters θ, and takes the buffers b behind them from the workers.
 
     A worker sends a buffer's value as δ = 0 − b. Differences, added up from several starts, could make a variance
@@ -30,7 +30,7 @@ class WorkerBuffers(ComparingRule):
     """
 
     def __init__(self, rule: Rule, parameters: int, workers: int, average: bool) -> None:
-        self.rule, self.average = rule, average
+        self.rule, self.rules, self.average = rule, (rule,), average
         self._parameters, self._round = parameters, workers
         self._values: list[Tensor] = []
 
@@ -55,7 +55,7 @@ class WorkerBuffers(ComparingRule):
 
     def limit_round(self, updates: int) -> None:
         self._round = updates
-        self.rule.limit_round(updates)
+        super().limit_round(updates)
 
     def norm(self, update: Update) -> float:
         finite = bool(torch.isfinite(update.delta[self._parameters :]).all())

@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -34,6 +35,8 @@ class Channel:
             and divide a tensor in the same way.
         room: where the tensor behind a message is received; None accepts none. It is overwritten as the bytes arrive.
         largest: number of bytes that a message of the peer may have.
+        makes_room: whether each message's tensor, of whatever size, gets new memory as its ``room``; it is None after
+            a message without one. For a peer that is trusted.
         any_length: whether the tensor behind a message may be shorter than its room, as a compressed payload is.
         with_tensor: whether the last message had a tensor behind it.
         tensor_bytes: number of bytes of that tensor.
@@ -46,7 +49,7 @@ class Channel:
         self._first = Stream(connection)
         self.streams = [self._first]
         self.largest = largest
-        self.with_tensor = self.any_length = False
+        self.with_tensor = self.any_length = self.makes_room = False
         self.tensor_bytes = 0
         self.room: Tensor | None = None
         self.companions: Sequence[Channel] = ()
@@ -247,11 +250,14 @@ class Channel:
         room = memoryview(bytearray()) if self.room is None else _bytes(self.room)
         if length > self.largest:
             raise ProtocolError(f"a message of {length} bytes was announced; {self.largest} are allowed")
-        if bulk > room.nbytes or (bulk not in (0, room.nbytes) and not self.any_length):
+        if not self.makes_room and (bulk > room.nbytes or (bulk not in (0, room.nbytes) and not self.any_length)):
             raise ProtocolError("a tensor was announced that is not of the model's size")
         end = _HEADER.size + length
         if len(self._received) < end:
             return
+        if self.makes_room:
+            self.room = torch.from_numpy(numpy.empty(bulk, numpy.uint8)) if bulk else None  # raises a MemoryError
+            room = memoryview(bytearray()) if self.room is None else _bytes(self.room)
         self._body = bytes(self._received[_HEADER.size : end])
         first, *others = self._pieces(room[:bulk])
         here = min(len(self._received) - end, first.nbytes)

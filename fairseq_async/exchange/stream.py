@@ -13,14 +13,15 @@ _LONGEST, LONGEST_MS = 32_767, 2**31 - 1  # seconds and milliseconds that Linux 
 
 
 class Stream:
-    """One TCP connection, with a queue of parts of messages to send.
+    """One TCP connection, or pair of local sockets, with a queue of parts of messages to send.
 
     Attributes:
         missing: the rest of the memory that is being received into; empty when nothing is expected.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
         self.missing = memoryview(b"")
         self._outgoing: deque[memoryview] = deque()

@@ -26,23 +26,7 @@ def check_fragments(options: LocalSGDOptions, server: ServerOptions | None) -> N
         )
 
 
-_IN_SHARDS = (  # these rules treat each element or tensor by itself; of a user's own rule that is not known
-    "accumulation",
-    "diloco",
-    "nesterov",
-    "buffered_nesterov",
-    "delayed_nesterov",
-    "sgd",
-    "mla",
-    "heloco",
-    "direction_averaging",
-    "heavy_ball",
-    "adam",
-    "adamw",
-)
-
-
-def check_shards(options: HybridOptions | LocalSGDOptions, rule: str, server: ServerOptions | None) -> None:
+def check_shards(options: HybridOptions | LocalSGDOptions, server: ServerOptions | None) -> None:
     """Checks that the options go with a server in shards, none of which sees a whole update.
 
     Raises:
@@ -51,9 +35,14 @@ def check_shards(options: HybridOptions | LocalSGDOptions, rule: str, server: Se
     if server is None or (server.server_shards == 1 and not server.shard_hosts):
         return
     given = option("shard_hosts") if server.shard_hosts else f"{option('server_shards')} {server.server_shards}"
-    if rule not in _IN_SHARDS:
+    rule = (
+        methods.outer_rule(options.outer)
+        if isinstance(options, LocalSGDOptions)
+        else methods.gradient_rule(options.gradient_rule)
+    )
+    if not rule.divisible:
         kind = option("outer" if isinstance(options, LocalSGDOptions) else "gradient_rule")
-        raise ConfigurationError(f"{given} does not go with {kind} {rule}: leave one of them out")
+        raise ConfigurationError(f"{given} does not go with {kind} {rule.name}: leave one of them out")
     if server.shard_hosts:
         _check_hosts(options)
 

@@ -61,12 +61,15 @@ class OuterRule(Generic[LocalSGD]):
         options: model of the rule's options; each becomes a flag, a JSON key and a key of the simulator.
         build: makes the rule; the options that depend on the number of workers are filled in.
         synchronous: whether all workers wait for each other.
+        divisible: whether a server in shards may have the rule: each shard has one, for its own whole tensors. So the
+            rule changes a tensor by nothing that other tensors, or their number, decide.
     """
 
     name: str
     options: type[LocalSGD]
     build: Callable[[LocalSGD, RuleContext], Rule]
     synchronous: bool = False
+    divisible: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class GradientRule(Generic[Hybrid]):
     name: str
     options: type[Hybrid]
     build: Callable[[Hybrid, GradientRuleContext], Rule]
+    divisible: bool = False
 
 
 OUTER_RULES: dict[str, OuterRule[LocalSGDOptions]] = {}

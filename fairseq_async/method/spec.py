@@ -204,7 +204,7 @@ def hybrid_spec(
         ConfigurationError: the options do not go with this number of workers, or with a server in shards.
     """
     filled = options.for_workers(workers)
-    check_shards(options, options.gradient_rule, server)
+    check_shards(options, server)
     return MethodSpec(
         method=filled.method,
         workers=workers,
@@ -233,10 +233,10 @@ def local_sgd_spec(
     """Returns the description of a run of local SGD; see :func:`hybrid_spec`."""
     if options.upstream is not None:
         above = parse_upstream(options.upstream).above.options  # a mistake is to show before anything starts
-        check_shards(above, above.outer, server)  # the global server has as many shards
+        check_shards(above, server)  # the global server has as many shards
     filled = options.for_workers(workers).model_dump(exclude={"shards", "max_refused"})
     check_fragments(options, server)
-    check_shards(options, options.outer, server)
+    check_shards(options, server)
     check_buffers(options, server)
     quorum, grace = filled.get("quorum", 0), filled.get("grace_period")
     waits = methods.outer_rule(options.outer).synchronous or quorum > 0 or grace is not None

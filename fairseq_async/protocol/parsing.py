@@ -23,7 +23,7 @@ class MalformedMessageError(RefusedError):
     """A JSON object that is no message of this protocol."""
 
 
-def encode(message: Request | Answer) -> bytes:
+def encode(message: object) -> bytes:
     """Returns the bytes of a message. A norm may be NaN or Inf; both ends write and read these as Python's ``json``."""
     kind: Any = type(message)
     return _adapter(kind).dump_json(message)
@@ -53,6 +53,20 @@ def parse_answer(body: bytes, expected: type[_Message]) -> _Message:
     if not isinstance(answer, expected):
         raise ProtocolError(f"the server answered {answer.kind} where {expected.__name__} was expected")
     return answer
+
+
+def parse_one(body: bytes, expected: type[_Message]) -> _Message:
+    """Parses a message that can be of one class alone.
+
+    Raises:
+        ProtocolError: it is something else.
+    """
+    kind: Any = expected
+    try:
+        parsed: _Message = _adapter(kind).validate_json(body)
+    except ValidationError as error:
+        raise ProtocolError(f"no {expected.__name__}: {error.error_count()} mistakes") from error
+    return parsed
 
 
 @cache

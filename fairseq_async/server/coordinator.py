@@ -20,6 +20,8 @@ from fairseq_async.server.rounds.look_ahead import NOTHING_MEASURED, LookAhead
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
 from fairseq_async.server.rounds.quorum import Quorum
 from fairseq_async.server.rounds.waiting import Waiting
+from fairseq_async.server.shards.divided_server import DividedServer
+from fairseq_async.server.shards.rule import ShardedRule
 
 _MOST_EVENTS = 64  # control events between two updates; they are all kept until the next update, as a replay needs them
 
@@ -175,6 +177,7 @@ class Coordinator:
 
     def tick(self, now: float) -> Outcome:
         """Does what is due by now: gives up the work of silent workers, and ends a grace period that is over."""
+        self.server.check_parts()
         outcome = self.recount(now) + self._release_silent(now)
         if self.deadline is not None and now >= self.deadline:
             outcome += self.close_round(now)
@@ -337,7 +340,8 @@ class Coordinator:
 
 def build_server(spec: MethodSpec, rule: Rule, parameters: Tensor) -> ParameterServer:
     """Builds the parameter server of a method; ``parameters`` (flat) change in place."""
-    return ParameterServer(
+    divided = isinstance(rule, ShardedRule) and rule.elsewhere
+    return (DividedServer if divided else ParameterServer)(
         parameters,
         rule,
         barrier=OPEN if spec.closes_early or spec.quorum else spec.barrier,

@@ -13,6 +13,7 @@ from fairseq_async.errors import HalfAppliedError, RefusedError
 from fairseq_async.exchange import copy
 from fairseq_async.protocol.receipt import Receipt, Status
 from fairseq_async.protocol.work import LARGEST
+from fairseq_async.records.recording import checksum
 
 OPEN = 1 << 30
 """A barrier that never completes a round by itself."""
@@ -119,14 +120,15 @@ class ParameterServer:
         """
         return self.rule.dispatch(self.parameters)
 
-    def give(self, worker: int, out: Tensor, look_ahead: float = 0.0, starts: bool = False) -> None:
+    def give(self, worker: int, out: Tensor, look_ahead: float = 0.0, starts: bool = False) -> int:
         """Writes the tensor that a worker has asked for: the parameters, those so many versions ahead, or the start of
-        local steps."""
+        local steps. Returns the number of the parts that come from other machines; 0 where none do."""
         if look_ahead:
             self.write_ahead(out, look_ahead)
         else:
             copy(out, self.dispatch() if starts else self.parameters)
         self.note_pull(worker, out)
+        return 0
 
     def dispatch_fragment(self, sequence: int) -> Tensor:
         """Returns the start of local steps in the fragment of the update with this sequence number. Copy it at once."""
@@ -290,6 +292,21 @@ class ParameterServer:
         self._changed_at = list(state.get("changed_at", [self.version] * len(self._changed_at)))
         starts = state.get("started_from", {})  # not in a state of the first edition
         self.started_from = {worker: Parameters(*start) for worker, start in starts.items()}
+
+    def checksum(self) -> str:
+        """Returns the CRC-32 of the parameters."""
+        return checksum(self.parameters)
+
+    def check_parts(self) -> None:
+        """Notices a part of the parameters that is gone with another machine: workers would wait for ever, as they send
+        the server no updates without it.
+
+        Raises:
+            HalfAppliedError: one is gone.
+        """
+
+    def finish(self) -> None:
+        """Tells those that hold parts of the parameters on other machines that the run is finished."""
 
     def complete_round(self) -> None:
         """Applies the held updates, in the order of the workers' ids, without waiting for others."""

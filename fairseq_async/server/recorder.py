@@ -11,7 +11,6 @@ from fairseq_async.records.recording import START
 from fairseq_async.records.settled import ControlEvent, Settled
 from fairseq_async.records.state_files import private
 from fairseq_async.server.parameter_server import ParameterServer
-from fairseq_async.server.shards.hosts import Hosts
 
 
 class Recorder:
@@ -19,13 +18,11 @@ class Recorder:
 
     Args:
         resumed: whether the first state is a checkpoint's or a snapshot's.
-        hosts: the shards on other machines; None where there are none.
     """
 
-    def __init__(self, run_dir: Path, server: ParameterServer, resumed: bool, hosts: Hosts | None = None) -> None:
-        self._server, self._hosts, self._version = server, hosts or Hosts(), server.version
-        whole = self._hosts.completed(server.state_dict())
-        state = {"server": whole, "resumed": resumed, "threads": torch.get_num_threads()}
+    def __init__(self, run_dir: Path, server: ParameterServer, resumed: bool) -> None:
+        self._server, self._version = server, server.version
+        state = {"server": server.state_dict(), "resumed": resumed, "threads": torch.get_num_threads()}
         with open(run_dir / START, "wb", opener=private) as file:
             torch.save(state, file)
 
@@ -39,7 +36,7 @@ class Recorder:
             added["control_events"] = [_described(event) for event in settled.control_events]
         if settled.receipt.version == self._server.version != self._version:
             self._version = settled.receipt.version
-            added["checksum"] = self._hosts.checksum(self._server.parameters)
+            added["checksum"] = self._server.checksum()
         return added
 
 

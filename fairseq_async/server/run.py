@@ -29,8 +29,7 @@ from fairseq_async.server.outcome import Instruction
 from fairseq_async.server.plan import Build
 from fairseq_async.server.recorder import Recorder
 from fairseq_async.server.shards.build import build_sharded, shared_copy
-from fairseq_async.server.shards.hosts import Hosts
-from fairseq_async.server.shards.remote import Reach, RemoteShard, connect_hosts
+from fairseq_async.server.shards.remote import HostConnector, RemoteShard, connect_hosts
 from fairseq_async.server.upstream import Upstream
 
 _REMEDIES = {
@@ -48,7 +47,6 @@ class Run:
         reach: how to reach the hosts of shards on other machines; not needed where there are none.
 
     Attributes:
-        hosts: the shards on other machines.
         upstream: the run as a worker of a global server; None without one.
         from_checkpoint: whether the run has begun from a checkpoint that every worker is to read.
         moments: checksum of the moments that worker 0's optimizers have brought; None after the server's own restart.
@@ -61,7 +59,7 @@ class Run:
         layout: Layout,
         slots: int,
         tell: Tell = tell_log,
-        reach: Reach | None = None,
+        reach: HostConnector | None = None,
     ) -> None:
         self.run_dir, self.spec, self.layout, self._tell, self._reach = run_dir, spec, layout, tell, reach
         self._starts = compressed_starts(spec, layout)
@@ -70,7 +68,6 @@ class Run:
         self._here = kept_here(spec, layout)  # all of the model, but for the shards on other machines
         self._fragments = (self._here,) if spec.server.hosts else layout.fragments(spec.fragments)
         self.payloads = Payloads(spec, layout, self._fragments)
-        self.hosts = Hosts()
         self._coordinator: Coordinator | None = None
         self.upstream: Upstream | None = None
         self.from_checkpoint = False
@@ -142,20 +139,19 @@ class Run:
                 read=read,
                 remote=remote,
             )
-            self.hosts = Hosts(remote)
         else:
             parameters = parameters.clone()
             rule, plan = build(self.spec, self.layout, parameters)
         coordinator = build_coordinator(self.spec, rule, plan, parameters, membership)
         if state is not None:
             self._check_state(state)
-            coordinator.load_state_dict(state | {"server": self.hosts.restored(state["server"], self._here.elements)})
+            coordinator.load_state_dict(state)
             if isinstance(self._starts, CompressedFragments) and "starts" in state:
                 self._starts.load_state_dict(state["starts"])
         self.upstream = self._upstream(coordinator, state or {})
         server = coordinator.server
         resumed = state is not None
-        self._recorder = Recorder(self.run_dir, server, resumed, self.hosts) if self.spec.server.record else None
+        self._recorder = Recorder(self.run_dir, server, resumed) if self.spec.server.record else None
         self._events = EventLog(self.run_dir, server.sequences, source, time, self._tell)
         description = {"workers": self.spec.workers, "method": self.spec.to_json(), "layout": self.layout.to_json()}
         self._write_description(json.dumps(description, indent=1) + "\n")
@@ -219,15 +215,15 @@ class Run:
             if server.staleness.compensation:
                 server.note_pull(worker, starts.decode(payload))
             return PullReply(server.version, compressed=True, adds=starts.adds), payload
-        given = self._here.of(self.memory.slot(worker))
+        given, number = self._here.of(self.memory.slot(worker)), 0
         if sequence is None:
-            server.give(worker, given, pull.look_ahead, pull.starts)
+            number = server.give(worker, given, pull.look_ahead, pull.starts)
         else:
             given = self.fragment(sequence).of(given)
             copy(given, server.dispatch_fragment(sequence))
         if compressed is not None:
             compressed.took(worker, given, sequence)
-        return PullReply(server.version, number=self.hosts.give(worker, pull)), given
+        return PullReply(server.version, number=number), given
 
     def _pulls_again(self, worker: int) -> bool:
         """Notes that a worker takes compressed parameters; returns whether it does so again without an update in
@@ -319,11 +315,7 @@ class Run:
             own["starts"] = self._starts.state_dict()
         if self.upstream is not None:
             own["upstream"] = self.upstream.state_dict()
-        return own | self._completed(self.coordinator.state_dict())
-
-    def _completed(self, state: State) -> State:
-        """Returns the coordinator's state with the hosts' parts of the parameters."""
-        return state | {"server": self.hosts.completed(state["server"])}
+        return own | self.coordinator.state_dict()
 
     def snapshot(self) -> State:
         """Returns all that another server needs to go on by itself, while the workers wait for it.
@@ -332,7 +324,7 @@ class Run:
         """
         own = {"spec": self.spec.to_json(), "from_checkpoint": self.from_checkpoint}
         state = self.state_dict() | self.coordinator.state_for_waiting_workers() | own
-        if self.spec.server.server_shards > 1 and not self.hosts.shards:
+        if self.spec.server.server_shards > 1 and not self.spec.server.hosts:
             # Hazard: the shards' memory is shared. Unlike the rest, the parameters would change in that process too.
             state["server"] = state["server"] | {"parameters": state["server"]["parameters"].clone()}
         return state

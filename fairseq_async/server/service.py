@@ -25,7 +25,7 @@ from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.plan import Build
 from fairseq_async.server.resume import check_snapshot, newest_state
 from fairseq_async.server.run import Run
-from fairseq_async.server.shards.remote import Reach
+from fairseq_async.server.shards.remote import HostConnector
 
 # what a worker may send while its update waits in its slot; everything else could open the slot, or write into it
 _WHILE_HELD = (protocol.Alive, protocol.Leave, protocol.ScheduleEvent, protocol.SaveState)
@@ -70,7 +70,7 @@ class Service(Connections):
         self.run: Run | None = None
         self.state = KeptState(self.snapshots)
         self.resumes = self.busy = False
-        self.reach: Reach | None = None
+        self.reach: HostConnector | None = None
         self.wakeup: socket | None = None
 
     @property
@@ -149,7 +149,6 @@ class Service(Connections):
     def _tick(self) -> float:
         if (run := self.begun) is None:
             return 1.0
-        run.hosts.check()
         coordinator = run.coordinator
         use_idle_cores(self.peers, self.membership, run.spec.server)
         began, outcome = time.perf_counter(), coordinator.tick(self.clock())
@@ -332,7 +331,7 @@ class Service(Connections):
         self.membership.wait(peer.id, "push")
         use_idle_cores(self.peers, self.membership, run.spec.server)
         report = replace(push.report, server_seconds=peer.server_seconds, payload=payload)
-        norm = None if peer.channel.with_tensor or run.hosts.shards else push.norm  # what has arrived may differ
+        norm = None if peer.channel.with_tensor else push.norm  # what has arrived may differ
         outcome = coordinator.push(update, report, now, norm)
         if peer.id in coordinator.server.held:
             run.payloads.hold(peer)

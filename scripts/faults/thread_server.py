@@ -10,7 +10,7 @@ from fairseq_async.exchange.tls import server_context
 from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.plan import Build
 from fairseq_async.server.service import Service
-from fairseq_async.server.shards.remote import Reach
+from fairseq_async.server.shards.remote import HostConnector
 from scripts.faults.sgd_server import build
 
 
@@ -35,7 +35,7 @@ class ThreadServer:
         self.token = token or new_token()
         listener = socket.create_server((host, port))
         self.service = self.make_service(workers, run_dir, build)
-        self.service.reach = Reach(self.token, build.__module__, tls, print)
+        self.service.reach = HostConnector(self.token, build.__module__, tls, print)
         self.service.snapshots.take = lambda state, version: None  # type: ignore[method-assign]  # no fork in pytest
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._lifeline, other = socket.socketpair()

@@ -41,3 +41,21 @@ def test_a_tensor_takes_its_room_only_when_all_before_it_was_handled(pair: tuple
         ([b"second"], [2.0] * 3),
         ([b"last"], [9.0] * 3),
     ]
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_channel_that_makes_room_has_new_memory_for_each_tensor(pair: tuple[Channel, Channel], local: bool) -> None:
+    ours, theirs = (Channel(end) for end in socket.socketpair()) if local else pair
+    theirs.makes_room = True
+    taken = []
+    for tensor in (torch.ones(3), torch.full((30_000,), 2.0), None):
+        ours.send(b"message", tensor)
+        assert theirs.receive() == b"message"
+        taken.append(theirs.room)
+    assert [None if each is None else each.view(torch.float32).tolist() for each in taken] == [
+        [1.0] * 3,
+        [2.0] * 30_000,
+        None,
+    ]
+    for channel in (ours, theirs):
+        channel.close()

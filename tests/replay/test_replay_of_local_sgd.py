@@ -20,6 +20,7 @@ from fairseq_async.replay.replay import Recording, Replay
 from fairseq_async.reporting.audit import audit
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.server.shards.build import close_shards
 from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.cutting import CuttingRelay
@@ -172,12 +173,11 @@ def check_replay(directory: Path, spec: MethodSpec, host: str, work: Callable[[L
         run = live.server.service.described
         server = run.coordinator.server
         assert server.parameters.numel() < LAYOUT.size
-        expected = run.hosts.completed(server.state_dict())["parameters"].clone()
+        expected = server.state_dict()["parameters"].clone()
     finally:
         for client in live.clients:
             client.close()
-        for shard in live.server.service.described.hosts.shards:
-            shard.close()
+        close_shards(live.server.service.described.coordinator.server.rule)
         live.server.stop()
     with closing(Replay(Recording.read(directory), LocalRun(spec))) as replay:
         versions = list(replay.steps())

@@ -22,20 +22,22 @@ from fairseq_async.exchange.channel import Channel
 from fairseq_async.method.methods import outer_rule
 from fairseq_async.method.spec import MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions, ServerOptions
-from fairseq_async.protocol import Pull, PullReply, Push, Report
+from fairseq_async.protocol import PullReply, Push, Report
 from fairseq_async.protocol.client_connection import Connection, Endpoint
 from fairseq_async.protocol.division import kept_here
+from fairseq_async.protocol.parsing import encode
 from fairseq_async.protocol.receipt import Status
-from fairseq_async.protocol.shard_messages import Apply, Bytes, Place, encode
+from fairseq_async.protocol.shard_messages import Part, Placed
 from fairseq_async.records.recording import checksum
 from fairseq_async.server.coordinator import build_server
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
 from fairseq_async.server.plan import Build
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.server.run import as_many
+from fairseq_async.server.shards import calls
 from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy
-from fairseq_async.server.shards.hosts import Hosts
-from fairseq_async.server.shards.remote import Reach, connect_hosts
+from fairseq_async.server.shards.part import ShardPart
+from fairseq_async.server.shards.remote import HostConnector, connect_hosts
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.shard_lines import ShardLines
 from scripts.faults.thread_server import ThreadServer
@@ -78,7 +80,7 @@ class Served:
     def __init__(self, build: Build, spec: MethodSpec, directory: Path, replayed: bool = False) -> None:
         self.memory, self.spec = SharedMemory.create(LAYOUT.size, 2), spec
         whole = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(1))
-        reach = Reach(TOKEN, PROGRAMS[build], None, print)
+        reach = HostConnector(TOKEN, PROGRAMS[build], None, print)
         self.remote = [] if replayed else connect_hosts(reach, spec, LAYOUT, whole)
         self.here = kept_here(spec, LAYOUT).elements if self.remote else slice(None)
         self.parameters = shared_copy(whole[self.here])
@@ -87,7 +89,7 @@ class Served:
             self.rule, self.plan = build_sharded(build, spec, LAYOUT, *shared, None, self.remote)
         else:
             self.rule, self.plan = build(spec, LAYOUT, self.parameters)
-        self.server, self.hosts = build_server(spec, self.rule, self.parameters), Hosts(self.remote)
+        self.server = build_server(spec, self.rule, self.parameters)
         endpoint = Endpoint("", TOKEN, joins=False, instance="test")
         self.lines = [ShardLines(endpoint, worker, spec, LAYOUT) for worker in (0, 1) if self.remote]
 
@@ -119,17 +121,17 @@ class Served:
 
     def start(self, worker: int, look_ahead: float = 0.0, starts: bool = False) -> Tensor:
         """The parameters that a worker gets."""
-        slot, pull = self.memory.slot(worker), Pull(look_ahead, starts)
+        slot = self.memory.slot(worker)
         if self.lines:
             self.lines[worker].open(slot)
-        self.server.give(worker, slot[self.here], look_ahead, starts)
+        number = self.server.give(worker, slot[self.here], look_ahead, starts)
         if self.lines:
-            self.lines[worker].take(PullReply(self.server.version, number=self.hosts.give(worker, pull)), slot)
+            self.lines[worker].take(PullReply(self.server.version, number=number), slot)
         return slot.clone()
 
     @property
     def state(self) -> dict[str, Any]:
-        return self.hosts.completed(self.server.state_dict())
+        return self.server.state_dict()
 
     def close(self) -> None:
         close_shards(self.rule)
@@ -159,7 +161,7 @@ def test_an_optimizer_steps_as_in_one_process(
         with served(gradient_main.build, hybrid(given, inner), tmp_path) as made:
             receipts = made.push(0, 7)
             found.append((made.state["parameters"].clone(), made.start(1), receipts))
-            assert made.hosts.checksum(made.parameters) == checksum(made.start(0))
+            assert made.server.checksum() == checksum(made.start(0))
     (alone, start, said), (divided, its_start, told) = found
     assert torch.equal(divided, alone) and torch.equal(its_start, start) and torch.equal(start, alone)
     for ours, theirs in zip(told, said, strict=True):
@@ -224,7 +226,7 @@ def test_a_server_goes_on_from_a_state_also_with_other_hosts(method: str, hosts:
     for given in (server_options(hosts.addresses[::-1]), ServerOptions(server_shards=3)):
         with served(build, spec(given), tmp_path) as second:
             state = torch.load(path, weights_only=True)
-            second.server.load_state_dict(second.hosts.restored(state, second.here))
+            second.server.load_state_dict(state)
             second.push(3, 4)
             found = torch.stack([second.start(0), second.start(1, look_ahead=2.0 * (method == "hybrid"))])
             assert torch.equal(found, expected)
@@ -239,10 +241,10 @@ def test_a_start_ahead_of_the_first_version_is_that_version(hosts: ShardHosts, t
         first.push(0, 4)
         whole = {name: value.clone() if torch.is_tensor(value) else value for name, value in first.state.items()}
     with served(gradient_main.build, hybrid(given, look_ahead="off"), tmp_path) as second:
-        second.server.load_state_dict(second.hosts.restored(whole, second.here))
+        second.server.load_state_dict(whole)
         assert torch.equal(second.start(0), whole["parameters"])
     with served(gradient_main.build, hybrid(given, look_ahead="auto"), tmp_path) as third:
-        third.server.load_state_dict(third.hosts.restored(whole | {"before_last_step": None}, third.here))
+        third.server.load_state_dict(whole | {"before_last_step": None})
         assert torch.equal(third.start(0, look_ahead=1.5), whole["parameters"])
 
 
@@ -284,8 +286,7 @@ def test_a_worker_that_claims_a_norm_and_leaves_a_host_out_is_refused(
         assert client.push(torch.Tensor.zero_, Push(1, 0, 1.0, REPORT)).status is Status.APPLIED
     finally:
         client.close()
-        for shard in server.service.described.hosts.shards:
-            shard.close()
+        close_shards(server.service.described.coordinator.server.rule)
         server.stop()
 
 
@@ -308,9 +309,10 @@ def test_what_is_left_of_a_lost_connection_changes_no_update(hosts: ShardHosts, 
         made.lines[0].connect()
         lost: Channel = made.lines[0].connections[0]
         half, rest = torch.full((made.remote[0].place.size,), 7.0).view(torch.uint8).split(8000)[:2]
-        lost.send(encode(Place(0)))
-        lost.connection.sendall(struct.pack("!IQ", len(encode(Bytes())), 4 * made.remote[0].place.size))
-        lost.connection.sendall(encode(Bytes()) + bytes(half.numpy().data))
+        part = encode(Part(0))
+        lost.send(part)
+        lost.connection.sendall(struct.pack("!IQ", len(part), 4 * made.remote[0].place.size))
+        lost.connection.sendall(part + bytes(half.numpy().data))
         made.lines[0].connections = []
         assert made.push(0, 1)[0].status is Status.APPLIED
         with suppress(OSError):
@@ -325,15 +327,17 @@ def test_what_is_left_of_a_lost_connection_changes_no_update(hosts: ShardHosts, 
 
 def test_a_worker_that_lies_loses_its_connection_and_no_other(hosts: ShardHosts, tmp_path: Path) -> None:
     with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
-        for lie in (Bytes(), Apply(0, False, 0, 0, 1.0, 1.0, 1), None, "long"):
+        finish = calls.encode(calls.Call("finish", []))
+        for lie in (encode(Placed(0)), finish, b"{}", b'{"kind": "part", "sequence": -1}', "long", "unannounced"):
             made.lines[1].open(made.memory.slot(1))
             channel: Channel = made.lines[1].connections[0]
             with pytest.raises(ExchangeError):
-                if lie == "long":
-                    channel.queue(encode(Place(0)))
-                    channel.send(encode(Bytes()), torch.zeros(LAYOUT.size + 1))
+                if isinstance(lie, bytes):
+                    channel.send(lie)
                 else:
-                    channel.send(b"{}" if lie is None else encode(lie))  # type: ignore[arg-type]
+                    part = made.remote[0].place.of(torch.zeros(LAYOUT.size))
+                    channel.queue(encode(Part(0)))
+                    channel.send(encode(Part(lie == "unannounced")), torch.zeros(len(part) + (lie == "long")))
                 channel.receive()
             made.lines[1].close()
         assert [receipt.status for receipt in made.push(0, 4)].count(Status.APPLIED) == 4
@@ -349,8 +353,8 @@ def test_nobody_takes_the_place_of_a_worker_that_is_connected(hosts: ShardHosts,
         assert len(made.push(2, 2)) == 2
         made.lines[0].close()
         successor = Connection(other, 0)
-        successor.send(encode(Place(0)))
-        successor.send(encode(Bytes()), made.memory.slot(0)[:1])
+        successor.send(encode(Part(0)))
+        successor.send(encode(Part(0)), made.memory.slot(0)[:1])
         successor.close()
 
 
@@ -358,13 +362,22 @@ def test_strangers_second_servers_and_other_programs_are_refused(hosts: ShardHos
     spec = hybrid(server_options(hosts.addresses, worker_timeout=0.5))
     parameters = torch.zeros(LAYOUT.size)
     with pytest.raises(RefusedError, match="wrong token"):
-        connect_hosts(Reach("another token than theirs", "", None, print), spec, LAYOUT, parameters)
+        connect_hosts(HostConnector("another token than theirs", "", None, print), spec, LAYOUT, parameters)
     with pytest.raises(RefusedError, match="os: not a server that has shards on other machines"):
-        connect_hosts(Reach(TOKEN, "os", None, print), spec, LAYOUT, parameters)
+        connect_hosts(HostConnector(TOKEN, "os", None, print), spec, LAYOUT, parameters)
     with served(gradient_main.build, spec, tmp_path) as made:
         with pytest.raises(RefusedError, match="this shard belongs to another server, which is there"):
-            connect_hosts(Reach(TOKEN, PROGRAMS[gradient_main.build], None, print), spec, LAYOUT, parameters)
+            connect_hosts(HostConnector(TOKEN, PROGRAMS[gradient_main.build], None, print), spec, LAYOUT, parameters)
         assert len(made.push(0, 2)) == 2
+
+
+def test_a_host_opens_no_file_that_a_server_names(hosts: ShardHosts, tmp_path: Path) -> None:
+    """As the server's own processes do, for states of shards."""
+    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
+        made.remote[0].call(ShardPart.save, str(tmp_path / "state"))
+        with pytest.raises(HalfAppliedError, match="ProtocolError: a shard has no method 'save'"):
+            made.remote[0].value()
+    assert not (tmp_path / "state").exists()
 
 
 def test_a_server_that_is_gone_leaves_a_shard_for_the_next(hosts: ShardHosts, tmp_path: Path) -> None:
@@ -410,10 +423,10 @@ def test_a_host_that_was_killed_ends_the_server(tmp_path: Path) -> None:
     with shard_hosts(tmp_path, 1) as own:
         with served(gradient_main.build, hybrid(server_options(own.addresses)), tmp_path) as made:
             made.push(0, 2)
-            made.hosts.check()
+            made.server.check_parts()
             own.kill(0)
             with pytest.raises(HalfAppliedError, match="shard 1 of the server, at .* is gone"):
-                made.hosts.check()
+                made.server.check_parts()
             with pytest.raises(HalfAppliedError, match="shard 1 of the server"):
                 made.server.push(Update(0, 1, 0, 1.0, made.memory.slot(0)[made.here]))
 
@@ -430,7 +443,7 @@ def test_a_host_that_hangs_is_named_and_waited_for(
             own.running[0].send_signal(signal.SIGSTOP)
             goes_on = Timer(1.0, lambda: own.running[0].send_signal(signal.SIGCONT))
             goes_on.start()
-            made.hosts.checksum(made.parameters)
+            made.server.checksum()
             goes_on.join()
     said = f"the run waits: shard 1 of the server, at {own.addresses[0]}, has not answered for 0 s"
     assert said in capsys.readouterr().out.splitlines()
@@ -446,7 +459,7 @@ def test_a_host_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     said: list[str] = []
     spec = hybrid(server_options([address]))
     with pytest.raises(RefusedError, match=rf"no shard at {address} \(.*\); start it there with"):
-        connect_hosts(Reach(TOKEN, "", None, said.append), spec, LAYOUT, torch.zeros(LAYOUT.size))
+        connect_hosts(HostConnector(TOKEN, "", None, said.append), spec, LAYOUT, torch.zeros(LAYOUT.size))
     lacks = f"no shard at {address} (Connection refused); start it there with: fairseq-async shard {address}"
     assert said == [f"the run waits: {lacks}"]
 
@@ -473,7 +486,9 @@ def test_a_host_that_has_encrypted_connections_is_not_said_to_be_missing_alone(
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         Thread(target=lambda: listener.accept()[0].close()).start()  # as a TLS host does, after its ten seconds
         with pytest.raises(RefusedError, match="does it need --tls?"):
-            connect_hosts(Reach(TOKEN, "", None, print), hybrid(server_options([address])), LAYOUT, torch.zeros(9))
+            connect_hosts(
+                HostConnector(TOKEN, "", None, print), hybrid(server_options([address])), LAYOUT, torch.zeros(9)
+            )
 
 
 def test_what_says_nothing_holds_a_server_up_no_longer_than_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,7 +498,7 @@ def test_what_says_nothing_holds_a_server_up_no_longer_than_what_is_not_there(mo
     monkeypatch.setattr(remote, "_GREETING_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        reach = Reach(TOKEN, "", None, print, abandoned=lambda: True)
+        reach = HostConnector(TOKEN, "", None, print, abandoned=lambda: True)
         with pytest.raises(RefusedError, match=rf"no shard at {address} \(.*says nothing.*\); start it there with"):
             connect_hosts(reach, hybrid(server_options([address])), LAYOUT, torch.zeros(LAYOUT.size))
 

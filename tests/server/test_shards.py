@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import Rule, StalenessPolicy, Update, in_turn
+from fairseq_async.algorithms import NesterovMomentum, Rule, StalenessPolicy, Update, in_turn
 from fairseq_async.errors import ConfigurationError, HalfAppliedError, RefusedError
 from fairseq_async.exchange import SharedMemory
-from fairseq_async.method import option_checks
-from fairseq_async.method.methods import outer_rule
+from fairseq_async.method.methods import OuterRule, outer_rule
+from fairseq_async.method.rules import OUTER_RULES
 from fairseq_async.method.spec import MethodSpec, hybrid_spec, local_sgd_spec
-from fairseq_async.options.config import HybridOptions, ServerOptions
+from fairseq_async.options.config import HybridOptions, LocalSGDOptions, ServerOptions
 from fairseq_async.protocol import Hello, Initialise, Layout, Welcome
+from fairseq_async.protocol.parsing import parse_one
 from fairseq_async.protocol.receipt import Status
-from fairseq_async.protocol.shard_messages import Norm, NormOfAll, encode, parse
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
 from fairseq_async.server.parameter_server import ParameterServer
@@ -31,6 +31,7 @@ from fairseq_async.server.plan import Build, EpochPlan
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.server.shards import build as building
 from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy
+from fairseq_async.server.shards.calls import Answer, Call, encode
 from fairseq_async.server.shards.process import ShardProcess
 from fairseq_async.server.shards.rule import ShardedRule, _as_the_first
 from tests.helpers.in_process import Connection, end, new_service
@@ -147,9 +148,31 @@ def test_a_gradient_is_clipped_by_the_norm_of_all_shards(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("norm", [float("inf"), float("nan")])
 def test_the_norm_of_a_gradient_that_overflows_reaches_the_other_shards(norm: float) -> None:
-    (sent, told) = (parse(encode(each)) for each in (Norm(norm), NormOfAll(norm)))
-    assert isinstance(sent, Norm) and isinstance(told, NormOfAll)
-    assert repr(sent.squared) == repr(told.squared) == repr(norm)
+    assert repr(parse_one(encode(Answer(norm)), Answer).value) == repr(norm)
+    assert repr(parse_one(encode(Call("compare", [norm])), Call).arguments) == repr([norm])
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (Call("system", ["true"]), "a shard has no method 'system'"),
+        (Call("__class__", []), "a shard has no method '__class__'"),
+        (Call("load_state_dict", [{}]), "a shard has no method 'load_state_dict'"),
+        (Call("limit_round", ["2"]), "limit_round: 1 mistakes in its arguments"),
+        (Call("limit_round", [True]), "limit_round: 1 mistakes in its arguments"),
+        (Call("limit_round", [1, 2]), "limit_round: 1 mistakes in its arguments"),
+        (Call("end_epoch", [1.0, None]), "end_epoch: 1 mistakes in its arguments"),
+    ],
+)
+def test_a_message_calls_nothing_but_the_methods_of_the_table_with_arguments_of_their_types(
+    call: Call, said: str, tmp_path: Path
+) -> None:
+    with served(gradient_main.build, hybrid(2), tmp_path) as made:
+        assert isinstance(made.rule, ShardedRule)
+        shard = made.rule.others[0]
+        shard.send(call)
+        with pytest.raises(HalfAppliedError, match=f"shard 1 of the server has failed: ProtocolError: {said}"):
+            shard.value()
 
 
 def test_a_nan_in_one_shard_keeps_the_update_out_of_all(tmp_path: Path) -> None:
@@ -200,7 +223,7 @@ def test_a_shard_that_was_killed_ends_the_server(tmp_path: Path) -> None:
 def test_a_shard_ends_although_a_process_that_was_forked_later_has_its_socket() -> None:
     """As the data loaders of a replay have."""
     shard = ShardProcess(1, dict)
-    later = os.dup(shard._socket.fileno())
+    later = os.dup(shard.channel.connection.fileno())
     killer = threading.Timer(20, os.kill, (shard.pid, signal.SIGKILL))
     killer.start()
     shard.close()
@@ -256,20 +279,31 @@ def test_every_fragment_is_divided_among_all_shards(outer: str, fragments: int, 
     assert its.maximum == plan.maximum == 12 // fragments
 
 
-def test_a_rule_of_ones_own_is_refused_where_it_may_look_at_the_whole_model() -> None:
-    options = options_of("sgd").model_copy(update={"outer": "mine"})
-    with pytest.raises(ConfigurationError, match="--server-shards 2 does not go with --outer mine"):
-        local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
+@pytest.fixture
+def own_rule(monkeypatch: pytest.MonkeyPatch) -> Iterator[OuterRule[LocalSGDOptions]]:
+    """A rule as of a user, which is registered with nothing about shards."""
+    rule = OuterRule("mine", LocalSGDOptions, lambda options, context: NesterovMomentum(0.7, 0.9, context.workers))
+    monkeypatch.setitem(OUTER_RULES, "mine", rule)
+    yield rule
 
 
-def test_a_rule_of_ones_own_of_the_global_server_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has as many shards as its regions."""
-    options = options_of("sgd").model_copy(update={"upstream": "10.0.0.1:1,outer=buffered_nesterov"})
-    local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
-    known = tuple(rule for rule in option_checks._IN_SHARDS if rule != "buffered_nesterov")
-    monkeypatch.setattr(option_checks, "_IN_SHARDS", known)
-    with pytest.raises(ConfigurationError, match="--server-shards 2 does not go with --outer buffered_nesterov"):
-        local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
+def test_a_rule_of_ones_own_is_refused_where_it_may_look_at_the_whole_model(
+    own_rule: OuterRule[LocalSGDOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as the rule of a global server, which has as many shards as its regions. A divisible one has shards."""
+    for options in (
+        LocalSGDOptions(outer="mine"),
+        options_of("sgd").model_copy(update={"upstream": "10.0.0.1:1,outer=mine"}),
+    ):
+        with pytest.raises(ConfigurationError, match="--server-shards 2 does not go with --outer mine"):
+            local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
+    monkeypatch.setitem(OUTER_RULES, "mine", replace(own_rule, divisible=True))
+
+    def spec(shards: int) -> MethodSpec:
+        return local_sgd_spec(LocalSGDOptions(outer="mine"), 2, [], ServerOptions(server_shards=shards), {})
+
+    (alone, _), *others = results(local_sgd_main.build, spec, tmp_path)
+    assert all(torch.equal(parameters, alone) for parameters, _ in others)
 
 
 def copies_in_own_memory() -> set[int]:

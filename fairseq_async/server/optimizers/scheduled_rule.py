@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fairseq_async.algorithms import Rule, Update
-from fairseq_async.algorithms.rule import State
+from fairseq_async.algorithms.rule import CompoundRule, State
 from fairseq_async.errors import RefusedError
 from fairseq_async.server.plan import whole_steps
 
@@ -31,7 +31,7 @@ class Schedule(Protocol):
     def load_state_dict(self, state: State) -> None: ...
 
 
-class ScheduledRule(Rule):
+class ScheduledRule(CompoundRule):
     """Counts the steps of a rule's optimizer, and lets a schedule set its learning rate for the next one.
 
     Attributes:
@@ -39,7 +39,7 @@ class ScheduledRule(Rule):
     """
 
     def __init__(self, rule: Rule, schedule: Schedule) -> None:
-        self.rule, self.schedule, self.steps = rule, schedule, 0.0
+        self.rule, self.rules, self.schedule, self.steps = rule, (rule,), schedule, 0.0
         schedule.follow(0)
 
     @property
@@ -75,9 +75,6 @@ class ScheduledRule(Rule):
     @property
     def momentum_buffer(self) -> Tensor | None:
         return self.rule.momentum_buffer
-
-    def limit_round(self, updates: int) -> None:
-        self.rule.limit_round(updates)
 
     def state_dict(self) -> State:
         return self.rule.state_dict() | {"steps": self.steps, "schedule": self.schedule.state_dict()}

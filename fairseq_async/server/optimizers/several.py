@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fairseq_async.algorithms import HybridAccumulation, Rule, Update
-from fairseq_async.algorithms.rule import State, fills
+from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.algorithms.rule import CompoundRule, State, fills
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule, check_parts
 
 
-class SeveralOptimizers(Rule):
+class SeveralOptimizers(CompoundRule):
     """Steps several optimizers, each by the mean of those gradients that have some of its tensors.
 
     A worker sends the gradients of one optimizer at a time; the tensors of the others are missing in that update, and
@@ -20,6 +20,8 @@ class SeveralOptimizers(Rule):
         tensors: of each optimizer: its tensors, as bits (:mod:`~fairseq_async.algorithms.missing`).
         updates_per_step: number of updates in a round, of whichever optimizers.
     """
+
+    rules: Sequence[ScheduledRule]
 
     def __init__(self, rules: Sequence[ScheduledRule], tensors: Sequence[int], updates_per_step: int) -> None:
         self.rules, self._tensors = rules, tensors

@@ -32,7 +32,7 @@ from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.plan import Build
 from fairseq_async.server.run import Run
 from fairseq_async.server.service import Service
-from fairseq_async.server.shards.remote import Reach
+from fairseq_async.server.shards.remote import HostConnector
 
 _SIGNALS_TO_ALL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 MakeService = Callable[[argparse.Namespace, Build, Tell], Service]
@@ -65,7 +65,7 @@ def _serve(build: Build, options: argparse.Namespace, make: MakeService) -> None
     tell = tell_log if options.notices is None else Notices(options.notices)
     service = make(options, build, tell)
     service.resumes = options.resume
-    service.reach = Reach(os.environ[TOKEN], _program(), options.tls, tell, _is_abandoned)
+    service.reach = HostConnector(os.environ[TOKEN], _program(), options.tls, tell, _is_abandoned)
     if options.recover is not None:
         _recover(service, options.recover)
     elif not options.resume:
@@ -180,7 +180,7 @@ def _finish(service: Service, why: str) -> None:
             service.snapshots.clear()
         meeting_path(service.run_dir).unlink(missing_ok=True)
     if run is not None:
-        run.hosts.finish()
+        run.coordinator.server.finish()
 
 
 def _what_is_kept(service: Service, run: Run) -> str:

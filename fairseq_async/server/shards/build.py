@@ -2,7 +2,6 @@
 
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,12 +13,11 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol.division import at_hosts, divided, kept_here
 from fairseq_async.protocol.layout import Layout
-from fairseq_async.server.optimizers.torch_optimizer import of_tensors
 from fairseq_async.server.plan import Build, EpochPlan, Plan
-from fairseq_async.server.shards.part import ShardPart
+from fairseq_async.server.shards.calls import OtherShard
+from fairseq_async.server.shards.part import Memory, ShardPart, part_of
 from fairseq_async.server.shards.process import ShardProcess
-from fairseq_async.server.shards.remote import RemoteShard
-from fairseq_async.server.shards.rule import Shard, ShardedRule
+from fairseq_async.server.shards.rule import ShardedRule
 
 
 def shared_copy(parameters: Tensor) -> Tensor:
@@ -40,7 +38,7 @@ def build_sharded(
     slot: Callable[[int], Tensor],
     directory: Path,
     read: State | None = None,
-    remote: Sequence[RemoteShard] = (),
+    remote: Sequence[OtherShard] = (),
 ) -> tuple[Rule, Plan]:
     """Builds the rule and the plan of a server in shards, and starts their processes; this process has the first shard.
 
@@ -60,8 +58,12 @@ def build_sharded(
     first = [parts.build(fragment, 0) for fragment in range(len(parts.shards))]
     count = spec.server.server_shards if remote else spec.server.shards
     here = [ShardProcess(number, partial(parts.build_all, number), read) for number in range(1, count)]
-    others: list[Shard] = [*here, *remote]
-    rules = [parts.rule(fragment, part.rule, others, directory) for fragment, (_, part) in enumerate(first)]
+    others: list[OtherShard] = [*here, *remote]
+    measured = _measured(spec, layout, remote)
+    rules = [
+        ShardedRule(part, others[: len(shards) - 1], memory, directory, fragment, measured)
+        for fragment, ((_, part), shards, memory) in enumerate(zip(first, parts.shards, parts.memory, strict=True))
+    ]
     plan, _ = first[0]
     if isinstance(plan, EpochPlan):
         plan.schedule = rules[0]
@@ -75,28 +77,23 @@ def close_shards(rule: Rule) -> None:
         shard.close()
 
 
-def part_of(spec: MethodSpec, layout: Layout, tensors: slice) -> tuple[MethodSpec, Layout]:
-    """Returns method and layout as if these tensors of the model were all of it."""
-    own = replace(spec.of_a_fragment(), framework=of_tensors(spec.framework, tensors))
-    return own, Layout(layout.segments[tensors])
-
-
 class _Parts:
     """The shards' parts of a model and of each of its fragments, on memory that the shards' processes share.
 
     Attributes:
         shards: the shards of each fragment; each counts tensors and elements from the beginning of its fragment.
+        memory: that of each fragment.
     """
 
     def __init__(
         self, build: Build, spec: MethodSpec, layout: Layout, parameters: Tensor, slot: Callable[[int], Tensor]
     ) -> None:
-        self._build, self._spec, self._layout = build, spec, layout
-        self._parameters, self._slot = parameters, slot
-        self.fragments = layout.fragments(spec.fragments)
-        self.shards = divided(spec, layout)
-        self._starts, self._weighed = shared_zeros(parameters.numel()), shared_zeros(parameters.numel())
-        self._looks_ahead = spec.method == "local_sgd" and bool(spec.options.get("look_ahead"))
+        self._build, self._spec, self._layout, self._parameters = build, spec, layout, parameters
+        self.fragments, self.shards = layout.fragments(spec.fragments), divided(spec, layout)
+        looks_ahead = spec.method == "local_sgd" and bool(spec.options.get("look_ahead"))
+        starts = shared_zeros(parameters.numel()) if looks_ahead else None
+        whole = Memory(lambda worker, number: slot(worker), shared_zeros(parameters.numel()), starts)
+        self.memory = [whole.of(fragment) for fragment in self.fragments]
 
     def build(self, fragment: int, shard: int) -> tuple[Plan, ShardPart]:
         """Builds one shard's plan and part of a fragment."""
@@ -105,39 +102,17 @@ class _Parts:
         tensors = slice(first + its.tensors.start, first + its.tensors.stop)
         part = torch.from_numpy(its.of(whole.of(self._parameters)).numpy())  # a storage that begins with the shard
         rule, plan = self._build(*part_of(self._spec, self._layout, tensors), part)
-        return plan, ShardPart(
-            rule=rule,
-            parameters=part,
-            tensors=its.tensors,
-            slots=lambda worker, sequence: its.of(whole.of(self._slot(worker))),
-            weighed=its.of(whole.of(self._weighed)),
-            starts=its.of(whole.of(self._starts)),
-        )
+        return plan, ShardPart(rule, part, its.tensors, self.memory[fragment].of(its))
 
     def build_all(self, shard: int) -> dict[int, ShardPart]:
         """Builds one shard's parts of the fragments in which it has any, by the fragment's number."""
         having = [number for number, shards in enumerate(self.shards) if shard < len(shards)]
         return {number: self.build(number, shard)[1] for number in having}
 
-    def rule(self, fragment: int, own: Rule, others: Sequence[Shard], directory: Path) -> ShardedRule:
-        """Returns the rule of a fragment; ``own`` is the first shard's, ``others`` are the processes of the others."""
-        whole, shards = self.fragments[fragment], self.shards[fragment]
-        return ShardedRule(
-            own=own,
-            shard=shards[0],
-            others=others[: len(shards) - 1],
-            slot=lambda worker: whole.of(self._slot(worker)),
-            weighed=whole.of(self._weighed),
-            starts=whole.of(self._starts) if self._looks_ahead else None,
-            directory=directory,
-            fragment=fragment,
-            measured=self._measured(),
-        )
 
-    def _measured(self) -> list[Fragment]:
-        """The parts in memory here whose norms make up an update's, where hosts measure the others: in a replay these
-        parts are here too, and the sum is the same."""
-        if not self._spec.server.hosts:
-            return []
-        parts = [kept_here(self._spec, self._layout), *at_hosts(self._spec, self._layout)]
-        return [part for part in parts if part.elements.stop <= self._parameters.numel()]
+def _measured(spec: MethodSpec, layout: Layout, remote: Sequence[OtherShard]) -> list[Fragment]:
+    """Returns the parts in memory here whose norms make up an update's, where hosts measure the others: in a replay
+    these parts are here too, and the sum is the same."""
+    if not spec.server.hosts:
+        return []
+    return [kept_here(spec, layout), *(() if remote else at_hosts(spec, layout))]

@@ -2,8 +2,8 @@
 
 import io
 import os
-from collections.abc import Callable
-from dataclasses import replace
+import zlib
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,12 +11,13 @@ from torch import Tensor
 from fairseq_async.algorithms import Rule
 from fairseq_async.algorithms.threads import copy_in_threads
 from fairseq_async.errors import ProtocolError
-from fairseq_async.protocol.shard_messages import Apply, Give, Held, Measure, Message, Store
-from fairseq_async.server.shards.part import ShardPart, Trimming, accumulation, root_of_all, squared_norm
-from fairseq_async.server.shards.process import state_to_file
+from fairseq_async.server.shards.part import Memory, ShardPart, squared_norm
+
+Vector: TypeAlias = Literal["parameters", "before_last_step"]
+Held: TypeAlias = Vector | Literal["state"]
 
 
-class HeldPart:
+class HeldPart(ShardPart):
     """A shard's part of the parameters, its rule, and its parts of the workers' updates.
 
     A worker may be answered before its update is applied, and then sends the next one: there is room for two of each
@@ -25,26 +26,13 @@ class HeldPart:
     Args:
         tensors: the shard's tensors among those of the model.
         keeps_last_step: whether to keep the parameters before the last step, for starts ahead of the present ones.
-        squared_of_all: returns the squared norm over all shards, given the norm of this one.
     """
 
-    def __init__(
-        self,
-        rule: Rule,
-        parameters: Tensor,
-        tensors: slice,
-        keeps_last_step: bool,
-        squared_of_all: Callable[[Tensor], float],
-    ) -> None:
-        self.rule, self.parameters = rule, parameters
-        self.before = parameters.clone() if keeps_last_step else None
+    def __init__(self, rule: Rule, parameters: Tensor, tensors: slice, keeps_last_step: bool) -> None:
+        super().__init__(rule, parameters, tensors, Memory(self._update, weighted=parameters[:0], starts=None))
+        self.before_last_step = parameters.clone() if keeps_last_step else None
         self._updates: dict[tuple[int, int], Tensor] = {}  # by worker, and whether its number is odd
         self._numbers: dict[tuple[int, int], int] = {}  # of the updates that are whole
-        nothing = parameters[:0]
-        self._part = ShardPart(rule, parameters, tensors, self._update, weighed=nothing, starts=nothing)
-        self._trimming = Trimming()
-        if (clips := accumulation(rule)) is not None:
-            clips.norm_of_all = lambda norm: root_of_all(squared_of_all(norm), norm)
 
     def place_for(self, worker: int, sequence: int) -> Tensor:
         """Returns the memory for a worker's part of an update, which is whole when :meth:`note_placed` is called.
@@ -57,10 +45,9 @@ class HeldPart:
             self._updates[key] = torch.empty_like(self.parameters)
         return self._updates[key]
 
-    def note_placed(self, worker: int, sequence: int) -> int:
-        """Notes that the part of this update is whole; returns its number."""
+    def note_placed(self, worker: int, sequence: int) -> None:
+        """Notes that the part of this update is whole."""
         self._numbers[worker, sequence % 2] = sequence
-        return sequence
 
     def _update(self, worker: int, sequence: int) -> Tensor:
         key = worker, sequence % 2
@@ -68,55 +55,49 @@ class HeldPart:
             raise ProtocolError(f"update {sequence} of worker {worker} is not here")
         return self._updates[key]
 
-    def measure(self, command: Measure) -> float:
+    def _prepare(self, threads: int, steps: bool) -> None:
+        """Prepares for an update, on all cores of this machine."""
+        if steps and self.before_last_step is not None:
+            copy_in_threads(self.before_last_step, self.parameters)
+        super()._prepare(len(os.sched_getaffinity(0)), steps)
+
+    def start(self, look_ahead: float, starts: bool) -> Tensor:
+        """Returns a copy of the parameters, or of what local steps start from, or so many versions ahead of them; as
+        :meth:`~fairseq_async.server.parameter_server.ParameterServer.give` does."""
+        if look_ahead and self.before_last_step is not None:
+            return torch.lerp(self.before_last_step, self.parameters, 1.0 + look_ahead)
+        return (self.rule.dispatch(self.parameters) if starts else self.parameters).clone()
+
+    def measure(self, worker: int, sequence: int) -> float:
         """Returns the squared norm of this shard's part of an update; NaN if it is not here."""
         try:
-            return squared_norm(self._update(command.worker, command.sequence))
+            return squared_norm(self._update(worker, sequence))
         except ProtocolError:
             return float("nan")
 
-    def carry_out(self, command: Message) -> Message:
-        """Carries out a command on the rule, on all cores of this machine; returns the answer."""
-        if not isinstance(command, Apply):
-            return self._part.carry_out(command)
-        steps = self.rule.moves_parameters()
-        if steps and self.before is not None:
-            copy_in_threads(self.before, self.parameters)
-        answer = self._part.carry_out(replace(command, threads=len(os.sched_getaffinity(0))))
-        self._trimming.after(steps)
-        return answer
+    def digest(self, before: int) -> int:
+        """Returns the CRC-32 of the shards before and this one, given that of the shards before."""
+        return zlib.crc32(self.parameters.numpy().data, before)
 
-    def start(self, give: Give) -> Tensor:
-        """Returns a copy of the parameters, or of what local steps start from, or so many versions ahead of them; as
-        :meth:`~fairseq_async.server.parameter_server.ParameterServer.give` does."""
-        if give.look_ahead and self.before is not None:
-            return torch.lerp(self.before, self.parameters, 1.0 + give.look_ahead)
-        return (self.rule.dispatch(self.parameters) if give.starts else self.parameters).clone()
-
-    def restore(self, store: Store, content: Tensor) -> None:
-        """Goes on from what the server has sent, which is in the memory that :meth:`room` has given."""
-        if store.what == "state":
-            loaded = torch.load(io.BytesIO(content.numpy().data), map_location="cpu", weights_only=True)
-            self.rule.load_state_dict(loaded)
-        elif store.what == "parameters" and self.before is not None:
-            self.before.copy_(self.parameters)  # those before the last step come next, if there was one
-
-    def room(self, store: Store) -> Tensor:
-        """Returns the memory for what the server sends: a vector in its place, or the bytes of a state."""
-        if store.what == "state":
-            return torch.empty(store.size, dtype=torch.uint8, device="cpu")
-        return self._vector(store.what)
-
-    def content(self, what: Held) -> Tensor:
+    def fetch(self, what: Held) -> Tensor:
         """Returns the bytes of a vector, or of the rule's state."""
+        if what != "state":
+            return self._vector(what).view(torch.uint8)
+        file = io.BytesIO()
+        torch.save(self.rule.state_dict(), file)
+        return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+    def replace(self, what: Held, content: Tensor) -> None:
+        """Goes on from the bytes of a vector, or of a state."""
         if what == "state":
-            file = io.BytesIO()
-            state_to_file(self.rule.state_dict(), file)
-            return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-        return self._vector(what).view(torch.uint8)
+            loaded = torch.load(io.BytesIO(content.numpy().data), map_location="cpu", weights_only=True)
+            return self.rule.load_state_dict(loaded)
+        self._vector(what).copy_(content.view(torch.float32))
+        if what == "parameters" and self.before_last_step is not None:
+            self.before_last_step.copy_(self.parameters)  # those before the last step come next, if there was one
 
     def _vector(self, what: Held) -> Tensor:
-        vector = self.parameters if what == "parameters" else self.before
+        vector = self.parameters if what == "parameters" else self.before_last_step
         if vector is None:
             raise ProtocolError("the parameters before the last step are not kept")
         return vector

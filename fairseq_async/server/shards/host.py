@@ -1,65 +1,45 @@
 """A process that holds one shard of a run's server on another machine, with its own part of the workers' traffic."""
 
-import select
 import socket
 import ssl
 import time
-import zlib
 from collections.abc import Callable
 from functools import partial
+from typing import Annotated
 
 import torch
-from pydantic import ValidationError
+from pydantic import FailFast, JsonValue
 from torch import Tensor
 
 from fairseq_async import protocol
 from fairseq_async.algorithms.threads import forget_threads
 from fairseq_async.errors import AsyncError, ExchangeError, ProtocolError, RefusedError
 from fairseq_async.exchange.channel import LARGEST
+from fairseq_async.method.spec import JsonObject, MethodSpec
 from fairseq_async.protocol.division import at_hosts
+from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.notices import Tell, tell_log
-from fairseq_async.protocol.shard_messages import (
-    TAKEN,
-    Begin,
-    Bytes,
-    Digest,
-    Digested,
-    Done,
-    Failed,
-    Fetch,
-    Finish,
-    Give,
-    Given,
-    Measure,
-    Measured,
-    Message,
-    Norm,
-    NormOfAll,
-    Place,
-    Placed,
-    Sized,
-    Store,
-    encode,
-    parse,
-)
+from fairseq_async.protocol.parsing import parse_one
+from fairseq_async.protocol.shard_messages import TAKEN, Given, Part, Placed
 from fairseq_async.server.membership import JOINERS, Membership
 from fairseq_async.server.network.connection_loop import ConnectionLoop
 from fairseq_async.server.network.peers import Handshake, Peer, RefusalLog
 from fairseq_async.server.plan import Build
-from fairseq_async.server.shards.build import part_of
-from fairseq_async.server.shards.held_part import HeldPart
+from fairseq_async.server.shards.calls import Answer, Call, Methods, ask, encode, failure
+from fairseq_async.server.shards.held_part import Held, HeldPart
+from fairseq_async.server.shards.part import CALLED, part_of
 
-_SERVER = -1  # the peer that gives commands; workers have ids from 0
+_SERVER = -1  # the peer whose calls are carried out; workers have ids from 0
 _UNREAD = 8  # messages that a worker may leave unread; it waits for one at a time
 _SMALL = 1 << 12  # bytes of a worker's message
 
 
 class ShardHost:
-    """Holds a shard: takes the commands of the run's server, and exchanges its part of the tensors with the workers.
+    """Holds a shard: carries out the calls of the run's server, and exchanges its part of the tensors with the workers.
 
     A worker sends its part of an update here before it tells the server of the update. The server then lets all shards
-    apply it. When a worker asks the server for parameters, the server lets all hosts send theirs: commands arrive in
-    one order at every shard, so the parts are of one version.
+    apply it. When a worker asks the server for parameters, the server lets all hosts send theirs: calls arrive in one
+    order at every shard, so the parts are of one version.
 
     If the server ends before the run does, the shard is dropped: the next server builds it again, from its snapshot.
 
@@ -81,8 +61,7 @@ class ShardHost:
         self._instances: dict[int, str] = {}  # of each worker's last process that was connected
         self._held: HeldPart | None = None
         self._timeout, self._room_for = 60.0, 0  # seconds, and workers, as the run's server has them
-        self._stored: tuple[Store, Tensor] | None = None  # what the next bytes from the server are
-        self._placed: dict[Peer, int] = {}  # number of the update of which the next bytes from a worker are
+        self._placed: dict[Peer, int] = {}  # number of the update of which a worker's next bytes are
 
     def clock(self) -> float:
         """Returns seconds that do not go back."""
@@ -113,18 +92,15 @@ class ShardHost:
         """
         if peer.worker is None:
             return self._introduce(peer, body)
-        try:
-            message = parse(body)
-        except ValidationError as error:
-            raise ProtocolError(f"no message of a shard: {error.error_count()} mistakes") from error
         if peer is not self._server:
-            return self._serve_worker(peer, message)
+            return self._take(peer, parse_one(body, Part).sequence)
+        call = parse_one(body, Call)
         try:
-            self._command(peer, message)
+            self._carry_out(peer, call)
         except Exception as error:  # whatever it is, the server is to know
             if isinstance(error, ExchangeError) and not isinstance(error, ProtocolError):
                 raise  # the server is gone
-            self._send(peer, Failed(f"{type(error).__name__}: {error}"[:1000]))
+            self._answer(peer, failure(error))
             self._held = None
 
     # Coming in
@@ -168,7 +144,7 @@ class ShardHost:
     def _connect_server(self, peer: Peer) -> None:
         if self._server is not None:
             self.disconnected(self._server)
-        self._server, peer.channel.largest, peer.channel.any_length = peer, LARGEST, True
+        self._server, peer.channel.largest, peer.channel.makes_room = peer, LARGEST, True
 
     def _connect_worker(self, peer: Peer, worker: int, instance: str) -> None:
         peer.channel.largest = _SMALL
@@ -176,77 +152,55 @@ class ShardHost:
             before.channel.end()
         self._workers[worker], self._instances[worker] = peer, instance
 
-    # The server's commands
+    # The server's calls
 
-    def _command(self, server: Peer, command: Message) -> None:
-        match command:
-            case Begin():
-                self._begin(server, command)
-                return self._send(server, Done())
-            case Finish():
-                self.finished = True
-                return None
-        held = self._held
-        if held is None:
-            raise RefusedError("the server gives a command before it has begun")
-        match command:
-            case Store():
-                room = held.room(command)
-                self._stored, server.channel.room = (command, room), room
-            case Bytes():
-                self._restore_stored(server, held)
-            case Fetch():
-                content = held.content(command.what)
-                self._send(server, Sized(content.numel()))
-                self._send(server, Bytes(), content)
-            case Measure():
-                self._send(server, Measured(held.measure(command)))
-            case Digest():
-                self._send(server, Digested(zlib.crc32(held.parameters.numpy().data, command.before)))
-            case Give():
-                self._give(held, command)
-            case _:
-                self._send(server, held.carry_out(command))
+    def _carry_out(self, server: Peer, call: Call) -> None:
+        value = METHODS.carry_out(call, [self] if self._held is None else [self, self._held, self._held.rule])
+        if isinstance(value, Tensor):
+            self._answer(server, encode(Answer()), value)
+        elif call.answered:
+            self._answer(server, encode(Answer(value)))
 
-    def _begin(self, server: Peer, begin: Begin) -> None:
+    def begin(self, program: str, spec: JsonObject, layout: Annotated[list[JsonValue], FailFast()], shard: int) -> None:
+        """Builds this shard of a model, with the rule of the server's program; its parameters come with this call."""
+        assert (server := self._server) is not None
         self._drop_workers()
-        spec, layout = begin.spec, begin.layout
-        place = at_hosts(spec, layout)[begin.shard - spec.server.server_shards]
-        parameters = torch.zeros(place.size, dtype=torch.float32, device="cpu")
-        build = self._load_build(begin.program)
-        rule, _ = build(*part_of(spec, layout, place.tensors), parameters)
-        looks_ahead, norm_of_all = spec.look_ahead != 0.0, partial(self._norm_of_all, server)
-        self._held = HeldPart(rule, parameters, place.tensors, looks_ahead, norm_of_all)
-        self._timeout, self._room_for = spec.server.worker_timeout, spec.workers + JOINERS
+        method, whole = MethodSpec.from_json(spec), Layout.from_json(layout)
+        place = at_hosts(method, whole)[shard - method.server.server_shards]
+        parameters = torch.empty(place.size, dtype=torch.float32, device="cpu").copy_(self._come().view(torch.float32))
+        rule, _ = self._load_build(program)(*part_of(method, whole, place.tensors), parameters)
+        self._held = HeldPart(rule, parameters, place.tensors, keeps_last_step=method.look_ahead != 0.0)
+        self._held.clip_by(partial(ask, server.channel))
+        self._timeout, self._room_for = method.server.worker_timeout, method.workers + JOINERS
         server.channel.notice_death(self._timeout)
-        self.tell(f"shard {begin.shard} of {spec.server.shards}, {place.size:,} of {layout.size:,} parameters")
+        self.tell(f"shard {shard} of {method.server.shards}, {place.size:,} of {whole.size:,} parameters")
 
-    def _restore_stored(self, server: Peer, held: HeldPart) -> None:
-        if self._stored is None or not server.channel.with_tensor:
-            raise ProtocolError("bytes that were not announced")
-        (store, content), self._stored, server.channel.room = self._stored, None, None
-        held.restore(store, content)
-        self._send(server, Done())
+    def store(self, what: Held) -> None:
+        """Goes on from what comes with this call: a vector's bytes, or a state's."""
+        assert self._held is not None
+        self._held.replace(what, self._come())
 
-    def _give(self, held: HeldPart, give: Give) -> None:
-        """Sends a worker its part. One that is not connected asks the server again when it is."""
-        if (peer := self._workers.get(give.worker)) is not None:
-            self._send(peer, Given(give.number), held.start(give))
+    def give(self, worker: int, number: int, look_ahead: float, starts: bool) -> None:
+        """Sends a worker its part of the parameters, as the pull of this number asks for them. A worker that is not
+        connected asks the server again when it is."""
+        assert self._held is not None
+        if (peer := self._workers.get(worker)) is not None:
+            self._answer(peer, protocol.encode(Given(number)), self._held.start(look_ahead, starts))
 
-    def _norm_of_all(self, server: Peer, norm: Tensor) -> float:
-        """Returns the squared norm over all shards, in the middle of a step; meanwhile nobody else is served."""
-        channel = server.channel
-        channel.queue(encode(Norm(float(norm) ** 2)))
-        while not channel.flush():
-            channel.happens(select.POLLOUT, 1.0)
-        while not (bodies := channel.messages(most=1)):
-            channel.happens(select.POLLIN, 1.0)
-        answer = parse(bodies[0])
-        assert isinstance(answer, NormOfAll)
-        return answer.squared
+    def finish(self) -> None:
+        """Ends this process when its answers are sent: the run is finished."""
+        self.finished = True
+
+    def _come(self) -> Tensor:
+        """Takes what has come with the server's present call."""
+        assert self._server is not None
+        content, self._server.channel.room = self._server.channel.room, None
+        if content is None:
+            raise ProtocolError("nothing has come with the call")
+        return content
 
     def _drop(self) -> None:
-        self._server = self._held = self._stored = None
+        self._server = self._held = None
         self._drop_workers()
 
     def _drop_workers(self) -> None:
@@ -256,21 +210,19 @@ class ShardHost:
 
     # Workers
 
-    def _serve_worker(self, peer: Peer, message: Message) -> None:
-        held = self._held
+    def _take(self, peer: Peer, sequence: int) -> None:
+        """Makes room for a worker's part of an update, or takes it, when it is behind the message."""
+        held, channel = self._held, peer.channel
         if held is None or self._workers.get(peer.id) is not peer:
             raise ExchangeError("the server is gone, or the worker has another connection")
-        if isinstance(message, Place):
-            self._placed[peer] = message.sequence
-            peer.channel.room = held.place_for(peer.id, message.sequence)
-        elif isinstance(message, Bytes) and peer.channel.with_tensor and peer in self._placed:
-            peer.channel.room = None
-            self._send(peer, Placed(held.note_placed(peer.id, self._placed.pop(peer))))
+        if not channel.with_tensor:
+            self._placed[peer], channel.room = sequence, held.place_for(peer.id, sequence)
+        elif self._placed.pop(peer, None) == sequence:
+            channel.room = None
+            held.note_placed(peer.id, sequence)
+            self._answer(peer, protocol.encode(Placed(sequence)))
         else:
-            raise ProtocolError(f"a worker sends no message {message.kind!r} here")
-
-    def _send(self, peer: Peer, message: Message, tensor: Tensor | None = None) -> None:
-        self._answer(peer, encode(message), tensor)
+            raise ProtocolError(f"a part of update {sequence}, which was not announced")
 
     def _answer(self, peer: Peer, body: bytes, tensor: Tensor | None = None) -> None:
         """Sends a message, or leaves it to the loop if the connection does not take it at once."""
@@ -282,6 +234,18 @@ class ShardHost:
             peer.channel.flush()
         except AsyncError:
             peer.channel.end()  # the loop finds its connection closed
+
+
+METHODS = Methods(
+    *CALLED,
+    HeldPart.measure,
+    HeldPart.digest,
+    HeldPart.fetch,
+    ShardHost.begin,
+    ShardHost.store,
+    ShardHost.give,
+    ShardHost.finish,
+)
 
 
 def hold_shard(listener: socket.socket, host: ShardHost, encryption: ssl.SSLContext | None) -> None:

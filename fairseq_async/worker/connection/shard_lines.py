@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
-from pydantic import ValidationError
 from torch import Tensor
 
 from fairseq_async.algorithms import Fragment
@@ -12,12 +10,11 @@ from fairseq_async.errors import ProtocolError
 from fairseq_async.exchange import Channel
 from fairseq_async.exchange.channel import flush_all
 from fairseq_async.method.spec import MethodSpec
-from fairseq_async.protocol import Layout, PullReply
+from fairseq_async.protocol import Layout, PullReply, encode
 from fairseq_async.protocol.client_connection import Connection, Endpoint
 from fairseq_async.protocol.division import at_hosts
-from fairseq_async.protocol.shard_messages import Bytes, Given, Message, Place, Placed, encode, parse
-
-_Answer = TypeVar("_Answer", bound=Message)
+from fairseq_async.protocol.parsing import parse_one
+from fairseq_async.protocol.shard_messages import Given, Part, Placed
 
 
 class ShardLines:
@@ -61,13 +58,14 @@ class ShardLines:
         """
         lines = self._lines()
         for line, place in lines:
-            line.queue(encode(Place(sequence)))
-            line.queue(encode(Bytes()), place.of(slot))
+            part = encode(Part(sequence))
+            line.queue(part)
+            line.queue(part, place.of(slot))
         server.queue(push, own)
         complete = server.hold_back()
         flush_all([server, *(line for line, _ in lines)])
         for line, _ in lines:
-            if _next(line, Placed).sequence != sequence:
+            if parse_one(line.receive(), Placed).sequence != sequence:
                 raise ProtocolError("a shard has another update than the one that was sent")
         complete()
         flush_all([server])
@@ -79,7 +77,7 @@ class ShardLines:
             ExchangeError: a connection cannot be made, or breaks.
         """
         for line in self.open(slot):
-            while _next(line, Given).number != reply.number:
+            while parse_one(line.receive(), Given).number != reply.number:
                 pass  # the answer to a pull whose own answer was lost
             line.room = None  # from now on the slot may hold an update: nothing that is late must overwrite it
 
@@ -100,14 +98,3 @@ class ShardLines:
     def _lines(self) -> Sequence[tuple[Connection, Fragment]]:
         self.connect()
         return list(zip(self.connections, self._places, strict=True))
-
-
-def _next(line: Connection, expected: type[_Answer]) -> _Answer:
-    """Returns the next message from a shard."""
-    try:
-        answer = parse(line.receive())
-    except ValidationError as error:
-        raise ProtocolError("a shard sent something that is no message") from error
-    if not isinstance(answer, expected):
-        raise ProtocolError(f"a shard sent {answer.kind} where {expected.__name__} was expected")
-    return answer
