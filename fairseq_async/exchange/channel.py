@@ -23,6 +23,7 @@ LARGEST = 1 << 24  # bytes; a model's layout is the largest message and needs ab
 # bytes; a tensor with fewer bytes per stream goes on the first stream alone. Hazard: a TLS record has no more, so that
 # a piece is never received and decrypted as a whole before it is awaited: of decrypted bytes no selector tells.
 LEAST_PIECE = 1 << 14
+_LARGEST_ROOM = 1 << 46  # bytes of new memory for one tensor: less than that raises no error but a MemoryError
 _BETWEEN = 1 << 16  # bytes of messages that may wait in addition to one tensor
 
 
@@ -250,7 +251,8 @@ class Channel:
         room = memoryview(bytearray()) if self.room is None else _bytes(self.room)
         if length > self.largest:
             raise ProtocolError(f"a message of {length} bytes was announced; {self.largest} are allowed")
-        if not self.makes_room and (bulk > room.nbytes or (bulk not in (0, room.nbytes) and not self.any_length)):
+        any_length, largest = self.any_length or self.makes_room, _LARGEST_ROOM if self.makes_room else room.nbytes
+        if bulk > largest or (bulk not in (0, room.nbytes) and not any_length):
             raise ProtocolError("a tensor was announced that is not of the model's size")
         end = _HEADER.size + length
         if len(self._received) < end:

@@ -34,6 +34,11 @@ def kept_here(spec: MethodSpec, layout: Layout) -> Fragment:
     return _joined(divided(spec, layout)[0][: spec.server.server_shards])
 
 
+def exchanged(spec: MethodSpec, layout: Layout) -> tuple[Fragment, ...]:
+    """Returns the parts of the model that a worker exchanges with the server's own machine, in turn."""
+    return (kept_here(spec, layout),) if spec.server.hosts else layout.fragments(spec.fragments)
+
+
 def at_hosts(spec: MethodSpec, layout: Layout) -> tuple[Fragment, ...]:
     """Returns the part of the model that each host of a shard has, in the order of the hosts."""
     return divided(spec, layout)[0][spec.server.server_shards :] if spec.server.hosts else ()

@@ -12,7 +12,7 @@ from fairseq_async.errors import RefusedError, option
 from fairseq_async.exchange import SharedMemory, copy, linux
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Hello, Pull, PullReply, Push, PushReply, StateSaved, Welcome, WorkReply
-from fairseq_async.protocol.division import kept_here
+from fairseq_async.protocol.division import exchanged, kept_here
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.notices import Tell, tell_log
 from fairseq_async.protocol.receipt import SETTLED, Status
@@ -29,7 +29,7 @@ from fairseq_async.server.outcome import Instruction
 from fairseq_async.server.plan import Build
 from fairseq_async.server.recorder import Recorder
 from fairseq_async.server.shards.build import build_sharded, shared_copy
-from fairseq_async.server.shards.remote import HostConnector, RemoteShard, connect_hosts
+from fairseq_async.server.shards.remote import HostConnector, connect_hosts
 from fairseq_async.server.upstream import Upstream
 
 _REMEDIES = {
@@ -66,7 +66,7 @@ class Run:
         publishes = spec.publishes and self._starts is None and not spec.server.hosts
         self.memory = SharedMemory.create(layout.size, slots, publishes)
         self._here = kept_here(spec, layout)  # all of the model, but for the shards on other machines
-        self._fragments = (self._here,) if spec.server.hosts else layout.fragments(spec.fragments)
+        self._fragments = exchanged(spec, layout)
         self.payloads = Payloads(spec, layout, self._fragments)
         self._coordinator: Coordinator | None = None
         self.upstream: Upstream | None = None
@@ -126,7 +126,7 @@ class Run:
         """
         if self.spec.server.shards > 1:
             read = {"state": state, "parameters": parameters}
-            remote = self._remote_shards(parameters)
+            remote = connect_hosts(self._reach, self.spec, self.layout, parameters)
             # no other copy may be in memory at the fork: the shards would keep it
             parameters = shared_copy(self._here.of(parameters))
             rule, plan = build_sharded(
@@ -163,13 +163,6 @@ class Run:
         path = self.run_dir / "run.json"
         if not path.exists() or path.read_text(errors="replace") != text:
             path.write_text(text)
-
-    def _remote_shards(self, parameters: Tensor) -> list[RemoteShard]:
-        if not self.spec.server.hosts:
-            return []
-        if self._reach is None:
-            raise RefusedError(f"this server reaches no {option('shard_hosts')}")
-        return connect_hosts(self._reach, self.spec, self.layout, parameters)
 
     def _upstream(self, coordinator: Coordinator, state: State) -> Upstream | None:
         given = self.spec.upstream

@@ -1,12 +1,14 @@
 """Messages over a connection, some with a tensor behind them."""
 
 import socket
+import struct
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from fairseq_async.errors import ProtocolError
 from fairseq_async.exchange import Channel
 
 
@@ -57,5 +59,8 @@ def test_a_channel_that_makes_room_has_new_memory_for_each_tensor(pair: tuple[Ch
         [2.0] * 30_000,
         None,
     ]
+    ours.connection.sendall(struct.pack("!IQ", 2, 1 << 63) + b"{}")
+    with pytest.raises(ProtocolError, match="a tensor was announced that is not of the model's size"):
+        theirs.receive()
     for channel in (ours, theirs):
         channel.close()

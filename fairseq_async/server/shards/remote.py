@@ -159,12 +159,18 @@ def _written(state: Tensor, file: IO[bytes]) -> str:
     return ""
 
 
-def connect_hosts(reach: HostConnector, spec: MethodSpec, layout: Layout, parameters: Tensor) -> list[RemoteShard]:
+def connect_hosts(
+    reach: HostConnector | None, spec: MethodSpec, layout: Layout, parameters: Tensor
+) -> list[RemoteShard]:
     """Connects to the hosts of a run's shards, and lets each one build its shard, with its part of the parameters.
 
     Raises:
-        RefusedError: a host does not come, or refuses.
+        RefusedError: a host does not come, or refuses; or ``reach`` is None, and there are hosts.
     """
+    if not spec.server.hosts:
+        return []
+    if reach is None:
+        raise RefusedError(f"this server reaches no {option('shard_hosts')}")
     shards: list[RemoteShard] = []
     try:
         placed = zip(spec.server.hosts, at_hosts(spec, layout), strict=True)

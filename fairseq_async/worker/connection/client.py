@@ -15,7 +15,7 @@ from fairseq_async.algorithms import Fragment, in_turn
 from fairseq_async.errors import AsyncError, ExchangeError, RefusedError
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Layout, Push, PushReply, Status, Welcome
-from fairseq_async.protocol.division import kept_here
+from fairseq_async.protocol.division import exchanged
 from fairseq_async.records.state_files import placed
 from fairseq_async.worker.connection.compressor import Compressor
 from fairseq_async.worker.connection.lasting_connection import LastingConnection, never
@@ -56,8 +56,8 @@ class Client(LastingConnection):
         Raises:
             RefusedError: the server does not take this worker, or has other moments than its optimizers bring.
         """
-        codec, hosts = spec.compress.push, spec.server.hosts
-        self._fragments = (kept_here(spec, layout),) if hosts else layout.fragments(spec.fragments)
+        codec = spec.compress.push
+        self._fragments = exchanged(spec, layout)
         self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
         welcome = super().join(layout, spec)
         if self.moments and welcome.moments not in (None, self.moments):
