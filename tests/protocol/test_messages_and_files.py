@@ -1,29 +1,41 @@
 """What a message says is used, and what is promised of files is there."""
 
 import json
+import math
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from fairseq_async.protocol import Assignment, PushReply, Status
 from tests.helpers.halving import halving_spec
 from tests.helpers.mortal import InlineSnapshots
 from tests.helpers.restarts import Restarts, both
 
 
 def test_a_gradient_weighs_as_much_as_its_tokens_and_the_next_event_says_what_it_cost_the_server(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Worker 0 has 1 token and 3 as gradient, worker 1 has 2 and 6: the mean is 5."""
     spec = halving_spec()
     restarts = Restarts(tmp_path, spec)
     try:
         (first, second), _ = both(restarts.begin(), spec)
-        first.push(3.0), second.push(6.0)
+        first.push(3.0)
+        answer = second.push(6.0)
+        given = Assignment(learning_rate=1.0)
+        expected = PushReply(Status.APPLIED, 1, 0, 0, False, given, norm=pytest.approx(6.0 * 3**0.5), cosine=0.0)
+        assert replace(answer, cosine=0.0) == expected and math.isnan(answer.cosine)
         assert second.service.described.coordinator.server.parameters.tolist() == pytest.approx([-5.0] * 3)
-        first.push(0.0)
+        monkeypatch.setattr("fairseq_async.server.service.time", SimpleNamespace(perf_counter=count().__next__))
+        for _ in range(3):
+            first.push(0.0)
         events = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
-        assert [event["weight"] for event in events] == [1.0, 2.0, 1.0]
-        assert [event["server_seconds"] > 0 for event in events] == [False, False, True]
+        assert [event["weight"] for event in events] == [1.0, 2.0, 1.0, 1.0, 1.0]
+        seconds = [event["server_seconds"] for event in events]
+        assert [each > 0 for each in seconds[:3]] == [False, False, True] and seconds[3:] == [1.0, 1.0]
     finally:
         restarts.close()
 

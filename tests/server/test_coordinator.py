@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Region, Rule
+from fairseq_async.errors import RefusedError
 from fairseq_async.protocol import ScheduleEvent, Status
 from fairseq_async.records.settled import ControlEvent
 from fairseq_async.server.coordinator import build_coordinator
@@ -82,6 +83,7 @@ def test_the_update_of_a_worker_that_leaves_while_it_waits_is_not_in_the_round()
     run = synchronous()
     run.push(0, 7.0, now=1.0)
     run.leave(0, for_good=True, now=2.0)
+    assert run.coordinator.held_since == run.coordinator._pending == {}
     run.push(1, 1.0, now=3.0)
     assert answered(run.push(2, 2.0, now=4.0)) == [1, 2] and run.parameter == -1.5
 
@@ -276,6 +278,19 @@ def test_a_schedule_event_counts_once_and_goes_with_the_next_update_to_the_log()
         outcome = run.push(worker, 1.0, now=1.0)
     limit, end = ControlEvent("limit_round", updates=3), ControlEvent("end_epoch", epoch=3, loss=0.5)
     assert [settled.control_events for settled in outcome.settled] == [(limit, end), (), ()]
+
+
+def test_so_many_epochs_between_two_updates_count_and_no_more() -> None:
+    run = synchronous()
+    events = [ScheduleEvent(str(number), "end_epoch", number, 0.5) for number in range(64)]  # and the round's size
+    for event in events[:-1]:
+        run.coordinator.follow(0, event)
+    with pytest.raises(RefusedError, match="there were 64 epochs since the last update"):
+        run.coordinator.follow(0, events[-1])
+    assert run.coordinator.follow(0, events[-2]) == 1.0, "which was counted, and is answered again"
+    for worker in range(3):
+        run.push(worker, 1.0, now=1.0)
+    run.coordinator.follow(0, events[-1])
 
 
 def test_limits_of_rounds_between_two_updates_leave_the_last_one() -> None:

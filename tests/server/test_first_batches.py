@@ -11,12 +11,16 @@ from tests.helpers.server_client import join, push
 def test_only_two_different_workers_with_the_same_batch_are_named_and_only_once() -> None:
     said: list[str] = []
     batches = FirstBatches(said.append)
-    for worker, digest in [(0, "a"), (2, "b"), (0, "a")]:  # worker 0 was started again
+    for worker, digest in [(3, "x"), (0, "a"), (2, "b"), (0, "a"), (3, "y")]:  # worker 0 was started again
         batches.note(worker, digest)
     assert said == []
     for worker, digest in [(1, "b"), (3, "a")]:
         batches.note(worker, digest)
     assert len(said) == 1 and "workers 2 and 1 began with the same batch" in said[0]
+    earlier = FirstBatches(said.append)
+    for worker, digest in [(0, "a"), (0, "of its second start"), (1, "a")]:
+        earlier.note(worker, digest)
+    assert len(said) == 2
 
 
 def test_a_worker_with_ever_new_batches_takes_no_memory_and_no_other_workers_place() -> None:

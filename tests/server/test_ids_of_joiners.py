@@ -1,9 +1,13 @@
 """The ids of workers that were not announced: one that may connect again finds its own free."""
 
+from pathlib import Path
+
 import pytest
 
 from fairseq_async.errors import RefusedError
 from fairseq_async.server.membership import JOINERS, Membership
+from scripts.faults.sgd_server import build
+from tests.helpers.in_process import Connection, end, new_service
 
 
 def joined(now: float = 0.0) -> Membership:
@@ -53,3 +57,14 @@ def test_another_process_may_be_a_worker_that_has_been_silent_for_its_timeout() 
     with pytest.raises(RefusedError, match="worker 1 is here already"):
         membership.assign_id(1, joins=False, instance="B", now=70.0)
     assert membership.assign_id(1, joins=False, instance="B", now=71.0) == 1
+
+
+def test_a_worker_that_connects_again_has_one_connection(tmp_path: Path) -> None:
+    service = new_service(2, tmp_path, build, lambda: 1000.0)
+    before, now = Connection(service), Connection(service)
+    before.introduce(1), now.introduce(1)
+    assert [each.peer.replaced for each in (before, now)] == [each.channel.closed for each in (before, now)]
+    assert before.peer.replaced and not now.peer.replaced and service.peers == {1: now.peer}
+    before.close()
+    assert service.peers == {1: now.peer} and 1 in service.membership.members, "the end of the one before"
+    end(service)

@@ -9,7 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairseq_async.algorithms import HybridAccumulation, StalenessPolicy, Update
+from fairseq_async.algorithms import (
+    FragmentedRule,
+    HybridAccumulation,
+    NesterovMomentum,
+    StalenessPolicy,
+    Update,
+    fragments_of,
+)
 from fairseq_async.errors import RefusedError
 from fairseq_async.protocol import Status
 from fairseq_async.server import ParameterServer
@@ -190,3 +197,23 @@ def test_a_round_waits_for_as_many_as_before_when_workers_have_come_back() -> No
     assert it.barrier == 3
     it.push(update(0, 0, 3.0)), it.push(update(1, 0, 3.0))
     assert it.held == {0, 1} and it.version == 0
+
+
+def test_an_update_that_comes_again_counts_as_its_first_copy_did() -> None:
+    it = server()
+    for sequence, value in enumerate((1.0, math.nan, math.nan, 1.0)):
+        assert it.takes(it.push(update(0, sequence, value))) is math.isfinite(value)
+        assert it.takes(it.push(update(0, sequence, 1.0))) is math.isfinite(value), "a duplicate"
+    assert it.refused == {0: 2} and it.rejected == {0: 2} and it.sequences == {0: 3}
+    assert it.takes(it.push(update(1, 0, 1.0))) and it.takes(it.push(update(1, 0, 1.0)))
+
+
+def test_a_fragment_is_of_the_version_at_which_it_changed_last() -> None:
+    parts = fragments_of([2, 3, 1], 3)
+    rule = FragmentedRule(parts, [NesterovMomentum(1.0, 0.0, 1) for _ in parts])
+    it = ParameterServer(torch.zeros(6), rule)
+    assert [it.changed_at(number) for number in range(4)] == [0, 0, 0, 0]
+    for sequence in range(4):
+        it.push(Update(0, sequence, it.version, 1.0, torch.ones(parts[sequence % 3].size)))
+    assert [it.changed_at(number) for number in range(4)] == [4, 2, 3, 4]
+    assert it.parameters.tolist() == [-2.0, -2.0, -1.0, -1.0, -1.0, -1.0]

@@ -180,3 +180,13 @@ def test_a_snapshot_counts_where_it_is_newer_than_the_checkpoint_and_not_where_i
     name, found = newest_state(run, restored, snapshots, True, told.append)  # type: ignore[arg-type]
     assert found is not None and found["server"]["version"] == max(version, 5)
     assert name.startswith(source) and (found is restored) == (version >= 5) != bool(told)
+
+
+def test_workers_of_a_server_that_comes_back_read_the_checkpoint_that_the_run_has_begun_from(
+    restarts: Restarts,
+) -> None:
+    workers = prepared(restarts)
+    assert restarts.service is not None
+    restarts.service.described.from_checkpoint = True
+    _, welcome = restarted(restarts, workers, "snapshot")
+    assert welcome.from_checkpoint

@@ -333,3 +333,22 @@ def test_dqsgd_with_other_bits_measures_its_norm_anew(tmp_path: Path) -> None:
         assert same.load_state_dict(state, 1) and other.load_state_dict(state, 1)
         payloads = [each.encode(Push(1, 1, 1.0), torch.ones(3))[1] for each in (same, other)]
         assert coarse is not None and [len(each) - len(coarse) for each in payloads if each is not None] == [0, 1]
+
+
+def test_the_residuals_of_all_fragments_are_measured_and_each_is_sent_with_its_own() -> None:
+    """An update of weight 0 changes nothing at the server: the residual waits for the next one."""
+    options = OuterSGDOptions(compress="topk:chunk=2,keep=1", fragments=2, local_steps=2)
+    layout = Layout.of([("a", torch.zeros(2)), ("b", torch.zeros(2))])
+    assert options.compress.push is not None
+    compressor = Compressor(options.compress.push, local_sgd_spec(options, 1, [], None, {}), layout, worker=0)
+    norms = []
+    for sequence, (values, weight) in enumerate(
+        [([9.0, 3.0], 1.0), ([8.0, 4.0], 1.0), ([0.0, 0.0], 0.0), ([0.0, 0.0], 1.0)]
+    ):
+        push, payload = compressor.encode(Push(sequence, 0, weight), torch.tensor(values))
+        assert payload is not None
+        norms.append(push.report.residual_norm)
+        sent = compressor.decode(payload, 2, push).tolist()
+        compressor.settle(taken=True)
+        assert sent == [[9.0, 0.0], [8.0, 0.0], [0.0, 0.0], [0.0, 4.0]][sequence]
+    assert norms == [0.0, 3.0, 5.0, 5.0]

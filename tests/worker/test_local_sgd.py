@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from fairseq_async.method import methods
 from fairseq_async.method.spec import local_sgd_spec
 from fairseq_async.options.config import DelayedNesterovOptions, LocalSGDOptions, OuterSGDOptions, ServerOptions
 from fairseq_async.options.validation import checked
-from fairseq_async.protocol import Push, PushReply
+from fairseq_async.protocol import Assignment, Push, PushReply, Report, Welcome, WorkReply
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
 from fairseq_async.worker.start.server_process import ServerProcess
@@ -283,3 +285,39 @@ def test_c_must_fit_the_number_of_workers() -> None:
 def test_a_server_address_that_is_none_names_its_flag(given: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--server: an address is written HOST:PORT, .*'{given}'"):
         checked(ServerOptions, {"server": given}, "local_sgd", as_flag)
+
+
+def alone(pulls: list[dict[str, Any]]) -> LocalSGDWorker:
+    """A worker with a server that answers every pull with version 5."""
+    client = SimpleNamespace(worker=1, pull=lambda copy, **asked: pulls.append(asked) or 5)
+    return LocalSGDWorker(client, TensorReplica([("w", torch.zeros(3))]), 5)  # type: ignore[arg-type]
+
+
+def test_the_message_of_a_round_says_all_that_was_counted_in_it() -> None:
+    local, position = alone([]), {"epoch": 1}
+    work = Assignment(local_steps=4, shard=2, offset=7, progress=10.0, progress_per_step=0.5, total_progress=8.0)
+    local._take_work(WorkReply(False, work))
+    local.sequence, local.version, local._waited, local.first_batch = 3, 9, 1.25, "00ff"
+    for seconds, loss in ((1.0, 4.0), (2.0, torch.tensor(5.0)), (9.0, 9.0)):
+        local.count(seconds, loss)
+    local.tokens, local.epochs = 30.0, 0.125
+    counted = {"local_steps": 3, "step_seconds": 2.0, "computing_seconds": 12.0, "loss": 6.0, "waiting_seconds": 1.25}
+    given = {"shard": 2, "offset": 7, "progress": 10.0, "progress_per_step": 0.5, "epochs": 0.125, "tokens": 30.0}
+    report = Report(position, first_batch="00ff", **counted, **given)  # type: ignore[arg-type]
+    assert local.message(position) == Push(3, 9, 3.0, report, pulls=True)
+    assert (local.progress, local.run_progress, local.total_progress) == (11.5, 11.0, 8.0)
+    local.restart_counts()
+    nothing = {"local_steps": 0, "step_seconds": 0.0, "computing_seconds": 0.0, "loss": None, "waiting_seconds": 1.25}
+    report = Report(**nothing, **given | {"epochs": 0.0, "tokens": 0.0})  # type: ignore[arg-type]
+    assert local.message(None) == Push(3, 9, 1.0, report, pulls=True)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_worker_begins_where_its_welcome_says_and_takes_no_step_of_a_schedule_behind_its_last(finished: bool) -> None:
+    pulls = list[dict[str, Any]]()
+    local, work = alone(pulls), Assignment(local_steps=4, progress=8.5, total_progress=8.0)
+    local.begin(Welcome(True, "", True, 2, sequence=6, refused=2, finished=finished, total_steps=10, assignment=work))
+    assert (local.joined, local.sequence, local.refusals.total, local.version) == (True, 6, 2, 5)
+    assert pulls == [{"starts": not finished}] and local.assignment == work
+    local.count(0.1, None)
+    assert (local.progress, local.finished) == (9.5 if finished else 9.0, finished)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def test_steps_in_flight_draw_the_next_batches_and_move_the_schedule(
     server = ThreadServer(workers, tmp_path / "run", build=build)
     try:
         local = joined(server, workers, shards, answer)
+        local.clock = count().__next__
         batches, progress, taken = [], [], []
         for step in range(9):
             batches.append(local.offset + local.done)
@@ -66,6 +68,8 @@ def test_steps_in_flight_draw_the_next_batches_and_move_the_schedule(
             taken.append(local.step(seconds=0.01))
             if step == 5:  # what was counted in flight belongs to the next round
                 assert (local.tokens, local.epochs, local.done) == (13.0 + 14.0 + 15.0, 1.5, 3)
+                assert (local.last["steps_in_flight"], local.last["waiting_seconds"]) == (3.0, 1.0)
+                assert local.last["local_steps"] == STEPS and local.last["norm"] == 0.0
         assert taken[:6] == [False] * 5 + [True]
         if shards:
             assert batches == list(range(9))
