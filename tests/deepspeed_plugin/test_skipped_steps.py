@@ -1,12 +1,17 @@
-"""Steps whose gradient has NaN or Inf, in DeepSpeed's synchronous methods."""
+"""Steps whose gradient has NaN or Inf, in DeepSpeed's synchronous methods and in local SGD, and what a step leaves."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fairseq_async.deepspeed_plugin.engines import adascale, local_sgd
+from fairseq_async.deepspeed_plugin.engines.adascale import AdaScaleEngine
+from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.deepspeed_plugin.engines.synchronous import SynchronousEngine
 from fairseq_async.errors import AsyncError
+from fairseq_async.worker.async_worker import left_out_steps
 
 
 class Engine(SynchronousEngine):
@@ -52,3 +57,114 @@ def test_ten_bad_steps_in_a_row_end_the_run_and_nine_with_a_good_one_between_do_
     with pytest.raises(AsyncError, match="the gradients of the last 10 steps had NaN or Inf"):
         for _ in range(10):
             engine._skip_step(True)
+
+
+class Scaled(AdaScaleEngine):
+    """What a step of AdaScale needs of DeepSpeed's engine, which notes what is called."""
+
+    def __init__(self, applied: bool = True) -> None:
+        self.calls: list[object] = []
+        self.applied, self.lr_scheduler, self.device = applied, "schedule", "cpu"
+        self.monitor = SimpleNamespace(enabled=False)
+        self.adascale: Any = SimpleNamespace(
+            measure=lambda loss_scale, in_gradients: self.calls.append(("measure", loss_scale, in_gradients)),
+            discard_norms=lambda: self.calls.append("discard"),
+            advance=lambda: self.calls.append("advance"),
+            scaled_learning_rate=nullcontext,
+            load_statistics=self.calls.append,
+            scale_invariant_steps=7.5,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    def was_step_applied(self) -> bool:
+        return self.applied
+
+    def _skip_step(self, bad: bool) -> bool:
+        return bad
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """DeepSpeed's part of an engine: whether its gradient is finite, and what it was told."""
+    noted: list[object] = [True]
+    monkeypatch.setattr(adascale, "loss_scale_of", lambda engine: 4.0)
+    monkeypatch.setattr(adascale, "on_any_rank", lambda flag, device: flag)
+    monkeypatch.setattr(adascale, "set_schedule", lambda schedule, progress: noted.append((schedule, progress)))
+    monkeypatch.setattr(adascale.tensors, "step_gradients", lambda engine: [])
+    monkeypatch.setattr(adascale.tensors, "all_finite", lambda gradients: noted[0])
+    monkeypatch.setattr(SynchronousEngine, "_take_model_step", lambda self, kwargs: self.calls.append("step"))
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("finite", "applied", "calls"),
+    [(True, True, ["step", "advance"]), (True, False, ["step", "discard"]), (False, True, ["discard"])],
+    ids=["taken", "skipped by the optimizer", "skipped by all ranks"],
+)
+def test_the_norms_of_a_step_that_was_not_taken_are_in_no_gain(
+    steps: list[object], finite: bool, applied: bool, calls: list[object]
+) -> None:
+    engine, steps[0] = Scaled(applied), finite
+    engine._take_model_step(None)
+    assert engine.calls == [("measure", 4.0, 4.0), *calls]
+    assert steps[1:] == [("schedule", 7.5)] * finite
+
+
+@pytest.mark.parametrize(("path", "module_only"), [("step-3", False), ("step-3", True), (None, False)])
+def test_a_checkpoint_brings_the_gain_and_its_schedule_unless_the_module_alone_is_loaded(
+    steps: list[object], monkeypatch: pytest.MonkeyPatch, path: str | None, module_only: bool
+) -> None:
+    loaded = path, {"fairseq_async.adascale": "statistics"}
+    monkeypatch.setattr(SynchronousEngine, "load_checkpoint", lambda self, *args: loaded)
+    engine, restores = Scaled(), path is not None and not module_only
+    assert engine.load_checkpoint("directory", load_module_only=module_only) == loaded
+    assert engine.calls == ["statistics"] * restores and steps[1:] == [("schedule", 7.5)] * restores
+
+
+class Local(LocalEngine):
+    """What a local step needs of DeepSpeed's engine."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+        self.async_worker: Any = SimpleNamespace(finished=False, step=lambda seconds, loss: self.calls.append(loss))
+        self._left_out, self._step_ended, self._loss, self.applied = left_out_steps(3, limit=2), 0.0, 2.5, True
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    def was_step_applied(self) -> bool:
+        return self.applied
+
+    def _skip_step(self) -> None:
+        self.calls.append("skip")
+
+    def _nothing(self) -> None: ...
+
+    _check_trained = _check_followed = _sleep_if_slowed_down = _set_learning_rates = _nothing
+
+    def _is_past_the_end(self) -> bool:
+        return False
+
+
+def test_a_local_step_with_nan_is_skipped_and_lowers_the_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Local()
+    monkeypatch.setattr(local_sgd.tensors, "has_no_gradient", lambda engine: False)
+    monkeypatch.setattr(local_sgd.tensors, "has_nonfinite_step", lambda engine: True)
+    monkeypatch.setattr(local_sgd, "lower_loss_scale", lambda engine: engine.calls.append("lower"))
+    engine._take_model_step(None)
+    assert engine.calls == ["lower", "skip"]
+
+
+def test_local_steps_that_are_left_out_in_a_row_end_the_worker_and_others_between_them_do_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = Local()
+    monkeypatch.setattr(local_sgd, "may_overflow", lambda engine: False)
+    for engine.applied in (False, True, False, True, False):
+        engine._end_step()
+    assert engine.calls == [2.5, 2.5], "only steps that were taken are counted by the worker"
+    with pytest.raises(SystemExit):
+        engine._end_step()
+    assert "the last 2 local steps of worker 3 had NaN or Inf" in capsys.readouterr().err

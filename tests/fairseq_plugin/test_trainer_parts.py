@@ -69,9 +69,9 @@ def test_tasks_and_models_are_given_a_plain_number_of_updates(monkeypatch: pytes
     assert seen == [0] and (trainer.get_num_updates() % 7 == 0) == counts and trainer.get_num_updates() % 6 != 0
     adascale: Any = object.__new__(AdaScaleTrainer)
     adascale._num_updates, adascale._skipped = AppliedUpdates(6, 6), 0
-    adascale._optimizer = SimpleNamespace(adascale=SimpleNamespace(discard_norms=lambda: None))
+    adascale._optimizer = SimpleNamespace(adascale=SimpleNamespace(discard_norms=lambda: seen.append(-1)))
     adascale.train_step([])
-    assert seen == [0, 0]
+    assert seen == [0, -1, 0], "a step that was not taken may have left norms"
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -271,6 +271,47 @@ def test_each_epoch_has_the_scale_of_its_own_update_freq(monkeypatch: pytest.Mon
     for epoch in (1, 2, 3, 4):
         trainer.begin_epoch(epoch)
     assert scales == [(float(ranks * each), each) for each in (1, 2, 4, 4)]
+
+
+def test_an_optimizer_that_is_built_anew_leaves_no_hooks_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, closed = list[dict[str, Any]](), list[object]()
+
+    def made(optimizer: object, scale: float, **options: Any) -> object:
+        given.append({"scale": scale} | options)
+        it = SimpleNamespace()
+        it.close = lambda: closed.append(it)
+        return it
+
+    monkeypatch.setattr("fairseq_async.fairseq_plugin.adascale.AdaScale", made)
+    monkeypatch.setattr("fairseq_async.fairseq_plugin.adascale._masters", lambda optimizer: "masters")
+    monkeypatch.setattr(
+        SynchronousTrainer, "_build_optimizer", lambda self: setattr(self, "_optimizer", optimizers.pop())
+    )
+    monkeypatch.setattr(Trainer, "data_parallel_process_group", "group")
+    first, second = optimizers = [SimpleNamespace(optimizer=None, skip=False) for _ in "12"]
+    trainer: Any = object.__new__(AdaScaleTrainer)
+    trainer._optimizer, trainer._gradients, trainer._options = None, [2, 8], AdaScaleOptions(smoothing=0.75, interval=3)
+    trainer.arguments = SimpleNamespace(inner_optimizer="adam")
+    trainer.cfg = SimpleNamespace(optimization=SimpleNamespace(update_freq=[1, 4]))
+    trainer._build_optimizer()
+    trainer._build_optimizer()
+    assert closed == [second.adascale] and trainer.wrapped is first
+    estimator = {"estimator": AdaScaleOptions().estimator, "adaptive": True, "smoothing": 0.75, "interval": 3}
+    rest = {"process_group": "group", "accumulation": 4, "masters": "masters"}
+    assert given == [{"scale": 8.0} | estimator | rest] * 2
+
+
+@pytest.mark.parametrize(("in_step", "skip", "updates"), [(True, False, 7), (True, True, 6), (False, False, 9)])
+def test_only_a_step_that_was_taken_counts_and_by_the_scale_invariant_steps(
+    in_step: bool, skip: bool, updates: int
+) -> None:
+    trainer: Any = object.__new__(AdaScaleTrainer)
+    trainer._num_updates, trainer._in_step, trainer.quantizer = 6, in_step, None
+    adascale = SimpleNamespace(scale_invariant_steps=7.9)
+    trainer._optimizer, trainer._lr_scheduler = SimpleNamespace(skip=skip, adascale=adascale), SimpleNamespace()
+    trainer.lr_step_update = lambda: None
+    trainer.set_num_updates(9)
+    assert trainer.get_num_updates() == updates
 
 
 @pytest.mark.parametrize("schedule", [False, True])
