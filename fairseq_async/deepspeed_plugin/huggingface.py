@@ -34,10 +34,7 @@ from fairseq_async.worker.start.server_process import say
 Config: TypeAlias = dict[str, Any]
 
 _SECTION = configuration.SECTION
-_OPTIMIZER = (
-    '{"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", '
-    '"torch_adam": true}}'
-)
+_OPTIMIZER = '{"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}'
 _deepspeed_initialize = deepspeed.initialize
 _PARAMETERS = inspect.signature(deepspeed.initialize)
 

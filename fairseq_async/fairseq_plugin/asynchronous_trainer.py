@@ -119,7 +119,7 @@ class AsynchronousTrainer(Trainer, ABC):
         if getattr(self._iterator, "num_shards", workers) != workers:
             raise ConfigurationError(
                 f"--task {task} does not let fairseq divide the training set: all {workers} workers would train on the "
-                "same batches; give --workers 1, or another --task"
+                "same batches; start one worker, or give another --task"
             )
         whole = batches_of_pass(self._iterator)
         if whole is None and max_epoch:
@@ -129,7 +129,7 @@ class AsynchronousTrainer(Trainer, ABC):
         if whole is not None and whole < workers and not self.session.spec.full_rounds:
             raise ConfigurationError(
                 f"the training set has {whole} batches for {workers} workers, which each need one: "
-                "lower --max-tokens or --batch-size, or give fewer --workers"
+                "lower --max-tokens or --batch-size, or start fewer workers"
             )
 
     def fraction_of_epoch(self, batches: Sequence[FairseqObject]) -> float:

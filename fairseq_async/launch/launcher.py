@@ -119,6 +119,9 @@ class Launcher:
         self.display.say(invitation(self.server.address, token_file.resolve(), self.command.given, self.tls))
 
     def _new_server(self, wanted: ServerRequest) -> ServerProcess:
+        given = f"address {self.host}:{self.port} (--host)"
+        if self.host == LOOPBACK:
+            given = f"port {self.port} (--port)"
         return ServerProcess(
             wanted.module,
             len(self.processes.workers),
@@ -131,6 +134,7 @@ class Launcher:
             resumes=self.command.resumes,
             tls=self.tls,
             run_dir_option=wanted.run_dir_option,
+            given=given,
             stays=True,
             standby=wanted.standby,
         )

@@ -147,8 +147,9 @@ def parse(
 
 def _is_off(value: object, default: object) -> bool:
     """Whether a value switches its option off. 0 does not where None does, as a grace period of 0, or where 0 is out of
-    range, as a number of fragments."""
-    return value is None or (not value and (value == default or isinstance(default, bool | float)))
+    range, as a number of fragments; nor does an empty text."""
+    is_zero = isinstance(value, int | float) and not value
+    return value is None or (is_zero and (value == default or isinstance(default, bool | float)))
 
 
 _Rule = TypeVar("_Rule")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, FailFast, JsonValue, TypeAdapter, with_config
 
+from fairseq_async.errors import option
 from fairseq_async.method import methods
 from fairseq_async.method.global_server import UpstreamOption, parse_upstream
 from fairseq_async.method.option_checks import check_buffers, check_fragments, check_shards
@@ -19,6 +20,22 @@ JsonObject = dict[str, JsonValue]
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _OF_REGIONS = "of_regions"
 MOST_LOCAL_STEPS = 1 << 20  # that a region reports in one message; after a long absence, later messages have the rest
+_RATES = "learning-rate schedule"
+_WORDS = {  # what a user calls that in which descriptions with the same options may differ
+    "workers": "number of workers",
+    "last_version": "number of steps",
+    "whole_steps": "number of steps",
+    "max_epoch": "number of epochs",
+    "shards": "training set",
+    "clip_norm": "gradient clipping",
+    "inner_optimizer": "inner optimizer",
+    "lr_scheduler": _RATES,
+    "scheduler": _RATES,
+    "learning_rates": f"{_RATES} or number of steps (of the Trainer of transformers max_steps)",
+    "parameter_groups": "division into parameter groups, or options of them,",
+    "optimizers": "list of optimizers",
+    "update_freq": "--update-freq",
+}
 GRACE_SHARE = 0.5  # of a worker's step, for which a step that closes early waits for another gradient by default
 
 
@@ -163,17 +180,18 @@ class MethodSpec:
         return replace(same, last_version=other.last_version, whole_steps=other.whole_steps)
 
     def difference(self, other: "MethodSpec") -> str | None:
-        """Returns the name of the first option in which two descriptions differ; None if they are equal."""
-        for each in fields(self):
-            ours, theirs = getattr(self, each.name), getattr(other, each.name)
-            if ours == theirs:
-                continue
-            if isinstance(ours, ServerSettings):
-                ours, theirs = asdict(ours), asdict(theirs)
-            if isinstance(ours, dict):
-                return str(next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)))
-            return each.name
-        return None
+        """Returns in words the first difference of a worker's description from that of the others, in the options that
+        its user has given; None if they are equal."""
+        ours, theirs = asdict(self), asdict(other)
+        for part in ("options", "server"):
+            own, given = ours.pop(part), theirs.pop(part)
+            for name in sorted(own.keys() | given.keys()):
+                if own.get(name) != given.get(name):
+                    return f"{option(name)} than the others"
+        ours |= ours.pop("framework")
+        theirs |= theirs.pop("framework")
+        differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        return f"{_WORDS.get(differing[0], differing[0])} than the others" if differing else None
 
     def to_json(self) -> JsonObject:
         """Returns a JSON object from which :meth:`from_json` makes an equal description."""

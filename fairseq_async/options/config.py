@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from fairseq_async.errors import ConfigurationError, option
-from fairseq_async.options.base import Buffers, Shown
+from fairseq_async.options.base import LONGEST, Buffers, Shown
 from fairseq_async.options.base import Options as Options
 from fairseq_async.options.compression import Compress, Compression
 from fairseq_async.options.fragments import FragmentOptions
@@ -87,6 +87,7 @@ class AsyncLocalSGDOptions(LocalSGDOptions, FragmentOptions):
     grace_period: float | None = Field(
         None,
         ge=0,
+        le=LONGEST,
         description="seconds for which an update waits for others, to start again from the same parameters",
         json_schema_extra=_SECONDS,
     )
@@ -228,7 +229,7 @@ class HybridOptions(Options):
         "1 is plain asynchronous SGD",
         json_schema_extra=_AUTO | {"metavar": "N"},
     )
-    grace_period: Annotated[float, Field(ge=0)] | None = Field(
+    grace_period: Annotated[float, Field(ge=0, le=LONGEST)] | None = Field(
         None,
         description="updates_per_step auto: seconds within which another gradient has to be expected for a step to "
         "wait for it",

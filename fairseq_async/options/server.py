@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from fairseq_async.options.base import GivenPath, Options, Shown
+from fairseq_async.options.base import LONGEST, GivenPath, Options, Shown
 from fairseq_async.options.validation import split_address
 
 MOST_STREAMS = 16  # largest number of connections of a worker
@@ -48,18 +48,21 @@ class ServerOptions(Options):
     worker_timeout: float = Field(
         60.0,
         gt=0,
+        le=LONGEST,
         description="seconds without a word after which nobody waits for a worker",
         json_schema_extra=_SECONDS,
     )
     server_timeout: float = Field(
         600.0,
         ge=0,
+        le=LONGEST,
         description="seconds for which a worker waits for a server that is gone",
         json_schema_extra=_SECONDS,
     )
     snapshot_seconds: float = Field(
         60.0,
         gt=0,
+        le=LONGEST,
         description="seconds between two snapshots, from which a server that dies goes on",
         json_schema_extra=_SECONDS,
     )

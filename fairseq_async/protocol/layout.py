@@ -39,8 +39,13 @@ class Segment:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def kind(self) -> str:
+        """Shape and type in words."""
+        return f"{'x'.join(map(str, self.shape)) or 'scalar'} {self.dtype}"
+
     def __str__(self) -> str:
-        return f"{self.name} {'x'.join(map(str, self.shape)) or 'scalar'} {self.dtype}"
+        return f"{self.name} {self.kind}"
 
 
 def _sized(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
@@ -88,14 +93,19 @@ class Layout:
 
     def difference(self, other: "Layout") -> str | None:
         """Returns in words the first tensor in which this layout differs from the other; None if they are equal."""
-        for index in range(max(len(self.segments), len(other.segments))):
-            ours, theirs = self._at(index), other._at(index)
-            if ours != theirs:
-                return f"its tensor {index} is {ours}, theirs is {theirs}"
-        return None
-
-    def _at(self, index: int) -> str:
-        return str(self.segments[index]) if index < len(self.segments) else "missing"
+        if self.segments == other.segments:
+            return None
+        ours, theirs = ({segment.name: segment for segment in each.segments} for each in (self, other))
+        for name, own in ours.items():
+            if own != theirs.get(name, own):
+                return f"its {own.name} is {own.kind}, theirs is {theirs[name].kind}"
+        if alone := next((each for each in self.segments if each.name not in theirs), None):
+            return f"theirs lacks {alone}"
+        if lacking := next((each for each in other.segments if each.name not in ours), None):
+            return f"it lacks {lacking}"
+        pairs = zip(self.segments, other.segments, strict=False)
+        moved = (f"it has {own.name} where theirs has {their.name}" for own, their in pairs if own != their)
+        return next(moved, "a name is there twice")
 
     def to_json(self) -> list[JsonValue]:
         """Returns a row for each tensor: name, shape, type."""

@@ -32,10 +32,6 @@ from fairseq_async.server.shards.build import build_sharded, shared_copy
 from fairseq_async.server.shards.remote import HostConnector, connect_hosts
 from fairseq_async.server.upstream import Upstream
 
-_REMEDIES = {
-    "learning_rates": ": give all the same schedule and number of steps (to the Trainer of transformers max_steps)"
-}
-
 
 class Run:
     """One run of a server: its method, model, shared memory and log. Worker 0 describes it and brings the parameters.
@@ -106,7 +102,7 @@ class Run:
         if difference := hello.layout.difference(self.layout):
             raise RefusedError(f"{name} has another model than the others: {difference}")
         if other := self.spec.difference(hello.spec.as_long_as(self.spec) if hello.any_length else hello.spec):
-            raise RefusedError(f"{name} was started with another {other} than the others{_REMEDIES.get(other, '')}")
+            raise RefusedError(f"{name} was started with another {other}")
         self._untrained = hello.untrained if self._untrained is None else self._untrained
         if hello.untrained != self._untrained:
             raise RefusedError(
@@ -191,7 +187,7 @@ class Run:
         delta, tokens = self.fragment(push.sequence).of(self.memory.slot(worker)), push.report.tokens or 0.0
         missing = int(push.report.missing or "0", 16)
         if missing >> len(self.layout.segments):
-            raise RefusedError(f"of {len(self.layout.segments)} tensors, others than these are missing: {missing:x}")
+            raise RefusedError("the update lacks gradients of parameters that the model does not have")
         update = Update(worker, push.sequence, push.base_version, push.weight, delta, tokens, missing)
         self.coordinator.check(update, push.report)
         return update

@@ -257,7 +257,7 @@ def test_only_worker_0_describes_the_run(service: Service, tmp_path: Path) -> No
     again.introduce(1)
     assert not hello(again, with_shape(7))
     first = begun(service)
-    assert first.last["kind"] == "welcome" and "its tensor 0 is w 7 float32" in again.last["error"]
+    assert first.last["kind"] == "welcome" and "its w is 7 float32, theirs is " in again.last["error"]
     assert hello(again, layout()) and again.last["kind"] == "welcome"
 
 

@@ -150,9 +150,24 @@ def test_the_state_of_another_inner_optimizer_is_refused(server: ThreadServer, t
     [
         (
             encode(Hello(METHOD, Layout((Segment("weight", (2, 3), "float32"),)), remote=False)),
-            "its tensor 0 is weight 2x3 float32, theirs is weight 2x2",
+            "another model than the others: its weight is 2x3 float32, theirs is 2x2 float32",
         ),
-        (encode(Hello(sgd_spec(updates_per_step=3), LAYOUT, remote=False)), "another updates_per_step than the others"),
+        (
+            encode(Hello(METHOD, Layout((*LAYOUT.segments, Segment("bias", (2,), "float32"))), remote=False)),
+            "another model than the others: theirs lacks bias 2 float32",
+        ),
+        (
+            encode(Hello(METHOD, Layout((Segment("w", (2, 2), "float32"),)), remote=False)),
+            "another model than the others: theirs lacks w 2x2 float32",
+        ),
+        (
+            encode(Hello(METHOD, Layout((LAYOUT.segments[0],) * 2), remote=False)),
+            "another model than the others: a name is there twice",
+        ),
+        (
+            encode(Hello(sgd_spec(updates_per_step=3), LAYOUT, remote=False)),
+            "another --updates-per-step than the others",
+        ),
         (encode(Push(0, 0, 1.0)), "say hello first"),
         (changed(HELLO, {"kind": "dance"}), "malformed message: Input tag 'dance'"),
         (changed(HELLO, {"layout": "nonsense"}), "malformed message: layout: "),
@@ -349,7 +364,7 @@ def test_a_server_is_stopped_in_a_directory_that_has_become_read_only(
 def test_no_server_and_a_port_in_use_are_clear(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=rf"port {port} \(--port\) cannot be used"):
+        with pytest.raises(ConfigurationError, match=f"--server .*:{port} cannot be used"):
             ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log", port=port)
     with socket.socket() as silent:  # bound, and nobody listens
         silent.bind(("127.0.0.1", 0))

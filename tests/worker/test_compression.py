@@ -226,7 +226,7 @@ def test_a_worker_with_another_codec_is_told_so(tmp_path: Path) -> None:
         spec = replace(one.spec, options={**one.spec.options, "compress": {"push": {"codec": "bf16"}}})
         other.client._channel.close()
         other.client.patience = 10.0
-        with pytest.raises(RefusedError, match="another compress than the others"):
+        with pytest.raises(RefusedError, match="another --compress than the others"):
             other.client.join(LAYOUT, spec)
 
 

@@ -71,9 +71,8 @@ def _listen(host: str, port: int, given: str = "") -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
-        named = f"{option('server')}, or --host of launch"
-        where = f"port {port} ({option('port')})" if host == LOOPBACK else f"address {host}:{port} ({named})"
-        raise ConfigurationError(f"{given or where} cannot be used: {error}") from error
+        where = given or f"{option('server')} {host}:{port}"
+        raise ConfigurationError(f"{where} cannot be used: {error}") from error
 
 
 class ServerProcess:
@@ -97,8 +96,8 @@ class ServerProcess:
             brings no newer state.
         tls: directory of the certificates with which connections are encrypted.
         recovers: the server goes on from the newest snapshot as after its own death, with the workers that are there.
-        given: host and port as the user has written them, for an error about them; by default with the names of the
-            options that set them.
+        given: host and port as the user has written them, for an error about them; by default with the option
+            ``server``.
         stays: the server stays when its run is over, until :meth:`end`: a worker 0 that is started again before it has
             saved the model gets the last parameters.
         run_dir_option: name of the option that sets the run's directory, for errors; by default as this process spells
