@@ -106,7 +106,7 @@ def is_orphan() -> bool:
     return True
 
 
-def wait_to_begin(ours: socket.socket, held: Sequence[int], forked: bool) -> list[int]:
+def wait_to_begin(ours: socket.socket, held: Sequence[int], forked: bool, starter: int | None = None) -> list[int]:
     """Waits in a standby until it is to become the server; returns the descriptors that it then has. Otherwise, as when
     the process that has started it is gone, the process ends here.
 
@@ -114,11 +114,18 @@ def wait_to_begin(ours: socket.socket, held: Sequence[int], forked: bool) -> lis
         ours: the socket at which it is told.
         held: descriptors of the server that has forked it, whose end must be seen although this process goes on.
         forked: whether it was forked; its number is then not known yet.
+        starter: descriptor of the process that has started it: one that was forked from that may hold the socket open.
     """
     for each in held:
         os.close(each)
     if forked:
         ours.send(str(os.getpid()).encode())
+    poller = select.poll()
+    poller.register(ours, select.POLLIN)
+    if starter is not None:
+        poller.register(starter, select.POLLIN)
+    if ours.fileno() not in [ready for ready, _ in poller.poll()]:
+        os._exit(0)
     said, descriptors, *_ = socket.recv_fds(ours, _LONGEST, 8)
     if not said:
         os._exit(0)

@@ -45,6 +45,7 @@ from tests.helpers.run_files import events, snapshot_versions
 from tests.helpers.server_client import (
     LAYOUT,
     METHOD,
+    SGD_SERVER,
     StartServer,
     StartThreadServer,
     ask,
@@ -228,6 +229,33 @@ def test_a_standby_ends_with_its_server(start_server: StartServer, how: str) -> 
     else:
         (server.end if how == "end" else server.stop)()
     wait_until(lambda: not Path(f"/proc/{standby}/cmdline").exists() or is_a_zombie(standby), 30)
+
+
+def test_a_server_and_its_standby_end_with_a_killed_starter_of_which_a_fork_lives_on(
+    tmp_path: Path, executed: None
+) -> None:
+    """A data loader's process of a worker 0 that was killed has all that worker 0 had open."""
+    reader, writer = os.pipe()
+    starter = os.fork()
+    if starter == 0:
+        try:
+            server = ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "server.log", restarts=1)
+            numbers = [server.process.pid, standby_of(server)]
+            if (fork := os.fork()) > 0:
+                os.write(writer, json.dumps([*numbers, fork]).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    *processes, fork = json.loads(os.read(reader, 100))
+    try:
+        os.kill(starter, signal.SIGKILL)
+        os.waitpid(starter, 0)
+        for each in processes:
+            wait_until(lambda each=each: not Path(f"/proc/{each}/cmdline").exists() or is_a_zombie(each), 30)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.close(reader)
+        os.close(writer)
 
 
 def test_a_standby_that_is_stopped_holds_nobody_up_and_becomes_no_second_server(

@@ -153,15 +153,15 @@ def test_the_state_of_another_inner_optimizer_is_refused(server: ThreadServer, t
             "another model than the others: its weight is 2x3 float32, theirs is 2x2 float32",
         ),
         (
-            encode(Hello(METHOD, Layout((*LAYOUT.segments, Segment("bias", (2,), "float32"))), remote=False)),
-            "another model than the others: theirs lacks bias 2 float32",
+            encode(Hello(METHOD, Layout((*LAYOUT.segments, Segment("scale", (2,), "float32"))), remote=False)),
+            "another model than the others: theirs lacks scale 2 float32",
         ),
         (
             encode(Hello(METHOD, Layout((Segment("w", (2, 2), "float32"),)), remote=False)),
             "another model than the others: theirs lacks w 2x2 float32",
         ),
         (
-            encode(Hello(METHOD, Layout((LAYOUT.segments[0],) * 2), remote=False)),
+            encode(Hello(METHOD, Layout((*LAYOUT.segments, LAYOUT.segments[0])), remote=False)),
             "another model than the others: a name is there twice",
         ),
         (

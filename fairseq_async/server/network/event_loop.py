@@ -46,13 +46,19 @@ class EventLoop(ConnectionLoop):
         stays: bool = False,
     ) -> None:
         super().__init__(listener, service, encryption)
-        self.service, self.lifeline, self.ends_with_workers = service, lifeline, ends_with_workers
+        self.service, self.ends_with_workers = service, ends_with_workers
+        self._lifelines: list[HasFileno | int] = [lifeline]
         self.stays, self._announced = stays, ""
         self.announce: Callable[[str], None] = lambda state: None
         self._selector.register(lifeline, selectors.EVENT_READ)
         if service.wakeup is not None:
             self._selector.register(service.wakeup, selectors.EVENT_READ)  # it only makes the loop tick
         self._finished_at: float | None = None
+
+    def end_with(self, process: int) -> None:
+        """Ends with the process of this descriptor too: one that was forked from it may hold the lifeline open."""
+        self._lifelines.append(process)
+        self._selector.register(process, selectors.EVENT_READ)
 
     def run(self) -> bool:
         """Serves until the run is over, or the process that started the server is gone; returns whether the run is
@@ -61,10 +67,11 @@ class EventLoop(ConnectionLoop):
         while not self._note_end() or self.stays:
             selected = self._selector.select(timeout=wait)
             read_at = self._excuse_silence(read_at, wait)
-            if any(key.fileobj is self.lifeline for key, _ in selected):
+            if any(key.fileobj in self._lifelines for key, _ in selected):
                 if not self.service.busy:
                     return bool(self._announced)
-                self._selector.unregister(self.lifeline)  # the run is finished: the service does what is left
+                while self._lifelines:  # the run is finished: the service does what is left
+                    self._selector.unregister(self._lifelines.pop())
                 self.stays = False
             self._serve_selected(selected)
             # Only after the messages were read: they may be from workers that seem silent.

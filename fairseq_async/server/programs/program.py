@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -54,6 +55,8 @@ def serve(build: Build, arguments: Sequence[str] | None = None, make: MakeServic
     # its last snapshot: it ends when the process that started it is gone.
     for number in _SIGNALS_TO_ALL:
         signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError):
+        options.starter = os.pidfd_open(os.getppid())
     if options.standby is not None:
         _fork_standby(options)
     with _last_word(options.notices):
@@ -65,7 +68,8 @@ def _serve(build: Build, options: argparse.Namespace, make: MakeService) -> None
     tell = tell_log if options.notices is None else Notices(options.notices)
     service = make(options, build, tell)
     service.resumes = options.resume
-    service.reach = HostConnector(os.environ[TOKEN], _program(), options.tls, tell, _is_abandoned)
+    abandoned = partial(_is_abandoned, options.starter)
+    service.reach = HostConnector(os.environ[TOKEN], _program(), options.tls, tell, abandoned)
     if options.recover is not None:
         _recover(service, options.recover)
     elif not options.resume:
@@ -75,10 +79,12 @@ def _serve(build: Build, options: argparse.Namespace, make: MakeService) -> None
     host, port = listener.getsockname()[:2]
     tell_log(f"{LISTENS} {host}:{port} for {options.workers} workers")
     loop = EventLoop(listener, service, sys.stdin, options.ends_with_workers, encryption, options.stays)
+    if options.starter is not None:
+        loop.end_with(options.starter)
     if isinstance(tell, Notices):
         loop.announce = tell.signal
     over = loop.run()
-    why = sys.stdin.read(1) if options.stays or not over else SAVED if service.membership.has_left(0) else ENDED
+    why = _asked() if options.stays or not over else SAVED if service.membership.has_left(0) else ENDED
     if over:
         _finish(service, why)
     else:
@@ -95,7 +101,7 @@ def _fork_standby(options: argparse.Namespace) -> None:
     line, waits = socket.socket(fileno=options.standby), options.waits
     while waits or is_orphan():
         held = [each for each in (options.notices, options.recover) if each is not None]
-        lifeline, options.notices, options.recover = wait_to_begin(line, held, forked=not waits)
+        lifeline, options.notices, options.recover = wait_to_begin(line, held, not waits, options.starter)
         os.dup2(lifeline, sys.stdin.fileno())
         os.close(lifeline)
         waits = False
@@ -118,9 +124,18 @@ def _last_word(notices: int | None) -> Iterator[None]:
                 os.write(notices, f"{EXIT_CODE}{code}\n".encode())
 
 
-def _is_abandoned() -> bool:
-    """Whether the process that started the server is gone, which the event loop finds too."""
-    return bool(select.select([sys.stdin], [], [], 0)[0])
+def _is_abandoned(starter: int | None) -> bool:
+    """Whether the process that started the server is gone, or lets it end, which the event loop finds too."""
+    poller = select.poll()
+    for each in (sys.stdin.fileno(), starter):
+        if each is not None:
+            poller.register(each, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def _asked() -> str:
+    """Returns the last word of the process that has started the server; empty if that process was killed."""
+    return sys.stdin.read(1) if _is_abandoned(None) else ""
 
 
 def _program() -> str:
@@ -142,6 +157,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from a snapshot of a run that was interrupted")
     parser.add_argument("--notices", type=int, help="descriptor of a pipe for lines that the user is to see")
     parser.add_argument("--tls", type=Path, help="directory of certificates")
+    parser.set_defaults(starter=None)  # descriptor of the process that has started this one
     return parser.parse_args(arguments)
 
 
