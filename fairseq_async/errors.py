@@ -78,8 +78,8 @@ def as_argument(name: str) -> str:
 
 
 def as_flag(name: str) -> str:
-    """Spells an option as a flag of a command; fairseq has one of its own for the length of a run."""
-    return "--max-update" if name == "total_steps" else "--" + name.replace("_", "-")
+    """Spells an option as a flag of a command."""
+    return "--" + name.replace("_", "-")
 
 
 def as_placeholder(name: str) -> str:

@@ -14,6 +14,7 @@ from fairseq_async.options.config import HybridOptions, LocalSGDOptions, Options
 from fairseq_async.options.validation import checked
 
 _WITHOUT_FLAG = ("method", "total_steps", "seed")  # fairseq has flags of its own for the last two
+_OF_FAIRSEQ = {"total_steps": "--max-update"}
 _Options = TypeVar("_Options", bound=Options)
 _LAST = ("total_steps", "shards", "max_refused", "seed", "upstream")  # shown last in help and tables
 
@@ -171,8 +172,9 @@ def check_command(method: str, arguments: Sequence[str], workers: int | None) ->
 
 def spelling(method: str, name: str) -> str:
     """Returns the flag of a method's option; the flags of a synchronous method begin with the method's name."""
-    prefixed = method in methods.SYNCHRONOUS and name != "total_steps"
-    return as_flag(f"{method}_{name}" if prefixed else name)
+    if name in _OF_FAIRSEQ:
+        return _OF_FAIRSEQ[name]
+    return as_flag(f"{method}_{name}" if method in methods.SYNCHRONOUS else name)
 
 
 def _option(name: str, field: FieldInfo) -> Option:

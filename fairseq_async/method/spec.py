@@ -21,8 +21,9 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 _OF_REGIONS = "of_regions"
 MOST_LOCAL_STEPS = 1 << 20  # that a region reports in one message; after a long absence, later messages have the rest
 _RATES = "learning-rate schedule"
-_WORDS = {  # what a user calls that in which descriptions with the same options may differ
+_WORDS = {  # what a user calls that in which descriptions may differ, beside the options
     "workers": "number of workers",
+    "total_steps": "number of steps",
     "last_version": "number of steps",
     "whole_steps": "number of steps",
     "max_epoch": "number of epochs",
@@ -187,7 +188,7 @@ class MethodSpec:
             own, given = ours.pop(part), theirs.pop(part)
             for name in sorted(own.keys() | given.keys()):
                 if own.get(name) != given.get(name):
-                    return f"{option(name)} than the others"
+                    return f"{_WORDS.get(name) or option(name)} than the others"
         ours |= ours.pop("framework")
         theirs |= theirs.pop("framework")
         differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
