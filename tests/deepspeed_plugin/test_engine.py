@@ -1,10 +1,13 @@
 """What the engines count and exchange, of DeepSpeed's engine only what that needs."""
 
+import gc
+import math
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -384,13 +387,21 @@ def of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("of_deepspeed")
-def test_a_checkpoint_after_the_end_has_the_servers_state_of_the_end(tmp_path: Path) -> None:
+def test_a_checkpoint_after_the_end_has_the_servers_state_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit = list[Callable[[], object]]()
+    register = SimpleNamespace(register=lambda call, **given: at_exit.append(partial(call, **given)))
+    monkeypatch.setattr("fairseq_async.deepspeed_plugin.engines.engine.atexit", register)
     engine = SavingEngine(tmp_path / "run")
     engine.end()
     for tag in ("a", "b"):
         engine.save_checkpoint(str(tmp_path), tag)
         assert (tmp_path / tag / "async_server.pt").read_text() == "the server's state"
-    assert engine.did == ["waits for the end", *["settles", "saves"] * 2]
+    assert engine.did == ["waits for the end", *["settles", "saves"] * 2] and engine._state_at_end.exists()
+    for call in at_exit:
+        call()
+    assert not engine._state_at_end.exists(), "once this process ends"
 
 
 NEW, RESUMED = ["joins"], ["joins with the server's state", "restores the compressor"]
@@ -486,7 +497,7 @@ def test_a_worker_that_joins_late_begins_with_the_learning_rate_of_the_runs_prog
 
 
 @pytest.mark.parametrize("gradient", [0.5, float("nan")])
-def test_a_step_of_hybrid_async_has_the_weight_of_its_batch_and_waits_for_the_answer_to_nan(
+def test_a_step_of_hybrid_async_has_the_weight_of_its_batch_and_one_that_was_refused_is_skipped(
     monkeypatch: pytest.MonkeyPatch, gradient: float
 ) -> None:
     model, sent = nn.Linear(2, 1, bias=False), []
@@ -494,9 +505,9 @@ def test_a_step_of_hybrid_async_has_the_weight_of_its_batch_and_waits_for_the_an
     worker: Any = engine.async_worker
     worker.refusals.total = 4
 
-    def step(weight: float, loss: float, wait: bool, norm: float) -> None:
-        sent.append((weight, loss, wait))
-        worker.refusals.total += wait
+    def step(weight: float, loss: float, norm: float) -> None:
+        sent.append((weight, loss, norm))
+        worker.refusals.total += not math.isfinite(norm)
 
     worker.write_ahead, worker.step, engine._loss = lambda: None, step, torch.tensor(1.5)
     others = ("_check_rates", "_check_followed", "_sleep_if_slowed_down", "_set_learning_rates", "_log", "zero_grad")
@@ -507,13 +518,15 @@ def test_a_step_of_hybrid_async_has_the_weight_of_its_batch_and_waits_for_the_an
     engine.global_steps = engine.skipped_steps = engine.global_samples = 0
     model.weight.grad = torch.full((1, 2), gradient)
     engine._take_model_step(None)
-    refused = gradient != gradient
-    assert sent == [(8, 1.5, refused)] and (engine.global_steps, engine.skipped_steps) == (1, refused)
+    refused, norm = math.isnan(gradient), pytest.approx(gradient * 2**0.5, nan_ok=True)
+    assert sent == [(8, 1.5, norm)] and (engine.global_steps, engine.skipped_steps) == (1, refused)
 
 
 def test_the_ranks_of_an_island_have_their_workers_slot_also_after_the_server_has_come_back() -> None:
     other: Any = IslandClient(None, WorkerContext(2, 3, rank=1))
     other._size = 4
+    gc.collect()
+    files = len(os.listdir("/proc/self/fd"))
     for value in (1.0, 2.0):
         memory = SharedMemory.create(4, 3, publishes=False)
         memory.allocate_slot(2)
@@ -521,6 +534,9 @@ def test_the_ranks_of_an_island_have_their_workers_slot_also_after_the_server_ha
         other._attach_slot(_share_slot(cast(Any, SimpleNamespace(memory=memory, remote=False, worker=2)), 4))
         assert other.slot.tolist() == [value] * 4
         memory.close()
+    del memory
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == files + 1, "the present slot's"
 
 
 def hybrid_engine(optimizer: SGD, has_schedule: bool) -> HybridEngine:
