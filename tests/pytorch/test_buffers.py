@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,13 +25,15 @@ Start = Callable[..., ThreadWorkers]
 H, ROUNDS = 2, 3
 DILOCO: dict[str, Any] = {"outer": "diloco", "outer_lr": 0.7, "outer_momentum": 0.9}
 QUORUM: dict[str, Any] = {"outer": "direction_averaging", "quorum": 2, "grace_period": 30.0}
+ONE_AT_A_TIME = threading.Lock()
 FLOATS, COUNTS = ("0.running_mean", "0.running_var"), ("0.num_batches_tracked",)
 
 
 def model() -> nn.Module:
     """Its statistics are those of the input, which no parameter changes."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.BatchNorm1d(3, momentum=0.3), nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1))
+    with ONE_AT_A_TIME:  # the workers are threads, which have torch's generator in common
+        torch.manual_seed(0)
+        return nn.Sequential(nn.BatchNorm1d(3, momentum=0.3), nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1))
 
 
 def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
