@@ -22,6 +22,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
+from fairseq_async.deepspeed_plugin.engines.island import IslandClient
 from fairseq_async.deepspeed_plugin.initialize import initialize
 from fairseq_async.deepspeed_plugin.world import enter_world, entered_world
 from fairseq_async.errors import AsyncError, as_key, fail, spell_options
@@ -62,7 +63,7 @@ def attach() -> None:
     wrap(HfTrainerDeepSpeedConfig, "trainer_config_finalize", _complete_configuration)
     wrap(Trainer, "set_initial_training_values", _plan_training)
     wrap(Trainer, "_load_best_model", _load_best_model)
-    Division(_place)
+    _divisions.append(Division(_place))
     own_index: Callable[[TrainingArguments], int] = vars(TrainingArguments)["process_index"].fget
     ranked = property(lambda arguments: _process_index(own_index(arguments)))
     setattr(TrainingArguments, "process_index", ranked)  # noqa: B010 - mypy assigns to no method
@@ -180,6 +181,10 @@ def _initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     if not isinstance(engine, AsyncEngine):
         return engine, optimizer, loader, schedule
     _engines.append(engine)
+    client = engine.async_worker.client
+    connection = client.client if isinstance(client, IslandClient) else client
+    if connection is not None:
+        connection.by_script = _divisions[0].by_script
     return engine, optimizer, loader, schedule  # for None, accelerate steps the scheduler that the script has made
 
 
@@ -267,3 +272,4 @@ def _process_index(own: int) -> int:
 
 
 _engines: list[AsyncEngine] = []  # of this process: one at most
+_divisions: list[Division] = []  # likewise

@@ -42,6 +42,7 @@ class Hello:
         untrained: checksum of the model's parameters that are not trained, which every worker has by itself; empty
             where there are none, or the worker's front end does not say.
         any_length: whether the run's number of steps is worker 0's where this worker has counted another.
+        by_script: whether the script divides the data among the workers itself, so that none may have another's.
     """
 
     spec: MethodSpec
@@ -49,6 +50,7 @@ class Hello:
     remote: bool
     untrained: str = ""
     any_length: bool = False
+    by_script: bool = False
     kind: Literal["hello"] = "hello"
 
 

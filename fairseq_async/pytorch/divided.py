@@ -29,10 +29,14 @@ class Division:
     Args:
         find: returns this process's place in the run for a ``Trainer``'s data; None where nothing is to be divided. It
             is given None where the numbers are asked for, of which no ``Trainer`` is known.
+
+    Attributes:
+        by_script: whether the loader of the training is the script's own, which has asked for the numbers: then no two
+            workers may begin with the same batch.
     """
 
     def __init__(self, find: Callable[[Trainer | None], Place | None]) -> None:
-        self._find, self._making, self._was_read = find, False, False
+        self._find, self._making, self._was_read, self.by_script = find, False, False, False
         for position, name in enumerate(("world_size", "process_index")):
             own = vars(TrainingArguments)[name].fget
             setattr(TrainingArguments, name, property(partial(self._number, own, position)))
@@ -65,12 +69,15 @@ class Division:
         if place is None or self._making:
             self._was_read |= self._making  # by the Trainer's own loader, of which a subclass makes another
             return original(trainer)
+        read_before = self._was_read  # the data set may have been divided by them
         with self._as_one_of(trainer, *place), _common_seed(trainer.args.seed):
             loader = original(trainer)
             has_length(loader)  # a sampler may ask for the numbers here
         if self._find(trainer) is None:  # the data was divided by the worker's number meanwhile
             return original(trainer)
-        if checks and place[0] > 1 and not (self._was_read or isinstance(loader, DataLoaderShard)):
+        self.by_script = place[0] > 1 and not isinstance(loader, DataLoaderShard)
+        divides = read_before or (self._was_read and not _draws_all(loader, trainer.train_dataset))
+        if checks and self.by_script and not divides:
             fail(
                 "get_train_dataloader does not divide the data among workers: return self.accelerator.prepare(loader), "
                 "or give its sampler num_replicas=self.args.world_size and rank=self.args.process_index"
@@ -89,6 +96,13 @@ class Division:
         finally:
             state.num_processes, state.process_index, loading.dispatch_batches = before
             self._making = False
+
+
+def _draws_all(loader: DataLoader[Any], data: Any) -> bool:
+    """Whether a pass over the loader is one over all of the data set, as far as lengths show it."""
+    batches = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(loader, "sampler", None) if batches is None else getattr(batches, "sampler", None)
+    return getattr(loader, "dataset", None) is data and has_length(sampler) and len(sampler) >= len(data)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ class AsyncCallback(TrainerCallback):
         _callbacks.append(self)
         if not hasattr(Trainer.set_initial_training_values, "__wrapped__"):
             wrap(Trainer, "set_initial_training_values", _plan_training)
-            Division(_place)
+            _divisions.append(Division(_place))
 
     @property
     def worker(self) -> int:
@@ -112,6 +112,7 @@ class AsyncCallback(TrainerCallback):
         scheduler: LRScheduler = getattr(kwargs["lr_scheduler"], "scheduler", kwargs["lr_scheduler"])
         self._training = self._make(kwargs["model"], optimizer, scheduler, state.max_steps)
         self._training.any_length = True
+        self._training.by_script = self._divides or _divisions[0].by_script
         if state.global_step:
             self._restore(self._training, Path(self._resumed_from or _checkpoint(args, state)) / STATE)
         atexit.register(self._training.abandon)  # for a Trainer that fails
@@ -211,3 +212,4 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 _callbacks: list[AsyncCallback] = []  # of this process
+_divisions: list[Division] = []  # one, with the first callback

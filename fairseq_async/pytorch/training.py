@@ -59,6 +59,7 @@ class AsyncTraining(ABC):
         workers: number of workers that were announced, for a ``DistributedSampler``.
         loss: loss of the coming step, for the log; set it before ``optimizer.step()`` if you like.
         any_length: whether worker 0 alone says how many steps the run has; to be set before the block is entered.
+        by_script: whether it is an error that two workers begin with the same batch; likewise.
         total_steps: number of steps of the run, once the block is entered; 0 for no end.
     """
 
@@ -74,7 +75,7 @@ class AsyncTraining(ABC):
         self._named = exchanged_parameters(self._model, self.optimizers)
         self._exchanged = {id(parameter) for _, parameter in self._named}
         self.loss: float | Tensor | None = None
-        self.any_length, self.total_steps = False, 0
+        self.any_length, self.by_script, self.total_steps = False, False, 0
         self._context = WorkerContext.find()
         self._restored: State | None = None
         self._own: Tensor | None = None  # this worker's parameters, while the model has the server's
@@ -163,7 +164,7 @@ class AsyncTraining(ABC):
             self.server_module, self._server_options, self._run_dir, end_process
         )
         self._client.untrained = untrained_checksum(self._model, self._exchanged)
-        self._client.any_length = self.any_length
+        self._client.any_length, self._client.by_script = self.any_length, self.by_script
         worker = self._make_worker(self._client)
         spec = self.describe(self.workers)
         welcome = worker.join(spec)
@@ -182,11 +183,12 @@ class AsyncTraining(ABC):
                 keeps the parameters that it has.
         """
         self._remove_hooks()
-        if self._client is not None:
+        if self._client is not None and not self._client.left.is_set():
             if not for_all:
                 self.restore_parameters()
                 self.async_worker.await_end()
             self._client.leave(finished=for_all)
+        self._handles = [each.register_step_pre_hook(_refuse_step) for each in self.optimizers]
         if self._server is not None:
             self._server.outlast_workers()
             self._server = None  # it ends with this process, which may die before it has saved the model
@@ -218,8 +220,10 @@ class AsyncTraining(ABC):
         self.take_server_parameters()
         try:
             yield
-        finally:
-            self.restore_parameters()
+        except BaseException:
+            self._give_back(None)  # the script's own error is the one to be seen
+            raise
+        self.restore_parameters()
 
     @errors_in_one_line()
     def take_server_parameters(self) -> None:
@@ -238,10 +242,13 @@ class AsyncTraining(ABC):
     @errors_in_one_line()
     def restore_parameters(self) -> None:
         """Gives the model its own parameters again, if it has the server's, but for values that were changed since."""
+        if self._own is not None:
+            self._give_back(self._lent.changed())
+
+    def _give_back(self, changed: str | None) -> None:
         if self._own is None or self._saved is None:
             return
         own, servers, replica = self._own, self._saved["server"]["parameters"], self.async_worker.replica
-        changed = self._lent.changed()
         if changed is not None:
             self.async_worker.check_unchanged(changed)
             now, parameters = own.clone(), TensorReplica(self._named)  # a forward pass may change buffers
@@ -315,6 +322,14 @@ class AsyncTraining(ABC):
 def listed(given: Any) -> list[Any]:
     """Returns a list or tuple as a list, and anything else as the only element of one."""
     return list(given) if isinstance(given, list | tuple) else [given]
+
+
+@errors_in_one_line()
+def _refuse_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    raise ConfigurationError(
+        "leave() has ended this worker's part of the run, and the loop goes on: its steps would train a copy of the "
+        "model that is this worker's own; end the loop first"
+    )
 
 
 def _note_run() -> None:

@@ -2,6 +2,7 @@
 
 from collections import deque
 
+from fairseq_async.errors import RefusedError
 from fairseq_async.protocol.notices import Tell
 
 _KEPT = 4  # digests of each worker: it may be started again, and its reports must not fill the memory
@@ -12,15 +13,22 @@ class FirstBatches:
 
     Args:
         tell: passes the line to the user.
+
+    Attributes:
+        must_differ: whether equal ones are an error, since the script has taken it on itself to divide the data.
     """
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
         self._digests: dict[int, deque[str]] = {}  # the last ones of each worker
-        self._said = False
+        self._said = self.must_differ = False
 
     def note(self, worker: int, digest: str) -> None:
-        """Compares the digest of a worker's first batch with the others'; a restarted worker may repeat its own."""
+        """Compares the digest of a worker's first batch with the others'; a restarted worker may repeat its own.
+
+        Raises:
+            RefusedError: it is another worker's, and they must differ.
+        """
         if self._said:
             return
         own = self._digests.setdefault(worker, deque(maxlen=_KEPT))
@@ -28,6 +36,11 @@ class FirstBatches:
             own.append(digest)
         other = next((known for known, digests in self._digests.items() if digest in digests), worker)
         if other != worker:
+            if self.must_differ:
+                raise RefusedError(
+                    f"workers {other} and {worker} began with the same batch: a script that reads callback.workers or "
+                    "args.world_size before training divides the data by it itself: do so, or do not read it"
+                )
             self._said = True
             self._tell(
                 f"warning: workers {other} and {worker} began with the same batch: give each its own part of the data, "

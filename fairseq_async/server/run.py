@@ -94,7 +94,7 @@ class Run:
         return in_turn(self._fragments, sequence)
 
     def check(self, name: str, hello: Hello) -> None:
-        """Checks that a worker has this run's model and method, and the untrained parameters of the first that came.
+        """Checks that a worker has this run's model and method, and what else it has to share with the first that came.
 
         Raises:
             RefusedError: it has another.
@@ -103,11 +103,17 @@ class Run:
             raise RefusedError(f"{name} has another model than the others: {difference}")
         if other := self.spec.difference(hello.spec.as_long_as(self.spec) if hello.any_length else hello.spec):
             raise RefusedError(f"{name} was started with another {other}")
-        self._untrained = hello.untrained if self._untrained is None else self._untrained
+        if self._untrained is None:
+            self._untrained, self._first_batches.must_differ = hello.untrained, hello.by_script
         if hello.untrained != self._untrained:
             raise RefusedError(
                 f"{name} has other values than the others in parameters that are not trained, which no worker gets "
                 "from the server: load them, or make the model with the same torch.manual_seed, in every worker"
+            )
+        if hello.by_script != self._first_batches.must_differ:
+            raise RefusedError(
+                f"{name} {'reads' if hello.by_script else 'does not read'} callback.workers before training, unlike "
+                "others, and a script that reads it divides the data itself: read it in every worker, or in none"
             )
 
     def begin(
@@ -183,13 +189,16 @@ class Run:
             linux.trim()
 
     def checked_update(self, worker: int, push: Push) -> Update:
-        """Returns the update in the worker's slot; raises a RefusedError if no worker can have sent it."""
+        """Returns the update in the worker's slot; raises a RefusedError if no worker can have sent it, or its data is
+        another's."""
         delta, tokens = self.fragment(push.sequence).of(self.memory.slot(worker)), push.report.tokens or 0.0
         missing = int(push.report.missing or "0", 16)
         if missing >> len(self.layout.segments):
             raise RefusedError("the update lacks gradients of parameters that the model does not have")
         update = Update(worker, push.sequence, push.base_version, push.weight, delta, tokens, missing)
         self.coordinator.check(update, push.report)
+        if push.report.first_batch is not None:
+            self._first_batches.note(worker, push.report.first_batch)
         return update
 
     def hand_out(self, worker: int, pull: Pull) -> tuple[PullReply, Tensor]:
@@ -241,8 +250,6 @@ class Run:
             if self._recorder is not None and self.spec.of_regions and each.receipt.status in SETTLED:
                 path = update_path(self.run_dir, each.receipt.worker, each.receipt.sequence)
                 self._events.keep(path, self.memory.slot(each.receipt.worker))  # it is there until it is answered
-            if each.report.first_batch is not None:
-                self._first_batches.note(each.receipt.worker, each.report.first_batch)
             report = each.report
             if each.receipt.status not in SETTLED:  # its position does not count, and may be sent again and again
                 report = replace(report, position=None)

@@ -10,7 +10,15 @@ from fairseq_async.environment import SERVER, TOKEN, WORKER, WORKERS
 from fairseq_async.worker.start.server_process import ServerProcess
 from tests.helpers.commands import HELPERS, ROOT, Processes, command, free_port
 
-DIVIDED = ("by the arguments", "lazy", "batch_rebalance", "group_by_length")
+DIVIDED = ("by the arguments", "lazy", "prepared", "printed world size", "batch_rebalance", "group_by_length")
+ATTACHED = ("lazy", "batch_rebalance", "group_by_length")
+NOT_DIVIDED = "error: get_train_dataloader does not divide the data"
+WHOLE = {  # what is said where a script leaves the data undivided, also if it has read the numbers
+    "undivided": NOT_DIVIDED,
+    "printed in the method": NOT_DIVIDED,
+    "printed": "error: workers 0 and 1 began with the same batch",
+    "printed by one": "callback.workers before training, unlike others",
+}
 
 
 def train(front_end: str, out: Path, cases: tuple[str, ...]) -> dict[tuple[str, int], dict[str, Any]]:
@@ -29,7 +37,9 @@ def train(front_end: str, out: Path, cases: tuple[str, ...]) -> dict[tuple[str, 
                 environment[case] = shared | own | {"OWN_RANK": str(rank)}
         job = [command("python"), HELPERS / "sampler_job.py", front_end, out]
         path = f"{HELPERS / 'without_fairseq'}:{ROOT}"
-        started = [processes.start([*job, json.dumps(each)], PYTHONPATH=path) for each in environments]
+        started = [
+            processes.start([*job, json.dumps(each)], PYTHONPATH=path, DS_ACCELERATOR="cpu") for each in environments
+        ]
         outputs = [process.communicate(timeout=300)[0] for process in started]
     finally:
         processes.end()
@@ -47,11 +57,12 @@ def train(front_end: str, out: Path, cases: tuple[str, ...]) -> dict[tuple[str, 
 def test_workers_draw_the_samples_that_plain_ranks_draw(tmp_path_factory: pytest.TempPathFactory) -> None:
     """And have their steps, rates and epochs; a loader that every worker draws whole is one line of error."""
     plain = train("plain", tmp_path_factory.mktemp("plain"), DIVIDED)
-    ours = train("callback", tmp_path_factory.mktemp("callback"), (*DIVIDED, "undivided"))
-    for case in DIVIDED:
-        for rank in (0, 1):
-            for key in ("code", "steps", "max_steps", "epoch", *["rates"] * (rank == 0)):  # worker 0 logs
-                assert ours[case, rank][key] == plain[case, rank][key], (case, rank, key)
-    for rank in (0, 1):
-        assert ours["undivided", rank]["code"] == 2
-        assert "error: get_train_dataloader does not divide the data" in ours["undivided", rank]["output"]
+    callback = train("callback", tmp_path_factory.mktemp("callback"), (*DIVIDED, *WHOLE))
+    attach = train("attach", tmp_path_factory.mktemp("attach"), ATTACHED)
+    compared = [(callback, case, rank) for case in DIVIDED for rank in (0, 1)]
+    for ours, case, rank in compared + [(attach, case, rank) for case in ATTACHED for rank in (0, 1)]:
+        for key in ("code", "steps", "max_steps", "epoch", *["rates"] * (rank == 0)):  # worker 0 logs
+            assert ours[case, rank][key] == plain[case, rank][key], (case, rank, key)
+    for case, said in WHOLE.items():
+        assert 2 in (callback[case, 0]["code"], callback[case, 1]["code"]), case
+        assert said in callback[case, 0]["output"] + callback[case, 1]["output"]

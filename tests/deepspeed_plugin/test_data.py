@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from fairseq_async.deepspeed_plugin.batches import digest_of
 from fairseq_async.deepspeed_plugin.data import DataShare, ShardedLoader, length_of
 from fairseq_async.deepspeed_plugin.initialize import _Arguments
 from fairseq_async.deepspeed_plugin.loading import Loading, loading_of
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.worker.batches import digest_of
 from fairseq_async.worker.shards import ShardOrder
 from tests.helpers.positions import Position
 

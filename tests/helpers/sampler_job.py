@@ -1,7 +1,7 @@
 """Trains with the ``Trainer`` once for each case, and leaves the samples of each step and what was planned.
 
 Usage: sampler_job.py FRONT_END OUT JSON, which has the environment of each case; OUT/CASE-RANK.json is what is left.
-The front end is "plain", under torchrun's variables, or "callback".
+The front end is "plain", under torchrun's variables, "callback" or "attach".
 """
 
 import json
@@ -13,12 +13,16 @@ from typing import Any
 sys.modules["torchaudio"] = None  # type: ignore[assignment]  # transformers would import it; it may not fit this torch
 
 front_end, out, environments = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+if front_end == "attach":
+    import fairseq_async.deepspeed_plugin as deepspeed_async
+
+    deepspeed_async.attach()
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import DataLoader, DistributedSampler, Sampler  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
-STRATEGIES = ("batch_rebalance", "group_by_length", "sequential")
+STRATEGIES = ("batch_rebalance", "group_by_length")
 DATA = [{"input_ids": [index] + [1] * (index * 7 % 11)} for index in range(46)]
 
 
@@ -57,8 +61,10 @@ class Recording(Trainer):
     case = ""
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        if self.case in (*STRATEGIES, "random", "shard"):
+        if self.case in (*STRATEGIES, "printed", "printed by one", "printed world size"):
             return super().get_train_dataloader()
+        if self.case == "printed in the method":
+            print(self.args.world_size)
         sampler: Sampler[int] | None = None
         if self.case == "lazy":
             sampler = Strided(self.args)
@@ -80,15 +86,24 @@ def train(case: str, environment: dict[str, str]) -> None:
     Recording.case = case
     rank = environment["OWN_RANK"]
     callbacks: list[Any] = []
-    data: Any = DATA
     if front_end == "callback":
         from fairseq_async.pytorch.hf_trainer import AsyncCallback
 
         callbacks = [AsyncCallback("local_sgd", outer="diloco", local_steps=3, run_dir=str(out / case))]
-        data = DATA[int(rank) :: callbacks[0].workers] if case == "shard" else DATA
-    elif case == "shard":
-        data = DATA[int(rank) :: 2]
+        if case == "printed" or (case == "printed by one" and rank == "0"):
+            print(callbacks[0].workers)  # as a script that divides the data by it
+    config: dict[str, Any] | None = None
+    if front_end == "attach":
+        section = {"outer": "diloco", "local_steps": 3, "run_dir": str(out / case)}
+        of_optimizer = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto") | {"torch_adam": True}
+        config = {
+            "train_micro_batch_size_per_gpu": "auto",
+            "zero_optimization": {"stage": 0},
+            "optimizer": {"type": "AdamW", "params": of_optimizer},
+            "async_training": section,
+        }
     arguments = TrainingArguments(
+        deepspeed=config,
         output_dir=str(out / "trainer"),
         num_train_epochs=2,
         per_device_train_batch_size=4,
@@ -97,11 +112,13 @@ def train(case: str, environment: dict[str, str]) -> None:
         save_strategy="no",
         logging_steps=1,
         remove_unused_columns=False,
-        use_cpu=True,
+        use_cpu=front_end != "attach",
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = Recording(Model(), arguments, train_dataset=data, data_collator=collate, callbacks=callbacks)
+    if case.startswith("printed world size"):
+        print(arguments.world_size)
+    trainer = Recording(Model(), arguments, train_dataset=DATA, data_collator=collate, callbacks=callbacks)
     trainer.train()
     log = trainer.state.log_history
     rates = [line["learning_rate"] for line in log if "learning_rate" in line]

@@ -327,6 +327,21 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(workers: Start, tmp_pa
     assert torch.equal(whole, resumed)
 
 
+def test_an_exception_where_the_model_has_the_servers_parameters_is_the_one_that_is_seen(
+    workers: Start, tmp_path: Path
+) -> None:
+    def train(worker: int) -> None:
+        model = model_of()
+        with HybridAsync(model, SGD(model.parameters(), lr=0.1), run_dir=str(tmp_path / "own")) as training:
+            own = flat(model)
+            with pytest.raises(ZeroDivisionError), training.server_parameters(), torch.no_grad():
+                next(model.parameters()).add_(1.0)
+                raise ZeroDivisionError
+            assert torch.equal(flat(model), own)
+
+    workers(1, gradient_main.build).run(train)
+
+
 WRONG: dict[str, tuple[Callable[[nn.Module], Optimizer], dict[str, Any], str]] = {
     "another optimizer": (lambda model: torch.optim.RMSprop(model.parameters()), {}, "RMSprop"),
     "a name that is misspelt": (

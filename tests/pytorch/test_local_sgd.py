@@ -167,6 +167,25 @@ def test_worker_0_evaluates_the_servers_parameters_and_goes_on_with_its_own(work
     assert list((tmp_path / "own").iterdir()) == []
 
 
+def test_a_loop_that_goes_on_after_it_has_left_is_one_line_of_error(
+    workers: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(worker: int) -> None:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        with AsyncLocalSGD(model, optimizer, local_steps=2, run_dir=str(tmp_path / "own")) as training:
+            training.leave()
+            left = model.theta.detach().clone()
+            model(TARGETS[0]).backward()
+            with pytest.raises(SystemExit, match="2"):
+                optimizer.step()
+            assert torch.equal(model.theta.detach(), left)
+        optimizer.step()  # after the block the model is the script's own
+
+    workers(1, local_sgd_main.build).run(train)
+    assert "error: leave() has ended this worker's part of the run" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("options", [{"outer": "mla"}, {"outer": "sgd", "compress": "pull=int8"}])
 def test_what_is_pulled_in_a_round_is_the_servers_also_where_work_starts_elsewhere(
     workers: Start, tmp_path: Path, options: dict[str, Any]

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+from fairseq_async.errors import RefusedError
 from fairseq_async.server.first_batches import FirstBatches
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.run_files import events
@@ -21,6 +24,15 @@ def test_only_two_different_workers_with_the_same_batch_are_named_and_only_once(
     for worker, digest in [(0, "a"), (0, "of its second start"), (1, "a")]:
         earlier.note(worker, digest)
     assert len(said) == 2
+
+
+def test_where_the_script_divides_the_data_the_same_batch_is_an_error() -> None:
+    batches = FirstBatches(pytest.fail)
+    batches.must_differ = True
+    batches.note(0, "a")
+    batches.note(0, "a")
+    with pytest.raises(RefusedError, match=r"workers 0 and 1 began with the same batch.*callback\.workers"):
+        batches.note(1, "a")
 
 
 def test_a_worker_with_ever_new_batches_takes_no_memory_and_no_other_workers_place() -> None:

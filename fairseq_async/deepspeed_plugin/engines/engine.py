@@ -12,7 +12,6 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from fairseq_async.deepspeed_plugin.batches import digest_of
 from fairseq_async.deepspeed_plugin.compat import (
     count_step,
     refresh_masters,
@@ -29,6 +28,7 @@ from fairseq_async.deepspeed_plugin.engines.checkpoints import (
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import AsyncError, RefusedError, fail
 from fairseq_async.method.spec import MethodSpec
+from fairseq_async.worker.batches import digest_of
 from fairseq_async.worker.changes import ParameterWatch
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker

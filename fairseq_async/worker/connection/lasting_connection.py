@@ -64,6 +64,7 @@ class LastingConnection:
         untrained: checksum of the model's parameters that are not trained; to be set before :meth:`join`.
         moments: checksum of the moments that this worker's optimizers have from steps before the run; likewise.
         any_length: whether the run's number of steps is worker 0's, if this worker's is another; likewise.
+        by_script: whether the script divides the data, and the same first batch of two is an error; likewise.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class LastingConnection:
         self._streams = streams if self.remote else 1
         self.memory: SharedMemory | None = None
         self.untrained = self.moments = ""
-        self.any_length = False
+        self.any_length = self.by_script = False
         encryption = None if tls is None else worker_context(tls)
         self._instance = uuid.uuid4().hex
         self._endpoint = Endpoint(address, token, joins=worker is None, instance=self._instance, encryption=encryption)
@@ -217,7 +218,7 @@ class LastingConnection:
     def _hello(self) -> Welcome:
         assert self._joined_with is not None
         layout, spec = self._joined_with
-        hello = protocol.Hello(spec, layout, self.remote, self.untrained, self.any_length)
+        hello = protocol.Hello(spec, layout, self.remote, self.untrained, self.any_length, self.by_script)
         self._channel.send(protocol.encode(hello))
         welcome = self._channel.answer(Welcome)
         self._channel.give_up_after(spec.server.worker_timeout)
