@@ -1,7 +1,7 @@
 """The training data of a ``Trainer``, divided among the workers as torchrun's processes divide it."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -98,11 +98,13 @@ class Division:
             self._making = False
 
 
-def _draws_all(loader: DataLoader[Any], data: Any) -> bool:
+def _draws_all(loader: DataLoader[Any], data: object) -> bool:
     """Whether a pass over the loader is one over all of the data set, as far as lengths show it."""
     batches = getattr(loader, "batch_sampler", None)
-    sampler: Any = getattr(loader, "sampler", None) if batches is None else getattr(batches, "sampler", None)
-    return getattr(loader, "dataset", None) is data and has_length(sampler) and len(sampler) >= len(data)
+    sampler = getattr(loader, "sampler", None) if batches is None else getattr(batches, "sampler", None)
+    if not (isinstance(sampler, Sized) and isinstance(data, Sized) and has_length(sampler)):
+        return False
+    return getattr(loader, "dataset", None) is data and len(sampler) >= len(data)
 
 
 @contextmanager
