@@ -1,7 +1,7 @@
 """The training data of a ``Trainer``, divided among the workers as torchrun's processes divide it."""
 
 import sys
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -98,13 +98,14 @@ class Division:
             self._making = False
 
 
-def _draws_all(loader: DataLoader[Any], data: object) -> bool:
+def _draws_all(loader: Any, data: Any) -> bool:
     """Whether a pass over the loader is one over all of the data set, as far as lengths show it."""
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None) if batches is None else getattr(batches, "sampler", None)
-    if not (isinstance(sampler, Sized) and isinstance(data, Sized) and has_length(sampler)):
+    if getattr(loader, "dataset", None) is not data or not has_length(sampler):
         return False
-    return getattr(loader, "dataset", None) is data and len(sampler) >= len(data)
+    drawn: Any = sampler
+    return len(drawn) >= len(data)
 
 
 @contextmanager
