@@ -100,12 +100,11 @@ class Division:
 
 def _draws_all(loader: Any, data: Any) -> bool:
     """Whether a pass over the loader is one over all of the data set, as far as lengths show it."""
-    batches = getattr(loader, "batch_sampler", None)
-    sampler = getattr(loader, "sampler", None) if batches is None else getattr(batches, "sampler", None)
-    if getattr(loader, "dataset", None) is not data or not has_length(sampler):
+    batches = loader if getattr(loader, "batch_sampler", None) is None else loader.batch_sampler
+    try:
+        return loader.dataset is data and len(batches.sampler) >= len(data)
+    except (AttributeError, TypeError):  # one that has no sampler, or no length
         return False
-    drawn: Any = sampler
-    return len(drawn) >= len(data)
 
 
 @contextmanager
