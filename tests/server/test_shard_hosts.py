@@ -290,19 +290,6 @@ def test_a_worker_that_claims_a_norm_and_leaves_a_host_out_is_refused(
         server.stop()
 
 
-def test_the_update_after_one_that_waits_does_not_overwrite_it(hosts: ShardHosts, tmp_path: Path) -> None:
-    """Its sender was answered early, and is ahead of the server."""
-    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
-        slot = made.memory.slot(0)
-        for number, value in enumerate((1.0, 5.0)):
-            slot.fill_(value)
-            made.place(0, number)
-        here = slot[made.here]
-        first = made.server.push(Update(0, 0, 0, 1.0, here.fill_(1.0)))
-        second = made.server.push(Update(0, 1, 0, 1.0, here.fill_(5.0)))
-        assert [first.norm, second.norm] == pytest.approx([LAYOUT.size**0.5, 5 * LAYOUT.size**0.5])
-
-
 def test_what_is_left_of_a_lost_connection_changes_no_update(hosts: ShardHosts, tmp_path: Path) -> None:
     """A worker is killed in the middle of an update, and started again with another batch."""
     with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:

@@ -89,6 +89,7 @@ class OtherShard(ABC):
 
     Attributes:
         name: what messages to the user call it.
+        channel: the connection to it.
     """
 
     name: str

@@ -18,10 +18,8 @@ Held: TypeAlias = Vector | Literal["state"]
 
 
 class HeldPart(ShardPart):
-    """A shard's part of the parameters, its rule, and its parts of the workers' updates.
-
-    A worker may be answered before its update is applied, and then sends the next one: there is room for two of each
-    worker. The one after that comes only when the first is applied.
+    """A shard's part of the parameters, its rule, and its part of an update of each worker, which sends the next one
+    when that is settled.
 
     Args:
         tensors: the shard's tensors among those of the model.
@@ -31,29 +29,27 @@ class HeldPart(ShardPart):
     def __init__(self, rule: Rule, parameters: Tensor, tensors: slice, keeps_last_step: bool) -> None:
         super().__init__(rule, parameters, tensors, Memory(self._update, weighted=parameters[:0], starts=None))
         self.before_last_step = parameters.clone() if keeps_last_step else None
-        self._updates: dict[tuple[int, int], Tensor] = {}  # by worker, and whether its number is odd
-        self._numbers: dict[tuple[int, int], int] = {}  # of the updates that are whole
+        self._updates: dict[int, Tensor] = {}  # by worker
+        self._numbers: dict[int, int] = {}  # of the updates that are whole
 
-    def place_for(self, worker: int, sequence: int) -> Tensor:
+    def place_for(self, worker: int) -> Tensor:
         """Returns the memory for a worker's part of an update, which is whole when :meth:`note_placed` is called.
 
         Hazard: where a part before was never whole, its lost connection may still write to its memory. So the memory
         of such a part is not used again.
         """
-        key = worker, sequence % 2
-        if self._numbers.pop(key, None) is None:
-            self._updates[key] = torch.empty_like(self.parameters)
-        return self._updates[key]
+        if self._numbers.pop(worker, None) is None:
+            self._updates[worker] = torch.empty_like(self.parameters)
+        return self._updates[worker]
 
     def note_placed(self, worker: int, sequence: int) -> None:
         """Notes that the part of this update is whole."""
-        self._numbers[worker, sequence % 2] = sequence
+        self._numbers[worker] = sequence
 
     def _update(self, worker: int, sequence: int) -> Tensor:
-        key = worker, sequence % 2
-        if self._numbers.get(key) != sequence:
+        if self._numbers.get(worker) != sequence:
             raise ProtocolError(f"update {sequence} of worker {worker} is not here")
-        return self._updates[key]
+        return self._updates[worker]
 
     def _prepare(self, threads: int, steps: bool) -> None:
         """Prepares for an update, on all cores of this machine."""

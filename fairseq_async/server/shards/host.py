@@ -216,7 +216,7 @@ class ShardHost:
         if held is None or self._workers.get(peer.id) is not peer:
             raise ExchangeError("the server is gone, or the worker has another connection")
         if not channel.with_tensor:
-            self._placed[peer], channel.room = sequence, held.place_for(peer.id, sequence)
+            self._placed[peer], channel.room = sequence, held.place_for(peer.id)
         elif self._placed.pop(peer, None) == sequence:
             channel.room = None
             held.note_placed(peer.id, sequence)
