@@ -1,13 +1,25 @@
 """A model of six tensors, methods for it, and a script, for servers in shards."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from typing_extensions import Self
 
+from fairseq_async.algorithms import Rule, Update, in_turn
+from fairseq_async.exchange import SharedMemory
 from fairseq_async.method.methods import outer_rule
+from fairseq_async.method.spec import MethodSpec
 from fairseq_async.options.config import LocalSGDOptions
 from fairseq_async.protocol import Layout
+from fairseq_async.protocol.division import exchanged, kept_here
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
+from fairseq_async.server.parameter_server import ParameterServer
+from fairseq_async.server.plan import Build
+from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy
+from fairseq_async.server.shards.remote import HostConnector, connect_hosts
 
 SIZES = (7, 70_001, 33, 1, 65_537, 900)
 LAYOUT = Layout.of([(f"t{number}", torch.zeros(size)) for number, size in enumerate(SIZES)])
@@ -50,3 +62,59 @@ if worker.worker == 0:
 
 def options_of(outer: str) -> LocalSGDOptions:
     return outer_rule(outer).options(outer=outer, **OUTER[outer])
+
+
+class Served:
+    """A parameter server with two workers' slots; it ends with the block.
+
+    Args:
+        server: builds it, given its rule and the parameters of its machine.
+        connector: reaches the hosts of shards; without one, as in a replay, their shards are processes here.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        spec: MethodSpec,
+        directory: Path,
+        server: Callable[[Rule, Tensor], ParameterServer],
+        connector: HostConnector | None = None,
+    ) -> None:
+        self.memory = SharedMemory.create(LAYOUT.size, 2)
+        whole = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(1))
+        self.remote = [] if connector is None else connect_hosts(connector, spec, LAYOUT, whole)
+        self.fragments = exchanged(spec, LAYOUT) if self.remote else LAYOUT.fragments(spec.fragments)
+        self.here = kept_here(spec, LAYOUT).elements if self.remote else slice(None)
+        self.parameters = shared_copy(whole[self.here])
+        self.rule: Rule
+        if spec.server.shards > 1:
+            shared = (self.parameters, self.memory.slot, directory)
+            self.rule, self.plan = build_sharded(build, spec, LAYOUT, *shared, None, self.remote)
+        else:
+            self.rule, self.plan = build(spec, LAYOUT, self.parameters)
+        self.server = server(self.rule, self.parameters)
+
+    def push(self, first: int, count: int, change: Callable[[Tensor], object] = lambda delta: None) -> list[Any]:
+        """So many updates, from both workers in turn; what their receipts say."""
+        receipts = []
+        for number in range(first, first + count):
+            worker = number % 2
+            slot = self.memory.slot(worker)
+            slot.copy_(torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(100 + number)))
+            change(slot)
+            sequence = self.server.sequences.get(worker, -1) + 1
+            self.place(worker, sequence)
+            delta = in_turn(self.fragments, sequence).of(slot)
+            update = Update(worker, sequence, 0, 1.0 + number, delta, missing=MISSING[number % 7])
+            receipts += [self.server.push(update), *self.server.released()]
+        return receipts
+
+    def place(self, worker: int, sequence: int) -> None:
+        """Brings the hosts their parts of the update in the worker's slot, where there are hosts."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        close_shards(self.rule)
+        self.memory.close()

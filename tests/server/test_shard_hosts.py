@@ -4,9 +4,10 @@ import json
 import signal
 import socket
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Thread, Timer
 from typing import Any
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from fairseq_async.algorithms import Update
 from fairseq_async.errors import ConfigurationError, ExchangeError, HalfAppliedError, RefusedError
-from fairseq_async.exchange import SharedMemory
 from fairseq_async.exchange.channel import Channel
 from fairseq_async.method.methods import outer_rule
 from fairseq_async.method.spec import MethodSpec, hybrid_spec, local_sgd_spec
@@ -35,14 +35,14 @@ from fairseq_async.server.plan import Build
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.server.run import as_many
 from fairseq_async.server.shards import calls
-from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy
+from fairseq_async.server.shards.build import close_shards
 from fairseq_async.server.shards.part import ShardPart
 from fairseq_async.server.shards.remote import HostConnector, connect_hosts
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.shard_lines import ShardLines
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.shard_hosts import TOKEN, ShardHosts, shard_hosts
-from tests.helpers.sharded import ADAM, LAYOUT, MISSING, OUTER, SIZES, options_of
+from tests.helpers.sharded import ADAM, LAYOUT, OUTER, SIZES, Served, options_of
 
 REPORT = Report(local_steps=1, step_seconds=0.1)
 PROGRAMS = {build: build.__module__ for build in (gradient_main.build, local_sgd_main.build)}
@@ -74,46 +74,19 @@ def connected() -> tuple[socket.socket, socket.socket]:
         return here, listener.accept()[0]
 
 
-class Served:
-    """A parameter server with two workers; ``remote`` are its shards at the hosts, none in a replay."""
+class ServedByHosts(Served):
+    """A parameter server with two workers and its shards at the hosts; in a replay there are none."""
 
     def __init__(self, build: Build, spec: MethodSpec, directory: Path, replayed: bool = False) -> None:
-        self.memory, self.spec = SharedMemory.create(LAYOUT.size, 2), spec
-        whole = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(1))
-        reach = HostConnector(TOKEN, PROGRAMS[build], None, print)
-        self.remote = [] if replayed else connect_hosts(reach, spec, LAYOUT, whole)
-        self.here = kept_here(spec, LAYOUT).elements if self.remote else slice(None)
-        self.parameters = shared_copy(whole[self.here])
-        if spec.server.shards > 1:
-            shared = (self.parameters, self.memory.slot, directory)
-            self.rule, self.plan = build_sharded(build, spec, LAYOUT, *shared, None, self.remote)
-        else:
-            self.rule, self.plan = build(spec, LAYOUT, self.parameters)
-        self.server = build_server(spec, self.rule, self.parameters)
+        connector = None if replayed else HostConnector(TOKEN, PROGRAMS[build], None, print)
+        super().__init__(build, spec, directory, partial(build_server, spec), connector)
         endpoint = Endpoint("", TOKEN, joins=False, instance="test")
         self.lines = [ShardLines(endpoint, worker, spec, LAYOUT) for worker in (0, 1) if self.remote]
 
-    def push(self, first: int, count: int, change: Callable[[Tensor], object] = lambda delta: None) -> list[Any]:
-        """So many updates, from both workers in turn; what their receipts say."""
-        receipts = []
-        for number in range(first, first + count):
-            worker = number % 2
-            slot = self.memory.slot(worker)
-            slot.copy_(torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(100 + number)))
-            change(slot)
-            sequence = self.server.sequences.get(worker, -1) + 1
-            if self.lines:
-                self.place(worker, sequence)
-            receipts.append(
-                self.server.push(
-                    Update(worker, sequence, 0, 1.0 + number, slot[self.here], missing=MISSING[number % 7])
-                )
-            )
-            receipts += self.server.released()
-        return receipts
-
     def place(self, worker: int, sequence: int) -> None:
         """Brings the hosts their parts of the update in the worker's slot; the message to the server goes nowhere."""
+        if not self.lines:
+            return
         here, there = connected()
         with here, there:
             self.lines[worker].send(sequence, self.memory.slot(worker), Channel(here), b"push", None)
@@ -129,24 +102,10 @@ class Served:
             self.lines[worker].take(PullReply(self.server.version, number=number), slot)
         return slot.clone()
 
-    @property
-    def state(self) -> dict[str, Any]:
-        return self.server.state_dict()
-
-    def close(self) -> None:
-        close_shards(self.rule)
+    def __exit__(self, *_: object) -> None:
         for line in self.lines:
             line.close()
-        self.memory.close()
-
-
-@contextmanager
-def served(build: Build, spec: MethodSpec, directory: Path, replayed: bool = False) -> Iterator[Served]:
-    made = Served(build, spec, directory, replayed)
-    try:
-        yield made
-    finally:
-        made.close()
+        super().__exit__()
 
 
 @pytest.mark.parametrize(("shards", "count"), [(1, 1), (2, 1), (1, 2)])
@@ -158,9 +117,9 @@ def test_an_optimizer_steps_as_in_one_process(
     inner = OptimizerSpec(optimizer, groups)
     found = []
     for given in (ServerOptions(), server_options(hosts.addresses[:count], shards)):
-        with served(gradient_main.build, hybrid(given, inner), tmp_path) as made:
+        with ServedByHosts(gradient_main.build, hybrid(given, inner), tmp_path) as made:
             receipts = made.push(0, 7)
-            found.append((made.state["parameters"].clone(), made.start(1), receipts))
+            found.append((made.server.state_dict()["parameters"].clone(), made.start(1), receipts))
             assert made.server.checksum() == checksum(made.start(0))
     (alone, start, said), (divided, its_start, told) = found
     assert torch.equal(divided, alone) and torch.equal(its_start, start) and torch.equal(start, alone)
@@ -173,7 +132,7 @@ def test_an_optimizer_steps_as_in_one_process(
 def test_an_outer_rule_and_its_starts_are_those_of_one_process(outer: str, hosts: ShardHosts, tmp_path: Path) -> None:
     found = []
     for given in (ServerOptions(), server_options(hosts.addresses)):
-        with served(local_sgd_main.build, local_sgd(given, outer), tmp_path) as made:
+        with ServedByHosts(local_sgd_main.build, local_sgd(given, outer), tmp_path) as made:
             receipts = made.push(0, 8)
             found.append((torch.stack([made.start(0), made.start(1, starts=True)]), receipts))
     (alone, said), (divided, told) = found
@@ -186,7 +145,7 @@ def test_an_outer_rule_and_its_starts_are_those_of_one_process(outer: str, hosts
 def test_a_start_ahead_is_that_of_one_process(hosts: ShardHosts, tmp_path: Path) -> None:
     found = []
     for given in (ServerOptions(), server_options(hosts.addresses)):
-        with served(gradient_main.build, hybrid(given, look_ahead="auto"), tmp_path) as made:
+        with ServedByHosts(gradient_main.build, hybrid(given, look_ahead="auto"), tmp_path) as made:
             made.push(0, 6)
             found.append(torch.stack([made.start(1, look_ahead=1.5), made.start(1)]))
     assert torch.equal(*found) and not torch.equal(*found[0])
@@ -202,10 +161,10 @@ def test_shards_here_in_place_of_hosts_as_in_a_replay_have_equal_norms_and_clipp
     spec = hybrid(given, inner) if method == "clipped" else local_sgd(given, method)
     found = []
     for replayed in (False, True):
-        with served(build, spec, tmp_path, replayed) as made:
+        with ServedByHosts(build, spec, tmp_path, replayed) as made:
             receipts = made.push(0, 6)
             said = [repr(replace(each, cosine=0.0)) for each in receipts]  # its last bits are of torch.dot
-            found.append((made.state["parameters"].clone(), said))
+            found.append((made.server.state_dict()["parameters"].clone(), said))
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
 
 
@@ -218,13 +177,13 @@ def test_a_server_goes_on_from_a_state_also_with_other_hosts(method: str, hosts:
     def spec(given: ServerOptions) -> MethodSpec:
         return hybrid(given, look_ahead="auto") if method == "hybrid" else local_sgd(given, method)
 
-    with served(build, spec(server_options(hosts.addresses)), tmp_path) as first:
+    with ServedByHosts(build, spec(server_options(hosts.addresses)), tmp_path) as first:
         first.push(0, 3)  # one waits for its step
-        torch.save(first.state, path)
+        torch.save(first.server.state_dict(), path)
         first.push(3, 4)
         expected = torch.stack([first.start(0), first.start(1, look_ahead=2.0 * (method == "hybrid"))])
     for given in (server_options(hosts.addresses[::-1]), ServerOptions(server_shards=3)):
-        with served(build, spec(given), tmp_path) as second:
+        with ServedByHosts(build, spec(given), tmp_path) as second:
             state = torch.load(path, weights_only=True)
             second.server.load_state_dict(state)
             second.push(3, 4)
@@ -235,21 +194,24 @@ def test_a_server_goes_on_from_a_state_also_with_other_hosts(method: str, hosts:
 def test_a_start_ahead_of_the_first_version_is_that_version(hosts: ShardHosts, tmp_path: Path) -> None:
     """Also of one whose state has no step before it; of a state that has one, no more is kept than is needed."""
     given = server_options(hosts.addresses)
-    with served(gradient_main.build, hybrid(given, look_ahead="auto"), tmp_path) as first:
+    with ServedByHosts(gradient_main.build, hybrid(given, look_ahead="auto"), tmp_path) as first:
         start = first.start(0)
         assert torch.equal(first.start(1, look_ahead=1.5), start)
         first.push(0, 4)
-        whole = {name: value.clone() if torch.is_tensor(value) else value for name, value in first.state.items()}
-    with served(gradient_main.build, hybrid(given, look_ahead="off"), tmp_path) as second:
+        whole = {
+            name: value.clone() if torch.is_tensor(value) else value
+            for name, value in first.server.state_dict().items()
+        }
+    with ServedByHosts(gradient_main.build, hybrid(given, look_ahead="off"), tmp_path) as second:
         second.server.load_state_dict(whole)
         assert torch.equal(second.start(0), whole["parameters"])
-    with served(gradient_main.build, hybrid(given, look_ahead="auto"), tmp_path) as third:
+    with ServedByHosts(gradient_main.build, hybrid(given, look_ahead="auto"), tmp_path) as third:
         third.server.load_state_dict(whole | {"before_last_step": None})
         assert torch.equal(third.start(0, look_ahead=1.5), whole["parameters"])
 
 
 def test_a_nan_at_one_host_keeps_the_update_out_of_all(hosts: ShardHosts, tmp_path: Path) -> None:
-    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
+    with ServedByHosts(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
         before = made.start(0)
         (receipt,) = made.push(0, 1, lambda delta: delta[-1].fill_(float("nan")))
         assert receipt.status is Status.REFUSED
@@ -259,7 +221,7 @@ def test_a_nan_at_one_host_keeps_the_update_out_of_all(hosts: ShardHosts, tmp_pa
 
 
 def test_an_update_whose_part_is_at_no_host_is_refused(hosts: ShardHosts, tmp_path: Path) -> None:
-    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
+    with ServedByHosts(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
         slot = made.memory.slot(0).zero_()
         assert made.server.push(Update(0, 0, 0, 1.0, slot[made.here])).status is Status.REFUSED
         made.place(0, 0)  # of an earlier number
@@ -292,7 +254,7 @@ def test_a_worker_that_claims_a_norm_and_leaves_a_host_out_is_refused(
 
 def test_what_is_left_of_a_lost_connection_changes_no_update(hosts: ShardHosts, tmp_path: Path) -> None:
     """A worker is killed in the middle of an update, and started again with another batch."""
-    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
+    with ServedByHosts(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
         made.lines[0].connect()
         lost: Channel = made.lines[0].connections[0]
         half, rest = torch.full((made.remote[0].place.size,), 7.0).view(torch.uint8).split(8000)[:2]
@@ -307,13 +269,13 @@ def test_what_is_left_of_a_lost_connection_changes_no_update(hosts: ShardHosts, 
         lost.close()
         made.push(1, 1)
         found = made.start(0)
-    with served(gradient_main.build, hybrid(ServerOptions()), tmp_path) as alone:
+    with ServedByHosts(gradient_main.build, hybrid(ServerOptions()), tmp_path) as alone:
         alone.push(0, 2)
         assert torch.equal(alone.start(0), found)
 
 
 def test_a_worker_that_lies_loses_its_connection_and_no_other(hosts: ShardHosts, tmp_path: Path) -> None:
-    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
+    with ServedByHosts(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
         finish = calls.encode(calls.Call("finish", []))
         for lie in (encode(Placed(0)), finish, b"{}", b'{"kind": "part", "sequence": -1}', "long", "unannounced"):
             made.lines[1].open(made.memory.slot(1))
@@ -332,7 +294,7 @@ def test_a_worker_that_lies_loses_its_connection_and_no_other(hosts: ShardHosts,
 
 def test_nobody_takes_the_place_of_a_worker_that_is_connected(hosts: ShardHosts, tmp_path: Path) -> None:
     """As at the server itself; the same process may connect again, and another one when the first is gone."""
-    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
+    with ServedByHosts(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
         made.push(0, 2)
         other = Endpoint(hosts.addresses[0], TOKEN, joins=False, instance="another")
         with pytest.raises(ExchangeError):
@@ -352,7 +314,7 @@ def test_strangers_second_servers_and_other_programs_are_refused(hosts: ShardHos
         connect_hosts(HostConnector("another token than theirs", "", None, print), spec, LAYOUT, parameters)
     with pytest.raises(RefusedError, match="os: not a server that has shards on other machines"):
         connect_hosts(HostConnector(TOKEN, "os", None, print), spec, LAYOUT, parameters)
-    with served(gradient_main.build, spec, tmp_path) as made:
+    with ServedByHosts(gradient_main.build, spec, tmp_path) as made:
         with pytest.raises(RefusedError, match="this shard belongs to another server, which is there"):
             connect_hosts(HostConnector(TOKEN, PROGRAMS[gradient_main.build], None, print), spec, LAYOUT, parameters)
         assert len(made.push(0, 2)) == 2
@@ -360,7 +322,7 @@ def test_strangers_second_servers_and_other_programs_are_refused(hosts: ShardHos
 
 def test_a_host_opens_no_file_that_a_server_names(hosts: ShardHosts, tmp_path: Path) -> None:
     """As the server's own processes do, for states of shards."""
-    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
+    with ServedByHosts(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
         made.remote[0].call(ShardPart.save, str(tmp_path / "state"))
         with pytest.raises(HalfAppliedError, match="ProtocolError: a shard has no method 'save'"):
             made.remote[0].value()
@@ -370,7 +332,7 @@ def test_a_host_opens_no_file_that_a_server_names(hosts: ShardHosts, tmp_path: P
 def test_a_server_that_is_gone_leaves_a_shard_for_the_next(hosts: ShardHosts, tmp_path: Path) -> None:
     spec = hybrid(server_options(hosts.addresses))
     for _ in range(2):
-        with served(gradient_main.build, spec, tmp_path) as made:
+        with ServedByHosts(gradient_main.build, spec, tmp_path) as made:
             made.push(0, 2)
             for shard in made.remote:
                 shard.close()
@@ -389,7 +351,7 @@ def test_a_server_that_is_gone_leaves_a_shard_for_the_next(hosts: ShardHosts, tm
 def test_a_host_takes_no_worker_that_the_server_would_not_take(
     worker: int | None, joins: bool, said: str, hosts: ShardHosts, tmp_path: Path
 ) -> None:
-    with served(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
+    with ServedByHosts(gradient_main.build, hybrid(server_options(hosts.addresses)), tmp_path) as made:
         with pytest.raises(RefusedError, match=said):
             Connection(Endpoint(hosts.addresses[0], TOKEN, joins, instance="another"), worker)
         assert len(made.push(0, 2)) == 2
@@ -398,17 +360,17 @@ def test_a_host_takes_no_worker_that_the_server_would_not_take(
 def test_a_server_waits_until_its_host_finds_that_the_one_before_is_gone(hosts: ShardHosts, tmp_path: Path) -> None:
     """The machine of that one has failed, so the host still has its connection."""
     spec = hybrid(server_options(hosts.addresses))
-    with served(gradient_main.build, spec, tmp_path) as first:
+    with ServedByHosts(gradient_main.build, spec, tmp_path) as first:
         found = Timer(1.0, lambda: [shard.close() for shard in first.remote])
         found.start()
-        with served(gradient_main.build, spec, tmp_path) as second:
+        with ServedByHosts(gradient_main.build, spec, tmp_path) as second:
             assert len(second.push(0, 2)) == 2
         found.join()
 
 
 def test_a_host_that_was_killed_ends_the_server(tmp_path: Path) -> None:
     with shard_hosts(tmp_path, 1) as own:
-        with served(gradient_main.build, hybrid(server_options(own.addresses)), tmp_path) as made:
+        with ServedByHosts(gradient_main.build, hybrid(server_options(own.addresses)), tmp_path) as made:
             made.push(0, 2)
             made.server.check_parts()
             own.kill(0)
@@ -425,7 +387,7 @@ def test_a_host_that_hangs_is_named_and_waited_for(
 
     monkeypatch.setattr(remote, "_SILENT_SECONDS", 0.2)
     with shard_hosts(tmp_path, 1) as own:
-        with served(gradient_main.build, hybrid(server_options(own.addresses)), tmp_path) as made:
+        with ServedByHosts(gradient_main.build, hybrid(server_options(own.addresses)), tmp_path) as made:
             made.push(0, 2)
             own.running[0].send_signal(signal.SIGSTOP)
             goes_on = Timer(1.0, lambda: own.running[0].send_signal(signal.SIGCONT))

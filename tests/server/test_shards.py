@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import NesterovMomentum, Rule, StalenessPolicy, Update, in_turn
+from fairseq_async.algorithms import NesterovMomentum, StalenessPolicy, Update
 from fairseq_async.errors import ConfigurationError, HalfAppliedError, RefusedError
-from fairseq_async.exchange import SharedMemory
 from fairseq_async.method.methods import OuterRule, outer_rule
 from fairseq_async.method.rules import OUTER_RULES
 from fairseq_async.method.spec import MethodSpec, hybrid_spec, local_sgd_spec
@@ -30,12 +28,12 @@ from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.plan import Build, EpochPlan
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.server.shards import build as building
-from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy
+from fairseq_async.server.shards.build import close_shards
 from fairseq_async.server.shards.calls import Answer, Call, encode
 from fairseq_async.server.shards.process import ShardProcess
 from fairseq_async.server.shards.rule import ShardedRule, _as_the_first
 from tests.helpers.in_process import Connection, end, new_service
-from tests.helpers.sharded import ADAM, LAYOUT, MISSING, OUTER, SIZES, options_of
+from tests.helpers.sharded import ADAM, LAYOUT, OUTER, SIZES, Served, options_of
 
 
 def hybrid(shards: int, inner: OptimizerSpec = ADAM) -> MethodSpec:
@@ -48,45 +46,8 @@ def local_sgd(shards: int, outer: str, **changes: Any) -> MethodSpec:
     return local_sgd_spec(options, 2, [], ServerOptions(server_shards=shards), {})
 
 
-class Served:
-    """A parameter server with two workers' slots."""
-
-    def __init__(self, build: Build, spec: MethodSpec, directory: Path, staleness: StalenessPolicy | None) -> None:
-        self.memory = SharedMemory.create(LAYOUT.size, 2)
-        self.parameters = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(1))
-        self.rule: Rule
-        if spec.server.server_shards > 1:
-            self.parameters = shared_copy(self.parameters)
-            self.rule, self.plan = build_sharded(build, spec, LAYOUT, self.parameters, self.memory.slot, directory)
-        else:
-            self.rule, self.plan = build(spec, LAYOUT, self.parameters)
-        self.server = ParameterServer(self.parameters, self.rule, staleness=staleness)
-        self.fragments = LAYOUT.fragments(spec.fragments)
-
-    def push(self, first: int, count: int, change: Callable[[Tensor], object] = lambda delta: None) -> list[Any]:
-        """So many updates, from both workers in turn; what their receipts say."""
-        receipts = []
-        for number in range(first, first + count):
-            slot = self.memory.slot(number % 2)
-            slot.copy_(torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(100 + number)))
-            change(slot)
-            sequence = self.server.sequences.get(number % 2, -1) + 1
-            delta = in_turn(self.fragments, sequence).of(slot)
-            update = Update(number % 2, sequence, 0, 1.0 + number, delta, missing=MISSING[number % 7])
-            receipts.append(self.server.push(update))
-        return receipts
-
-
-@contextmanager
-def served(
-    build: Build, spec: MethodSpec, directory: Path, staleness: StalenessPolicy | None = None
-) -> Iterator[Served]:
-    made = Served(build, spec, directory, staleness)
-    try:
-        yield made
-    finally:
-        close_shards(made.rule)
-        made.memory.close()
+def served(build: Build, spec: MethodSpec, directory: Path, staleness: StalenessPolicy | None = None) -> Served:
+    return Served(build, spec, directory, lambda rule, own: ParameterServer(own, rule, staleness=staleness))
 
 
 def results(
@@ -249,7 +210,7 @@ def test_epochs_and_limits_of_rounds_reach_every_shard(tmp_path: Path) -> None:
 
 def test_more_shards_than_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="--server-shards is 7: the model has 6 tensors"):
-        Served(gradient_main.build, hybrid(7), tmp_path, None)
+        served(gradient_main.build, hybrid(7), tmp_path)
 
 
 @pytest.mark.parametrize("outer", ["sgd", "nesterov", "delayed_nesterov", "mla", "heloco", "adam"])
