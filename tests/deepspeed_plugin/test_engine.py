@@ -141,6 +141,7 @@ def prepared(kind: type[AsyncEngine], model: nn.Module, optimizer: torch.optim.O
     engine = kind.__new__(kind)
     nn.Module.__init__(engine)
     engine.module, engine.optimizer, engine.basic_optimizer, engine.lr_scheduler = model, optimizer, optimizer, None
+    cast(Any, engine).zero_optimization_partition_weights = lambda: False
     refusals, context = SimpleNamespace(limit=3), SimpleNamespace(worker=0, workers=1)
     worker = SimpleNamespace(refusals=refusals, finished=False, joined=True)
     AsyncEngine.set_up(engine, cast(Any, worker), cast(Any, None), cast(Any, context), Path("run"))
@@ -184,7 +185,6 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> Callable[[AsyncEngine, int, floa
     """``by_hand(engine, passes, rate)``: moves its parameters, which ``engine.step()`` does not."""
     monkeypatch.setattr(DeepSpeedEngine, "forward", lambda engine, inputs: engine.module(inputs))
     monkeypatch.setattr(DeepSpeedEngine, "step", lambda engine: None)
-    monkeypatch.setattr(DeepSpeedEngine, "zero_optimization_partition_weights", lambda engine: False)
 
     def train(engine: AsyncEngine, passes: int, rate: float) -> None:
         for _ in range(passes):
@@ -220,6 +220,26 @@ def test_parameters_that_are_moved_without_the_engines_step_are_one_line(
             getattr(engine, end)(*["directory"] * (end == "save_checkpoint"))
     assert ended.value.code == 2
     assert "error: weight is trained without engine.step(), which alone the run sees" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [LocalEngine, HybridEngine])
+@pytest.mark.parametrize("by_the_engine", [True, False])
+def test_training_that_has_never_called_the_engine_itself_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[AsyncEngine], by_the_engine: bool
+) -> None:
+    """But engine.module, so that it has not joined the run: its parameters are not the run's."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr("fairseq_async.errors._failures", [])
+    model, connection = nn.Linear(2, 1), cast(Any, SimpleNamespace(leave=lambda finished: None))
+    engine = cast(Any, prepared(kind, model, SGD(model.parameters(), lr=0.1)))
+    engine.async_worker.joined, engine.async_worker.settle, engine.async_worker.done = False, lambda: None, 0
+    leave_at_exit(connection, engine, None)  # it has not trained
+    with pytest.raises(SystemExit) as ended:
+        if by_the_engine:
+            engine.backward(engine.module(torch.ones(2)).sum())
+        model.weight.data += 1.0
+        leave_at_exit(connection, engine, None)
+    assert ended.value.code == 2 and "error: the model is trained before the run is joined" in capsys.readouterr().err
 
 
 def test_many_passes_and_changes_after_the_last_step_are_no_mistake(

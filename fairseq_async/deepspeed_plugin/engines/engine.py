@@ -40,6 +40,10 @@ logger = logging.getLogger(__name__)
 _BEGINS = "async_begins"  # in the client state of a checkpoint
 _STATE_AT_END = ".state-at-end.pt"  # in run_dir
 _PASSES_OF_A_STEP = 4
+_NOT_JOINED = (
+    "the model is trained before the run is joined, which engine(...) does, and engine.module(...) does not: call "
+    "engine.join_run() before the first batch, where the script calls the module itself"
+)
 ClientState: TypeAlias = dict[str, Any]  # what a script saves in a checkpoint besides the engine
 
 
@@ -81,6 +85,8 @@ class AsyncEngine(DeepSpeedEngine):
         self._step_ended = 0.0
         self._warned_of_end = self._warned_of_no_gradient = False
         self._trained = tensors.trainable(self)
+        self._made = ParameterWatch(tensors.watched(self))
+        self._made.note()
         self._followed = FollowedSchedule(self.lr_scheduler, self.optimizer)
         self._has_stepped, self._passes = False, 0  # forward passes that train, since the last engine.step()
         self._takes_step = False  # whether the engine itself is in a step of its optimizer
@@ -116,6 +122,8 @@ class AsyncEngine(DeepSpeedEngine):
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
         """Computes gradients as DeepSpeed does, and keeps the loss for the server's log."""
+        if not self.async_worker.joined:
+            fail(_NOT_JOINED)
         self._loss = loss.detach().clone()  # with CUDA graphs the next step writes its loss into the same memory
         return super().backward(loss, *args, **kwargs)
 
@@ -129,8 +137,7 @@ class AsyncEngine(DeepSpeedEngine):
         step may have several, and those of SAM have other parameters for a while."""
         self._passes += 1
         if self._passes == (_PASSES_OF_A_STEP if self._has_stepped else 1):
-            whole = not self.zero_optimization_partition_weights()
-            self._watch = ParameterWatch(tensors.trainable(self) if whole else self.async_worker.replica.named)
+            self._watch = ParameterWatch(tensors.watched(self))
             self._watch.note()
         elif self._passes == 2 * _PASSES_OF_A_STEP:
             self._check_step_came()
@@ -144,9 +151,12 @@ class AsyncEngine(DeepSpeedEngine):
             )
 
     def check_at_exit(self) -> None:
-        """As :meth:`_check_step_came`, if ``engine.step()`` was never called; after it, a model may be changed."""
+        """As :meth:`_check_step_came`, if ``engine.step()`` was never called; after it, a model may be changed. Ends
+        the process with one line, too, if the model was trained in a process that has not joined the run."""
         if not self._has_stepped:
             self._check_step_came()
+        if not self.async_worker.joined and self.module.training and self._made.changed():
+            fail(_NOT_JOINED)
 
     @errors_in_one_line()
     def save_checkpoint(
@@ -312,7 +322,7 @@ class AsyncEngine(DeepSpeedEngine):
         """
         self._check_step_came()
         self._passes, self._watch = 0, None
-        self.async_worker.catch_up()
+        self.join_run().catch_up()
 
     def _check_masters(self) -> None:
         """Checks that fp32 masters have the parameters that the script has given the model; here there are none."""

@@ -4,6 +4,8 @@ DeepSpeed's documented functions (``safe_get_full_grad``, ``safe_get_full_fp32_p
 each call all-reduces one whole parameter, and what is needed is this rank's own part without a collective call.
 """
 
+from collections.abc import Sequence
+
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
@@ -29,6 +31,12 @@ from fairseq_async.worker.replica import MasterReplica, Replica, TensorReplica
 def trainable(engine: DeepSpeedEngine) -> list[tuple[str, Parameter]]:
     """Returns the parameters that are trained, and exchanged, in the order of the layout."""
     return [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+
+
+def watched(engine: DeepSpeedEngine) -> Sequence[tuple[str, Tensor]]:
+    """Returns the parameters that are trained; in ZeRO 3, this rank's partitions of their fp32 masters."""
+    whole = not engine.zero_optimization_partition_weights()
+    return trainable(engine) if whole else PartitionedReplica(_stepped(engine), 0).named
 
 
 def unstepped(engine: DeepSpeedEngine) -> list[tuple[str, Parameter]]:
