@@ -13,11 +13,14 @@ import pytest
 import torch
 from hypothesis import settings
 
+from fairseq_async.environment import PLUGINS
 from fairseq_async.errors import as_flag, spell_options
+from fairseq_async.method import methods
+from fairseq_async.method.rules import OUTER_RULES
 from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.hosts import Cable, Host, other_host
 from scripts.faults.thread_server import ThreadServer
-from tests.helpers.commands import MODEL, PACKAGE, Processes, command, launch_command, train_alone
+from tests.helpers.commands import MODEL, PACKAGE, ROOT, Processes, command, launch_command, train_alone
 from tests.helpers.forking import USUAL, install
 from tests.helpers.server_client import SGD_SERVER, StartServer, StartThreadServer
 
@@ -162,3 +165,15 @@ def start_thread_server(request: pytest.FixtureRequest, tmp_path: Path) -> Itera
     yield start
     for server in started:
         server.stop()
+
+
+@pytest.fixture
+def recipe_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The rules of ``recipes/rules``, in this test and in the processes that it starts."""
+    known = dict(OUTER_RULES)
+    plugins = [str(ROOT / "recipes" / "rules" / name) for name in ("register.py", "gs_sgd.py")]
+    monkeypatch.setenv(PLUGINS, ",".join(plugins))
+    yield
+    methods._imported.difference_update(plugins)
+    OUTER_RULES.clear()
+    OUTER_RULES.update(known)

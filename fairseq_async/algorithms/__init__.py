@@ -19,8 +19,6 @@ from fairseq_async.algorithms.fragments import Fragment, FragmentedRule, fragmen
 from fairseq_async.algorithms.hierarchy import Region
 from fairseq_async.algorithms.hybrid import HybridAccumulation
 from fairseq_async.algorithms.local_steps import local_steps, shard_probabilities
-from fairseq_async.algorithms.outer.baseline_optimizers import HeavyBall, OuterAdam
-from fairseq_async.algorithms.outer.direction_averaging import DirectionAveraging
 from fairseq_async.algorithms.outer.momentum_look_ahead import HeLoCo, MomentumLookAhead
 from fairseq_async.algorithms.outer.outer_optimizers import BufferedNesterov, DelayedNesterov, NesterovMomentum
 from fairseq_async.algorithms.rule import Rule
@@ -38,9 +36,7 @@ __all__ = [
     "Codec",
     "CountSketch",
     "DelayedNesterov",
-    "DirectionAveraging",
     "HeLoCo",
-    "HeavyBall",
     "ErrorFeedback",
     "Fragment",
     "FragmentedRule",
@@ -49,7 +45,6 @@ __all__ = [
     "Int8",
     "NesterovMomentum",
     "NormGate",
-    "OuterAdam",
     "Region",
     "Rule",
     "StalenessPolicy",

@@ -39,6 +39,7 @@ __all__ = [
     "default_rule",
     "gradient_rule",
     "gradient_rules",
+    "import_plugins",
     "models",
     "outer_rule",
     "outer_rules",
@@ -61,13 +62,13 @@ _Options = TypeVar("_Options", bound=Options)
 
 def outer_rules() -> Mapping[str, OuterRule[LocalSGDOptions]]:
     """Returns all outer rules by name, in the order in which they were registered."""
-    _import_plugins()
+    import_plugins()
     return OUTER_RULES
 
 
 def gradient_rules() -> Mapping[str, GradientRule[HybridOptions]]:
     """Returns all gradient rules by name."""
-    _import_plugins()
+    import_plugins()
     return GRADIENT_RULES
 
 
@@ -170,7 +171,7 @@ def _one_of(names: Sequence[str]) -> str:
 _imported: set[str] = set()
 
 
-def _import_plugins() -> None:
+def import_plugins() -> None:
     """Imports the files and modules that ``FAIRSEQ_ASYNC_PLUGINS`` names, each once in this process.
 
     Raises:

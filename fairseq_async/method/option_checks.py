@@ -35,14 +35,8 @@ def check_shards(options: HybridOptions | LocalSGDOptions, server: ServerOptions
     if server is None or (server.server_shards == 1 and not server.shard_hosts):
         return
     given = option("shard_hosts") if server.shard_hosts else f"{option('server_shards')} {server.server_shards}"
-    rule = (
-        methods.outer_rule(options.outer)
-        if isinstance(options, LocalSGDOptions)
-        else methods.gradient_rule(options.gradient_rule)
-    )
-    if not rule.divisible:
-        kind = option("outer" if isinstance(options, LocalSGDOptions) else "gradient_rule")
-        raise ConfigurationError(f"{given} does not go with {kind} {rule.name}: leave one of them out")
+    if isinstance(options, LocalSGDOptions) and not methods.outer_rule(options.outer).divisible:
+        raise ConfigurationError(f"{given} does not go with {option('outer')} {options.outer}: leave one of them out")
     if server.shard_hosts:
         _check_hosts(options)
 

@@ -63,6 +63,9 @@ class OuterRule(Generic[LocalSGD]):
         synchronous: whether all workers wait for each other.
         divisible: whether a server in shards may have the rule: each shard has one, for its own whole tensors. So the
             rule changes a tensor by nothing that other tensors, or their number, decide.
+
+    A model of options with ``quorum`` makes rounds: the grace period of each begins with so many updates, and all
+    updates of a round are one step of the rule.
     """
 
     name: str

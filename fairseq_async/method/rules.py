@@ -24,20 +24,14 @@ from fairseq_async.options.config import (
     OuterSGDOptions,
 )
 from fairseq_async.options.outer import (
-    DirectionAveragingOptions,
-    HeavyBallOptions,
     HeLoCoOptions,
     MomentumLookAheadOptions,
-    OuterAdamOptions,
-    OuterAdamWOptions,
 )
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag is to be answered at once
     from fairseq_async.algorithms import Rule
 
 __all__ = ["GRADIENT_RULES", "OUTER_RULES"]
-
-_EMBEDDINGS = ("embed", "wte", "wpe")  # in the names of embeddings: fairseq's, Llama's; GPT-2's
 
 
 def _diloco(options: DiLoCoOptions, context: RuleContext) -> Rule:
@@ -84,39 +78,6 @@ def _heloco(options: HeLoCoOptions, context: RuleContext) -> Rule:
     return HeLoCo(options.outer_lr, options.outer_momentum, context.workers, context.sizes, options.look_ahead)
 
 
-def _direction_averaging(options: DirectionAveragingOptions, context: RuleContext) -> Rule:
-    from fairseq_async.algorithms import DirectionAveraging  # start-up time
-
-    embeddings = [number for number, name in enumerate(context.names) if _is_embedding(name)]
-    return DirectionAveraging(
-        options.outer_lr, options.outer_momentum, options.quorum, context.sizes, embeddings, options.look_ahead
-    )
-
-
-def _is_embedding(name: str) -> bool:
-    """Whether a tensor of this name is an embedding, and not of a norm after one: fairseq's ``layernorm_embedding``."""
-    return any(part in name for part in _EMBEDDINGS) and "norm" not in name.lower()
-
-
-def _heavy_ball(options: HeavyBallOptions, context: RuleContext) -> Rule:
-    from fairseq_async.algorithms import HeavyBall  # start-up time
-
-    return HeavyBall(options.outer_lr, options.outer_momentum, context.workers, options.look_ahead)
-
-
-def _adam(options: OuterAdamOptions, context: RuleContext) -> Rule:
-    from fairseq_async.algorithms import OuterAdam  # start-up time
-
-    return OuterAdam(options.outer_lr, options.outer_momentum, context.workers)
-
-
-def _adamw(options: OuterAdamWOptions, context: RuleContext) -> Rule:
-    from fairseq_async.algorithms import OuterAdam  # start-up time
-
-    decay = options.outer_weight_decay
-    return OuterAdam(options.outer_lr, options.outer_momentum, context.workers, weight_decay=decay)
-
-
 def _accumulation(options: HybridOptions, context: GradientRuleContext) -> Rule:
     from fairseq_async.algorithms import HybridAccumulation  # start-up time
 
@@ -138,8 +99,4 @@ register_outer_rule(OuterRule("delayed_nesterov", DelayedNesterovOptions, _delay
 register_outer_rule(OuterRule("sgd", OuterSGDOptions, _sgd, divisible=True))
 register_outer_rule(OuterRule("mla", MomentumLookAheadOptions, _mla, divisible=True))
 register_outer_rule(OuterRule("heloco", HeLoCoOptions, _heloco, divisible=True))
-register_outer_rule(OuterRule("direction_averaging", DirectionAveragingOptions, _direction_averaging, divisible=True))
-register_outer_rule(OuterRule("heavy_ball", HeavyBallOptions, _heavy_ball, divisible=True))
-register_outer_rule(OuterRule("adam", OuterAdamOptions, _adam, divisible=True))
-register_outer_rule(OuterRule("adamw", OuterAdamWOptions, _adamw, divisible=True))
 register_gradient_rule(GradientRule("accumulation", HybridOptions, _accumulation, divisible=True))

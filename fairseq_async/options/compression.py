@@ -71,8 +71,8 @@ NAMES = tuple(str(model.model_fields["codec"].default) for model in CodecOptions
 _LONGEST_BIN = 1 << 14  # with a scale for each bin, a place and two flags are a number of 16 bits
 PullOptions = BF16Options | Int8Options | E3M0Options
 _SKETCH = (
-    "sketch finds its largest values in a second round between all workers of a step, which only gs_sgd of the "
-    "simulator has; choose another codec"
+    "sketch finds its largest values in a second round between all workers of a step, which only gs_sgd in a "
+    "simulation has; choose another codec"
 )
 
 

@@ -125,9 +125,9 @@ OuterLearningRate = Annotated[
     float,
     Field(
         gt=0,
-        description="outer learning rate ε, of as many arrivals as there are workers; with mla, heloco, adam and adamw "
+        description="outer learning rate ε, of as many arrivals as there are workers; with mla and heloco "
         "of each arrival",
-        json_schema_extra={"default": "1.2 with sgd; 0.3 with mla; 0.001 with adam and adamw; else 0.7"},
+        json_schema_extra={"default": "1.2 with sgd; 0.3 with mla; else 0.7"},
     ),
 ]
 OuterMomentum = Annotated[float, Field(ge=0, lt=1, description="outer momentum β")]

@@ -15,6 +15,7 @@ from fairseq_async.options.config import HybridOptions, LocalSGDOptions
 from fairseq_async.options.fragments import FragmentOptions
 from fairseq_async.options.validation import checked
 from fairseq_async.simulation.cluster import Cluster
+from fairseq_async.simulation.ranks import RANKS_METHODS
 
 
 class _Strict(BaseModel):
@@ -113,31 +114,9 @@ class AdaScaleOptions(_Strict):
     smoothing: float | None = Field(None, ge=0, lt=1)
 
 
-class GsSGDOptions(_Strict):
-    """Synchronous ranks whose gradients meet in count sketches: see :class:`~fairseq_async.simulation.gs_sgd.GsSGD`.
-
-    Attributes:
-        rows: number of rows of a sketch.
-        columns: number of columns of a sketch.
-        keep: k, the number of values in a step.
-        candidates: p; p·k values are asked for in the second round.
-    """
-
-    method: Literal["gs_sgd"]
-    rows: int = Field(5, ge=1, le=64)
-    columns: int = Field(ge=1, le=1 << 31)
-    keep: int = Field(ge=1)
-    candidates: int = Field(4, ge=1)
-
-
-Options = LocalSGDOptions | HybridOptions | AdasumOptions | AdaScaleOptions | GsSGDOptions
+Options = LocalSGDOptions | HybridOptions | AdasumOptions | AdaScaleOptions | BaseModel
 # methods whose ranks are simulated in their own way
-_SYNCHRONOUS: dict[str, type[AdasumOptions] | type[AdaScaleOptions] | type[GsSGDOptions]] = {
-    "adasum": AdasumOptions,
-    "adascale": AdaScaleOptions,
-    "gs_sgd": GsSGDOptions,
-}
-_METHODS = tuple(dict.fromkeys([*methods.METHODS, *_SYNCHRONOUS]))
+_SYNCHRONOUS: dict[str, type[BaseModel]] = {"adasum": AdasumOptions, "adascale": AdaScaleOptions}
 # options that the experiment sets for all methods, or that a simulation does not have
 _NOT_OF_A_METHOD = ("total_steps", "seed", "shards", "max_refused", "overlap", "upstream")
 
@@ -272,9 +251,11 @@ def _method(path: Path, name: str, given: dict[str, Any], common: dict[str, Any]
     own, feedback = values.pop("optimizer", {}), values.pop("error_feedback", True)
     above = global_server(kind=values.get("method"), given=values.pop("global", None), where=f"{where}, global")
     kind = values.get("method")
-    if kind not in _METHODS:
+    methods.import_plugins()
+    known = [*methods.METHODS, *RANKS_METHODS]
+    if kind not in known:
         what = " is missing" if kind is None else f": {kind}: there is no such method"
-        raise ConfigurationError(f'{where}: "method"{what}; there are {", ".join(_METHODS)}')
+        raise ConfigurationError(f'{where}: "method"{what}; there are {", ".join(known)}')
     for key in _NOT_OF_A_METHOD:
         if key in values:
             raise ConfigurationError(f'{where}: "{key}" cannot be set for one method of a simulation: leave it out')
@@ -301,8 +282,9 @@ def _error_feedback(given: object, options: Options, where: str) -> bool:
 
 
 def _options(kind: str, values: dict[str, Any], where: str) -> Options:
-    if kind in _SYNCHRONOUS:
-        return checked(_SYNCHRONOUS[kind], values, where)
+    ranks = _SYNCHRONOUS | {name: each.options for name, each in RANKS_METHODS.items()}
+    if kind in ranks:
+        return checked(ranks[kind], values, where)
     model: type[LocalSGDOptions] | type[HybridOptions] = LocalSGDOptions if kind == "local_sgd" else HybridOptions
     return methods.parse(model, values, where)
 

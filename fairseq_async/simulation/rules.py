@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from fairseq_async.algorithms import AdaScaleGain, CountSketch, HybridAccumulation, Rule, Update, adasum
+from fairseq_async.algorithms import AdaScaleGain, HybridAccumulation, Rule, Update, adasum
 from fairseq_async.algorithms.rule import State, fills
 from fairseq_async.method import methods
 from fairseq_async.method.spec import MethodSpec, hybrid_spec, local_sgd_spec
@@ -15,8 +16,8 @@ from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan, Plan
 from fairseq_async.server.programs import local_sgd_main
-from fairseq_async.simulation.experiment import AdaScaleOptions, AdasumOptions, Experiment, GsSGDOptions, Method
-from fairseq_async.simulation.gs_sgd import GsSGD, SketchedBytes
+from fairseq_async.simulation.experiment import AdaScaleOptions, AdasumOptions, Experiment, Method
+from fairseq_async.simulation.ranks import RANKS_METHODS, RanksMethod, TwoRounds
 from fairseq_async.simulation.schedule import LearningRate, RateSchedule, make_optimizer, set_lr
 
 
@@ -25,14 +26,14 @@ class SimulatedMethod:
     """The parts of a method: the server's rule and plan, and the description that a real run writes into ``run.json``.
 
     Attributes:
-        sketched: bytes of an update that is sent in two rounds; None where updates are sent in one.
+        rounds: bytes of an update that is sent in two rounds; None where updates are sent in one.
     """
 
     rule: Rule
     plan: Plan
     spec: MethodSpec
     sends_gradients: bool
-    sketched: SketchedBytes | None = None
+    rounds: TwoRounds | None = None
 
 
 def build_method(
@@ -62,9 +63,9 @@ def build_method(
     inner = make_optimizer(method.optimizer, [parameters])
     if isinstance(options, AdaScaleOptions):
         return _adascale(options, method, experiment, workers, inner)
-    if isinstance(options, GsSGDOptions):
-        return _gs_sgd(options, method, experiment, workers, parameters, inner)
-    assert isinstance(options, HybridOptions)
+    if not isinstance(options, HybridOptions):
+        ranks = RANKS_METHODS[options.model_dump()["method"]]
+        return _of_ranks(ranks, method, experiment, workers, parameters, inner)
     options = options.model_copy(update={"seed": experiment.seed})
     # as in a real run, the schedule counts the server's steps, whatever the number of gradients in one
     steps = max(1, experiment.steps * workers // (options.updates_per_step or workers))
@@ -77,7 +78,7 @@ def build_method(
 
 
 def _adascale(
-    options: AdaScaleOptions, method: Method, experiment: Experiment, workers: int, inner: torch.optim.Optimizer
+    options: AdaScaleOptions, method: Method, experiment: Experiment, workers: int, inner: Optimizer
 ) -> SimulatedMethod:
     spec = MethodSpec("adascale", workers, options.model_dump() | {"updates_per_step": workers}, barrier=workers)
     accumulation = HybridAccumulation(inner, workers, method.optimizer.clip_norm)
@@ -87,22 +88,17 @@ def _adascale(
     return SimulatedMethod(rule, plan, spec, sends_gradients=True)
 
 
-def _gs_sgd(
-    options: GsSGDOptions,
-    method: Method,
-    experiment: Experiment,
-    workers: int,
-    parameters: Tensor,
-    inner: torch.optim.Optimizer,
+def _of_ranks(
+    ranks: RanksMethod, method: Method, experiment: Experiment, workers: int, parameters: Tensor, optimizer: Optimizer
 ) -> SimulatedMethod:
-    spec = MethodSpec("gs_sgd", workers, options.model_dump() | {"updates_per_step": workers}, barrier=workers)
-    sketch = CountSketch(options.rows, options.columns, experiment.seed)
-    accumulation = HybridAccumulation(inner, 1, method.optimizer.clip_norm)
-    largest = GsSGD(accumulation, workers, sketch, options.keep, options.candidates)
+    given = method.options.model_dump() | {"updates_per_step": workers}
+    accumulation = HybridAccumulation(optimizer, 1, method.optimizer.clip_norm)
+    own, rounds = ranks.build(method.options, accumulation, workers, experiment.seed, parameters.numel())
     rate = LearningRate(experiment.schedule, method.optimizer.lr, experiment.steps)
-    rule = ScheduledRule(largest, RateSchedule(inner, rate))
+    rule = ScheduledRule(own, RateSchedule(optimizer, rate))
     plan = EpochPlan(rule, max_epoch=0, total_steps=experiment.steps)
-    return SimulatedMethod(rule, plan, spec, sends_gradients=True, sketched=largest.bytes_of(parameters.numel()))
+    spec = MethodSpec(ranks.name, workers, given, barrier=workers)
+    return SimulatedMethod(rule, plan, spec, sends_gradients=True, rounds=rounds)
 
 
 class AdaScaleRule(Rule):

@@ -67,7 +67,7 @@ class Trial:
         self.membership = Membership(cluster.workers, now=0.0, timeout=inf, arrival_timeout=inf)
         self.coordinator = build_coordinator(built.spec, built.rule, built.plan, self.parameters, self.membership)
         self.server = self.coordinator.server
-        self.sketched, self.starts = built.sketched, compressed_starts(self.spec, model.layout)
+        self.rounds, self.starts = built.rounds, compressed_starts(self.spec, model.layout)
         self.exchanges = [cluster.exchange_of(worker) for worker in range(cluster.workers)]
         self.clock = Clock()
         self.workers = [LogicalWorker(w, torch.zeros_like(start), number=first + w) for w in range(cluster.workers)]
@@ -204,12 +204,12 @@ class Trial:
     def _encode(self, worker: LogicalWorker) -> int:
         """Replaces the update by what its bytes decode to; returns how many bytes go to the server at once."""
         worker.compress()
-        if self.sketched is None:
+        if self.rounds is None:
             return worker.report.bytes_sent or 0
-        received = (worker.report.bytes_received or 0) + self.sketched.places
-        sent = self.sketched.sketch + self.sketched.values
+        received = (worker.report.bytes_received or 0) + self.rounds.asked
+        sent = self.rounds.first + self.rounds.second
         worker.report = replace(worker.report, bytes_sent=sent, bytes_received=received)
-        return self.sketched.sketch
+        return self.rounds.first
 
     def _pulled_bytes(self, worker: LogicalWorker, payload: Tensor | None) -> int:
         if payload is not None:
@@ -219,9 +219,9 @@ class Trial:
     def _pulling(self, exchange: Exchange, size: int) -> float:
         """Returns the seconds until parameters of so many bytes have come."""
         seconds = exchange.transfer(size)
-        if self.sketched is not None:  # the second round is between the last sketch and the step
-            seconds += exchange.transfer(self.sketched.places)
-            seconds += exchange.transfer(self.sketched.values)
+        if self.rounds is not None:  # the second round is between the last update and the step
+            seconds += exchange.transfer(self.rounds.asked)
+            seconds += exchange.transfer(self.rounds.second)
         return seconds
 
     def _given(self, worker: LogicalWorker, assignment: Assignment) -> tuple[Tensor | None, Tensor | None]:

@@ -34,6 +34,7 @@ from fairseq_async.simulation.schedule import LearningRate  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402
 from fairseq_async.simulation.workers import SharedModel  # noqa: E402
 from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
+from recipes.rules import gs_sgd as gs_sgd  # noqa: E402  # registers itself
 from scripts.bench.kept import Kept  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 

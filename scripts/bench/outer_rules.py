@@ -12,6 +12,7 @@ kept, and these are not run again.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
@@ -28,6 +29,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async import protocol  # noqa: E402
+from fairseq_async.environment import PLUGINS  # noqa: E402
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
 from fairseq_async.method.spec import JsonObject  # noqa: E402
 from fairseq_async.options.config import AsyncLocalSGDOptions, LocalSGDOptions  # noqa: E402
@@ -43,6 +45,9 @@ from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
 from scripts.bench.kept import Kept  # noqa: E402
 from scripts.bench.report import Report, perplexity  # noqa: E402
 
+os.environ.setdefault(
+    PLUGINS, str(Path(__file__).resolve().parents[2] / "recipes/rules/register.py")
+)  # for the experiments
 PLAIN = "SGD"  # the rule without momentum, which others have to beat
 SCHEDULING = ("none", "grace", "grace and dynamic steps")
 GRACE = 0.1
@@ -268,6 +273,8 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="For what is printed.")] = None,
 ) -> None:
     """Print, for each cluster and scheduling, what each method comes to at its best outer learning rate."""
+    rules = Path(__file__).resolve().parents[2] / "recipes" / "rules" / "register.py"
+    os.environ.setdefault(PLUGINS, str(rules))  # several experiments compare with them
     report = Report(f"outer rules, {path.name}")
     try:
         bench = Bench(experiments.read(path), out, grace)

@@ -13,15 +13,14 @@ from torch import Tensor
 from fairseq_async.algorithms import (
     BufferedNesterov,
     DelayedNesterov,
-    DirectionAveraging,
-    HeavyBall,
     HeLoCo,
     MomentumLookAhead,
     NesterovMomentum,
-    OuterAdam,
     StalenessPolicy,
     Update,
 )
+from recipes.rules.baselines import HeavyBall, OuterAdam
+from recipes.rules.direction_averaging import DirectionAveraging
 from tests.helpers.references import DelayedNesterov64
 
 LR, BETA = 0.7, 0.9

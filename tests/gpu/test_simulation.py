@@ -21,6 +21,7 @@ METHODS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.usefixtures("recipe_rules")
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_a_simulation_on_a_gpu_is_that_on_the_cpu(tmp_path: Path, method: dict[str, Any]) -> None:
     cluster, logs, ends = {"workers": 2, "seconds_per_step": [1.0, 1.5]}, [], []

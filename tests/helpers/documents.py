@@ -18,6 +18,7 @@ ALL = sorted(
         "recipes/hf_trainer",
         "recipes/multi30k_en_de",
         "recipes/paper",
+        "recipes/rules",
     )
     for path in (ROOT / folder).glob("*.md")
 )

@@ -31,12 +31,8 @@ OUTER: dict[str, dict[str, Any]] = {
     "buffered_nesterov": {},
     "delayed_nesterov": {"look_ahead": True},
     "sgd": {},
-    "mla": {},  # looks ahead by default, as the next two
+    "mla": {},  # looks ahead by default, as the next one
     "heloco": {},
-    "direction_averaging": {"quorum": 2},
-    "heavy_ball": {},
-    "adam": {},
-    "adamw": {},
 }
 
 SCRIPT = """

@@ -11,7 +11,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairseq_async.algorithms import DirectionAveraging
 from fairseq_async.errors import ConfigurationError, as_argument, as_flag, as_key, spell_options
 from fairseq_async.method import methods, option_flags
 from fairseq_async.method.methods import OuterRule, register_outer_rule
@@ -196,7 +195,7 @@ def test_an_option_of_another_rule_is_refused_unless_it_is_off() -> None:
     off = {"outer": "diloco", "delay": None, "c": 0.0, "overlap": False, "grace_period": None}
     assert methods.parse(LocalSGDOptions, off, "here") == DiLoCoOptions()
     on = {"delay": 2, "c": 0.1, "overlap": True, "grace_period": 1.0, "staleness_power": -1.0}
-    zeros = {"grace_period ": 0, "grace_period": 0.0, "staleness_limit": 0, "fragments": 0, "delay ": 0, "quorum": 0}
+    zeros = {"grace_period ": 0, "grace_period": 0.0, "staleness_limit": 0, "fragments": 0, "delay ": 0}
     for key, value in ((name.strip(), value) for name, value in (*on.items(), *zeros.items())):
         with pytest.raises(ConfigurationError, match=f'^here: "{key}" is of no use with "outer" diloco: leave it out$'):
             methods.parse(LocalSGDOptions, {"outer": "diloco", key: value}, "here")
@@ -242,15 +241,6 @@ def test_a_table_that_was_changed_by_hand_is_seen(changed: str) -> None:
     assert other != text and option_tables.updated(other) == text
 
 
-def test_direction_averaging_takes_no_norm_after_an_embedding_for_one() -> None:
-    """Names of fairseq's, Llama's, GPT-2's and BERT's."""
-    embeddings = ["encoder.embed_tokens.weight", "model.embed_tokens.weight", "transformer.wpe.weight"]
-    others = ["encoder.layernorm_embedding.weight", "bert.embeddings.LayerNorm.bias", "lm_head.weight"]
-    rule = methods.outer_rule("direction_averaging")
-    built = rule.build(rule.options(), methods.RuleContext(2, [1] * 6, [*embeddings, *others]))
-    assert isinstance(built, DirectionAveraging) and built.embeddings == {0, 1, 2}
-
-
 def test_a_name_that_is_taken_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="^outer rule diloco: there is a rule of this name already$"):
         register_outer_rule(OuterRule("diloco", DiLoCoOptions, lambda options, context: NotImplemented))
@@ -283,7 +273,6 @@ def test_an_option_with_the_name_of_one_of_the_servers_is_refused() -> None:
         ),
         ("local_sgd", ["--outer", "mla", "--look-ahead", "ahead"], "--look-ahead: Input should be a valid boolean"),
         ("local_sgd", ["--outer", "sgd", "--look-ahead", "on"], "--look-ahead is of no use with --outer sgd: leave"),
-        ("local_sgd", ["--outer", "direction_averaging", "--quorum", "3"], "--quorum is 3: there are only 2 workers"),
         ("local_sgd", ["--worker-timeout", "0"], "--worker-timeout: Input should be greater than 0 (it is 0)"),
         (
             "hybrid_async",

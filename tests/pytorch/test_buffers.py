@@ -73,6 +73,7 @@ def expected(whose: str, before: list[dict[str, Tensor]], worker: int, name: str
     return before[0 if whose == "worker 0" and name in FLOATS else worker][name]
 
 
+@pytest.mark.usefixtures("recipe_rules")
 @pytest.mark.parametrize("outer", [DILOCO, QUORUM], ids=lambda outer: str(outer["outer"]))
 @pytest.mark.parametrize("whose", ["own", "average", "worker 0"])
 def test_after_a_round_the_statistics_are_whose_the_option_says(workers: Start, whose: str, outer: Any) -> None:

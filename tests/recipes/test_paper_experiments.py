@@ -14,6 +14,7 @@ from tests.helpers.commands import ROOT
 FILES = sorted((ROOT / "recipes" / "paper").glob("*.yaml"))
 
 
+@pytest.mark.usefixtures("recipe_rules")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_each_file_is_an_experiment_and_is_in_the_list(path: Path) -> None:
     given = read(path)

@@ -14,12 +14,10 @@ from torch import Tensor
 from fairseq_async.algorithms import (
     BufferedNesterov,
     DelayedNesterov,
-    DirectionAveraging,
     FragmentedRule,
     HybridAccumulation,
     NesterovMomentum,
     NormGate,
-    OuterAdam,
     Region,
     Rule,
     StalenessPolicy,
@@ -42,6 +40,8 @@ from fairseq_async.server.rounds.look_ahead import LookAhead
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
 from fairseq_async.server.rounds.quorum import Quorum
 from fairseq_async.server.upstream import Above, Upstream
+from recipes.rules.baselines import OuterAdam
+from recipes.rules.direction_averaging import DirectionAveraging
 
 WORKERS = (0, 1, 2)
 CHANGES = compression.parse("pull=e3m0").pull

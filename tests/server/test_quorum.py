@@ -14,6 +14,8 @@ from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.programs import local_sgd_main
 from tests.helpers.driven import Driven
 
+pytestmark = pytest.mark.usefixtures("recipe_rules")
+
 
 def driven(quorum: int, grace: float | None, workers: int = 3) -> Driven:
     """Every update is 1, and a round moves the one parameter by −1."""

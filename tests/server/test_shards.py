@@ -213,7 +213,7 @@ def test_more_shards_than_tensors_are_refused(tmp_path: Path) -> None:
         served(gradient_main.build, hybrid(7), tmp_path)
 
 
-@pytest.mark.parametrize("outer", ["sgd", "nesterov", "delayed_nesterov", "mla", "heloco", "adam"])
+@pytest.mark.parametrize("outer", ["sgd", "nesterov", "delayed_nesterov", "mla", "heloco"])
 @pytest.mark.parametrize("fragments", [2, 3])
 def test_every_fragment_is_divided_among_all_shards(outer: str, fragments: int, tmp_path: Path) -> None:
     """As if each was a model of its own. Of three fragments two have one tensor, which only the first shard has."""

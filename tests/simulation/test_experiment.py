@@ -85,7 +85,6 @@ def test_a_mistake_in_the_file_is_one_line_that_names_it(tmp_path: Path, change:
     ("wrong", "message"),
     [
         (DN | {"delay": 4, "c": 0.3}, "--c is 0.3: with --delay 4 it must be in [0, 1/4]"),
-        (DN | {"outer": "direction_averaging", "quorum": 4}, "--quorum is 4: there are only 3 workers"),
         (DN | {"local_steps": 8, "fragments": 8}, "--fragments is 8: the model has 4 tensors"),
         ({"method": "hybrid_async", "barrier": True, "updates_per_step": 4}, "--updates-per-step is 4"),
     ],

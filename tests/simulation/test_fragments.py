@@ -26,7 +26,7 @@ PLAIN: dict[str, Any] = {"optimizer": {"type": "sgd", "lr": 0.1}, "schedule": {}
 EQUAL: dict[str, Any] = {"cluster": {"workers": 2, "seconds_per_step": 1.0}}
 
 
-@pytest.mark.parametrize("outer", ["delayed_nesterov", "mla", "adam"])
+@pytest.mark.parametrize("outer", ["delayed_nesterov", "mla", "heloco"])
 def test_one_fragment_without_delay_is_the_whole_model_to_the_bit(tmp_path: Path, outer: str) -> None:
     """Through the code of fragments, which such options do not take by themselves."""
     method = DN | {"outer": outer, "dynamic_local_steps": True}
@@ -160,7 +160,6 @@ def test_what_does_not_go_with_fragments_is_refused(tmp_path: Path, changes: dic
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"outer": "direction_averaging"}, "--outer direction_averaging does not go with --fragments"),
         ({"fragments": 40, "local_steps": 40}, "fragments is 40: the model has 4 tensors"),
     ],
 )

@@ -11,7 +11,7 @@ from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Layout
 from fairseq_async.server.compressed_starts import compressed_starts
 from fairseq_async.server.parameter_server import ParameterServer
-from fairseq_async.simulation.gs_sgd import GsSGD
+from recipes.rules.gs_sgd import GsSGD
 from tests.helpers.other_device import OnAnotherDevice, elsewhere, loaded_elsewhere
 
 SIZE = 40

@@ -12,6 +12,8 @@ from fairseq_async.simulation.trial import Trial
 from scripts.faults.digest import digest
 from tests.helpers.gaussian_trials import Log, trial
 
+pytestmark = pytest.mark.usefixtures("recipe_rules")
+
 DN = {"method": "local_sgd", "outer": "delayed_nesterov", "local_steps": 2}
 METHODS: dict[str, dict[str, Any]] = {
     "hybrid": {"method": "hybrid_async"},

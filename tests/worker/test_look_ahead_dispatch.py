@@ -133,8 +133,7 @@ def test_delay_compensation_compares_with_what_the_worker_was_given(tmp_path: Pa
     [
         ({"outer": "sgd", "look_ahead": "on"}, '"look_ahead" is of no use with "outer" sgd: leave it out'),
         ({"outer": "mla", "look_ahead": "sideways"}, '"look_ahead": Input should be a valid boolean.*sideways'),
-        ({"outer": "mla", "quorum": 2}, '"quorum" is of no use with "outer" mla'),
-        ({"outer": "direction_averaging", "quorum": 0}, '"quorum": .*greater than or equal to 1'),
+        ({"outer": "mla", "delay": 2}, '"delay" is of no use with "outer" mla'),
     ],
 )
 def test_a_mistake_in_its_options_is_one_line(options: dict[str, Any], message: str) -> None:

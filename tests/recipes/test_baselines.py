@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from fairseq_async.algorithms import HeavyBall, OuterAdam, Rule, Update
+from fairseq_async.algorithms import Rule, Update
+from recipes.rules.baselines import HeavyBall, OuterAdam
 
 Make = Callable[[], Rule]
 Torch = Callable[[list[Parameter]], torch.optim.Optimizer]

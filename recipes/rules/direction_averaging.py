@@ -1,17 +1,43 @@
 """Direction averaging: the outer rule of Decoupled DiLoCo."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from fairseq_async.algorithms.outer.momentum_rule import MomentumRule, at_least_one, copied
 from fairseq_async.algorithms.rule import State, fills
 from fairseq_async.algorithms.update import Update
+from fairseq_async.errors import ConfigurationError, option
+from fairseq_async.method.methods import RuleContext
+from fairseq_async.options.config import AsyncLocalSGDOptions, LookAheadDispatch, OuterLearningRate, OuterMomentum
 
 _CANCELLED = 1e-6  # share of Σ w: a few times the rounding error of a sum of unit vectors in fp32
 _MOST = 2.0**53  # a weight; sums of vectors times such weights are still within fp32
 _LARGEST = torch.finfo(torch.float32).max
+_EMBEDDINGS = ("embed", "wte", "wpe")  # in the names of embeddings: fairseq's, Llama's; GPT-2's
+
+
+class DirectionAveragingOptions(AsyncLocalSGDOptions):
+    """``outer direction_averaging``: one Nesterov step on the updates of a round, whose lengths and directions are
+    averaged separately. A round takes the updates that come until the grace period after the K-th ends."""
+
+    outer: Literal["direction_averaging"] = "direction_averaging"
+    outer_lr: OuterLearningRate = 0.7
+    outer_momentum: OuterMomentum = 0.9
+    look_ahead: LookAheadDispatch = False
+    quorum: int = Field(1, ge=1, description="updates K with which a round's grace period begins")
+
+    def for_workers(self, workers: int) -> DirectionAveragingOptions:
+        if self.quorum > workers:
+            raise ConfigurationError(
+                f"{option('quorum')} is {self.quorum}: there are only {workers} workers; give at most {workers}"
+            )
+        return self
 
 
 class DirectionAveraging(MomentumRule):
@@ -124,3 +150,16 @@ def token_weight(update: Update) -> float:
     if update.tokens:
         weight = update.tokens**2 / weight if weight > 0 else 0.0
     return min(weight, _MOST) if weight * _MOST >= 1 else 0.0
+
+
+def build(options: DirectionAveragingOptions, context: RuleContext) -> DirectionAveraging:
+    """Builds ``outer direction_averaging``."""
+    embeddings = [number for number, name in enumerate(context.names) if _is_embedding(name)]
+    return DirectionAveraging(
+        options.outer_lr, options.outer_momentum, options.quorum, context.sizes, embeddings, options.look_ahead
+    )
+
+
+def _is_embedding(name: str) -> bool:
+    """Whether a tensor of this name is an embedding, and not of a norm after one: fairseq's ``layernorm_embedding``."""
+    return any(part in name for part in _EMBEDDINGS) and "norm" not in name.lower()

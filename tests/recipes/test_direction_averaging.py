@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairseq_async.algorithms import DirectionAveraging, Update
+from fairseq_async.algorithms import Update
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.method import methods
+from fairseq_async.method.methods import RuleContext
+from fairseq_async.method.spec import local_sgd_spec
+from fairseq_async.options.config import LocalSGDOptions
+from recipes.rules.baselines import HeavyBall, OuterAdam
+from recipes.rules.direction_averaging import DirectionAveraging, DirectionAveragingOptions, build
 
 
 def update(delta: list[float], steps: float = 1.0, tokens: float = 0.0) -> Update:
@@ -102,3 +109,25 @@ def test_directions_that_cancel_move_nothing(first: float, second: float, size: 
     for factor in (first, -second):
         rule.apply(theta, Update(0, 0, 0, 1.0, factor * values))
     assert not theta.any()
+
+
+def test_direction_averaging_takes_no_norm_after_an_embedding_for_one() -> None:
+    """Names of fairseq's, Llama's, GPT-2's and BERT's."""
+    embeddings = ["encoder.embed_tokens.weight", "model.embed_tokens.weight", "transformer.wpe.weight"]
+    others = ["encoder.layernorm_embedding.weight", "bert.embeddings.LayerNorm.bias", "lm_head.weight"]
+    context = RuleContext(2, [1] * 6, [*embeddings, *others])
+    assert build(DirectionAveragingOptions(), context).embeddings == {0, 1, 2}
+
+
+@pytest.mark.usefixtures("recipe_rules")
+def test_the_rules_of_the_recipe_are_a_flag_away() -> None:
+    """Named in FAIRSEQ_ASYNC_PLUGINS, as any rule of a user."""
+    chosen = methods.parse(LocalSGDOptions, {"outer": "direction_averaging", "quorum": 2}, "here")
+    assert isinstance(chosen, methods.outer_rule("direction_averaging").options)
+    with pytest.raises(ConfigurationError, match="outer direction_averaging does not go with --fragments"):
+        options = {"outer": "direction_averaging", "fragments": 2}
+        local_sgd_spec(methods.parse(LocalSGDOptions, options, "here"), 2, [], None, {})
+    for name in ("heavy_ball", "adam", "adamw"):
+        options = methods.parse(LocalSGDOptions, {"outer": name, "outer_lr": 0.5}, "here")
+        built = methods.outer_rule(name).build(options, RuleContext(2, [1]))
+        assert isinstance(built, HeavyBall | OuterAdam) and built.lr == 0.5

@@ -1,11 +1,44 @@
 """Outer optimizers that Liu et al. 2024 (arXiv 2401.09135, figure 5) compare with: heavy ball, Adam and AdamW."""
 
+from __future__ import annotations
+
+from typing import Literal
+
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from fairseq_async.algorithms.outer.momentum_rule import MomentumRule, at_least_one, copied
 from fairseq_async.algorithms.rule import State
 from fairseq_async.algorithms.update import Update
+from fairseq_async.method.methods import RuleContext
+from fairseq_async.options.config import AsyncLocalSGDOptions, LookAheadDispatch, OuterLearningRate, OuterMomentum
+
+
+class HeavyBallOptions(AsyncLocalSGDOptions):
+    """``outer heavy_ball``: one step with Polyak's momentum per arrival."""
+
+    outer: Literal["heavy_ball"] = "heavy_ball"
+    outer_lr: OuterLearningRate = 0.7
+    outer_momentum: OuterMomentum = 0.9
+    look_ahead: LookAheadDispatch = False
+
+
+class OuterAdamOptions(AsyncLocalSGDOptions):
+    """``outer adam``: one step of Adam per arrival, with β₂ 0.999 and ε 1e-8."""
+
+    outer: Literal["adam"] = "adam"
+    outer_lr: OuterLearningRate = 1e-3
+    outer_momentum: OuterMomentum = 0.9
+
+
+class OuterAdamWOptions(AsyncLocalSGDOptions):
+    """``outer adamw``: as ``outer adam``, with decoupled weight decay."""
+
+    outer: Literal["adamw"] = "adamw"
+    outer_lr: OuterLearningRate = 1e-3
+    outer_momentum: OuterMomentum = 0.9
+    outer_weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of the outer optimizer")
 
 
 class HeavyBall(MomentumRule):
@@ -96,3 +129,19 @@ class OuterAdam(MomentumRule):
         """Restores what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self.squares, self.steps = copied(state["squares"]), state["steps"]
+
+
+def heavy_ball(options: HeavyBallOptions, context: RuleContext) -> HeavyBall:
+    """Builds ``outer heavy_ball``."""
+    return HeavyBall(options.outer_lr, options.outer_momentum, context.workers, options.look_ahead)
+
+
+def adam(options: OuterAdamOptions, context: RuleContext) -> OuterAdam:
+    """Builds ``outer adam``."""
+    return OuterAdam(options.outer_lr, options.outer_momentum, context.workers)
+
+
+def adamw(options: OuterAdamWOptions, context: RuleContext) -> OuterAdam:
+    """Builds ``outer adamw``."""
+    decay = options.outer_weight_decay
+    return OuterAdam(options.outer_lr, options.outer_momentum, context.workers, weight_decay=decay)

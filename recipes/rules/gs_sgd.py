@@ -1,30 +1,39 @@
 """gs-SGD in the simulator: steps with the largest values of all workers' gradients, found by sketches that add up."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
+from typing import Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from fairseq_async.algorithms import CountSketch, Rule, Update
 from fairseq_async.algorithms.codecs.payload import header_bytes
 from fairseq_async.algorithms.rule import State, fills
+from fairseq_async.simulation.ranks import RanksMethod, TwoRounds, register_ranks_method
 
 
-@dataclass(frozen=True)
-class SketchedBytes:
-    """Bytes of one worker's update in the two rounds, with headers.
+class GsSGDOptions(BaseModel):
+    """The keys of ``method: gs_sgd`` in an experiment.
 
     Attributes:
-        sketch: bytes of the sketch, which goes to the server in the first round.
-        places: bytes of the places that come back, whose values the server asks for.
-        values: bytes of these values, which go to the server in the second round.
+        rows: number of rows of a sketch.
+        columns: number of columns of a sketch.
+        keep: k, the number of values in a step.
+        candidates: p; p·k values are asked for in the second round.
     """
 
-    sketch: int
-    places: int
-    values: int
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: Literal["gs_sgd"]
+    rows: int = Field(5, ge=1, le=64)
+    columns: int = Field(ge=1, le=1 << 31)
+    keep: int = Field(ge=1)
+    candidates: int = Field(4, ge=1)
 
 
 class GsSGD(Rule):
@@ -57,10 +66,10 @@ class GsSGD(Rule):
         self._carried: dict[int, Tensor] = {}
         self._round: list[int] = []
 
-    def bytes_of(self, size: int) -> SketchedBytes:
+    def bytes_of(self, size: int) -> TwoRounds:
         """Returns the bytes of an update of so many values: places are u32, values fp32."""
         asked = header_bytes(1) + 4 * min(self.keep * self.candidates, size)
-        return SketchedBytes(self.sketch.most_bytes([size]), asked, asked)
+        return TwoRounds(self.sketch.most_bytes([size]), asked, asked)
 
     def apply(self, parameters: Tensor, update: Update) -> float:
         carried = self._carried.setdefault(update.worker, torch.zeros_like(update.delta))
@@ -95,3 +104,13 @@ class GsSGD(Rule):
         self.rule.load_state_dict(state["rule"])
         self._carried = {worker: vector.clone() for worker, vector in state["carried"].items()}
         self._round = list(state["round"])
+
+
+def build(options: GsSGDOptions, rule: Rule, workers: int, seed: int, size: int) -> tuple[GsSGD, TwoRounds]:
+    """Builds the rule, and says the bytes of an update; ``rule`` takes the mean of a round as one gradient."""
+    sketch = CountSketch(options.rows, options.columns, seed)
+    largest = GsSGD(rule, workers, sketch, options.keep, options.candidates)
+    return largest, largest.bytes_of(size)
+
+
+register_ranks_method(RanksMethod("gs_sgd", GsSGDOptions, build))

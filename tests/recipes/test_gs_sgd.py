@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import CountSketch, HybridAccumulation, Update
-from fairseq_async.simulation.gs_sgd import GsSGD
+from recipes.rules.gs_sgd import GsSGD
 from tests.helpers.simulations import run
 
 SYNCHRONOUS = {"method": "hybrid_async", "barrier": True}
