@@ -389,4 +389,4 @@ def _make_worker(
     if isinstance(options, LocalSGDOptions):
         replica = with_buffers(replica_of(engine, context.rank), engine.module, options, context.rank == 0)
         return local_sgd_worker(client, replica, options)
-    return HybridWorker(client, trainable(engine), options.max_refused)
+    return HybridWorker(client, trainable(engine))

@@ -40,7 +40,6 @@ class HybridAsync(FairseqOptimizer):
         named: the model's trainable parameters with their names.
         client: the connection to the server.
         scaler: the dynamic loss scale of an fp16 model.
-        max_refused: updates with NaN or Inf, in a row, after which the worker stops.
         barrier: whether the server answers only when the step is taken.
 
     Attributes:
@@ -56,14 +55,13 @@ class HybridAsync(FairseqOptimizer):
         named: Sequence[tuple[str, Parameter]],
         client: Client,
         scaler: DynamicLossScaler | None,
-        max_refused: int,
         barrier: bool,
     ) -> None:
         super().__init__(cfg)
         self.scaler, self.barrier = scaler, barrier
         # FP16Optimizer, which steps fp32 masters without this method, has zeros for missing gradients
         zeros = scaler is not None or any(p.dtype is torch.bfloat16 for _, p in named)
-        self.worker = HybridWorker(client, named, max_refused, zeros)
+        self.worker = HybridWorker(client, named, zeros)
         self._scales_into_slot = all(p.is_cpu and p.dtype is torch.float32 for _, p in named)
         # The server takes the steps: this optimizer only holds the parameters, and the learning rate for fairseq's log.
         self._optimizer = torch.optim.SGD([p for _, p in named], lr=cfg.lr[0])
@@ -118,7 +116,7 @@ class HybridAsync(FairseqOptimizer):
         """Pushes the mean gradient, waits for the receipt and pulls the parameters if they have changed.
 
         Raises:
-            RefusedError: the last ``max_refused`` updates had NaN or Inf.
+            RefusedError: the last updates had NaN or Inf.
             ExchangeError: the server is gone; this update may be lost.
         """
         if self._skip or not self._is_sent:
@@ -219,7 +217,6 @@ class HybridTrainer(AsynchronousTrainer):
             self.trainable_parameters(),
             self.session.client,
             loss_scaler(self.cfg) if self.cfg.common.fp16 else None,
-            options.max_refused,
             options.barrier,
         )
         self._lr_scheduler = RemoteSchedule(None, self._optimizer)

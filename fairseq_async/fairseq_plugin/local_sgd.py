@@ -95,7 +95,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         if self._worker is None:  # fairseq builds its optimizer anew for a checkpoint
             options = flags.local_sgd_options(arguments, self.cfg)
             self._worker = local_sgd_worker(self.session.client, self._replica(self._optimizer), options)
-            self._left_out = left_out_steps(self.session.context.worker, options.max_refused)
+            self._left_out = left_out_steps(self.session.context.worker)
         self._in_step = self._overflow = False
         self._own_parameters: Tensor | None = None  # while the model has the server's
         self._servers = ParameterWatch([])
@@ -190,7 +190,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         the loss scale was too large then: the batch is skipped, and no local step is counted.
 
         Raises:
-            RefusedError: the last ``max_refused`` gradients had NaN or Inf.
+            RefusedError: the last local steps had NaN or Inf.
             AsyncError: fp16's loss scale has come to its minimum.
             ConfigurationError: a parameter is trained that is not exchanged.
         """

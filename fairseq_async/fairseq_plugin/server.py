@@ -12,11 +12,10 @@ from fairseq_async.algorithms.hybrid import pieces
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.compat.optimizers import component_config
-from fairseq_async.method import methods
 from fairseq_async.method.option_flags import check_inner_optimizer
 from fairseq_async.method.spec import JsonObject, MethodSpec, hybrid_options
 from fairseq_async.protocol.layout import Layout
-from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
+from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule, accumulation
 from fairseq_async.server.plan import EpochPlan
 
 
@@ -57,7 +56,6 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
     Raises:
         ConfigurationError: fairseq does not take the configuration.
     """
-    options = hybrid_options(spec)
     views = [Parameter(view) for view in layout.views(parameters)]
     inner, scheduler = _component(spec, "inner_optimizer"), _component(spec, "lr_scheduler")
     check_inner_optimizer(spec.method, str(inner["_name"]), OPTIMIZER_REGISTRY)
@@ -68,8 +66,7 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
             optimizer = build_optimizer(component_config(inner, "optimizer"), pieces(parameters))
         schedule = build_lr_scheduler(component_config(scheduler, "lr_scheduler"), optimizer)
     clip_norm, elementwise = float(str(spec.framework["clip_norm"])), bool(optimizer.supports_flat_params)
-    context = methods.GradientRuleContext(optimizer.optimizer, clip_norm, views, spec.workers, elementwise)
-    rule = methods.gradient_rule(options.gradient_rule).build(options, context)
+    rule = accumulation(hybrid_options(spec), spec.workers, optimizer.optimizer, clip_norm, views, elementwise)
     with _fairseqs_errors(inner, scheduler):
         scheduled = ScheduledRule(rule, FairseqSchedule(optimizer, schedule))
     return scheduled, EpochPlan(scheduled, spec.max_epoch, spec.whole_steps)

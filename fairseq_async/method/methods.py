@@ -1,7 +1,7 @@
 """The methods, their rules and the options of both.
 
-A user's own rule is in a file or module that calls :func:`register_outer_rule` or :func:`register_gradient_rule`; the
-environment variable ``FAIRSEQ_ASYNC_PLUGINS`` names it, for every process of a run.
+A user's own rule is in a file or module that calls :func:`register_outer_rule`; the environment variable
+``FAIRSEQ_ASYNC_PLUGINS`` names it, for every process of a run.
 """
 
 from __future__ import annotations
@@ -17,34 +17,25 @@ from typing import TypeVar, cast
 from fairseq_async.environment import PLUGINS
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method.registry import (
-    GradientRule,
-    GradientRuleContext,
     OuterRule,
     RuleContext,
-    register_gradient_rule,
     register_outer_rule,
 )
-from fairseq_async.method.rules import GRADIENT_RULES, OUTER_RULES
+from fairseq_async.method.rules import OUTER_RULES
 from fairseq_async.options.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, Options
 from fairseq_async.options.validation import Spell, checked
 
 __all__ = [
     "METHODS",
     "SYNCHRONOUS",
-    "GradientRule",
-    "GradientRuleContext",
     "MethodOptions",
     "OuterRule",
     "RuleContext",
-    "default_rule",
-    "gradient_rule",
-    "gradient_rules",
     "import_plugins",
     "models",
     "outer_rule",
     "outer_rules",
     "parse",
-    "register_gradient_rule",
     "register_outer_rule",
     "rule_key",
 ]
@@ -66,47 +57,28 @@ def outer_rules() -> Mapping[str, OuterRule[LocalSGDOptions]]:
     return OUTER_RULES
 
 
-def gradient_rules() -> Mapping[str, GradientRule[HybridOptions]]:
-    """Returns all gradient rules by name."""
-    import_plugins()
-    return GRADIENT_RULES
-
-
 def outer_rule(name: str) -> OuterRule[LocalSGDOptions]:
     """Returns the outer rule of this name.
 
     Raises:
         ConfigurationError: there is no rule of this name.
     """
-    return _named("outer", name, outer_rules())
-
-
-def gradient_rule(name: str) -> GradientRule[HybridOptions]:
-    """Returns the gradient rule of this name; raises as :func:`outer_rule`."""
-    return _named("gradient_rule", name, gradient_rules())
+    rules = outer_rules()
+    if name not in rules:
+        raise ConfigurationError(f"outer {name}: there is no such rule; there are {', '.join(rules)}")
+    return rules[name]
 
 
 def models(method: str) -> Mapping[str, type[Options]]:
     """Returns the models of a method's options by the name of their rule; a method without rules has one, named ''."""
-    match method:
-        case "local_sgd":
-            return {name: rule.options for name, rule in outer_rules().items()}
-        case "hybrid_async":
-            return {name: rule.options for name, rule in gradient_rules().items()}
+    if method == "local_sgd":
+        return {name: rule.options for name, rule in outer_rules().items()}
     return {"": METHODS[method]}
-
-
-_RULE_KEYS = {"local_sgd": "outer", "hybrid_async": "gradient_rule"}
 
 
 def rule_key(method: str) -> str | None:
     """Returns the name of the option that chooses a method's rule; None for a method without rules."""
-    return _RULE_KEYS.get(method)
-
-
-def default_rule(method: str) -> str:
-    """Returns the name of the rule that a method has by default."""
-    return str(METHODS[method].model_fields[_RULE_KEYS[method]].default)
+    return "outer" if method == "local_sgd" else None
 
 
 def parse(
@@ -133,7 +105,7 @@ def parse(
     known, key = models(method), rule_key(method)
     if key is None:
         return checked(base, values, where, spell, also_known, not_known)
-    name = values.get(key, default_rule(method))
+    name = values.get(key, base.model_fields[key].default)
     if not isinstance(name, str) or name not in known:
         raise ConfigurationError(f"{where}: {spell(key)}: Input should be {_one_of(list(known))} (it is {name!r})")
     fields = {field: info for model in known.values() for field, info in model.model_fields.items()}
@@ -153,15 +125,6 @@ def _is_off(value: object, default: object) -> bool:
     return value is None or (is_zero and (value == default or isinstance(default, bool | float)))
 
 
-_Rule = TypeVar("_Rule")
-
-
-def _named(key: str, name: str, rules: Mapping[str, _Rule]) -> _Rule:
-    if name not in rules:
-        raise ConfigurationError(f"{key} {name}: there is no such rule; there are {', '.join(rules)}")
-    return rules[name]
-
-
 def _one_of(names: Sequence[str]) -> str:
     """Lists the names as pydantic lists allowed values."""
     quoted = [repr(name) for name in names]
@@ -179,7 +142,7 @@ def import_plugins() -> None:
     """
     for name in filter(None, map(str.strip, os.environ.get(PLUGINS, "").split(","))):
         if name not in _imported:
-            _imported.add(name)  # before the import: the plugin may call outer_rules or gradient_rules itself
+            _imported.add(name)  # before the import: the plugin may call outer_rules itself
             try:
                 _import_plugin(name)
             except Exception as error:  # a user's file may raise anything

@@ -16,7 +16,7 @@ from fairseq_async.options.validation import checked
 _WITHOUT_FLAG = ("method", "total_steps", "seed")  # fairseq has flags of its own for the last two
 _OF_FAIRSEQ = {"total_steps": "--max-update"}
 _Options = TypeVar("_Options", bound=Options)
-_LAST = ("total_steps", "shards", "max_refused", "seed", "upstream")  # shown last in help and tables
+_LAST = ("total_steps", "shards", "seed", "upstream")  # shown last in help and tables
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.options.config import HybridOptions, LocalSGDOptions, Options, Section
+from fairseq_async.options.config import LocalSGDOptions, Section
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag is to be answered at once
-    import torch
-    from torch import Tensor
-
     from fairseq_async.algorithms import Rule
 
 LocalSGD = TypeVar("LocalSGD", bound=LocalSGDOptions)
-Hybrid = TypeVar("Hybrid", bound=HybridOptions)
 
 
 @dataclass(frozen=True)
@@ -32,25 +28,6 @@ class RuleContext:
     workers: int
     sizes: Sequence[int] = ()
     names: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class GradientRuleContext:
-    """The run and the optimizer that a gradient rule is built for.
-
-    Attributes:
-        optimizer: the inner optimizer, over the server's flat parameters.
-        clip_norm: largest L2 norm of the gradient of a step; 0 does not clip.
-        tensors: views of the parameters, one for each tensor of the model; None where the optimizer has these views.
-        workers: number of workers that were announced.
-        elementwise: whether the optimizer steps each element independently of the others.
-    """
-
-    optimizer: torch.optim.Optimizer
-    clip_norm: float
-    tensors: Sequence[Tensor] | None
-    workers: int
-    elementwise: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,19 +52,7 @@ class OuterRule(Generic[LocalSGD]):
     divisible: bool = False
 
 
-@dataclass(frozen=True)
-class GradientRule(Generic[Hybrid]):
-    """A registered gradient rule, by which the server applies gradients: ``--optimizer hybrid_async --gradient-rule
-    NAME``. Attributes as of :class:`OuterRule`."""
-
-    name: str
-    options: type[Hybrid]
-    build: Callable[[Hybrid, GradientRuleContext], Rule]
-    divisible: bool = False
-
-
 OUTER_RULES: dict[str, OuterRule[LocalSGDOptions]] = {}
-GRADIENT_RULES: dict[str, GradientRule[HybridOptions]] = {}
 
 
 def register_outer_rule(rule: OuterRule[LocalSGD]) -> None:
@@ -96,19 +61,9 @@ def register_outer_rule(rule: OuterRule[LocalSGD]) -> None:
     Raises:
         ConfigurationError: the name is taken, or one of the rule's options has the name of an option of every method.
     """
-    _check_new("outer rule", rule.name, rule.options, OUTER_RULES)
-    OUTER_RULES[rule.name] = cast("OuterRule[LocalSGDOptions]", rule)
-
-
-def register_gradient_rule(rule: GradientRule[Hybrid]) -> None:
-    """Registers a gradient rule under its name; raises as :func:`register_outer_rule`."""
-    _check_new("gradient rule", rule.name, rule.options, GRADIENT_RULES)
-    GRADIENT_RULES[rule.name] = cast("GradientRule[HybridOptions]", rule)
-
-
-def _check_new(kind: str, name: str, options: type[Options], known: Mapping[str, object]) -> None:
-    if name in known:
-        raise ConfigurationError(f"{kind} {name}: there is a rule of this name already")
-    taken = sorted(set(options.model_fields) & set(Section.model_fields))
+    if rule.name in OUTER_RULES:
+        raise ConfigurationError(f"outer rule {rule.name}: there is a rule of this name already")
+    taken = sorted(set(rule.options.model_fields) & set(Section.model_fields))
     if taken:
-        raise ConfigurationError(f"{kind} {name}: {taken[0]} is the name of an option that every method has")
+        raise ConfigurationError(f"outer rule {rule.name}: {taken[0]} is the name of an option that every method has")
+    OUTER_RULES[rule.name] = cast("OuterRule[LocalSGDOptions]", rule)

@@ -6,20 +6,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fairseq_async.method.registry import (
-    GRADIENT_RULES,
     OUTER_RULES,
-    GradientRule,
-    GradientRuleContext,
     OuterRule,
     RuleContext,
-    register_gradient_rule,
     register_outer_rule,
 )
 from fairseq_async.options.config import (
     BufferedNesterovOptions,
     DelayedNesterovOptions,
     DiLoCoOptions,
-    HybridOptions,
     NesterovOptions,
     OuterSGDOptions,
 )
@@ -31,7 +26,7 @@ from fairseq_async.options.outer import (
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag is to be answered at once
     from fairseq_async.algorithms import Rule
 
-__all__ = ["GRADIENT_RULES", "OUTER_RULES"]
+__all__ = ["OUTER_RULES"]
 
 
 def _diloco(options: DiLoCoOptions, context: RuleContext) -> Rule:
@@ -78,20 +73,6 @@ def _heloco(options: HeLoCoOptions, context: RuleContext) -> Rule:
     return HeLoCo(options.outer_lr, options.outer_momentum, context.workers, context.sizes, options.look_ahead)
 
 
-def _accumulation(options: HybridOptions, context: GradientRuleContext) -> Rule:
-    from fairseq_async.algorithms import HybridAccumulation  # start-up time
-
-    whole_step = options.updates_per_step or context.workers
-    return HybridAccumulation(
-        context.optimizer,
-        whole_step,
-        context.clip_norm,
-        context.tensors,
-        partial_steps=options.closes_early,
-        elementwise=context.elementwise,
-    )
-
-
 register_outer_rule(OuterRule("diloco", DiLoCoOptions, _diloco, synchronous=True, divisible=True))
 register_outer_rule(OuterRule("nesterov", NesterovOptions, _nesterov, divisible=True))
 register_outer_rule(OuterRule("buffered_nesterov", BufferedNesterovOptions, _buffered_nesterov, divisible=True))
@@ -99,4 +80,3 @@ register_outer_rule(OuterRule("delayed_nesterov", DelayedNesterovOptions, _delay
 register_outer_rule(OuterRule("sgd", OuterSGDOptions, _sgd, divisible=True))
 register_outer_rule(OuterRule("mla", MomentumLookAheadOptions, _mla, divisible=True))
 register_outer_rule(OuterRule("heloco", HeLoCoOptions, _heloco, divisible=True))
-register_gradient_rule(GradientRule("accumulation", HybridOptions, _accumulation, divisible=True))

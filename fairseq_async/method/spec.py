@@ -48,9 +48,7 @@ class ServerSettings:
 
     worker_timeout: float = 60.0
     snapshot_seconds: float = 60.0
-    snapshot_updates: int = 0
     max_update_norm_ratio: float | None = None
-    server_threads: int | None = None
     server_shards: int = 1
     shard_hosts: str = ""
     record: bool = False
@@ -202,6 +200,9 @@ class MethodSpec:
     def from_json(cls, given: JsonObject) -> "MethodSpec":
         """Reads a description from ``run.json`` or a snapshot; in version 0.1 these had all options at one level."""
         current = given if "options" in given else _from_version_0_1(dict(given))
+        for level in ("options", "server"):
+            if isinstance(found := current.get(level), dict):
+                current = current | {level: {key: value for key, value in found.items() if key not in _REMOVED}}
         return _adapter().validate_json(json.dumps(current))  # as JSON: from Python, strict mode wants a MethodSpec
 
 
@@ -227,7 +228,7 @@ def hybrid_spec(
     return MethodSpec(
         method=filled.method,
         workers=workers,
-        options=filled.model_dump(exclude={"barrier", "max_refused", "total_steps"}),
+        options=filled.model_dump(exclude={"barrier", "total_steps"}),
         server=_settings(server),
         framework=framework,
         barrier=(filled.updates_per_step or workers) if filled.barrier or filled.closes_early else 0,
@@ -253,7 +254,7 @@ def local_sgd_spec(
     if options.upstream is not None:
         above = parse_upstream(options.upstream).above.options  # a mistake is to show before anything starts
         check_shards(above, server)  # the global server has as many shards
-    filled = options.for_workers(workers).model_dump(exclude={"shards", "max_refused"})
+    filled = options.for_workers(workers).model_dump(exclude={"shards"})
     check_fragments(options, server)
     check_shards(options, server)
     check_buffers(options, server)
@@ -292,17 +293,20 @@ def global_spec(spec: MethodSpec, upstream: UpstreamOption, regions: int) -> Met
 
 
 def hybrid_options(spec: MethodSpec) -> HybridOptions:
-    """Returns the options of a run from its description, as the model of its rule.
+    """Returns the options of a run from its description.
+
+    Raises:
+        ConfigurationError: a value is out of its range.
+    """
+    return checked(HybridOptions, _own(HybridOptions, spec), _IN_A_RUN)
+
+
+def local_sgd_options(spec: MethodSpec) -> LocalSGDOptions:
+    """Returns the options of a run of local SGD, as the model of its rule.
 
     Raises:
         ConfigurationError: there is no such rule, or a value is out of its range.
     """
-    name = spec.options.get("gradient_rule", methods.default_rule(spec.method))
-    return checked(model := methods.gradient_rule(str(name)).options, _own(model, spec), _IN_A_RUN)
-
-
-def local_sgd_options(spec: MethodSpec) -> LocalSGDOptions:
-    """Returns the options of a run of local SGD; see :func:`hybrid_options`."""
     return checked(model := methods.outer_rule(str(spec.options["outer"])).options, _own(model, spec), _IN_A_RUN)
 
 
@@ -310,7 +314,7 @@ _IN_A_RUN = "the run's method"
 
 
 def _own(model: type[HybridOptions] | type[LocalSGDOptions], spec: MethodSpec) -> JsonObject:
-    """Returns the options that the model has: descriptions of version 0.1 have the options of every rule."""
+    """Returns the options that the model has: descriptions of before have others, too."""
     return {name: value for name, value in spec.options.items() if name in model.model_fields}
 
 
@@ -328,6 +332,7 @@ def _adapter() -> TypeAdapter[MethodSpec]:
 
 OPTIMIZER_OVERRIDES = "optimizer_overrides"  # key of ``framework``: options that replace those of a saved optimizer
 _FRAMEWORK = ("inner_optimizer", "lr_scheduler", "clip_norm", "update_freq", "synchronous", "optimizer", "scheduler")
+_REMOVED = ("snapshot_updates", "server_threads", "gradient_rule")  # in descriptions of before
 _RENAMED = {"grace": "grace_seconds"}
 _STALENESS = {"power": "staleness_power", "limit": "staleness_limit", "compensation": "delay_compensation"}
 

@@ -48,9 +48,6 @@ class LocalSGDOptions(Options):
         0, ge=0, description="parts of the training set that the server assigns by need; 0 for one a worker"
     )
     compress: Compression = Field(Compress(), description=_COMPRESS_HELP, json_schema_extra=_COMPRESS)
-    max_refused: int = Field(
-        3, ge=1, description="end a worker when this many of its updates, or local gradients, in a row had NaN or Inf"
-    )
     seed: int = Field(1, ge=0, description="seed of the order of the data and of the choice of shards")
     buffers: Buffers = "own"
     upstream: str | None = Field(
@@ -216,13 +213,9 @@ def _word_or_number(value: object, words: dict[str, float | None], number: str) 
 
 
 class HybridOptions(Options):
-    """The options of hybrid asynchronous SGD (Aji & Heafield 2019, arXiv 1906.03496) that all gradient rules share.
-
-    The rule ``accumulation`` has no further options; the model of another rule is a subclass.
-    """
+    """The options of hybrid asynchronous SGD (Aji & Heafield 2019, arXiv 1906.03496)."""
 
     method: Literal["hybrid_async"] = "hybrid_async"
-    gradient_rule: str = Field("accumulation", description="what the server does with the workers' gradients")
     updates_per_step: Annotated[int, Field(ge=1)] | None = Field(
         None,
         description="gradients that the server sums before it steps; auto: those that come at about the same time; "
@@ -248,9 +241,6 @@ class HybridOptions(Options):
         "with all workers, synchronous SGD",
     )
     compress: Compression = Field(Compress(), description=_COMPRESS_HELP, json_schema_extra=_COMPRESS)
-    max_refused: int = Field(
-        10, ge=1, description="end a worker when this many of its gradients in a row had NaN or Inf"
-    )
     total_steps: int = Field(0, ge=0, description="steps of the server in the whole run; 0 for no end")
     seed: int = Field(1, ge=0, description="seed of the order of the data")
 

@@ -1,7 +1,5 @@
 """The options of a run's server, which every method with one has. Does not import torch."""
 
-from typing import Annotated
-
 from pydantic import Field, field_validator
 
 from fairseq_async.options.base import LONGEST, GivenPath, Options, Shown
@@ -66,19 +64,11 @@ class ServerOptions(Options):
         description="seconds between two snapshots, from which a server that dies goes on",
         json_schema_extra=_SECONDS,
     )
-    snapshot_updates: int = Field(
-        0, ge=0, description="take a snapshot also after so many applied updates", json_schema_extra=_OFF
-    )
     max_update_norm_ratio: float | None = Field(
         None,
         gt=1,
         description="refuse an update whose norm is more than this many times the running median of its worker's",
         json_schema_extra=_OFF | {"metavar": "R"},
-    )
-    server_threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        None,
-        description="threads on which the server adds up gradients, steps and publishes",
-        json_schema_extra={"default": "cores on which no worker computes at the time, up to 4 a shard", "metavar": "N"},
     )
     server_shards: int = Field(
         1,

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from fairseq_async.algorithms import HybridAccumulation
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import ConfigurationError, option
-from fairseq_async.method.spec import MethodSpec, hybrid_options
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.pytorch.parameters import crc_of
 from fairseq_async.server.coordinator import build_coordinator
@@ -32,15 +32,13 @@ def check_brought(spec: MethodSpec, optimizers: Sequence[Optimizer]) -> None:
     """Checks, before a worker joins, that the run's server can be given what its optimizers bring.
 
     Raises:
-        ConfigurationError: one has stepped, and the server is in shards, or has another rule than the accumulation of
-            gradients.
+        ConfigurationError: one has stepped, and the server is in shards.
     """
     stepped = next((each for each in optimizers if has_stepped(each)), None)
-    if stepped is not None and (spec.server.shards > 1 or hybrid_options(spec).gradient_rule != "accumulation"):
+    if stepped is not None and spec.server.shards > 1:
         raise ConfigurationError(
-            f"{type(stepped).__name__} has stepped before this run, and a server in shards, or with "
-            f"{option('gradient_rule')}, cannot be given its moments: leave these options out, or make the optimizer "
-            "anew"
+            f"{type(stepped).__name__} has stepped before this run, and a server in shards cannot be given its "
+            "moments: leave the shards out, or make the optimizer anew"
         )
 
 

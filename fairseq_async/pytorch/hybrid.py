@@ -139,7 +139,7 @@ class HybridAsync(AsyncTraining):
     def _make_worker(self, client: Client) -> HybridWorker:
         if self._restored is None:
             client.moments = checksum_of_moments(self._named, self.optimizers)
-        self._hybrid = HybridWorker(client, self._named, self.options.max_refused)
+        self._hybrid = HybridWorker(client, self._named)
         return self._hybrid
 
     def _add_hooks(self) -> list[RemovableHandle]:
@@ -196,8 +196,6 @@ class HybridAsync(AsyncTraining):
             )
         if options.look_ahead:
             raise ConfigurationError(f"look_ahead is {options.look_ahead}: {several}, leave it out")
-        if options.gradient_rule != "accumulation":
-            raise ConfigurationError(f"gradient_rule is {options.gradient_rule}: {several}, leave it out")
 
 
 class _Part:

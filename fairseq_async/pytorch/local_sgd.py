@@ -97,7 +97,7 @@ class AsyncLocalSGD(AsyncTraining):
     def _make_worker(self, client: Client) -> LocalSGDWorker:
         replica = with_buffers(TensorReplica(self._named), self._model, self.options)
         self._local = local_sgd_worker(client, replica, self.options)
-        self._left_out = left_out_steps(client.worker, self.options.max_refused)
+        self._left_out = left_out_steps(client.worker)
         return self._local
 
     def _add_hooks(self) -> list[RemovableHandle]:

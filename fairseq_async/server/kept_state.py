@@ -67,7 +67,7 @@ class KeptState:
         if not run.coordinator.finished:
             if (self._run_dir / FINAL).exists():
                 (self._run_dir / FINAL).unlink()  # of an earlier run: an export must not take it for this one's
-            return self._snapshots.keep_up(run.snapshot, version, settings.snapshot_seconds, settings.snapshot_updates)
+            return self._snapshots.keep_up(run.snapshot, version, settings.snapshot_seconds)
         if self._snapshots.clock() >= self._next:
             self._next = self._snapshots.clock() + settings.snapshot_seconds
             self.keep_final(run)

@@ -118,7 +118,7 @@ Options = LocalSGDOptions | HybridOptions | AdasumOptions | AdaScaleOptions | Ba
 # methods whose ranks are simulated in their own way
 _SYNCHRONOUS: dict[str, type[BaseModel]] = {"adasum": AdasumOptions, "adascale": AdaScaleOptions}
 # options that the experiment sets for all methods, or that a simulation does not have
-_NOT_OF_A_METHOD = ("total_steps", "seed", "shards", "max_refused", "overlap", "upstream")
+_NOT_OF_A_METHOD = ("total_steps", "seed", "shards", "overlap", "upstream")
 
 
 @dataclass(frozen=True)

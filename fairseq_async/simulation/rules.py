@@ -8,12 +8,11 @@ from torch.optim import Optimizer
 
 from fairseq_async.algorithms import AdaScaleGain, HybridAccumulation, Rule, Update, adasum
 from fairseq_async.algorithms.rule import State, fills
-from fairseq_async.method import methods
 from fairseq_async.method.spec import MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions
 from fairseq_async.protocol import Layout
 from fairseq_async.server.local_step_plan import LocalStepPlan
-from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
+from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule, accumulation
 from fairseq_async.server.plan import EpochPlan, Plan
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.simulation.experiment import AdaScaleOptions, AdasumOptions, Experiment, Method
@@ -71,9 +70,8 @@ def build_method(
     steps = max(1, experiment.steps * workers // (options.updates_per_step or workers))
     rate = LearningRate(experiment.schedule, method.optimizer.lr, steps)
     spec = hybrid_spec(options, workers, None, {}, steps)
-    context = methods.GradientRuleContext(inner, method.optimizer.clip_norm, None, workers)
-    gradient_rule = methods.gradient_rule(options.gradient_rule).build(options, context)
-    rule = ScheduledRule(gradient_rule, RateSchedule(inner, rate))
+    summed = accumulation(options, workers, inner, method.optimizer.clip_norm)
+    rule = ScheduledRule(summed, RateSchedule(inner, rate))
     return SimulatedMethod(rule, EpochPlan(rule, spec.max_epoch, spec.whole_steps), spec, sends_gradients=True)
 
 

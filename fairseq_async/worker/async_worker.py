@@ -14,6 +14,7 @@ from fairseq_async.worker.start.server_process import say
 
 logger = logging.getLogger(__name__)
 
+MOST_LEFT_OUT = 3  # updates of local SGD, or local steps, in a row that have NaN or Inf before a worker stops
 _QUIET_SECONDS = 10.0  # of waiting for others before a line says so
 
 
@@ -54,14 +55,14 @@ class Refusals:
         if self.in_a_row >= self.limit:
             reasons = " or ".join(sorted(self._reasons))
             raise RefusedError(
-                f"the last {self.in_a_row} {self.what}s of worker {self.worker} had {reasons} and were {self.fate} "
-                f"({option('max_refused')}); try a lower learning rate"
+                f"the last {self.in_a_row} {self.what}s of worker {self.worker} had {reasons} and were {self.fate}; "
+                "try a lower learning rate"
             )
 
 
-def left_out_steps(worker: int, limit: int) -> Refusals:
+def left_out_steps(worker: int) -> Refusals:
     """Returns a counter of the local steps with NaN or Inf, which never reach the server."""
-    return Refusals(worker, limit, "local step", "left out")
+    return Refusals(worker, MOST_LEFT_OUT, "local step", "left out")
 
 
 class AsyncWorker:
@@ -70,7 +71,7 @@ class AsyncWorker:
     Args:
         client: the connection to the server.
         replica: this worker's parameters.
-        max_refused: number of refused updates in a row after which the worker stops.
+        most_refused: number of refused updates in a row after which the worker stops.
 
     Attributes:
         joined: whether the worker has taken the server's parameters.
@@ -83,9 +84,9 @@ class AsyncWorker:
         last: values of the last exchange, for the log.
     """
 
-    def __init__(self, client: Client, replica: Replica, max_refused: int) -> None:
+    def __init__(self, client: Client, replica: Replica, most_refused: int) -> None:
         self.client, self.replica = client, replica
-        self.refusals = Refusals(client.worker, max_refused)
+        self.refusals = Refusals(client.worker, most_refused)
         self.joined = self.finished = False
         self.version = self.sequence = self.done = 0
         self.look_ahead = 0.0

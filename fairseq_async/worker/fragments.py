@@ -31,7 +31,7 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
     """
 
     def __init__(self, client: Client, replica: Replica, options: AsyncLocalSGDOptions) -> None:
-        super().__init__(client, replica, options.max_refused)
+        super().__init__(client, replica)
         self._delay = options.fragment_delay
         self._fragments = replica.layout.fragments(options.fragments)
         self._parts: list[Replica] = []

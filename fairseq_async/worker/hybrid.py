@@ -20,6 +20,8 @@ from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.replica import TensorReplica
 
+MOST_REFUSED = 10  # gradients in a row, before a worker stops
+
 
 class HybridWorker(AsyncWorker):
     """Pushes mean gradients, and pulls parameters when they have changed.
@@ -27,7 +29,6 @@ class HybridWorker(AsyncWorker):
     Args:
         client: the connection to the server.
         named: the model's parameters with their names.
-        max_refused: number of refused gradients in a row after which the worker stops.
         zeros: whether a parameter whose ``grad`` is None has the gradient 0, as where an optimizer steps fp32 masters.
             Otherwise the server leaves a parameter alone that no gradient of a step has.
 
@@ -35,10 +36,8 @@ class HybridWorker(AsyncWorker):
         shard: this worker's part of the training set, of which it has drawn ``offset`` batches.
     """
 
-    def __init__(
-        self, client: Client, named: Sequence[tuple[str, Parameter]], max_refused: int, zeros: bool = False
-    ) -> None:
-        super().__init__(client, TensorReplica(named), max_refused)
+    def __init__(self, client: Client, named: Sequence[tuple[str, Parameter]], zeros: bool = False) -> None:
+        super().__init__(client, TensorReplica(named), MOST_REFUSED)
         self._zeros = zeros
         self._parameters = [parameter for _, parameter in named]
         self._begun: tuple[int, Transfer] | None = None  # the slot's address, and the gradients on their way there
@@ -119,7 +118,7 @@ class HybridWorker(AsyncWorker):
 
         Raises:
             ConfigurationError: something else than the run has changed parameters.
-            RefusedError: the last ``max_refused`` gradients had NaN or Inf, or were outliers.
+            RefusedError: the last :data:`MOST_REFUSED` gradients had NaN or Inf, or were outliers.
             ExchangeError: the server is gone; this gradient may be lost.
         """
         self.check_unchanged()

@@ -12,7 +12,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.method.spec import JsonObject
 from fairseq_async.protocol import Assignment, Push, PushReply, Report, Welcome, WorkReply
 from fairseq_async.protocol.receipt import Status
-from fairseq_async.worker.async_worker import AsyncWorker
+from fairseq_async.worker.async_worker import MOST_LEFT_OUT, AsyncWorker
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.replica import Replica
 
@@ -26,7 +26,6 @@ class LocalSGDWorker(AsyncWorker):
     Args:
         client: the connection to the server.
         replica: the parameters that the inner optimizer steps.
-        max_refused: number of refused updates in a row after which the worker stops.
         clock: returns the time in seconds.
 
     Attributes:
@@ -39,10 +38,9 @@ class LocalSGDWorker(AsyncWorker):
         self,
         client: Client,
         replica: Replica,
-        max_refused: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__(client, replica, max_refused)
+        super().__init__(client, replica, MOST_LEFT_OUT)
         self.clock = clock
         self.assignment = Assignment(local_steps=0)
         self.offset = 0
@@ -108,7 +106,7 @@ class LocalSGDWorker(AsyncWorker):
             position: this worker's position in its data, for its restart.
 
         Raises:
-            RefusedError: the last ``max_refused`` updates had NaN or Inf, or were outliers.
+            RefusedError: the last :data:`MOST_LEFT_OUT` updates had NaN or Inf, or were outliers.
             ExchangeError: the server is gone.
         """
         self.count(seconds, loss)

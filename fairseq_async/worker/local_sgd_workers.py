@@ -17,4 +17,4 @@ def local_sgd_worker(client: Client, replica: Replica, options: LocalSGDOptions)
     if isinstance(options, AsyncLocalSGDOptions) and options.in_fragments:
         return FragmentedLocalSGDWorker(client, replica, options)
     overlaps = isinstance(options, AsyncLocalSGDOptions) and options.overlap
-    return (OverlappedLocalSGDWorker if overlaps else LocalSGDWorker)(client, replica, options.max_refused)
+    return (OverlappedLocalSGDWorker if overlaps else LocalSGDWorker)(client, replica)

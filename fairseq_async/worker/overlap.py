@@ -33,8 +33,8 @@ class OverlappedLocalSGDWorker(LocalSGDWorker):
     parameters. The batches of these steps follow those of the round before, in the same shard.
     """
 
-    def __init__(self, client: Client, replica: Replica, max_refused: int) -> None:
-        super().__init__(client, replica, max_refused)
+    def __init__(self, client: Client, replica: Replica) -> None:
+        super().__init__(client, replica)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="exchange")
         self._exchange: Future[Exchanged] | None = None
         self._sent = self._moved = torch.empty(0)

@@ -105,7 +105,7 @@ def send_gradients(client: Client, case: Case, workers: int, parameters: int, un
     parts = [torch.nn.Parameter(part) for part in torch.randn(parameters).chunk(4)]
     for part in parts:
         part.grad = torch.randn_like(part)
-    hybrid = HybridWorker(client, [(str(number), part) for number, part in enumerate(parts)], 3)
+    hybrid = HybridWorker(client, [(str(number), part) for number, part in enumerate(parts)])
     slow = {SECONDS: case.server / parameters}
     welcome = hybrid.join(sgd_spec(updates_per_step=1, workers=workers, framework=slow, server_shards=case.shards))
     hybrid.begin(welcome if welcome.initialised else hybrid.bring_parameters(None))

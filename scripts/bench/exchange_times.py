@@ -52,7 +52,7 @@ def model(parameters: int) -> list[tuple[str, Parameter]]:
 
 def join(client: Client, parameters: int, spec: MethodSpec) -> HybridAsync:
     """Returns a hybrid_async worker that has joined with this number of parameters, without a real model or data."""
-    optimizer = HybridAsync(Namespace(lr=[1e-4]), model(parameters), client, None, 1, False)
+    optimizer = HybridAsync(Namespace(lr=[1e-4]), model(parameters), client, None, False)
     welcome = optimizer.worker.join(spec)
     if not welcome.initialised:
         welcome = optimizer.worker.bring_parameters(None)

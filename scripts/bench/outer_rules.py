@@ -45,9 +45,6 @@ from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
 from scripts.bench.kept import Kept  # noqa: E402
 from scripts.bench.report import Report, perplexity  # noqa: E402
 
-os.environ.setdefault(
-    PLUGINS, str(Path(__file__).resolve().parents[2] / "recipes/rules/register.py")
-)  # for the experiments
 PLAIN = "SGD"  # the rule without momentum, which others have to beat
 SCHEDULING = ("none", "grace", "grace and dynamic steps")
 GRACE = 0.1

@@ -29,7 +29,7 @@ def remarks(run_dir: Path) -> str:
 def test_a_killed_server_goes_on_though_lines_are_bad(start_server: StartServer, tmp_path: Path) -> None:
     """Also one of zero bytes and an event, as a machine that has lost its power may leave it."""
     server = start_server(workers=1)
-    worker = join_patiently(server, 0, workers=1, snapshot_updates=1, snapshot_seconds=1e6)
+    worker = join_patiently(server, 0, workers=1, snapshot_seconds=1e-3)
     push(worker, 0, 0.125)
     append(tmp_path / EVENTS, b"".join(GARBAGE) + b"\0" * 100)
     push(worker, 1, 0.125, base=1)

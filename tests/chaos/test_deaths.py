@@ -45,7 +45,7 @@ def test_a_server_that_dies_at_any_line_loses_nothing_that_its_rollbacks_do_not_
         method = {
             "updates_per_step": updates_per_step,
             "barrier": barrier,
-            "snapshot_updates": 1,
+            "snapshot_seconds": 1e-3,
             "worker_timeout": 0.5,
         }
         clients = [Client(server.address, server.token, worker, 30.0) for worker in (0, 1)]
@@ -119,7 +119,9 @@ def test_a_worker_killed_in_the_middle_of_a_push_changes_nothing_and_its_success
 
 
 def test_a_server_killed_again_and_again_under_load_keeps_its_books(process: ServerProcess, tmp_path: Path) -> None:
-    adders = [Adder(Client(process.address, process.token, worker, 60.0), snapshot_updates=20) for worker in (0, 1, 2)]
+    adders = [
+        Adder(Client(process.address, process.token, worker, 60.0), snapshot_seconds=0.05) for worker in (0, 1, 2)
+    ]
     stop = threading.Event()
 
     def work(adder: Adder) -> None:

@@ -123,7 +123,7 @@ def test_an_update_that_fails_halfway_ends_the_server_and_the_next_one_knows_not
     monkeypatch.setenv(failing_server.MARKER, str(tmp_path / "failed"))
     server = ServerProcess("tests.helpers.failing_server", 1, tmp_path, tmp_path / "server.log", restarts=1)
     try:
-        worker = join_patiently(server, 0, workers=1, snapshot_updates=1)
+        worker = join_patiently(server, 0, workers=1, snapshot_seconds=1e-3)
         for number in range(4):
             assert push(worker, number, 0.5).status is Status.APPLIED
             pull(worker)

@@ -38,7 +38,7 @@ JOB = ["--", "fairseq-train", "data", "--optimizer"]
         (["launch", "--workers"], 2, "requires an argument; fairseq-async launch --help has the options"),
         (["lunch"], 2, "Did you mean 'launch'? fairseq-async --help has the options"),
         (["launch", "--workers", "2", *JOB, "local_sgd", "--outer", "adagrad"], 2, "--outer: Input should be 'diloco'"),
-        (["launch", "--workers", "2", *JOB, "hybrid_async", "--max-refused", "0"], 2, "--max-refused: Input should be"),
+        (["launch", "--workers", "2", *JOB, "hybrid_async", "--look-ahead", "x"], 2, "--look-ahead: must be auto, off"),
         (["launch", "--workers", "2", *JOB, "adasum", "--adasum-form", "x"], 2, "--adasum-form: Input should be"),
         (
             ["launch", "--workers", "2", "--slowdown", "fast", *JOB, "local_sgd"],

@@ -62,7 +62,7 @@ def test_a_rank_that_hangs_ends_no_others_run(start: Any, tmp_path: Path) -> Non
 
 @pytest.mark.timeout(400)
 def test_a_server_that_is_killed_comes_back_and_the_job_ends_as_it_should(start: Any, tmp_path: Path) -> None:
-    job = start(snapshot_updates=20)
+    job = start(snapshot_seconds=0.2)
     run_dir = tmp_path / "run"
     wait_until(lambda: min(count(run_dir, 0), count(run_dir, 1)) > 30, 300)
     (server,) = find(run_dir, r"local_sgd_main")

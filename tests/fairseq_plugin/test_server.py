@@ -14,14 +14,11 @@ from fairseq.optim import build_optimizer
 from fairseq.optim.lr_scheduler import build_lr_scheduler
 
 import fairseq_async.fairseq_plugin  # noqa: F401
-from fairseq_async.algorithms import Rule, Update
+from fairseq_async.algorithms import Update
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.flags import describe_hybrid
 from fairseq_async.fairseq_plugin.server import build
-from fairseq_async.method.methods import GradientRule, GradientRuleContext
-from fairseq_async.method.rules import GRADIENT_RULES
 from fairseq_async.method.spec import JsonObject, MethodSpec
-from fairseq_async.options.config import HybridOptions
 from fairseq_async.protocol import Layout
 from fairseq_async.server import resume
 
@@ -163,7 +160,7 @@ def test_a_rule_goes_on_from_its_state_with_moments_schedule_and_half_a_step(mon
         (["--store-ema"], "--store-ema"),
         (["--quantization-config-path", "pq.yaml"], "--quantization-config-path: not possible"),
         (["--quant-noise-pq", "0.1"], "--quant-noise-pq: not possible"),
-        (["--max-refused", "0"], "--max-refused: Input should be greater than or equal to 1 (it is 0)"),
+        (["--updates-per-step", "0"], "--updates-per-step: Input should be greater than or equal to 1 (it is 0)"),
         (["--lr-scheduler", "pass_through"], "--lr-scheduler pass_through"),
         (["--optimizer-overrides", "weight_decay=0"], "--optimizer-overrides weight_decay=0: write it as in '{"),
         (["--optimizer-overrides", "{1, 2}"], "--optimizer-overrides {1, 2}: write it as in '{"),
@@ -261,13 +258,3 @@ def test_a_variable_of_the_servers_environment_is_not_looked_up(monkeypatch: pyt
     with pytest.raises(ConfigurationError, match="weight_decay is no plain value") as caught:
         build(with_options(spec, {"weight_decay": "${oc.env:SECRET}"}), *ONE_TENSOR)
     assert "s3cr3t" not in str(caught.value)
-
-
-def test_an_error_of_a_users_rule_is_not_told_as_one_of_fairseqs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build_rule(options: HybridOptions, context: GradientRuleContext) -> Rule:
-        raise KeyError("a mistake of the rule's")
-
-    spec = spec_of(monkeypatch, "--inner-optimizer", "adam", "--lr-scheduler", "fixed")
-    monkeypatch.setitem(GRADIENT_RULES, "accumulation", GradientRule("accumulation", HybridOptions, build_rule))
-    with pytest.raises(KeyError, match="a mistake of the rule's"):
-        build(spec, *ONE_TENSOR)

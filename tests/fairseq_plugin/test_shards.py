@@ -289,7 +289,19 @@ def test_shards_survive_the_death_of_a_worker_and_of_the_server(
     processes: Processes, data: Path, tmp_path: Path
 ) -> None:
     """Three shards and two workers: who is left draws from all, and none is drawn less because somebody died."""
-    flags = [*ADAM, "--outer", "sgd", "--shards", 3, "--local-steps", 4, "--max-update", 48, "--snapshot-updates", 1]
+    flags = [
+        *ADAM,
+        "--outer",
+        "sgd",
+        "--shards",
+        3,
+        "--local-steps",
+        4,
+        "--max-update",
+        48,
+        "--snapshot-seconds",
+        0.001,
+    ]
     launcher = launched(processes, data, tmp_path, *flags, launcher=("--slowdown", "8,8"))
     wait_until(lambda: min(count(tmp_path, 0), count(tmp_path, 1)) >= 2, 120)
     os.kill(worker_of(tmp_path, 1), signal.SIGKILL)

@@ -14,7 +14,7 @@ class HybridJob:
 
     def __init__(self, client: Client) -> None:
         self.weight, self.bias = Parameter(torch.zeros(2, 2)), Parameter(torch.zeros(2))
-        self.worker = HybridWorker(client, [("weight", self.weight), ("bias", self.bias)], max_refused=3)
+        self.worker = HybridWorker(client, [("weight", self.weight), ("bias", self.bias)])
         assignment = Assignment(learning_rate=1.0)
         self.worker.begin(Welcome(True, "", publishes=True, slots=1, assignment=assignment))
 

@@ -16,7 +16,7 @@ def main() -> None:
     model = Linear(8, 1)
     optimizer = SGD(model.parameters(), lr=0.05)
     own = {"run_dir": run_dir, "token_file": token_file, "upstream": upstream, "total_steps": int(steps)}
-    with AsyncLocalSGD(model, optimizer, local_steps=2, snapshot_updates=1, snapshot_seconds=0.2, **own) as training:
+    with AsyncLocalSGD(model, optimizer, local_steps=2, snapshot_seconds=1e-3, **own) as training:
         generator = torch.Generator().manual_seed(training.worker)
         while not training.finished:
             samples = torch.randn(16, 8, generator=generator)

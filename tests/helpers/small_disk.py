@@ -29,7 +29,7 @@ from tests.helpers.waiting import wait_until
 
 SHARED = Path("/dev/shm")
 LAYOUT = Layout.of([("weight", torch.zeros(25_000)), ("bias", torch.zeros(25_000))])  # 200 kB for each slot
-METHOD = sgd_spec(snapshot_updates=1)
+METHOD = sgd_spec(snapshot_seconds=1e-3)
 NOT_WRITTEN = "a snapshot could not be written"
 PRINTS = """
 import sys, time
@@ -48,7 +48,7 @@ sys.exit(3)
 
 
 def in_shards() -> MethodSpec:
-    options = ServerOptions(server_shards=2, snapshot_updates=1)
+    options = ServerOptions(server_shards=2, snapshot_seconds=1e-3)
     return local_sgd_spec(methods.parse(LocalSGDOptions, {"local_steps": 1}, "test"), 2, [], options, {})
 
 

@@ -272,7 +272,7 @@ def test_a_killed_launcher_leaves_nothing_behind(
 def test_a_killed_server_is_started_again_from_its_snapshot_and_the_run_goes_on(
     processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
 ) -> None:
-    limits = ["--max-update", 300, "--disable-validation", "--snapshot-updates", 50]
+    limits = ["--max-update", 300, "--disable-validation", "--snapshot-seconds", 0.2]
     launcher = processes.start(launch_command(data, 2, tmp_path, *limits))
     wait_until(lambda: count(tmp_path, 0) + count(tmp_path, 1) > 150, 90)
     os.kill(server_of(tmp_path), signal.SIGKILL)

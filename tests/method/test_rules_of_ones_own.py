@@ -15,8 +15,6 @@ from fairseq_async.method import methods
 from tests.helpers.commands import DEEPSPEED, MODEL, ROOT, Processes, command, free_port
 
 OUTER = {"method": "local_sgd", "outer": "shrinking", "local_steps": 3, "shrink": 0.75}
-GRADIENT = {"method": "hybrid_async", "gradient_rule": "capped", "cap": 0.5}
-RULES = pytest.mark.parametrize("method", [OUTER, GRADIENT], ids=["outer", "gradient"])
 
 
 @pytest.fixture
@@ -27,19 +25,12 @@ def plugin(tmp_path: Path) -> Path:
     return path
 
 
-def own(method: dict[str, Any]) -> set[str]:
-    return {key for key in ("shrink", "cap") if key in method}
-
-
-def flags(method: dict[str, Any]) -> list[object]:
-    pairs = [("--optimizer", method["method"])]
-    pairs += [("--" + key.replace("_", "-"), value) for key, value in method.items() if key != "method"]
-    return [word for pair in pairs for word in pair]
+FLAGS = ["--optimizer", "local_sgd", "--outer", "shrinking", "--local-steps", 3, "--shrink", 0.75]
 
 
 def described(run_dir: Path) -> dict[str, Any]:
-    method: dict[str, Any] = json.loads((run_dir / "run.json").read_text())["method"]
-    return method.get("options", {}) | method
+    options: dict[str, Any] = json.loads((run_dir / "run.json").read_text())["method"]["options"]
+    return options
 
 
 def built_in_the_server(run_dir: Path, value: float) -> bool:
@@ -50,15 +41,11 @@ def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_dir / "events.jsonl").open()]
 
 
-@RULES
-def test_a_rule_of_ones_own_is_simulated(
-    processes: Processes, tmp_path: Path, plugin: Path, method: dict[str, Any]
-) -> None:
+def test_a_rule_of_ones_own_is_simulated(processes: Processes, tmp_path: Path, plugin: Path) -> None:
     """With another value of the rule's own option the run is another."""
-    (name,) = own(method)
     given = {
         "problem": {"type": "gaussians", "samples": 256, "hidden": 8},
-        "methods": {"mine": method, "less": method | {name: 0.001}},
+        "methods": {"mine": OUTER, "less": OUTER | {"shrink": 0.001}},
         "steps": 12,
         "optimizer": {"type": "sgd", "lr": 0.1},
         "cluster": {"workers": 2},
@@ -67,44 +54,38 @@ def test_a_rule_of_ones_own_is_simulated(
     line = [command("fairseq-async"), "simulate", tmp_path / "mine.yaml", "--out", tmp_path / "out"]
     code, output = processes.run(line, **{PLUGINS: str(plugin)})
     assert code == 0, output
-    runs = {described(path.parent)[name]: losses(path.parent) for path in (tmp_path / "out").rglob("events.jsonl")}
-    assert set(runs) == {method[name], 0.001} and runs[method[name]] != runs[0.001]
+    runs = {described(path.parent)["shrink"]: losses(path.parent) for path in (tmp_path / "out").rglob("events.jsonl")}
+    assert set(runs) == {OUTER["shrink"], 0.001} and runs[OUTER["shrink"]] != runs[0.001]
 
 
-@RULES
 def test_a_rule_of_ones_own_trains_in_fairseq_and_is_replayed(
-    processes: Processes, data: Path, tmp_path: Path, plugin: Path, method: dict[str, Any]
+    processes: Processes, data: Path, tmp_path: Path, plugin: Path
 ) -> None:
     launcher = [command("fairseq-async"), "launch", "--workers", 2, "--", "fairseq-train", data, *MODEL]
     run_dir, mine = tmp_path / "run", {PLUGINS: str(plugin)}
     limits = ["--max-update", 9, "--disable-validation", "--record", "--save-dir", run_dir]
-    code, output = processes.run([*launcher, *flags(method), *limits], **mine)
+    code, output = processes.run([*launcher, *FLAGS, *limits], **mine)
     assert code == 0, output
-    (name,) = own(method)
-    assert described(run_dir)[name] == method[name] and len(losses(run_dir)) >= 6
-    assert built_in_the_server(run_dir, method[name])
+    assert described(run_dir)["shrink"] == OUTER["shrink"] and len(losses(run_dir)) >= 6
+    assert built_in_the_server(run_dir, OUTER["shrink"])
     code, output = processes.run([command("fairseq-async"), "replay", run_dir], **mine)
     assert code == 0 and "all equal to the recorded ones" in output, output
 
 
-@RULES
-def test_a_rule_of_ones_own_trains_in_deepspeed(
-    processes: Processes, tmp_path: Path, plugin: Path, method: dict[str, Any]
-) -> None:
+def test_a_rule_of_ones_own_trains_in_deepspeed(processes: Processes, tmp_path: Path, plugin: Path) -> None:
     launcher = [command("deepspeed"), "--num_accelerators", 2, "--master_port", free_port()]
-    base = ROOT / "deepspeed_config" / ("hybrid_async.json" if method is GRADIENT else "diloco.json")
+    base = ROOT / "deepspeed_config" / "diloco.json"
     config = json.loads(base.read_text())
-    config["async_training"] = method | {"total_steps": 9}
+    config["async_training"] = OUTER | {"total_steps": 9}
     (tmp_path / "config.json").write_text(json.dumps(config))
     job = [ROOT / "tests/helpers/deepspeed_job.py", "--out", tmp_path / "out", "--deepspeed"]
     environment = DEEPSPEED | {PLUGINS: str(plugin), "PYTHONPATH": f"{ROOT / 'tests/helpers/without_fairseq'}:{ROOT}"}
     line = [*launcher, *job, "--deepspeed_config", tmp_path / "config.json"]
     code, output = processes.run(line, seconds=280, **environment)
     assert code == 0, output
-    (name,) = own(method)
     run_dir = tmp_path / "out" / "run"
-    assert described(run_dir)[name] == method[name] and len(losses(run_dir)) >= 6
-    assert built_in_the_server(run_dir, method[name])
+    assert described(run_dir)["shrink"] == OUTER["shrink"] and len(losses(run_dir)) >= 6
+    assert built_in_the_server(run_dir, OUTER["shrink"])
 
 
 Check = Callable[[list[str]], tuple[int, str]]

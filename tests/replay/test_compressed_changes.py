@@ -57,7 +57,7 @@ def record(run_dir: Path, host: str, updates_per_step: int, again: int) -> Tenso
         workers = []
         for number in (0, 1):
             client, weight = Client(server.address, server.token, number), Parameter(torch.linspace(-3, 4, 6))
-            workers.append((HybridWorker(client, [("w", weight)], max_refused=3), weight))
+            workers.append((HybridWorker(client, [("w", weight)]), weight))
             welcome = workers[-1][0].join(spec)
             workers[-1][0].begin(welcome if welcome.initialised else workers[-1][0].bring_parameters(None))
         for step, number in enumerate([0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 1, 0, 0, 1, 1, 0, 1, 0]):

@@ -46,7 +46,7 @@ def test_a_server_that_is_started_again_is_encrypted_again(
     log = tmp_path / "server.log"
     server = ServerProcess(SGD_SERVER, 1, tmp_path, log, host="127.0.0.2", restarts=1, tls=certificates)
     start.append(server)
-    worker = join(server, 0, 30.0, certificates, workers=1, snapshot_updates=1)
+    worker = join(server, 0, 30.0, certificates, workers=1, snapshot_seconds=1e-3)
     assert push(worker, 0, 0.5).version == 1
     kill(server)
     version, _ = pull(worker)

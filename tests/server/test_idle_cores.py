@@ -30,7 +30,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads.set_threads(1)
 
 
-def used(waiting: list[int], remote: list[int], asked: int | None = None, shards: int = 1) -> int:
+def used(waiting: list[int], remote: list[int], shards: int = 1) -> int:
     """Threads with three workers, of which some wait and some are on other machines."""
     membership = Membership(3, 0.0)
     for worker in range(3):
@@ -38,7 +38,7 @@ def used(waiting: list[int], remote: list[int], asked: int | None = None, shards
     for worker in waiting:
         membership.wait(worker, "push")
     peers = {worker: cast(Peer, OnAMachine(worker in remote)) for worker in range(3)}
-    use_idle_cores(peers, membership, ServerSettings(server_threads=asked, server_shards=shards))
+    use_idle_cores(peers, membership, ServerSettings(server_shards=shards))
     return threads.thread_count()
 
 
@@ -65,7 +65,3 @@ def test_a_process_takes_no_more_cores_than_it_gains_from(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     assert used(waiting=[0, 1, 2], remote=[], shards=shards) == threads
-
-
-def test_server_threads_says_how_many_in_any_case() -> None:
-    assert used(waiting=[], remote=[], asked=7) == 7

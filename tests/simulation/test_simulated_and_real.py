@@ -11,11 +11,10 @@ import yaml
 from torch import Tensor, nn
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.method import methods
 from fairseq_async.method.spec import MethodSpec, hybrid_spec
 from fairseq_async.options.config import HybridOptions
 from fairseq_async.protocol import Layout
-from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
+from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule, accumulation
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.simulation.experiment import read
 from fairseq_async.simulation.trial import Trial
@@ -107,8 +106,7 @@ class Cosine:
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[ScheduledRule, EpochPlan]:
     """As the servers of both plugins."""
     optimizer = torch.optim.SGD([parameters], lr=0.05, momentum=0.5)
-    context = methods.GradientRuleContext(optimizer, 0.0, None, spec.workers)
-    rule = methods.gradient_rule("accumulation").build(HybridOptions(updates_per_step=1, look_ahead=0.0), context)
+    rule = accumulation(HybridOptions(updates_per_step=1, look_ahead=0.0), spec.workers, optimizer, 0.0)
     scheduled = ScheduledRule(rule, Cosine(optimizer))  # type: ignore[arg-type]  # it meets no epochs
     return scheduled, EpochPlan(scheduled, spec.max_epoch, spec.whole_steps)
 
@@ -119,7 +117,7 @@ class Real:
     def __init__(self, server: ThreadServer, spec: MethodSpec, worker: int, order: ShardOrder) -> None:
         self.sines, self.order = Sines(), order
         named = list(self.sines.model.named_parameters())
-        self.hybrid = HybridWorker(Client(server.address, server.token, worker), named, 1)
+        self.hybrid = HybridWorker(Client(server.address, server.token, worker), named)
         welcome = self.hybrid.join(spec)
         self.hybrid.begin(welcome if welcome.initialised else self.hybrid.bring_parameters(None))
 

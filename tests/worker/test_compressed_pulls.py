@@ -100,7 +100,7 @@ def test_small_steps_of_local_sgd_add_up_though_no_start_shows_them(tmp_path: Pa
         send(given, 0, [3.0, -3.0, 3.0], 0)
         before = exact(given)  # the update has been compressed too
         weight = Parameter(torch.zeros(3))
-        worker = LocalSGDWorker(given.client, TensorReplica([("w", weight)]), max_refused=3)
+        worker = LocalSGDWorker(given.client, TensorReplica([("w", weight)]))
         worker.begin(replace(given.client.join(LAYOUT, given.spec), sequence=1))
         for _ in range(6):
             weight.data.add_(2**-13)
@@ -149,7 +149,7 @@ def test_a_hybrid_worker_computes_from_what_it_was_given_and_ends_with_the_serve
 def test_a_server_that_died_gives_the_next_versions_as_it_would_have(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server(workers=1)
     codec = {"pull": {"codec": "int8", "block": 6}}
-    client = join_patiently(server, 0, compress=codec, snapshot_seconds=1e6, snapshot_updates=1)
+    client = join_patiently(server, 0, compress=codec, snapshot_seconds=1e-3)
     job = HybridJob(client)
     job.backward(torch.tensor([[-126.0, -0.4], [0.0, 0.0]]), torch.zeros(2))
     seen = []

@@ -255,7 +255,7 @@ def test_an_update_for_a_server_that_died_comes_to_the_next_and_nothing_is_lost(
 ) -> None:
     server = start_server(workers=1)
     codec = {"push": {"codec": "topk", "chunk": 6, "keep": 2}}
-    client = join_patiently(server, 0, compress=codec, snapshot_seconds=1e6, snapshot_updates=1)
+    client = join_patiently(server, 0, compress=codec, snapshot_seconds=1e-3)
     job = HybridJob(client)
     for step in range(4):
         if step == 2:

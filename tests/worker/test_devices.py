@@ -55,7 +55,7 @@ def test_a_gradient_that_was_begun_for_another_slot_is_written_again(
 def test_an_exchange_of_local_steps_is_one_transfer_each_way(tmp_path: Path, cuda: FakeCuda) -> None:
     with local_sgd(tmp_path, workers=1) as (joined,):
         theta = torch.zeros(3)
-        worker = LocalSGDWorker(joined.client, TensorReplica([("w", theta)]), max_refused=3)
+        worker = LocalSGDWorker(joined.client, TensorReplica([("w", theta)]))
         assert worker.replica.layout == LAYOUT
         worker.begin(joined.welcome)
         worker.exchange()  # pins

@@ -210,7 +210,7 @@ def test_a_server_that_dies_goes_on_from_its_snapshot_with_the_fragments_that_co
     server = MortalServer(1, tmp_path / "run", "127.0.0.1", local_sgd_main.build, [700, 1900])
     try:
         options = streaming(1, total_steps=60)
-        spec = local_sgd_spec(options, 1, [], ServerOptions(snapshot_updates=1, snapshot_seconds=1e6), {})
+        spec = local_sgd_spec(options, 1, [], ServerOptions(snapshot_seconds=1e-3), {})
         worker = Descent(Client(server.address, server.token, 0, 30.0), options, 1, spec)
         for _ in range(8):
             worker.step()

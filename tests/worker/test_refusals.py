@@ -39,8 +39,8 @@ def test_outliers_are_not_called_nan(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_local_steps_are_left_out() -> None:
-    with pytest.raises(RefusedError, match="the last 1 local steps of worker 3 had NaN or Inf and were left out"):
-        left_out_steps(worker=3, limit=1).count(1)
+    with pytest.raises(RefusedError, match="the last 3 local steps of worker 3 had NaN or Inf and were left out"):
+        left_out_steps(worker=3).count(3)
 
 
 def test_a_worker_that_comes_back_counts_only_what_is_refused_from_then_on(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_worker_that_comes_back_counts_only_what_is_refused_from_then_on(tmp_p
         assert [before.push(number, math.nan).refused for number in range(3)] == [1, 2, 3]
         before.client.close()
         client = Client(before.client.address, before.client._endpoint.token, 0, patience=10.0)
-        worker = LocalSGDWorker(client, TensorReplica([("w", theta := torch.zeros(3))]), max_refused=2)
+        worker = LocalSGDWorker(client, TensorReplica([("w", theta := torch.zeros(3))]))
         worker.begin(client.join(LAYOUT, before.spec))
         for moved, in_a_row in ((1.0, 0), (math.nan, 1), (1.0, 0)):
             theta += moved

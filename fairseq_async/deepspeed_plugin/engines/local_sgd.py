@@ -38,7 +38,7 @@ class LocalEngine(AsyncEngine):
             ConfigurationError: the learning-rate schedule cannot follow the run.
         """
         super().set_up(async_worker, spec, context, run_dir)
-        self._left_out = left_out_steps(self.worker, async_worker.refusals.limit)
+        self._left_out = left_out_steps(self.worker)
         self._lacks_gradient = False
         self._unstepped = tensors.unstepped(self)
         check_overflow_always(self.optimizer)
@@ -69,7 +69,7 @@ class LocalEngine(AsyncEngine):
     def step(self, *args: object, **kwargs: object) -> None:
         """Steps as DeepSpeed does; after the last local step of a round, exchanges with the server.
 
-        A worker whose gradients had NaN or Inf ``max_refused`` times in a row ends with one line. With a loss scale,
+        A worker whose gradients had NaN or Inf several times in a row ends with one line. With a loss scale,
         they count once it is 1; in fp16, DeepSpeed itself ends the worker when the scale cannot be lowered.
         """
         before = self.global_steps

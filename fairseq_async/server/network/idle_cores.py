@@ -14,10 +14,7 @@ since each needs Python's interpreter lock between two short operations. Shards 
 
 
 def use_idle_cores(peers: Mapping[int, Peer], membership: Membership, settings: ServerSettings) -> None:
-    """Lets passes over memory use the cores of this machine on which no worker computes: all, when all workers wait.
-
-    ``settings.server_threads`` is a fixed number instead.
-    """
+    """Lets passes over memory use the cores of this machine on which no worker computes: all, when all workers wait."""
     computing = sum(not peers[worker].remote for worker in membership.computing & set(peers))
     idle = max(1, len(os.sched_getaffinity(0)) - computing)
-    set_threads(settings.server_threads or min(idle, _USEFUL * settings.server_shards))
+    set_threads(min(idle, _USEFUL * settings.server_shards))

@@ -1,12 +1,15 @@
 """A gradient rule whose optimizer follows a learning-rate schedule."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from fairseq_async.algorithms import Rule, Update
+from fairseq_async.algorithms import HybridAccumulation, Update
 from fairseq_async.algorithms.rule import CompoundRule, State
 from fairseq_async.errors import RefusedError
+from fairseq_async.options.config import HybridOptions
 from fairseq_async.server.plan import whole_steps
 
 
@@ -29,6 +32,25 @@ class Schedule(Protocol):
     def state_dict(self) -> State: ...
 
     def load_state_dict(self, state: State) -> None: ...
+
+
+def accumulation(
+    options: HybridOptions,
+    workers: int,
+    optimizer: Optimizer,
+    clip_norm: float,
+    tensors: Sequence[Tensor] | None = None,
+    elementwise: bool = False,
+) -> HybridAccumulation:
+    """Builds the rule of a run of hybrid asynchronous SGD.
+
+    Args:
+        workers: number of workers that were announced.
+        optimizer: the inner optimizer, over the server's flat parameters; the rest is as in
+            :class:`~fairseq_async.algorithms.HybridAccumulation`.
+    """
+    updates, partial = options.updates_per_step or workers, options.closes_early
+    return HybridAccumulation(optimizer, updates, clip_norm, tensors, partial_steps=partial, elementwise=elementwise)
 
 
 class ScheduledRule(CompoundRule):

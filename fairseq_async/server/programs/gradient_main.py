@@ -8,11 +8,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fairseq_async.algorithms import Rule
-from fairseq_async.method import methods
 from fairseq_async.method.spec import MethodSpec, hybrid_options
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.server.optimizers.learning_rates import Rates, RateTable
-from fairseq_async.server.optimizers.scheduled_rule import Schedule, ScheduledRule
+from fairseq_async.server.optimizers.scheduled_rule import Schedule, ScheduledRule, accumulation
 from fairseq_async.server.optimizers.several import SeveralOptimizers
 from fairseq_async.server.optimizers.torch_optimizer import PARTS, OptimizerSpec, build_optimizer, parts_of
 from fairseq_async.server.plan import EpochPlan
@@ -58,8 +57,7 @@ def _scheduled(
     options = hybrid_options(spec)
     optimizer = build_optimizer(inner, layout, parameters)
     views = [Parameter(view) for view in layout.views(parameters)]
-    context = methods.GradientRuleContext(optimizer, inner.clip_norm, views, spec.workers, elementwise=True)
-    rule = methods.gradient_rule(options.gradient_rule).build(options, context)
+    rule = accumulation(options, spec.workers, optimizer, inner.clip_norm, views, elementwise=True)
     return ScheduledRule(rule, schedule(optimizer))
 
 

@@ -1,5 +1,6 @@
-"""A fairseq user directory: our plugin, and a criterion's loss that is NaN for the first three batches."""
+"""A fairseq user directory: our plugin, and a criterion's loss that is NaN for the first SPOILT_BATCHES batches."""
 
+import os
 from typing import Any
 
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
@@ -15,7 +16,7 @@ def _spoilt(self: Any, model: Any, sample: Any, reduce: bool = True) -> Any:
     loss, sample_size, logging_output = _forward(self, model, sample, reduce)
     if model.training:
         _batches += 1
-        if _batches <= 3:
+        if _batches <= int(os.environ["SPOILT_BATCHES"]):
             loss = loss * float("nan")
     return loss, sample_size, logging_output
 
