@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.method import methods
-from fairseq_async.options.config import MOST_STREAMS, AsyncLocalSGDOptions, LocalSGDOptions
+from fairseq_async.options.config import AsyncLocalSGDOptions, LocalSGDOptions
 from fairseq_async.options.validation import checked
 
 _RULE = "delayed_nesterov"  # the paper's rule, where the section names none
@@ -81,13 +81,11 @@ class UpstreamOption:
     Attributes:
         address: HOST:PORT of the global server.
         region: number of this region, from 0, which is also its worker id on the global server.
-        streams: connections to the global server, each of which carries a piece of every large tensor.
         above: the global server's options, the same in all regions.
     """
 
     address: str
     region: int
-    streams: int
     above: GlobalServer
 
 
@@ -95,7 +93,6 @@ class _Region(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     region: int = Field(0, ge=0)
-    streams: int = Field(1, ge=1, le=MOST_STREAMS)
 
 
 def parse_upstream(text: str) -> UpstreamOption:
@@ -115,4 +112,4 @@ def parse_upstream(text: str) -> UpstreamOption:
     own = checked(_Region, {key: values.pop(key) for key in _Region.model_fields if key in values}, where)
     above = global_server("local_sgd", values, where)
     assert above is not None  # values are given
-    return UpstreamOption(address, own.region, own.streams, above)
+    return UpstreamOption(address, own.region, above)

@@ -13,7 +13,6 @@ from fairseq_async.options.base import LONGEST, Buffers, Shown
 from fairseq_async.options.base import Options as Options
 from fairseq_async.options.compression import Compress, Compression
 from fairseq_async.options.fragments import FragmentOptions
-from fairseq_async.options.server import MOST_STREAMS as MOST_STREAMS
 from fairseq_async.options.server import Section as Section
 from fairseq_async.options.server import ServerOptions as ServerOptions
 from fairseq_async.options.synchronous import AdaScaleOptions as AdaScaleOptions

@@ -5,7 +5,6 @@ from pydantic import Field, field_validator
 from fairseq_async.options.base import LONGEST, GivenPath, Options, Shown
 from fairseq_async.options.validation import split_address
 
-MOST_STREAMS = 16  # largest number of connections of a worker
 _SECONDS: Shown = {"metavar": "S"}
 _FILE: Shown = {"metavar": "FILE"}
 _OFF: Shown = {"default": "off"}
@@ -34,14 +33,6 @@ class ServerOptions(Options):
         None,
         description="directory of certificates, with which every connection is encrypted",
         json_schema_extra={"metavar": "DIR"},
-    )
-    streams: int = Field(
-        1,
-        ge=1,
-        le=MOST_STREAMS,
-        description="connections of a worker to a server on another machine, each of which carries a piece of every "
-        "large tensor",
-        json_schema_extra={"metavar": "N"},
     )
     worker_timeout: float = Field(
         60.0,
@@ -84,7 +75,6 @@ class ServerOptions(Options):
         json_schema_extra=_OFF | {"metavar": "HOST:PORT,…"},
     )
     record: bool = Field(False, description="keep in the run's directory what a replay needs")
-    no_standby: bool = Field(False, description="start no second process that becomes the server when that dies")
 
     @field_validator("shard_hosts")
     @classmethod

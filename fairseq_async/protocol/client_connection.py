@@ -52,8 +52,7 @@ def _close_in_child() -> None:
     killed, its connections must end with it: the loader lives on for seconds, and the server would take the worker
     that is started again for a second one."""
     for connection in list(_open_here):
-        for stream in connection.streams:
-            stream.connection.close()
+        connection.connection.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -64,8 +63,6 @@ class Connection(Channel):
 
     Args:
         worker: id of this worker, or None for a worker that was not announced and takes a free id.
-        streams: number of connections to make, each of which carries a piece of every large tensor.
-        stream_of: the server's challenge on the worker's first connection, if this one carries pieces of its tensors.
 
     Attributes:
         worker: id of this worker.
@@ -78,38 +75,22 @@ class Connection(Channel):
         RefusedError: the server refuses this worker or does not know the token, or one side's certificate is refused.
     """
 
-    def __init__(self, endpoint: Endpoint, worker: int | None, streams: int = 1, stream_of: str | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, worker: int | None) -> None:
         address, token = endpoint.address, endpoint.token
         patience = _GREETING_SECONDS if endpoint.patience is None else endpoint.patience
         super().__init__(_open(address, endpoint.encryption, patience))
-        _open_here.add(self)  # now that it has streams: another thread may fork at any time
+        _open_here.add(self)  # now that it has a connection: another thread may fork at any time
         theirs = self._greeting(address, patience).challenge
         self.connection.settimeout(max(CONNECT_SECONDS, patience))  # the server may be in a long step now
         ours = challenge()
         own = proof(token, "worker", theirs, ours)
-        self.send(encode(Introduce(own, ours, worker, endpoint.joins, endpoint.instance, stream_of)))
+        self.send(encode(Introduce(own, ours, worker, endpoint.joins, endpoint.instance)))
         introduced = parse_answer(self.receive(), Introduced)
         if not proves(introduced.proof, token, "server", theirs, ours):
             raise RefusedError(f"the server at {address} does not know this run's token: it is another's")
         self.connection.settimeout(None)
         self.worker, self.workers, self.server = introduced.worker, introduced.workers, introduced.server
-        for _ in range(streams - 1):
-            self._add_stream(endpoint, theirs)
         self.give_up_after(introduced.timeout)  # also a machine that fails before it answers the next request
-
-    def _add_stream(self, endpoint: Endpoint, theirs: str) -> None:
-        """Adds a further connection, for pieces of tensors; ``theirs`` is the server's challenge on this one.
-
-        Raises:
-            ExchangeError: the connection cannot be made, or the server has lost the first one meanwhile.
-        """
-        try:
-            self.add(Connection(endpoint, self.worker, stream_of=theirs))
-        except (ExchangeError, RefusedError) as error:
-            self.close()
-            raise ExchangeError(
-                f"not all connections to the server at {endpoint.address} could be made: {error}"
-            ) from error
 
     def _greeting(self, address: str, seconds: float) -> Greeting:
         """Receives the first message. A server that refuses this side's certificate says so after the handshake."""

@@ -20,8 +20,6 @@ class Introduce:
         joins: whether the worker was not announced.
         instance: names the worker's process, which may connect again.
         challenge: the challenge with which the server proves that it knows the token.
-        stream_of: the server's challenge on another connection of this worker, which has not said hello yet: the new
-            connection carries pieces of its tensors, and no messages. None for a worker's first connection.
     """
 
     proof: str
@@ -29,7 +27,6 @@ class Introduce:
     worker: int | None
     joins: bool
     instance: str
-    stream_of: str | None = None
     kind: Literal["introduce"] = "introduce"
 
 

@@ -143,7 +143,6 @@ class UpstreamLink:
                 self.given.region,
                 on_loss=self._on_loss,
                 tls=self._tls,
-                streams=self.given.streams,
             )
             client.patience = math.inf  # for a server that was there
         except ExchangeError as error:

@@ -180,8 +180,7 @@ class Service(Connections):
         """Returns the answer to a request; None if it has none, or is answered later."""
         if peer.worker is None:
             answer = self.introduce(peer, request)
-            if peer.stream_of is None:
-                self.journal("connected", f"worker {peer.id} is connected, and loads its data and model")
+            self.journal("connected", f"worker {peer.id} is connected, and loads its data and model")
             return answer
         if peer.push is not None and not isinstance(request, _WHILE_HELD):
             raise RefusedError("the worker waits for the answer to its update: it must not ask for anything else")

@@ -33,11 +33,6 @@ class FakeChannel:
         self.any_length = False
         self.closed = self.with_tensor = False
         self.unsent = 0
-        self.streams = [self]
-
-    def add(self, other: "FakeChannel") -> None:
-        """Adds another connection of the same worker."""
-        self.streams.append(other)
 
     def queue(self, body: bytes, tensor: Tensor | None = None) -> None:
         self.said.append(body)

@@ -24,7 +24,6 @@ _HEADER = struct.Struct("!IQ")  # bytes of the body, bytes of the tensor behind 
 _AT_ONCE = 64  # most messages of a batch, which is sent before answers are read
 _BATCHES = 2  # batches that may be unanswered
 _TELL_EVERY = 2.0  # seconds between two reports of the attack's process
-_STREAMS = 0.2  # share of the connections to which another one is added
 _LIES = 0.02  # share of the batches that end with a false length, in the middle of a message
 _REPLY = re.compile(rb'"status":"(\w+)","version":(\d+)')
 _ERROR = re.compile(rb'"error":"([^"\\]{0,60})')
@@ -83,9 +82,7 @@ class HostileWorker:
             channel, kind = Channel(connection), self.rng.random()
             if kind < 0.3:
                 return self._as_stranger(channel)
-            theirs = self._introduce(channel)
-            if self.rng.random() < _STREAMS:
-                self._add_stream(self.rng.choice((theirs, theirs, challenge())))
+            self._introduce(channel)
             if self.rng.random() < 0.95:
                 channel.send(protocol.encode(protocol.Hello(self.spec, self.layout, remote=True)))
                 self.learn(channel.receive())
@@ -105,13 +102,6 @@ class HostileWorker:
         host, _, port = self.address.rpartition(":")
         return socket.create_connection((host, int(port)), timeout=10)
 
-    def _add_stream(self, stream_of: str) -> None:
-        """Opens one more connection, for pieces of tensors, and closes it at once; sometimes sends a message on it."""
-        with self._connect() as connection:
-            behind = self._frame() if self.rng.random() < 0.5 else b""
-            self._introduce(Channel(connection), stream_of, behind)
-        self.outcomes["stream"] += 1
-
     def _as_stranger(self, channel: Channel) -> None:
         """Sends a wrong introduction, or another message in its place."""
         channel.receive()
@@ -121,16 +111,14 @@ class HostileWorker:
         self.sent += 1
         self._note(channel.receive())
 
-    def _introduce(self, channel: Channel, stream_of: str | None = None, behind: bytes = b"") -> str:
-        """Introduces itself and returns the server's challenge; sends ``behind`` in the same packet."""
+    def _introduce(self, channel: Channel) -> None:
+        """Introduces itself."""
         theirs, ours = protocol.parse_answer(channel.receive(), protocol.Greeting).challenge, challenge()
         own = proof(self.token, "worker", theirs, ours)
-        introduce = protocol.Introduce(own, ours, self.worker, self.joins, instance="hostile", stream_of=stream_of)
-        body = protocol.encode(introduce)
-        channel.connection.sendall(_HEADER.pack(len(body), 0) + body + behind)
+        introduce = protocol.Introduce(own, ours, self.worker, self.joins, instance="hostile")
+        channel.send(protocol.encode(introduce))
         self._note(channel.receive())
         self.sent += 1
-        return theirs
 
     def _dribble(self, connection: socket.socket) -> None:
         """Sends the first bytes of a message, one by one."""

@@ -27,14 +27,13 @@ def join(
     worker: int | None,
     patience: float = 0.0,
     tls: Path | None = None,
-    streams: int = 1,
     **changes: Any,
 ) -> Client:
     """A client of the server; the first brings the parameters, which are all 1.
 
     ``changes`` are those of :func:`~scripts.faults.sgd_server.sgd_spec`.
     """
-    client = Client(server.address, server.token, worker, patience, tls=tls, streams=streams)
+    client = Client(server.address, server.token, worker, patience, tls=tls)
     if not client.join(LAYOUT, sgd_spec(**changes)).initialised:
         client.slot.fill_(1.0)
         client.initialise(None)

@@ -97,12 +97,10 @@ class ConnectionLoop:
             self._listening.note_message(peer)
         for peer in self._turns.in_order(turns):
             if peer not in self.peers:
-                continue  # it was closed together with another connection of its worker
+                continue  # it was closed meanwhile
             began = time.perf_counter()
             with self._turn_of(peer):
                 self._serve(peer, turns[peer])
-            if peer.stream_of is not None and peer in self.peers:
-                self.peers.remove(peer)  # its connection belongs to that peer now
             if _is_over(began):
                 return  # other connections may be ready now: look again
 
@@ -155,15 +153,13 @@ class ConnectionLoop:
             if peer.channel.is_full or (number and (_is_over(began) or not peer.channel.has_message)):
                 return
             for body in peer.channel.messages(at_once):
-                if peer.stream_of is not None:
-                    raise ProtocolError("a message on a connection for pieces of tensors")
                 if peer.replaced:
                     raise ExchangeError("the worker has another connection")
                 self._listening.receive(peer, body)
 
     @contextmanager
     def _turn_of(self, peer: Peer) -> Iterator[None]:
-        """Charges a peer for its turn. An error in it ends this worker's connections, and no others."""
+        """Charges a peer for its turn. An error in it ends this connection, and no other."""
         began, stranger = time.perf_counter(), peer.worker is None
         try:
             yield
@@ -177,14 +173,12 @@ class ConnectionLoop:
             self._turns.admit(peer)
 
     def _close(self, peer: Peer) -> None:
-        """Closes all connections of a peer's worker together."""
-        main = peer.stream_of or peer
-        self.peers = [each for each in self.peers if each not in (peer, main)]
-        for stream in main.channel.streams:
-            if stream.connection.fileno() in self._selector.get_map():
-                self._selector.unregister(stream.connection)
-        self._listening.disconnected(main)
-        main.channel.close()
+        """Closes a peer's connection."""
+        self.peers = [each for each in self.peers if each is not peer]
+        if peer.channel.connection.fileno() in self._selector.get_map():
+            self._selector.unregister(peer.channel.connection)
+        self._listening.disconnected(peer)
+        peer.channel.close()
 
     def _close_strangers(self, waiting: Collection[Peer]) -> None:
         """Closes peers that take too long to introduce themselves, and one if there are too many of one address.
@@ -210,12 +204,11 @@ class ConnectionLoop:
     def _watch(self) -> None:
         """Watches for messages of each peer, and for when a peer that did not take an answer at once can take it."""
         for peer in self.peers:
-            awaited = [] if peer.channel.is_full else peer.channel.awaited
-            for stream in peer.channel.streams:
-                reads = selectors.EVENT_READ if stream in awaited else 0
-                self._select(peer, stream.connection, reads | (selectors.EVENT_WRITE if stream.unsent else 0))
+            reads = 0 if peer.channel.is_full else selectors.EVENT_READ
+            self._select(peer, reads | (selectors.EVENT_WRITE if peer.channel.unsent else 0))
 
-    def _select(self, peer: Peer, connection: socket.socket, events: int) -> None:
+    def _select(self, peer: Peer, events: int) -> None:
+        connection = peer.channel.connection
         known = self._selector.get_map().get(connection.fileno())  # by number: a look-up by the socket is slow
         if known is None and events:
             self._selector.register(connection, events, peer)

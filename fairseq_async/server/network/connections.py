@@ -5,9 +5,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from fairseq_async import protocol
-from fairseq_async.errors import AsyncError, RefusedError
-from fairseq_async.options.config import MOST_STREAMS
-from fairseq_async.protocol import Answer, Introduce, PushReply, Request, Welcome, WorkReply
+from fairseq_async.errors import AsyncError
+from fairseq_async.protocol import Answer, PushReply, Request, Welcome, WorkReply
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.peers import Handshake, Peer, RefusalLog
 
@@ -62,8 +61,6 @@ class Connections:
             RefusedError: the peer does not prove that, or there is no room for it.
         """
         introduce = self.handshake.checked(peer, request)
-        if introduce.stream_of is not None:
-            return self._add_stream(peer, introduce, introduce.stream_of)
         self._notice_death(introduce.worker)
         now, instance = self.clock(), introduce.instance[:64]
         worker = self.membership.assign_id(introduce.worker, introduce.joins, instance, now)
@@ -85,17 +82,6 @@ class Connections:
         self.disconnected(before)
         before.replaced = True
         before.channel.end()
-
-    def _add_stream(self, peer: Peer, introduce: Introduce, challenge: str) -> Answer:
-        """Makes a connection one more stream of a worker, for pieces of its tensors."""
-        main = next((other for other in self.peers.values() if other.challenge == challenge), None)
-        if main is None or main.admitted:
-            raise RefusedError("there is no worker that has introduced itself, and not said hello, by that challenge")
-        if len(main.channel.streams) >= MOST_STREAMS:
-            raise RefusedError(f"a worker has {MOST_STREAMS} connections at most")
-        main.channel.add(peer.channel)
-        peer.stream_of = main
-        return self.handshake.complete(peer, introduce, main.id, self.membership)
 
     def answer(self, peer: Peer, answer: Answer, tensor: Tensor | None = None) -> None:
         """Sends an answer, or leaves it to the event loop if the connection does not take it at once."""

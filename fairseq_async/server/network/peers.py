@@ -32,7 +32,6 @@ class Peer:
         address: the address from which it was made.
         secured: whether the peer has shown in a TLS handshake a certificate of the run's authority.
         push: its update that waits for an answer.
-        stream_of: the peer whose tensors this connection carries pieces of; None for a connection with messages.
         place: its place in the order of service, in seconds; see :class:`~fairseq_async.server.network.turns.Turns`.
         replaced: whether its worker has another connection by now, on which it sends again what has no answer.
     """
@@ -48,7 +47,6 @@ class Peer:
     address: str = ""
     secured: bool = False
     push: Push | None = None
-    stream_of: "Peer | None" = None
     place: float = 0.0
     replaced: bool = False
 
@@ -134,6 +132,6 @@ class Handshake:
 
     def complete(self, peer: Peer, introduce: Introduce, worker: int, membership: Membership) -> Introduced:
         """Makes the peer a worker; returns the answer with the server's proof."""
-        peer.worker, peer.channel.largest = worker, LARGEST if peer.stream_of is None else SMALL
+        peer.worker, peer.channel.largest = worker, LARGEST
         own = proof(self._token, "server", peer.challenge, introduce.challenge)
         return Introduced(own, worker, membership.announced, self._instance, membership.timeout)

@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.algorithms import HybridAccumulation, Rule, Update
 from fairseq_async.algorithms.rule import CompoundRule, State
 from fairseq_async.errors import RefusedError
 from fairseq_async.options.config import HybridOptions

@@ -40,7 +40,6 @@ class Client(LastingConnection):
         patience: float = 0.0,
         on_loss: Callable[[AsyncError], None] | None = None,
         tls: Path | None = None,
-        streams: int = 1,
         hopeless: Callable[[], bool] = never,
     ) -> None:
         self._schedule_events, self._received = 0, 0  # _received: bytes of parameters since the last push
@@ -48,7 +47,7 @@ class Client(LastingConnection):
         self._brought: tuple[protocol.Pull, int] | None = None
         self.compressor: Compressor | None = None
         self._fragments: tuple[Fragment, ...]
-        super().__init__(address, token, worker, patience, on_loss, tls, streams, hopeless)
+        super().__init__(address, token, worker, patience, on_loss, tls, hopeless)
 
     def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
         """Introduces the worker; waits until the server has parameters, unless this is worker 0, which brings them.

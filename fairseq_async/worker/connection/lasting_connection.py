@@ -55,7 +55,6 @@ class LastingConnection:
             answer is sent again; the server recognises the updates that it has settled already.
         on_loss: called in a second thread, with the reason, when the server stays away while this worker computes.
         tls: directory of certificates, if the server's connections are encrypted; None for plain connections.
-        streams: connections to a server on another machine, each of which carries a piece of every large tensor.
         hopeless: returns whether the server will not come, so that it is not waited for.
 
     Attributes:
@@ -75,12 +74,10 @@ class LastingConnection:
         patience: float = 0.0,
         on_loss: Callable[[AsyncError], None] | None = None,
         tls: Path | None = None,
-        streams: int = 1,
         hopeless: Callable[[], bool] = never,
     ) -> None:
         self.address, self.patience, self._hopeless = address, patience, hopeless
         self.remote = address.rpartition(":")[0] != LOOPBACK
-        self._streams = streams if self.remote else 1
         self.memory: SharedMemory | None = None
         self.untrained = self.moments = ""
         self.any_length = self.by_script = False
@@ -213,7 +210,7 @@ class LastingConnection:
     # The connection
 
     def _connect(self, worker: int | None) -> Connection:
-        return Connection(self._endpoint, worker, self._streams)
+        return Connection(self._endpoint, worker)
 
     def _hello(self) -> Welcome:
         assert self._joined_with is not None

@@ -149,8 +149,8 @@ class WorkerContext:
         address, token, process = self._find_server(module, options, run_dir, resumes)
         number, patience = None if self.joins else self.worker, options.server_timeout
         try:
-            tls, streams = _certificates(options), options.streams
-            client = Client(address, token, number, patience, on_loss, tls, streams, partial(_has_ended, process))
+            tls, ended = _certificates(options), partial(_has_ended, process)
+            client = Client(address, token, number, patience, on_loss, tls, ended)
         except AsyncError as error:
             if process is None:
                 raise
@@ -203,7 +203,7 @@ class WorkerContext:
         rendezvous, tls = Rendezvous(Path(os.environ[RENDEZVOUS])), _certificates(options)
         if self.worker == 0:
             own = str(run_dir.resolve()), str(tls) if tls else None, option("run_dir")
-            rendezvous.request(ServerRequest(module, *own, standby=not options.no_standby))
+            rendezvous.request(ServerRequest(module, *own))
         return rendezvous.wait()
 
     def _find_server_of_job(
@@ -263,7 +263,6 @@ class WorkerContext:
             resumes=resumes,
             tls=tls,
             stays=True,
-            standby=not options.no_standby,
         )
         own(process)
         say(invitation(process.address, process.token_file.resolve(), own_command(), tls))

@@ -1,4 +1,4 @@
-"""Measures the gain of several connections of one worker on a long line that loses packets.
+"""Measures exchanges over a long line that loses packets, by TCP's congestion control.
 
 The server is on this host and the worker on another one, a network namespace behind a cable. Each gradient that the
 worker sends makes a step, so an exchange brings a whole model there and another one back.
@@ -33,7 +33,6 @@ from scripts.bench.report import Report  # noqa: E402
 from scripts.faults.hosts import Cable, other_host  # noqa: E402
 from scripts.faults.sgd_server import sgd_spec  # noqa: E402
 
-STREAMS = (1, 2, 4, 8)
 LOSSES = (0.0, 0.001)
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _PATIENCE = 600.0  # seconds for all exchanges of one case
@@ -47,23 +46,21 @@ def main(
     congestion: Annotated[str, typer.Option(help="TCP's congestion control, as cubic or bbr.")] = "cubic",
     json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
 ) -> None:
-    """Measures exchanges with 1, 2, 4 and 8 streams, without lost packets and with one in a thousand lost."""
+    """Measures exchanges without lost packets and with one in a thousand lost."""
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
-    report = Report("Several connections of one worker to a server on another machine")
+    report = Report("A worker on another machine, behind a long line")
     rows = []
     with congestion_control(congestion):
         for loss in LOSSES:
-            found = [measure(Cable(latency, loss, mbit * 1e6 / 8), count, parameters, exchanges) for count in STREAMS]
-            for streams, seconds in zip(STREAMS, found, strict=True):
-                speed = {"Mbit/s": 64e-6 * parameters / seconds, "times sooner": found[0] / seconds}
-                rows.append({"loss": loss, "streams": streams, "s": seconds} | speed)
+            seconds = measure(Cable(latency, loss, mbit * 1e6 / 8), parameters, exchanges)
+            rows.append({"loss": loss, "s": seconds, "Mbit/s": 64e-6 * parameters / seconds})
     report.table(f"an exchange of {parameters:,} parameters at {mbit:g} Mbit/s, {latency:g} s, {congestion}", rows)
     report.end(json)
 
 
-def work(address: str, token: str, streams: int, parameters: int, exchanges: int) -> None:
+def work(address: str, token: str, parameters: int, exchanges: int) -> None:
     """Runs one worker; prints the seconds of each exchange."""
-    client = Client(address, token, 0, streams=streams)
+    client = Client(address, token, 0)
     spec, layout = sgd_spec(workers=1, publishes=False), Layout.of([("weight", torch.zeros(parameters))])
     if not client.join(layout, spec).initialised:
         client.slot.zero_()
@@ -93,12 +90,12 @@ def congestion_control(name: str) -> Iterator[None]:
         _CONGESTION.write_text(before)
 
 
-def measure(cable: Cable, streams: int, parameters: int, exchanges: int) -> float:
+def measure(cable: Cable, parameters: int, exchanges: int) -> float:
     """Returns the median seconds of an exchange over this cable, without the first exchange."""
     with other_host(cable) as host, tempfile.TemporaryDirectory() as out:
         server = ServerProcess("scripts.faults.sgd_server", 1, Path(out), Path(out) / "server.log", host=host.near)
         try:
-            told = [server.address, server.token, *map(str, (streams, parameters, exchanges))]
+            told = [server.address, server.token, *map(str, (parameters, exchanges))]
             line = [*host.prefix, sys.executable, __file__, "worker", *told]
             own = os.environ | {"OMP_NUM_THREADS": "1"}
             done = subprocess.run(line, env=own, capture_output=True, timeout=_PATIENCE)
