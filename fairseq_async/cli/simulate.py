@@ -13,7 +13,7 @@ from fairseq_async.cli.paths import find
 from fairseq_async.errors import ConfigurationError, as_key, spell_options
 
 if TYPE_CHECKING:
-    from fairseq_async.replay.replay import Recording, Run
+    from fairseq_async.replay.replay import RecordedRun, Recording
 
 app = typer.Typer()
 
@@ -122,7 +122,7 @@ def export(
     print(f"{out}: the server's parameters, as {written.value}")
 
 
-def _recorded(recording: "Recording") -> "Run":
+def _recorded(recording: "Recording") -> "RecordedRun":
     """What computes a recorded run's updates again."""
     if recording.spec.of_regions:
         from fairseq_async.replay.regions import RecordedRegions  # start-up time

@@ -98,7 +98,7 @@ class FollowedSchedule:
     Args:
         schedule: the engine's; None if it has none.
         optimizer: the engine's.
-        steps: number of steps of the whole run, for the table; None where :meth:`follow` is never called.
+        total_steps: number of steps of the whole run, for the table; None where :meth:`follow` is never called.
 
     Attributes:
         begins_at: the schedule's steps before the run's first one.
@@ -108,8 +108,10 @@ class FollowedSchedule:
         ConfigurationError: the rates do not follow from the number of steps alone.
     """
 
-    def __init__(self, schedule: Schedule | None, optimizer: DeepSpeedOptimizer, steps: int | None = None) -> None:
-        self.schedule, self._optimizer, self._steps = schedule, optimizer, steps
+    def __init__(
+        self, schedule: Schedule | None, optimizer: DeepSpeedOptimizer, total_steps: int | None = None
+    ) -> None:
+        self.schedule, self._optimizer, self._total_steps = schedule, optimizer, total_steps
         self.begin()
 
     def begin(self) -> None:
@@ -120,10 +122,10 @@ class FollowedSchedule:
 
     def _make_table(self) -> None:
         self._table: RateTable | None = None
-        if self._steps is not None and needs_table(self.schedule):
+        if self._total_steps is not None and needs_table(self.schedule):
             # the one that ZeRO and fp16 wrap
             inner = cast(torch.optim.Optimizer, getattr(self._optimizer, "optimizer", self._optimizer))
-            self._table = RateTable(inner, tabulate(self.schedule, inner, self._steps))
+            self._table = RateTable(inner, tabulate(self.schedule, inner, self._total_steps))
 
     def follow(self, progress: float) -> None:
         """Sets the schedule to the run's progress. The first step has the rates that are there, as in a plain loop."""

@@ -6,7 +6,7 @@ from math import ceil
 
 from fairseq.data.iterators import CountingIterator, EpochBatchIterating
 
-from fairseq_async.fairseq_plugin.compat.shards import Shard, ShardedBatches, check_batches_stay
+from fairseq_async.fairseq_plugin.compat.shards import DataShard, ShardedBatches, check_batches_stay
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.worker.shards import BatchCounter, DataPosition
 
@@ -93,9 +93,9 @@ def sharded_batches(
     directories = len(directories_of(cfg))
     iterators = [_of_epoch(make, task, cfg, number + 1) for number in range(directories)]
     if directories > 1:
-        parts = [Shard(iterator, 0, 1) for iterator in iterators]
+        parts = [DataShard(iterator, 0, 1) for iterator in iterators]
     else:
-        parts = [Shard(iterators[0], number, shards) for number in range(shards)]
+        parts = [DataShard(iterators[0], number, shards) for number in range(shards)]
     return ShardedBatches(parts, cfg.distributed_training.fix_batches_to_gpus)
 
 

@@ -12,7 +12,7 @@ from fairseq_async.options.validation import checked
 
 _RULE = "delayed_nesterov"  # the paper's rule, where the section names none
 _ALSO_OF_REGIONS = {"outer", "staleness_power", "staleness_limit"}
-_OF_WORKERS = ({*AsyncLocalSGDOptions.model_fields} | {"look_ahead"}) - _ALSO_OF_REGIONS
+_OF_WORKERS = ({*AsyncLocalSGDOptions.model_fields} | {"start_ahead"}) - _ALSO_OF_REGIONS
 
 
 @dataclass(frozen=True)

@@ -38,21 +38,21 @@ def _diloco(options: DiLoCoOptions, context: RuleContext) -> Rule:
 def _nesterov(options: NesterovOptions, context: RuleContext) -> Rule:
     from fairseq_async.algorithms import NesterovMomentum  # start-up time
 
-    return NesterovMomentum(options.outer_lr, options.outer_momentum, context.workers, options.look_ahead)
+    return NesterovMomentum(options.outer_lr, options.outer_momentum, context.workers, options.start_ahead)
 
 
 def _buffered_nesterov(options: BufferedNesterovOptions, context: RuleContext) -> Rule:
     from fairseq_async.algorithms import BufferedNesterov  # start-up time
 
     size = options.buffer_size or context.workers
-    return BufferedNesterov(options.outer_lr, options.outer_momentum, size, options.look_ahead)
+    return BufferedNesterov(options.outer_lr, options.outer_momentum, size, options.start_ahead)
 
 
 def _delayed_nesterov(options: DelayedNesterovOptions, context: RuleContext) -> Rule:
     from fairseq_async.algorithms import DelayedNesterov  # start-up time
 
     delay = options.delay or context.workers
-    return DelayedNesterov(options.outer_lr, options.outer_momentum, delay, options.c, options.look_ahead)
+    return DelayedNesterov(options.outer_lr, options.outer_momentum, delay, options.c, options.start_ahead)
 
 
 def _sgd(options: OuterSGDOptions, context: RuleContext) -> Rule:
@@ -64,13 +64,13 @@ def _sgd(options: OuterSGDOptions, context: RuleContext) -> Rule:
 def _mla(options: MomentumLookAheadOptions, context: RuleContext) -> Rule:
     from fairseq_async.algorithms import MomentumLookAhead  # start-up time
 
-    return MomentumLookAhead(options.outer_lr, options.outer_momentum, options.look_ahead)
+    return MomentumLookAhead(options.outer_lr, options.outer_momentum, options.start_ahead)
 
 
 def _heloco(options: HeLoCoOptions, context: RuleContext) -> Rule:
     from fairseq_async.algorithms import HeLoCo  # start-up time
 
-    return HeLoCo(options.outer_lr, options.outer_momentum, context.workers, context.sizes, options.look_ahead)
+    return HeLoCo(options.outer_lr, options.outer_momentum, context.workers, context.sizes, options.start_ahead)
 
 
 register_outer_rule(OuterRule("diloco", DiLoCoOptions, _diloco, synchronous=True, divisible=True))

@@ -77,8 +77,9 @@ class MethodSpec:
         framework: settings that the front end's server needs: inner optimizer, learning-rate schedule, clipping.
         barrier: number of updates in a round, which are applied together; 0 applies each update when it arrives.
         closes_early: whether a round closes when no other worker is near, with the updates that have arrived by then.
-        grace_seconds: how long a round stays open after its first update; None keeps it open until it is complete. For
-            a round that closes early, see :class:`~fairseq_async.server.rounds.near_arrivals.NearArrivals`.
+        grace_period: seconds for which a round stays open after its first update; None keeps it open until it is
+            complete. For a round that closes early, see
+            :class:`~fairseq_async.server.rounds.near_arrivals.NearArrivals`.
         grace_share: the same as a share of a worker's step.
         look_ahead: versions ahead at which workers start; 0 for none, None for as many as their updates are stale.
         quorum: number of updates at which the grace period of a round begins; all updates of the round are one step of
@@ -101,7 +102,7 @@ class MethodSpec:
     framework: JsonObject = field(default_factory=dict)
     barrier: int = 0
     closes_early: bool = False
-    grace_seconds: float | None = None
+    grace_period: float | None = None
     grace_share: float = GRACE_SHARE
     look_ahead: float | None = 0.0
     quorum: int = 0
@@ -199,10 +200,7 @@ class MethodSpec:
     @classmethod
     def from_json(cls, given: JsonObject) -> "MethodSpec":
         """Reads a description from ``run.json`` or a snapshot; in version 0.1 these had all options at one level."""
-        current = given if "options" in given else _from_version_0_1(dict(given))
-        for level in ("options", "server"):
-            if isinstance(found := current.get(level), dict):
-                current = current | {level: {key: value for key, value in found.items() if key not in _REMOVED}}
+        current = _renamed(given if "options" in given else _from_version_0_1(dict(given)))
         return _adapter().validate_json(json.dumps(current))  # as JSON: from Python, strict mode wants a MethodSpec
 
 
@@ -233,7 +231,7 @@ def hybrid_spec(
         framework=framework,
         barrier=(filled.updates_per_step or workers) if filled.barrier or filled.closes_early else 0,
         closes_early=filled.closes_early,
-        grace_seconds=filled.grace_period,
+        grace_period=filled.grace_period,
         look_ahead=0.0 if filled.barrier else filled.look_ahead,
         waits_for_dead=not filled.closes_early,
         last_version=None if filled.closes_early else total_steps or None,
@@ -258,8 +256,8 @@ def local_sgd_spec(
     check_fragments(options, server)
     check_shards(options, server)
     check_buffers(options, server)
-    quorum, grace = filled.get("quorum", 0), filled.get("grace_period")
-    waits = methods.outer_rule(options.outer).synchronous or quorum > 0 or grace is not None
+    quorum, grace_period = filled.get("quorum", 0), filled.get("grace_period")
+    waits = methods.outer_rule(options.outer).synchronous or quorum > 0 or grace_period is not None
     return MethodSpec(
         method=options.method,
         workers=workers,
@@ -267,7 +265,7 @@ def local_sgd_spec(
         server=_settings(server),
         framework=framework,
         barrier=workers if waits else 0,
-        grace_seconds=grace or 0.0 if quorum else grace,
+        grace_period=grace_period or 0.0 if quorum else grace_period,
         quorum=quorum,
         counts_in_rounds=waits,
         waits_for_dead=False,
@@ -333,8 +331,20 @@ def _adapter() -> TypeAdapter[MethodSpec]:
 OPTIMIZER_OVERRIDES = "optimizer_overrides"  # key of ``framework``: options that replace those of a saved optimizer
 _FRAMEWORK = ("inner_optimizer", "lr_scheduler", "clip_norm", "update_freq", "synchronous", "optimizer", "scheduler")
 _REMOVED = ("snapshot_updates", "server_threads", "gradient_rule")  # in descriptions of before
-_RENAMED = {"grace": "grace_seconds"}
+_RENAMED = {"grace": "grace_period", "grace_seconds": "grace_period"}
 _STALENESS = {"power": "staleness_power", "limit": "staleness_limit", "compensation": "delay_compensation"}
+
+
+def _renamed(given: JsonObject) -> JsonObject:
+    """Returns a description of before with the names that its fields and options have now, without what is gone."""
+    spec = {_RENAMED.get(key, key): value for key, value in given.items()}
+    for level in ("options", "server"):
+        if isinstance(found := spec.get(level), dict):
+            spec[level] = {key: value for key, value in found.items() if key not in _REMOVED}
+    options = spec["options"]
+    if spec["method"] == "local_sgd" and isinstance(options, dict) and "look_ahead" in options:
+        options["start_ahead"] = options.pop("look_ahead")
+    return spec
 
 
 def _from_version_0_1(flat: JsonObject) -> JsonObject:
@@ -342,10 +352,10 @@ def _from_version_0_1(flat: JsonObject) -> JsonObject:
     assert isinstance(staleness, dict)
     known = {each.name for each in fields(MethodSpec)}
     spec: JsonObject = {_STALENESS[key]: value for key, value in staleness.items()}
-    staleness_options = {key: flat[key] for key in _STALENESS.values() if key in flat}
+    both = {key: flat[key] for key in (*_STALENESS.values(), "grace_period") if key in flat}  # spec and options
     spec["server"] = {key: flat.pop(key) for key in _SERVER if key in flat}
     spec["framework"] = {key: flat.pop(key) for key in _FRAMEWORK if key in flat}
     for key in list(flat):
         if _RENAMED.get(key, key) in known and not (key == "max_epoch" and flat[key] is None):
             spec[_RENAMED.get(key, key)] = flat.pop(key)
-    return spec | {"options": {"method": spec["method"], **staleness_options, **flat}}
+    return spec | {"options": {"method": spec["method"], **both, **flat}}

@@ -127,7 +127,7 @@ OuterLearningRate = Annotated[
     ),
 ]
 OuterMomentum = Annotated[float, Field(ge=0, lt=1, description="outer momentum β")]
-LookAheadDispatch = Annotated[
+StartAhead = Annotated[
     bool,
     Field(
         description="on or off: local steps start ahead of the parameters, where the momentum takes them: θ − εβm",
@@ -150,7 +150,7 @@ class NesterovOptions(AsyncLocalSGDOptions):
     outer: Literal["nesterov"] = "nesterov"
     outer_lr: OuterLearningRate = 0.7
     outer_momentum: OuterMomentum = 0.9
-    look_ahead: LookAheadDispatch = False
+    start_ahead: StartAhead = False
 
 
 class BufferedNesterovOptions(AsyncLocalSGDOptions):
@@ -159,7 +159,7 @@ class BufferedNesterovOptions(AsyncLocalSGDOptions):
     outer: Literal["buffered_nesterov"] = "buffered_nesterov"
     outer_lr: OuterLearningRate = 0.7
     outer_momentum: OuterMomentum = 0.9
-    look_ahead: LookAheadDispatch = False
+    start_ahead: StartAhead = False
     buffer_size: int | None = Field(None, ge=1, description="updates N that are averaged", json_schema_extra=_WORKERS)
 
     def for_workers(self, workers: int) -> "BufferedNesterovOptions":
@@ -172,7 +172,7 @@ class DelayedNesterovOptions(AsyncLocalSGDOptions):
     outer: Literal["delayed_nesterov"] = "delayed_nesterov"
     outer_lr: OuterLearningRate = 0.7
     outer_momentum: OuterMomentum = 0.9
-    look_ahead: LookAheadDispatch = False
+    start_ahead: StartAhead = False
     delay: int | None = Field(
         None, ge=1, description="arrivals N between two momentum steps", json_schema_extra=_WORKERS
     )

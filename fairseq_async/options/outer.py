@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from fairseq_async.options.config import AsyncLocalSGDOptions, LookAheadDispatch, OuterLearningRate, OuterMomentum
+from fairseq_async.options.config import AsyncLocalSGDOptions, OuterLearningRate, OuterMomentum, StartAhead
 
 
 class MomentumLookAheadOptions(AsyncLocalSGDOptions):
@@ -11,7 +11,7 @@ class MomentumLookAheadOptions(AsyncLocalSGDOptions):
     outer: Literal["mla"] = "mla"
     outer_lr: OuterLearningRate = 0.3  # at the paper's 0.7 five workers diverge where one is six times faster
     outer_momentum: OuterMomentum = 0.9
-    look_ahead: LookAheadDispatch = True
+    start_ahead: StartAhead = True
 
 
 class HeLoCoOptions(AsyncLocalSGDOptions):
@@ -20,4 +20,4 @@ class HeLoCoOptions(AsyncLocalSGDOptions):
     outer: Literal["heloco"] = "heloco"
     outer_lr: OuterLearningRate = 0.7
     outer_momentum: OuterMomentum = 0.9
-    look_ahead: LookAheadDispatch = True
+    start_ahead: StartAhead = True

@@ -38,12 +38,12 @@ class ProgressSchedule:
     Args:
         scheduler: one of torch's, of the optimizer, whose rates are a function of the number of its steps; nobody is to
             step it.
-        steps: number of steps of the whole run, in mean local steps of a worker.
+        total_steps: number of steps of the whole run, in mean local steps of a worker.
     """
 
-    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> None:
+    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler, total_steps: int) -> None:
         self._optimizer, self._scheduler = optimizer, scheduler
-        self._table = RateTable(optimizer, tabulate(scheduler, optimizer, steps))
+        self._table = RateTable(optimizer, tabulate(scheduler, optimizer, total_steps))
         self._taken = steps_taken(scheduler)
         self._rates = present_rates(optimizer)
 
@@ -66,13 +66,15 @@ class ProgressSchedule:
             )
 
 
-def check_own(optimizer: Optimizer, workers: int, steps: int) -> None:
+def check_own(optimizer: Optimizer, workers: int, total_steps: int) -> None:
     """Checks that the optimizer has no scheduler that counts one worker's own steps, where workers share a run.
 
     Raises:
         ConfigurationError: it has one.
     """
-    if workers > 1 and steps and hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # torch's schedulers leave this mark
+    if (
+        workers > 1 and total_steps and hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    ):  # torch's schedulers leave this mark
         raise ConfigurationError(
             f"{type(optimizer).__name__} has a scheduler that counts this worker's own steps, of which a fast worker "
             "takes more than the run has, and a slow one fewer: give it as scheduler=, which follows the run's "

@@ -51,9 +51,9 @@ class Snapshots:
         self._before: Path | None = None
         self.journal = Journal()
 
-    def keep_up(self, state: Callable[[], State], version: int, seconds: float) -> None:
+    def keep_up(self, state: Callable[[], State], version: int, snapshot_seconds: float) -> None:
         """Takes a snapshot at the beginning, and then when so many seconds have passed."""
-        due = self._taken_at is None or self.clock() - self._taken_at >= seconds
+        due = self._taken_at is None or self.clock() - self._taken_at >= snapshot_seconds
         if due and version != self._version and not self.busy:
             self._taken_at, self._version = self.clock(), version
             try:

@@ -16,8 +16,8 @@ from fairseq_async.server.programs import local_sgd_main
 
 
 class RecordedRegion:
-    """One region as a :class:`~fairseq_async.replay.replay.Worker`: its recorded updates, in the order in which it sent
-    them."""
+    """One region as a :class:`~fairseq_async.replay.replay.RecordedWorker`: its recorded updates, in the order in which
+    it sent them."""
 
     def __init__(self, run_dir: Path, layout: Layout, events: Sequence[Event]) -> None:
         self.layout, self._run_dir, self._left = layout, run_dir, list(events)
@@ -37,7 +37,7 @@ class RecordedRegion:
 
 
 class RecordedRegions:
-    """A global server's run as a :class:`~fairseq_async.replay.replay.Run`."""
+    """A global server's run as a :class:`~fairseq_async.replay.replay.RecordedRun`."""
 
     threads = 1
 

@@ -37,7 +37,7 @@ class DifferenceError(AsyncError):
     """The replay comes to another result than the recorded run."""
 
 
-class Worker(Protocol):
+class RecordedWorker(Protocol):
     """A worker of the recorded run, which computes the same updates again."""
 
     @property
@@ -53,14 +53,14 @@ class Worker(Protocol):
         ...
 
 
-class Run(Protocol):
+class RecordedRun(Protocol):
     """A recorded run as its framework provides it; ``threads`` is the number of threads with which a worker
     computed."""
 
     threads: int
 
     @property
-    def workers(self) -> Mapping[int, Worker]: ...
+    def workers(self) -> Mapping[int, RecordedWorker]: ...
 
     def build(self, spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]: ...
 
@@ -152,7 +152,7 @@ class Replay:
         ConfigurationError: the model here differs from the recorded one.
     """
 
-    def __init__(self, recording: Recording, run: Run) -> None:
+    def __init__(self, recording: Recording, run: RecordedRun) -> None:
         self.recording, self.run, self.compared = recording, run, 0
         spec, layout = recording.spec, recording.layout
         for worker in run.workers.values():
@@ -160,7 +160,7 @@ class Replay:
                 raise ConfigurationError(f"{recording.run_dir}: the recorded model is not this command's: {difference}")
         self.parameters, rule, plan = _built(recording, run)
         # the log says when a round is complete: here no round is complete or ends by itself
-        held = replace(spec, barrier=OPEN if spec.barrier else 0, grace_seconds=None, closes_early=False, quorum=0)
+        held = replace(spec, barrier=OPEN if spec.barrier else 0, grace_period=None, closes_early=False, quorum=0)
         membership = Membership(spec.workers, now=0.0)
         self.coordinator = build_coordinator(held, rule, plan, self.parameters, membership)
         self.server = self.coordinator.server
@@ -337,7 +337,7 @@ class Replay:
             raise _first(event, f"the parameters' checksum after it was {event.checksum}, is {here}")
 
 
-def _built(recording: Recording, run: Run) -> tuple[Tensor, Rule, Plan]:
+def _built(recording: Recording, run: RecordedRun) -> tuple[Tensor, Rule, Plan]:
     """Builds the first parameters, the rule and the plan; in shards where the run's server was in shards."""
     spec, layout, parameters = recording.spec, recording.layout, recording.start["server"]["parameters"]
     if spec.server.shards == 1:

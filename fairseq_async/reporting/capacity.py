@@ -16,7 +16,7 @@ from fairseq_async.records.event_log import EVENTS
 from fairseq_async.records.events import Event, read_events
 from fairseq_async.reporting.capacity_question import Question
 from fairseq_async.reporting.exchange_bytes import ExchangeBytes, of_codecs, of_run
-from fairseq_async.simulation.costs import Costs, Link
+from fairseq_async.simulation.costs import Costs, NetworkLink
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 10_000)  # rows of the table of speed-ups
 _WARM_UP = 2  # a worker's first updates do not count: they touch memory for the first time
@@ -25,7 +25,7 @@ _LEAST = 1e-9  # seconds: clocks are coarse
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCosts:
     """The costs and the speed of a run, as measured from its events.
 
     Attributes:
@@ -46,7 +46,7 @@ class Measured:
         return len(self.numbers)
 
 
-def measure(run_dir: Path, compress: str = "") -> Measured:
+def measure(run_dir: Path, compress: str = "") -> MeasuredCosts:
     """Measures the costs of a run without a barrier or overlap.
 
     A run of one or two workers is best, since these wait for no other.
@@ -85,7 +85,7 @@ def measure(run_dir: Path, compress: str = "") -> Measured:
     step, unsharded = max(gap - exchange, _LEAST), exchange + (shards - 1) * server
     costs = Costs(step, unsharded, shards * server, layout.size, push=push, pull=pull, shards=shards)
     rate = sum(1 / max(_LEAST, _typical(each, lambda c: c.gap)) for each in of_workers if each)
-    return Measured(costs, tuple(each[0].worker for each in own), rate, sent, pstdev(served) / server)
+    return MeasuredCosts(costs, tuple(each[0].worker for each in own), rate, sent, pstdev(served) / server)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def answer(run_dir: Path, question: Question) -> Iterator[Table]:
     yield _speedup(costs, links, shards)
 
 
-def _measured(measured: Measured) -> Table:
+def _measured(measured: MeasuredCosts) -> Table:
     costs, table = measured.costs, Table(title="Measured, of one update", title_justify="left", box=box.SIMPLE)
     for column in ("parameters", "step s", "exchange s", "of it server s", "workers", "updates/s", "by the model"):
         table.add_column(column, justify="right")
@@ -186,7 +186,7 @@ def _sent(exchange: ExchangeBytes, parameters: int) -> Table:
     return table
 
 
-def _held(costs: Costs, sizes: Sequence[int], links: Sequence[Link], shards: Sequence[int]) -> Table:
+def _held(costs: Costs, sizes: Sequence[int], links: Sequence[NetworkLink], shards: Sequence[int]) -> Table:
     title = "Workers until the server is the bottleneck (step and exchange in proportion to the model)"
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for column in ("parameters", "link", *(f"{m} shard{'s' * (m > 1)}" for m in shards)):
@@ -197,7 +197,7 @@ def _held(costs: Costs, sizes: Sequence[int], links: Sequence[Link], shards: Seq
     return table
 
 
-def _speedup(costs: Costs, links: Sequence[Link], shards: Sequence[int]) -> Table:
+def _speedup(costs: Costs, links: Sequence[NetworkLink], shards: Sequence[int]) -> Table:
     table = Table(title="Updates a second over those of one worker", title_justify="left", box=box.SIMPLE)
     cases = [
         (f"{name}, {m} shard{'s' * (m > 1)}", replace(c, shards=m)) for name, c in over(costs, links) for m in shards
@@ -211,7 +211,7 @@ def _speedup(costs: Costs, links: Sequence[Link], shards: Sequence[int]) -> Tabl
     return table
 
 
-def over(costs: Costs, links: Sequence[Link]) -> Iterator[tuple[str, Costs]]:
+def over(costs: Costs, links: Sequence[NetworkLink]) -> Iterator[tuple[str, Costs]]:
     """Yields each link's name and the costs over this link; the costs as they are if there is no link."""
     if not links:
         yield "as measured", costs

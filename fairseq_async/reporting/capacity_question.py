@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.simulation.costs import Link
+from fairseq_async.simulation.costs import NetworkLink
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Question:
     """
 
     sizes: tuple[int, ...]
-    links: tuple[Link, ...]
+    links: tuple[NetworkLink, ...]
     shards: tuple[int, ...]
     apart: bool
     compress: str
@@ -33,7 +33,7 @@ def read_question(parameters: str, link: str, shards: str, apart: bool, compress
     Raises:
         ConfigurationError: a flag has no such value, or the flags do not go together.
     """
-    links = [Link(*pair) for pair in pairs("--link", link, "as 10, or 0.1:50 with 50 ms one way")]
+    links = [NetworkLink(*pair) for pair in pairs("--link", link, "as 10, or 0.1:50 with 50 ms one way")]
     if compress and not links:
         raise ConfigurationError(f"--compress {compress}: of use on a link alone: give --link too")
     if apart and not links:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol.receipt import Status
 from fairseq_async.reporting.plots import figures, weight_name
-from fairseq_async.reporting.runs import COMPUTING, Run
+from fairseq_async.reporting.runs import COMPUTING, LoadedRun
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -30,7 +30,7 @@ figcaption { font-weight: 600; margin-bottom: .4rem }
 _COLUMNS = 6  # runs beside each other
 
 
-def write(runs: Sequence[Run], title: str, out: Path) -> Path:
+def write(runs: Sequence[LoadedRun], title: str, out: Path) -> Path:
     """Writes ``report.html`` and a PNG for each picture into a directory; returns the page's path.
 
     Raises:
@@ -56,14 +56,14 @@ def write(runs: Sequence[Run], title: str, out: Path) -> Path:
     return page
 
 
-def _overview(runs: Sequence[Run]) -> list[dict[str, str | int]]:
+def _overview(runs: Sequence[LoadedRun]) -> list[dict[str, str | int]]:
     """Returns the overview's rows: a column per run if the runs are few with different names, else a row per run."""
     rows = [row(run) for run in runs]
     few = len(rows) <= _COLUMNS and len({each["run"] for each in rows}) == len(rows)
     return _upright(rows) if few else rows
 
 
-def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, tuple[str, Figure]]]:
+def _figures(runs: Sequence[LoadedRun]) -> Iterator[tuple[str, tuple[str, Figure]]]:
     """Yields file name, caption and figure, for each figure of each group of runs."""
     files = _file_names(list(dict.fromkeys(run.group for run in runs)))
     for group, file in files.items():
@@ -104,7 +104,7 @@ def _column(name: str, rows: Sequence[dict[str, str | int]]) -> dict[str, str | 
     return column | {str(each["run"]): each.get(name, "-") for each in rows}
 
 
-def row(run: Run) -> dict[str, str | int]:
+def row(run: LoadedRun) -> dict[str, str | int]:
     """Returns the table's cells for one run, by column."""
     _, losses = run.losses("updates")
     seconds = run.events[-1].time
@@ -127,7 +127,7 @@ def row(run: Run) -> dict[str, str | int]:
     }
 
 
-def _counted(run: Run, seconds: float) -> dict[str, str | int]:
+def _counted(run: LoadedRun, seconds: float) -> dict[str, str | int]:
     """Returns the cells of what the updates' weights count; none where that has no name."""
     if not run.unit:
         return {}
@@ -135,7 +135,7 @@ def _counted(run: Run, seconds: float) -> dict[str, str | int]:
     return {name: f"{count:,.0f}", f"{name}/s": f"{count / seconds:,.0f}" if seconds else "-"}
 
 
-def _validated(run: Run) -> dict[str, str | int]:
+def _validated(run: LoadedRun) -> dict[str, str | int]:
     """Returns the cells of the last validation's loss and score; none if no validation is recorded."""
     if not run.validations:
         return {}
@@ -146,7 +146,7 @@ def _validated(run: Run) -> dict[str, str | int]:
     return cells
 
 
-def worker_row(run: Run, worker: int) -> dict[str, str | int]:
+def worker_row(run: LoadedRun, worker: int) -> dict[str, str | int]:
     """Returns the cells of one worker of a run, by column: means over its applied updates."""
     applied = [event for event in run.applied if event.worker == worker]
     return {
@@ -163,7 +163,7 @@ def worker_row(run: Run, worker: int) -> dict[str, str | int]:
     }
 
 
-def _compressed(run: Run, worker: int | None) -> dict[str, str | int]:
+def _compressed(run: LoadedRun, worker: int | None) -> dict[str, str | int]:
     """Returns the cells about compressed updates; none for a run without them."""
     compressed = run.compressed(worker)
     if compressed is None:
@@ -178,7 +178,7 @@ def _megabytes(sizes: Iterable[int | None]) -> str:
     return f"{sum(known) / 1e6:,.2f}" if known else "-"
 
 
-def _name(run: Run) -> str:
+def _name(run: LoadedRun) -> str:
     return f"{run.name}, {run.group}" if run.group else run.name
 
 

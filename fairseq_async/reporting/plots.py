@@ -20,7 +20,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator  # noqa: E402
 
 from fairseq_async.records.events import Event  # noqa: E402
 from fairseq_async.records.validations import Validation  # noqa: E402
-from fairseq_async.reporting.runs import AWAY, COMPUTING, WAITING, Axis, Run, running_mean  # noqa: E402
+from fairseq_async.reporting.runs import AWAY, COMPUTING, WAITING, Axis, LoadedRun, running_mean  # noqa: E402
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 Dashes: TypeAlias = str | tuple[int, tuple[int, ...]]
@@ -42,7 +42,7 @@ def styles(count: int) -> list[Style]:
     return [Style(COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]) for i in range(count)]
 
 
-def figures(runs: Sequence[Run]) -> dict[str, tuple[str, Figure]]:
+def figures(runs: Sequence[LoadedRun]) -> dict[str, tuple[str, Figure]]:
     """Returns caption and figure by file name, for the figures for which the runs have data."""
     with _rc_params():
         found = {
@@ -89,11 +89,11 @@ _OVER_UPDATES: dict[str, tuple[str, Callable[[Event], float | None]]] = {
 
 
 def weight_name(unit: str) -> str:
-    """Returns the name of what weights count, by :attr:`Run.unit`."""
+    """Returns the name of what weights count, by :attr:`LoadedRun.unit`."""
     return "target tokens" if unit == "tokens" else unit or "weight of the updates"
 
 
-def loss(runs: Sequence[Run]) -> Figure:
+def loss(runs: Sequence[LoadedRun]) -> Figure:
     """The loss curves of all runs, by update, by the updates' weights (tokens in fairseq) and by time."""
     figure, panels = pyplot.subplots(1, 3, figsize=(10, 3.4), layout="constrained", sharey=True)
     axes_and_labels: tuple[tuple[Axis, str], ...] = (
@@ -111,7 +111,7 @@ def loss(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def _validated(runs: Sequence[Run]) -> dict[str, tuple[str, Callable[[Validation], float | None]]]:
+def _validated(runs: Sequence[LoadedRun]) -> dict[str, tuple[str, Callable[[Validation], float | None]]]:
     """Returns caption and value by file name for worker 0's validations: the loss, and the first metric named."""
     known = [validation for run in runs for validation in run.validations]
     found: dict[str, tuple[str, Callable[[Validation], float | None]]] = {}
@@ -123,7 +123,7 @@ def _validated(runs: Sequence[Run]) -> dict[str, tuple[str, Callable[[Validation
     return found
 
 
-def validations(runs: Sequence[Run], name: str, value: Callable[[Validation], float | None]) -> Figure:
+def validations(runs: Sequence[LoadedRun], name: str, value: Callable[[Validation], float | None]) -> Figure:
     """One value of each run's validations, over the number of updates before each."""
     figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
     for run, style in zip(runs, styles(len(runs)), strict=True):
@@ -137,18 +137,18 @@ def validations(runs: Sequence[Run], name: str, value: Callable[[Validation], fl
     return figure
 
 
-def staleness(runs: Sequence[Run]) -> Figure:
+def staleness(runs: Sequence[LoadedRun]) -> Figure:
     """A histogram of the staleness of each run's applied updates."""
     values = [[event.staleness for event in run.applied] for run in runs]
     return _histogram(runs, values, "versions between pull and arrival", "share of the updates")
 
 
-def step_sizes(runs: Sequence[Run]) -> Figure:
+def step_sizes(runs: Sequence[LoadedRun]) -> Figure:
     """A histogram of the number of updates in each run's steps."""
     return _histogram(runs, [run.step_sizes for run in runs], "updates in a step", "share of the steps")
 
 
-def _histogram(runs: Sequence[Run], values: Sequence[Sequence[int]], xlabel: str, ylabel: str) -> Figure:
+def _histogram(runs: Sequence[LoadedRun], values: Sequence[Sequence[int]], xlabel: str, ylabel: str) -> Figure:
     figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
     width = 0.8 / len(runs)
     for index, (run, own, style) in enumerate(zip(runs, values, styles(len(runs)), strict=True)):
@@ -162,7 +162,7 @@ def _histogram(runs: Sequence[Run], values: Sequence[Sequence[int]], xlabel: str
     return figure
 
 
-def spent(runs: Sequence[Run]) -> Figure:
+def spent(runs: Sequence[LoadedRun]) -> Figure:
     """A bar for each worker of each run: the fractions of its time by activity."""
     labels = [(run, worker) for run in runs for worker in range(run.workers)]
     figure, axes = pyplot.subplots(figsize=(7, 0.8 + 0.18 * len(labels)), layout="constrained")
@@ -180,7 +180,7 @@ def spent(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def timelines(runs: Sequence[Run]) -> Figure:
+def timelines(runs: Sequence[LoadedRun]) -> Figure:
     """The activities of every worker at the beginning of each run."""
     heights = [0.4 + 0.25 * run.workers for run in runs]
     figure, grid = pyplot.subplots(
@@ -201,7 +201,7 @@ def timelines(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def over_updates(runs: Sequence[Run], name: str, value: Callable[[Event], float | None]) -> Figure:
+def over_updates(runs: Sequence[LoadedRun], name: str, value: Callable[[Event], float | None]) -> Figure:
     """A running mean of one value of the applied updates, for each run."""
     figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
     for run, style in zip(runs, styles(len(runs)), strict=True):
@@ -215,7 +215,7 @@ def over_updates(runs: Sequence[Run], name: str, value: Callable[[Event], float 
     return figure
 
 
-def local_steps(runs: Sequence[Run]) -> Figure:
+def local_steps(runs: Sequence[LoadedRun]) -> Figure:
     """The local steps of each update by worker, for the runs in which their number changes."""
     changing = [run for run in runs if len({event.local_steps for event in run.applied}) > 1]
     figure, grid = pyplot.subplots(
@@ -233,7 +233,7 @@ def local_steps(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def _window(run: Run) -> float:
+def _window(run: LoadedRun) -> float:
     """Returns the timeline's end: late enough for as many updates of the busiest worker as can be told apart."""
     busiest = max(Counter(event.worker for event in run.events).values())
     last = run.events[-1].time

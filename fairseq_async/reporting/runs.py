@@ -54,7 +54,7 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoadedRun:
     """One run, or one trial of a simulation.
 
     Attributes:
@@ -202,7 +202,7 @@ def name_of(directory: Path) -> str:
     return directory.resolve().name.encode(errors="replace").decode()
 
 
-def load(paths: Sequence[Path]) -> list[Run]:
+def load(paths: Sequence[Path]) -> list[LoadedRun]:
     """Reads the runs in these directories: from each the run itself, or the trials of a simulation.
 
     Raises:
@@ -231,7 +231,7 @@ def _since_the_beginning(directory: Path, events: Sequence[Event]) -> Iterator[E
         yield replace(event, time=event.time - began - paused)
 
 
-def _read(directory: Path, name: str) -> Run | None:
+def _read(directory: Path, name: str) -> LoadedRun | None:
     """Reads one run, which has this name if it is no trial of a simulation; returns None while it has no event."""
     description = RunDescription.read(directory)
     try:
@@ -243,7 +243,7 @@ def _read(directory: Path, name: str) -> Run | None:
         trial = description.simulated or SimulatedTrial()
         if description.simulated is None:
             events = list(_since_the_beginning(directory, events))
-        return Run(
+        return LoadedRun(
             name=trial.name or name,
             group=trial.cluster,
             number=trial.number,

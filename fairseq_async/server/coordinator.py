@@ -170,7 +170,7 @@ class Coordinator:
             if self.server.held and not self._continues(None, now):
                 self._complete_round()
         else:
-            if self.waiting.seconds is None:
+            if self.waiting.grace_period is None:
                 self.limit_round(max(1, awaited))
             self.server.limit_barrier(max(1, awaited))
         return self._settle(self.server.released(), now)
@@ -359,9 +359,9 @@ def build_coordinator(
     """Builds the coordinator of a method, as the server process, the simulator and the replay use it."""
     membership.waits_for_dead = spec.waits_for_dead
     server = build_server(spec, rule, parameters)
-    waiting: Waiting = GracePeriod(spec.grace_seconds, plan)
+    waiting: Waiting = GracePeriod(spec.grace_period, plan)
     if spec.closes_early:
-        waiting = NearArrivals(spec.grace_share, spec.grace_seconds)
+        waiting = NearArrivals(spec.grace_share, spec.grace_period)
     elif spec.quorum:
-        waiting = Quorum(spec.quorum, spec.grace_seconds or 0.0, plan)
+        waiting = Quorum(spec.quorum, spec.grace_period or 0.0, plan)
     return Coordinator(server, plan, membership, waiting, LookAhead(spec.look_ahead))

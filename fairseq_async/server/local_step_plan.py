@@ -19,7 +19,7 @@ _SHORTEST = 1e-6  # seconds of a step; a shorter time was not measured
 _FASTEST = 16.0  # times the median speed, at most: one worker's report cannot take the others' steps away
 
 
-class Work(NamedTuple):
+class AssignedWork(NamedTuple):
     """The present work of one worker: its shard, its local steps, and the batches of the shard before them."""
 
     shard: int | None
@@ -35,9 +35,9 @@ class LocalStepPlan:
 
     Args:
         workers: k; the run has k times ``total_steps`` local steps, whichever workers take them.
-        maximum: H, the most local steps of a round.
+        local_steps: H, the most local steps of a round.
         total_steps: local steps of a worker on average; 0 for no end.
-        dynamic: whether a slower worker takes fewer steps a round.
+        dynamic_local_steps: whether a slower worker takes fewer steps a round.
         max_epoch: passes over the data by all workers together; 0 for no end.
         shards: samples in each shard of the training set; empty where workers bring data of their own.
         seed: seed of the choice of shards.
@@ -48,22 +48,23 @@ class LocalStepPlan:
     def __init__(
         self,
         workers: int,
-        maximum: int,
+        local_steps: int,
         total_steps: int,
-        dynamic: bool,
+        dynamic_local_steps: bool,
         shards: list[int],
         seed: int,
         max_epoch: int = 0,
         barrier: bool = False,
     ) -> None:
-        self.workers, self.maximum, self.total_steps, self.dynamic = workers, maximum, total_steps, dynamic
+        self.workers, self.local_steps, self.total_steps = workers, local_steps, total_steps
+        self.dynamic_local_steps = dynamic_local_steps
         self.shards, self.max_epoch, self.barrier = shards, max_epoch, barrier
         self.epochs = 0.0
         self.speeds: dict[int, float] = {}
         self.gone: set[int] = set()
         self.steps = 0
         self.used = [0] * len(shards)  # local steps on each shard, which are as many batches
-        self.assigned: dict[int, Work] = {}
+        self.assigned: dict[int, AssignedWork] = {}
         self.awaited: set[int] = set()  # workers with assigned work who have not come yet since a restart
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -82,7 +83,7 @@ class LocalStepPlan:
             work = before._replace(steps=steps)
         else:
             chosen = self._choose_shard(worker) if self.shards and steps else None
-            work = Work(chosen, steps, 0 if chosen is None else self._counted()[chosen])
+            work = AssignedWork(chosen, steps, 0 if chosen is None else self._counted()[chosen])
         self.assigned[worker] = work
         return Assignment(
             local_steps=steps,
@@ -114,9 +115,9 @@ class LocalStepPlan:
         """
         if report.local_steps is None or report.step_seconds is None:
             raise RefusedError("the report of local steps lacks local_steps or step_seconds")
-        most = _IN_FLIGHT * self.maximum
+        most = _IN_FLIGHT * self.local_steps
         if report.local_steps > most:
-            raise RefusedError(f"local_steps {report.local_steps}: a round has {self.maximum}; {most} are the most")
+            raise RefusedError(f"local_steps {report.local_steps}: a round has {self.local_steps}; {most} are the most")
         check_epochs(report.epochs, report.local_steps)
         if report.shard is not None and report.shard >= len(self.shards):
             raise RefusedError(f"shard {report.shard}: there are {len(self.shards)}")
@@ -155,7 +156,9 @@ class LocalStepPlan:
         """Goes on from :meth:`state_dict`. If the number of shards differs, steps so far count for each by its size."""
         self.steps, self.epochs = state["steps"], state["epochs"]
         self.used = list(state["used"])
-        self.assigned = {worker: Work(*work) for worker, work in state["assigned"].items() if worker < self.workers}
+        self.assigned = {
+            worker: AssignedWork(*work) for worker, work in state["assigned"].items() if worker < self.workers
+        }
         if len(self.used) != len(self.shards):
             self.used, self.assigned = _by_share(self.steps, self.shards), {}
         self.awaited = set(self.assigned)
@@ -175,9 +178,9 @@ class LocalStepPlan:
         return {worker: min(speed, most) for worker, speed in speeds.items()}
 
     def _steps_for(self, worker: int) -> int:
-        steps = self.maximum
-        if self.dynamic and worker in self.speeds:
-            steps = local_steps(self._present, self.maximum)[worker]
+        steps = self.local_steps
+        if self.dynamic_local_steps and worker in self.speeds:
+            steps = local_steps(self._present, self.local_steps)[worker]
         if self.total_steps:
             promised = sum(work.steps for other, work in self.assigned.items() if other not in self.awaited)
             steps = min(steps, self.total_steps * self.workers - self.steps - promised)

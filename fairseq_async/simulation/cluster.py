@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 WIDEST = 3.0  # standard deviation of seconds over their mean
 
 
-class _Strict(BaseModel):
+class StrictModel(BaseModel):
     """A section of the experiment file, in which unknown keys and numbers that are not finite are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
 
 
-class Distribution(_Strict):
+class Distribution(StrictModel):
     """Seconds per step that are drawn anew for each step.
 
     Attributes:
@@ -62,7 +62,7 @@ class Distribution(_Strict):
         return Distribution(distribution="lognormal", mean=count * self.mean, spread=spread / math.sqrt(count))
 
 
-class Trace(_Strict):
+class Trace(StrictModel):
     """Recorded seconds per step; after the last one they begin again.
 
     Attributes:
@@ -91,7 +91,7 @@ def _described(given: Any) -> Any:
         raise ValueError(first_mistake(error)) from error
 
 
-class Absence(_Strict):
+class Absence(StrictModel):
     """A time during which a worker is absent.
 
     Attributes:
@@ -115,7 +115,7 @@ class Absence(_Strict):
         return self
 
 
-class Exchange(_Strict):
+class Exchange(StrictModel):
     """The time of an exchange: to send an update or the parameters, and for the server to process an update.
 
     Attributes:
@@ -133,7 +133,7 @@ class Exchange(_Strict):
         return self.seconds + self.seconds_per_byte * size
 
 
-class Cluster(_Strict):
+class Cluster(StrictModel):
     """The workers of a simulation, and the time that they and the server take.
 
     Attributes:

@@ -7,7 +7,7 @@ _GIGABIT = 1e9 / 8  # bytes
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """A network between each worker and the server: Gbit/s in each direction, and the latency one way."""
 
     gigabits: float
@@ -102,7 +102,7 @@ class Costs:
         """Seconds of the parameters on a worker's link."""
         return self.pull * self.parameters / self.link
 
-    def over(self, link: Link) -> "Costs":
+    def over(self, link: NetworkLink) -> "Costs":
         """Returns the same costs over a link."""
         return replace(self, link=link.gigabits * _GIGABIT, latency=link.milliseconds / 1000)
 

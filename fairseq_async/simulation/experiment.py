@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method import methods
@@ -14,18 +14,13 @@ from fairseq_async.options.compression import DQSGDOptions
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions
 from fairseq_async.options.fragments import FragmentOptions
 from fairseq_async.options.validation import checked
-from fairseq_async.simulation.cluster import Cluster
+from fairseq_async.simulation.cluster import Cluster, StrictModel
 from fairseq_async.simulation.ranks import RANKS_METHODS
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimizerOptions(_Strict):
+class OptimizerOptions(StrictModel):
     """The optimizer: of each worker under local SGD, of the server where gradients are sent.
 
     Attributes:
@@ -50,7 +45,7 @@ class OptimizerOptions(_Strict):
 _UNUSED = {"sgd": ["betas"], "adam": ["momentum"], "adamw": ["momentum"]}
 
 
-class ScheduleOptions(_Strict):
+class ScheduleOptions(StrictModel):
     """The learning rate over the run's progress.
 
     Progress is the server's steps where gradients are sent, otherwise the mean local steps of a worker. A run of N
@@ -72,14 +67,14 @@ class ScheduleOptions(_Strict):
         return self
 
 
-class Pretraining(_Strict):
+class Pretraining(StrictModel):
     """Training by one worker before all methods, so that these begin from the same trained parameters."""
 
     steps: int = Field(ge=1)
     lr: float | None = Field(None, gt=0)
 
 
-class Target(_Strict):
+class Target(StrictModel):
     """The target loss, to which the time is taken: a number, or the last loss of another method.
 
     Attributes:
@@ -92,7 +87,7 @@ class Target(_Strict):
     within: float = Field(0.0, ge=0)
 
 
-class AdasumOptions(_Strict):
+class SimulatedAdasumOptions(StrictModel):
     """Synchronous ranks whose local steps are combined by Adasum (Maleki et al. 2021, arXiv 2006.02924): the delta
     form, which equals the gradient form after one local step of SGD without momentum and weight decay.
 
@@ -104,7 +99,7 @@ class AdasumOptions(_Strict):
     local_steps: int = Field(1, ge=1)
 
 
-class AdaScaleOptions(_Strict):
+class SimulatedAdaScaleOptions(StrictModel):
     """Synchronous ranks with AdaScale SGD (Johnson et al. 2020, arXiv 2007.05105); ``optimizer`` must be sgd.
 
     ``steps`` of the experiment are scale-invariant: the run ends when their number is reached.
@@ -114,9 +109,9 @@ class AdaScaleOptions(_Strict):
     smoothing: float | None = Field(None, ge=0, lt=1)
 
 
-Options = LocalSGDOptions | HybridOptions | AdasumOptions | AdaScaleOptions | BaseModel
+Options = LocalSGDOptions | HybridOptions | SimulatedAdasumOptions | SimulatedAdaScaleOptions | BaseModel
 # methods whose ranks are simulated in their own way
-_SYNCHRONOUS: dict[str, type[BaseModel]] = {"adasum": AdasumOptions, "adascale": AdaScaleOptions}
+_SYNCHRONOUS: dict[str, type[BaseModel]] = {"adasum": SimulatedAdasumOptions, "adascale": SimulatedAdaScaleOptions}
 # options that the experiment sets for all methods, or that a simulation does not have
 _NOT_OF_A_METHOD = ("total_steps", "seed", "shards", "overlap", "upstream")
 
@@ -137,7 +132,7 @@ class Method:
     above: GlobalServer | None = None
 
 
-class _Head(_Strict):
+class _Head(StrictModel):
     """The keys of the file; the sections are checked one by one."""
 
     problem: dict[str, Any]

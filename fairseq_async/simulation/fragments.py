@@ -19,19 +19,19 @@ class FragmentedWork:
     """Computes the updates of workers that exchange fragments; see :mod:`fairseq_async.algorithms.fragments`.
 
     Args:
-        delay: τ, local steps that a worker takes while a fragment is exchanged.
+        fragment_delay: τ, local steps that a worker takes while a fragment is exchanged.
         rate: learning rate of the inner optimizer.
     """
 
     fragments: tuple[Fragment, ...]
-    delay: int
+    fragment_delay: int
     model: SharedModel
     rate: LearningRate
     clip_norm: float
 
     def meanwhile(self, worker: LogicalWorker) -> int:
         """Returns the number of steps that the worker takes before it has the answer to its last update."""
-        return 0 if worker.streamed is None else self.delay
+        return 0 if worker.streamed is None else self.fragment_delay
 
     def pulled(self, worker: LogicalWorker) -> int:
         """Returns the number of parameters that come with this answer."""

@@ -15,7 +15,7 @@ from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule, accumulation
 from fairseq_async.server.plan import EpochPlan, Plan
 from fairseq_async.server.programs import local_sgd_main
-from fairseq_async.simulation.experiment import AdaScaleOptions, AdasumOptions, Experiment, Method
+from fairseq_async.simulation.experiment import Experiment, Method, SimulatedAdaScaleOptions, SimulatedAdasumOptions
 from fairseq_async.simulation.ranks import RANKS_METHODS, RanksMethod, TwoRounds
 from fairseq_async.simulation.schedule import LearningRate, RateSchedule, make_optimizer, set_lr
 
@@ -48,19 +48,19 @@ def build_method(
         own = options.model_copy(update={"total_steps": experiment.steps, "seed": experiment.seed})
         spec = local_sgd_spec(own, workers, shards, None, {})
         return SimulatedMethod(*local_sgd_main.build(spec, layout, parameters), spec, sends_gradients=False)
-    if isinstance(options, AdasumOptions):
+    if isinstance(options, SimulatedAdasumOptions):
         plan = LocalStepPlan(
             workers,
             options.local_steps,
             total_steps=experiment.steps,
-            dynamic=False,
+            dynamic_local_steps=False,
             shards=shards,
             seed=experiment.seed,
         )
         spec = MethodSpec("adasum", workers, options.model_dump(), barrier=workers)
         return SimulatedMethod(AdasumOfRanks(layout, workers), plan, spec, sends_gradients=False)
     inner = make_optimizer(method.optimizer, [parameters])
-    if isinstance(options, AdaScaleOptions):
+    if isinstance(options, SimulatedAdaScaleOptions):
         return _adascale(options, method, experiment, workers, inner)
     if not isinstance(options, HybridOptions):
         ranks = RANKS_METHODS[options.model_dump()["method"]]
@@ -76,7 +76,7 @@ def build_method(
 
 
 def _adascale(
-    options: AdaScaleOptions, method: Method, experiment: Experiment, workers: int, inner: Optimizer
+    options: SimulatedAdaScaleOptions, method: Method, experiment: Experiment, workers: int, inner: Optimizer
 ) -> SimulatedMethod:
     spec = MethodSpec("adascale", workers, options.model_dump() | {"updates_per_step": workers}, barrier=workers)
     accumulation = HybridAccumulation(inner, workers, method.optimizer.clip_norm)

@@ -352,7 +352,7 @@ class Trial:
         for name in self._PLAIN:
             setattr(self, name, state[name])
         if self.spec.full_rounds:
-            if self.spec.grace_seconds is None:
+            if self.spec.grace_period is None:
                 self.coordinator.limit_round(state["barrier"])
             self.server.limit_barrier(state["barrier"])
         for held, (since, version) in state["held"].items():  # not in the server's state: held anew

@@ -32,7 +32,7 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
 
     def __init__(self, client: Client, replica: Replica, options: AsyncLocalSGDOptions) -> None:
         super().__init__(client, replica)
-        self._delay = options.fragment_delay
+        self._fragment_delay = options.fragment_delay
         self._fragments = replica.layout.fragments(options.fragments)
         self._parts: list[Replica] = []
         self._pulled: int | None = None  # number of the update whose fragment was pulled last; None: the whole model
@@ -41,12 +41,12 @@ class FragmentedLocalSGDWorker(OverlappedLocalSGDWorker):
         """Counts one step of the inner optimizer, and sends or takes a fragment when it is time; True when an answer
         was taken."""
         self.count(seconds, loss)
-        taken = self._exchange is not None and self.done >= self._delay
+        taken = self._exchange is not None and self.done >= self._fragment_delay
         if taken:
             self.take_answer()
         if self._exchange is None and self.done >= self.local_steps and not self.finished:
             self._send(position)
-            if not self._delay:
+            if not self._fragment_delay:
                 self.take_answer()
                 taken = True
         return taken

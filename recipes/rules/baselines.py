@@ -12,7 +12,7 @@ from fairseq_async.algorithms.outer.momentum_rule import MomentumRule, at_least_
 from fairseq_async.algorithms.rule import State
 from fairseq_async.algorithms.update import Update
 from fairseq_async.method.methods import RuleContext
-from fairseq_async.options.config import AsyncLocalSGDOptions, LookAheadDispatch, OuterLearningRate, OuterMomentum
+from fairseq_async.options.config import AsyncLocalSGDOptions, OuterLearningRate, OuterMomentum, StartAhead
 
 
 class HeavyBallOptions(AsyncLocalSGDOptions):
@@ -21,7 +21,7 @@ class HeavyBallOptions(AsyncLocalSGDOptions):
     outer: Literal["heavy_ball"] = "heavy_ball"
     outer_lr: OuterLearningRate = 0.7
     outer_momentum: OuterMomentum = 0.9
-    look_ahead: LookAheadDispatch = False
+    start_ahead: StartAhead = False
 
 
 class OuterAdamOptions(AsyncLocalSGDOptions):
@@ -57,8 +57,8 @@ class HeavyBall(MomentumRule):
         ValueError: an argument is out of its range.
     """
 
-    def __init__(self, lr: float, momentum: float, workers: int, look_ahead: bool = False) -> None:
-        super().__init__(lr, momentum, look_ahead)
+    def __init__(self, lr: float, momentum: float, workers: int, start_ahead: bool = False) -> None:
+        super().__init__(lr, momentum, start_ahead)
         self.workers = at_least_one("workers", workers)
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
@@ -133,7 +133,7 @@ class OuterAdam(MomentumRule):
 
 def heavy_ball(options: HeavyBallOptions, context: RuleContext) -> HeavyBall:
     """Builds ``outer heavy_ball``."""
-    return HeavyBall(options.outer_lr, options.outer_momentum, context.workers, options.look_ahead)
+    return HeavyBall(options.outer_lr, options.outer_momentum, context.workers, options.start_ahead)
 
 
 def adam(options: OuterAdamOptions, context: RuleContext) -> OuterAdam:

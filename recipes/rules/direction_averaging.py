@@ -14,7 +14,7 @@ from fairseq_async.algorithms.rule import State, fills
 from fairseq_async.algorithms.update import Update
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.method.methods import RuleContext
-from fairseq_async.options.config import AsyncLocalSGDOptions, LookAheadDispatch, OuterLearningRate, OuterMomentum
+from fairseq_async.options.config import AsyncLocalSGDOptions, OuterLearningRate, OuterMomentum, StartAhead
 
 _CANCELLED = 1e-6  # share of Σ w: a few times the rounding error of a sum of unit vectors in fp32
 _MOST = 2.0**53  # a weight; sums of vectors times such weights are still within fp32
@@ -29,7 +29,7 @@ class DirectionAveragingOptions(AsyncLocalSGDOptions):
     outer: Literal["direction_averaging"] = "direction_averaging"
     outer_lr: OuterLearningRate = 0.7
     outer_momentum: OuterMomentum = 0.9
-    look_ahead: LookAheadDispatch = False
+    start_ahead: StartAhead = False
     quorum: int = Field(1, ge=1, description="updates K with which a round's grace period begins")
 
     def for_workers(self, workers: int) -> DirectionAveragingOptions:
@@ -72,9 +72,9 @@ class DirectionAveraging(MomentumRule):
         round_size: int,
         tensors: Sequence[int],
         embeddings: Collection[int] = (),
-        look_ahead: bool = False,
+        start_ahead: bool = False,
     ) -> None:
-        super().__init__(lr, momentum, look_ahead)
+        super().__init__(lr, momentum, start_ahead)
         self.round_size = at_least_one("round_size", round_size)
         self.tensors, self.embeddings = list(tensors), frozenset(embeddings)
         self.buffer: Tensor | None = None  # Σ w·unit(v) of each tensor; Σ w·v of an embedding
@@ -156,7 +156,7 @@ def build(options: DirectionAveragingOptions, context: RuleContext) -> Direction
     """Builds ``outer direction_averaging``."""
     embeddings = [number for number, name in enumerate(context.names) if _is_embedding(name)]
     return DirectionAveraging(
-        options.outer_lr, options.outer_momentum, options.quorum, context.sizes, embeddings, options.look_ahead
+        options.outer_lr, options.outer_momentum, options.quorum, context.sizes, embeddings, options.start_ahead
     )
 
 

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fairseq_async.exchange.linux import environment  # noqa: E402
 from fairseq_async.method.spec import local_sgd_spec  # noqa: E402
 from fairseq_async.options.config import NesterovOptions, ServerOptions  # noqa: E402
-from fairseq_async.reporting.capacity import Measured, measure  # noqa: E402
+from fairseq_async.reporting.capacity import MeasuredCosts, measure  # noqa: E402
 from fairseq_async.simulation.cluster import Cluster, Distribution, Seconds  # noqa: E402
-from fairseq_async.simulation.costs import Link  # noqa: E402
+from fairseq_async.simulation.costs import NetworkLink  # noqa: E402
 from fairseq_async.worker.connection.client import Client  # noqa: E402
 from fairseq_async.worker.hybrid import HybridWorker  # noqa: E402
 from fairseq_async.worker.local_sgd_workers import local_sgd_worker  # noqa: E402
@@ -194,7 +194,7 @@ def run_on(host: Host, case: Case, workers: int, parameters: int, seconds: float
     return rate, fmean(event["staleness"] for event in steady)
 
 
-def predict(case: Case, workers: int, alone: Measured) -> tuple[float, Load]:
+def predict(case: Case, workers: int, alone: MeasuredCosts) -> tuple[float, Load]:
     """Predicts from a run of one worker: updates per second by the asymptotic bound, and the simulated load.
 
     The bound is NaN in fragments.
@@ -202,7 +202,7 @@ def predict(case: Case, workers: int, alone: Measured) -> tuple[float, Load]:
     each, costs = max(1, case.local_steps), replace(alone.costs, shards=case.shards)
     steps = [costs.step / each + (slower - 1) * case.step for slower in SLOWER[:workers]]
     if case.mbit:
-        costs = costs.over(Link(case.mbit / 1000, 1000 * LATENCY))
+        costs = costs.over(NetworkLink(case.mbit / 1000, 1000 * LATENCY))
     exchanges = Exchanges(each, case.fragments, delay=int(case.fragments > 1))
     served = Distribution(distribution="lognormal", mean=costs.server, spread=alone.server_spread)
     cluster = Cluster(workers=workers, seconds_per_step=list[Seconds](steps))

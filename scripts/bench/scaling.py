@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Update  # noqa: E402
 from fairseq_async.simulation.cluster import Cluster, Distribution  # noqa: E402
-from fairseq_async.simulation.costs import Costs, Link  # noqa: E402
+from fairseq_async.simulation.costs import Costs, NetworkLink  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.bench.server_queue import Exchanges, ServerQueue  # noqa: E402
 from scripts.bench.sizing import assumed_costs  # noqa: E402
@@ -69,7 +69,7 @@ def cases(size: int, method: str) -> Iterator[tuple[float, int, Costs]]:
     for link in LINKS:
         for shards in SHARDS:
             whole = gradients if method == METHODS[0] else local_sgd
-            yield link, shards, replace(whole, shards=shards).over(Link(link))
+            yield link, shards, replace(whole, shards=shards).over(NetworkLink(link))
 
 
 def simulate(size: int, method: str) -> list[dict[str, Any]]:

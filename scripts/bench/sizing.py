@@ -25,7 +25,7 @@ from fairseq_async.launch.progress.display import plain_console  # noqa: E402
 from fairseq_async.method.spec import GRACE_SHARE  # noqa: E402
 from fairseq_async.protocol.layout import Layout, Segment  # noqa: E402
 from fairseq_async.records.event_log import EVENTS  # noqa: E402
-from fairseq_async.reporting.capacity import Measured, measure, over  # noqa: E402
+from fairseq_async.reporting.capacity import MeasuredCosts, measure, over  # noqa: E402
 from fairseq_async.reporting.capacity_question import Question, check_run, pairs, read_question  # noqa: E402
 from fairseq_async.reporting.exchange_bytes import of_codecs  # noqa: E402
 from fairseq_async.simulation.cluster import WIDEST, Cluster, Distribution, Seconds, Speed, Trace  # noqa: E402
@@ -266,7 +266,7 @@ def answer(
 
 
 def _step_seconds(
-    run_dir: Path | None, given: Sequence[tuple[float, float]], measured: Measured | None
+    run_dir: Path | None, given: Sequence[tuple[float, float]], measured: MeasuredCosts | None
 ) -> list[Seconds]:
     """Returns the seconds per step of the workers, which take them in turn."""
     if given:

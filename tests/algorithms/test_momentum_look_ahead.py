@@ -117,14 +117,14 @@ def test_each_tensor_is_turned_by_itself_and_the_update_is_left_as_it_was() -> N
 
 def test_the_start_ahead_is_a_switch_of_every_rule_with_a_momentum() -> None:
     for rule in (
-        MomentumLookAhead(0.7, 0.9, look_ahead=False),
-        HeLoCo(0.7, 0.9, 2, [1], look_ahead=False),
+        MomentumLookAhead(0.7, 0.9, start_ahead=False),
+        HeLoCo(0.7, 0.9, 2, [1], start_ahead=False),
         NesterovMomentum(0.7, 0.9, 2),
         DelayedNesterov(0.7, 0.9, 1),
     ):
         theta = torch.zeros(1)
         rule.apply(theta, update(1.0))
         assert rule.dispatch(theta) is theta
-        rule.look_ahead = True
+        rule.start_ahead = True
         assert rule.momentum_buffer is not None
         assert rule.dispatch(theta).item() == pytest.approx(theta.item() - 0.63 * rule.momentum_buffer.item())

@@ -335,7 +335,7 @@ def test_numbers_of_updates_grow_by_one(service: Service) -> None:
 
 @pytest.mark.parametrize("seconds", [1e-320, 5e-324, 1e-9, 1e-5])
 def test_a_claim_to_be_fast_takes_no_more_than_a_part_of_the_others_steps(seconds: float) -> None:
-    plan = LocalStepPlan(workers=3, maximum=64, total_steps=1000, dynamic=True, shards=[], seed=1)
+    plan = LocalStepPlan(workers=3, local_steps=64, total_steps=1000, dynamic_local_steps=True, shards=[], seed=1)
     for _ in range(3):
         for worker, claimed in enumerate((seconds, 0.1, 0.1)):
             plan.assign(worker)
@@ -346,7 +346,7 @@ def test_a_claim_to_be_fast_takes_no_more_than_a_part_of_the_others_steps(second
 
 def test_of_two_workers_the_claim_of_one_leaves_the_other_a_step() -> None:
     """As docs/faults.md says: the median of two speeds is no measure."""
-    plan = LocalStepPlan(workers=2, maximum=64, total_steps=1000, dynamic=True, shards=[], seed=1)
+    plan = LocalStepPlan(workers=2, local_steps=64, total_steps=1000, dynamic_local_steps=True, shards=[], seed=1)
     for worker, claimed in enumerate((1e-5, 0.1)):
         plan.assign(worker)
         plan.record(worker, Report(local_steps=10, step_seconds=claimed))
@@ -355,7 +355,9 @@ def test_of_two_workers_the_claim_of_one_leaves_the_other_a_step() -> None:
 
 @pytest.mark.parametrize("claim", [{"local_steps": 10**6}, {"local_steps": 1, "epochs": 1e9}])
 def test_a_report_that_cannot_be_is_refused_and_does_not_end_the_run(claim: dict[str, Any]) -> None:
-    plan = LocalStepPlan(workers=2, maximum=20, total_steps=1000, dynamic=False, shards=[], seed=1, max_epoch=10)
+    plan = LocalStepPlan(
+        workers=2, local_steps=20, total_steps=1000, dynamic_local_steps=False, shards=[], seed=1, max_epoch=10
+    )
     with pytest.raises(RefusedError):
         plan.check(Report(**{"step_seconds": 0.1} | claim))
     assert not plan.finished

@@ -20,7 +20,7 @@ from tests.helpers.in_process import server as parameter_server
 from tests.helpers.server_client import join, push
 from tests.helpers.waiting import wait_until
 
-CLOSES_EARLY = {"closes_early": True, "grace_seconds": 30.0, "waits_for_dead": False}
+CLOSES_EARLY = {"closes_early": True, "grace_period": 30.0, "waits_for_dead": False}
 
 
 @pytest.fixture

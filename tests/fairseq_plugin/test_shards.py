@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.fairseq_plugin.compat.shards import Shard, ShardedBatches
+from fairseq_async.fairseq_plugin.compat.shards import DataShard, ShardedBatches
 from fairseq_async.fairseq_plugin.replayed import FairseqRun
 from fairseq_async.fairseq_plugin.shards import ShardedEpochs, sharded_batches
 from fairseq_async.replay.replay import Recording, Replay
@@ -53,7 +53,7 @@ def iterator(batches: int, shards: int = 1, shard: int = 0, first: int = 0) -> E
 
 def batches(total: int, shards: int) -> ShardedBatches:
     whole = iterator(total)
-    return ShardedBatches([Shard(whole, number, shards) for number in range(shards)], fixed=False)
+    return ShardedBatches([DataShard(whole, number, shards) for number in range(shards)], fixed=False)
 
 
 @given(st.data())

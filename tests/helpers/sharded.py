@@ -27,9 +27,9 @@ ADAM = OptimizerSpec("Adam", [ParameterGroup([0, 1, 3], {"lr": 0.1}), ParameterG
 MISSING = (0, 0, 0b011010, 0b010011, 0, 0b110000, 0b111111)  # tensors without a gradient; 1 and 4 in a whole step
 OUTER: dict[str, dict[str, Any]] = {
     "diloco": {},
-    "nesterov": {"look_ahead": True},
+    "nesterov": {"start_ahead": True},
     "buffered_nesterov": {},
-    "delayed_nesterov": {"look_ahead": True},
+    "delayed_nesterov": {"start_ahead": True},
     "sgd": {},
     "mla": {},  # looks ahead by default, as the next one
     "heloco": {},

@@ -88,11 +88,11 @@ def as_version_0_1(spec: MethodSpec) -> dict[str, Any]:
     levels = options | asdict(shown.pop("server")) | shown.pop("framework")
     if spec.method == "hybrid_async":
         levels.pop("grace_period")
-        unused = {"grace_seconds", "waits_for_dead", "publishes", "shards", *_OF_CLOSED_STEPS}
+        unused = {"grace_period", "waits_for_dead", "publishes", "shards", *_OF_CLOSED_STEPS}
         return {key: value for key, value in shown.items() if key not in unused} | levels
     for name in ("last_version", *_OF_CLOSED_STEPS):
         del shown[name]
-    return shown | {"grace": shown.pop("grace_seconds"), "lateness": staleness} | levels
+    return shown | {"grace": shown.pop("grace_period"), "lateness": staleness} | levels
 
 
 @given(st.one_of(local_sgd(), hybrid()))
@@ -144,7 +144,7 @@ def test_a_description_of_version_0_1_has_the_options_of_every_rule() -> None:
 def test_steps_that_close_and_look_ahead_are_the_default_of_hybrid_and_a_barrier_has_neither() -> None:
     """In a description ``null`` is auto."""
     spec = MethodSpec.from_json(hybrid_spec(HybridOptions(), 3, None, {}, 0).to_json())
-    assert (spec.closes_early, spec.barrier, spec.look_ahead, spec.grace_seconds) == (True, 3, None, None)
+    assert (spec.closes_early, spec.barrier, spec.look_ahead, spec.grace_period) == (True, 3, None, None)
     words = HybridOptions.model_validate({"updates_per_step": "auto", "look_ahead": "auto"})
     assert words == HybridOptions() == hybrid_options(spec)
     barrier = hybrid_spec(HybridOptions(barrier=True), 3, None, {}, 0)
@@ -187,7 +187,7 @@ def test_a_synchronous_rule_and_a_grace_period_make_a_barrier_of_all_workers() -
     assert local_sgd_spec(DiLoCoOptions(), 4, [], None, {}).barrier == 4
     waiting = methods.parse(LocalSGDOptions, {"grace_period": 2.0}, "test")
     assert local_sgd_spec(waiting, 4, [], None, {}).barrier == 4
-    assert local_sgd_spec(waiting, 4, [], None, {}).grace_seconds == 2.0
+    assert local_sgd_spec(waiting, 4, [], None, {}).grace_period == 2.0
     assert local_sgd_spec(OuterSGDOptions(), 4, [], None, {}).barrier == 0
 
 
@@ -271,8 +271,8 @@ def test_an_option_with_the_name_of_one_of_the_servers_is_refused() -> None:
             ["--outer", "delayed_nesterov", "--c", "0.6"],
             "--c is 0.6: with --delay 2 it must be in [0, 1/2]",
         ),
-        ("local_sgd", ["--outer", "mla", "--look-ahead", "ahead"], "--look-ahead: Input should be a valid boolean"),
-        ("local_sgd", ["--outer", "sgd", "--look-ahead", "on"], "--look-ahead is of no use with --outer sgd: leave"),
+        ("local_sgd", ["--outer", "mla", "--start-ahead", "ahead"], "--start-ahead: Input should be a valid boolean"),
+        ("local_sgd", ["--outer", "sgd", "--start-ahead", "on"], "--start-ahead is of no use with --outer sgd: leave"),
         ("local_sgd", ["--worker-timeout", "0"], "--worker-timeout: Input should be greater than 0 (it is 0)"),
         (
             "hybrid_async",
@@ -293,10 +293,10 @@ def test_our_flags_in_a_workers_command_are_checked_without_fairseq(
 
 
 @pytest.mark.parametrize(
-    ("flags", "ahead"), [([], True), (["--look-ahead", "off"], False), (["--look-ahead", "on"], True)]
+    ("flags", "ahead"), [([], True), (["--start-ahead", "off"], False), (["--start-ahead", "on"], True)]
 )
 def test_look_ahead_is_switched_by_a_word(flags: list[str], ahead: bool) -> None:
     parser = ArgumentParser()
     option_flags.add_method_flags(parser, "local_sgd")
     args = parser.parse_args(["--outer", "heloco", *flags])
-    assert option_flags.method_options(LocalSGDOptions, args, {}).model_dump()["look_ahead"] is ahead
+    assert option_flags.method_options(LocalSGDOptions, args, {}).model_dump()["start_ahead"] is ahead

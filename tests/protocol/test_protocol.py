@@ -73,7 +73,7 @@ SPECS = st.builds(
     options=OBJECT,
     server=st.builds(ServerSettings, worker_timeout=SECONDS, record=st.booleans()),
     framework=OBJECT,
-    grace_seconds=st.none() | SECONDS,
+    grace_period=st.none() | SECONDS,
     shards=st.lists(COUNT, max_size=3),
 )
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)

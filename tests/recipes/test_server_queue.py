@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fairseq_async.simulation.cluster import Cluster, Distribution, Seconds
-from fairseq_async.simulation.costs import Costs, Link
+from fairseq_async.simulation.costs import Costs, NetworkLink
 from scripts.bench.server_queue import Exchanges, Load, ServerQueue
 from tests.helpers.gaussian_trials import Log, trial
 
@@ -23,8 +23,8 @@ def queue(workers: int, step: Seconds | list[Seconds], costs: Costs, **given: An
     [
         Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000),
         Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, shards=5),
-        Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, push=1.0, shards=5).over(Link(1e-5, 20)),
-        Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, shards=5, apart=True).over(Link(1e-5, 20)),
+        Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, push=1.0, shards=5).over(NetworkLink(1e-5, 20)),
+        Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, shards=5, apart=True).over(NetworkLink(1e-5, 20)),
     ],
 )
 def test_one_worker_takes_its_steps_and_exchanges_one_after_another(costs: Costs) -> None:
@@ -38,10 +38,10 @@ def test_one_worker_takes_its_steps_and_exchanges_one_after_another(costs: Costs
 
 
 @pytest.mark.parametrize(("shards", "apart"), [(1, False), (4, False), (4, True)])
-@pytest.mark.parametrize("link", [None, Link(1e-3), Link(1e-6)], ids=str)
+@pytest.mark.parametrize("link", [None, NetworkLink(1e-3), NetworkLink(1e-6)], ids=str)
 @pytest.mark.parametrize("workers", [2, 5, 16, 300])
 def test_steady_times_reach_the_asymptotic_bound_of_a_closed_queue(
-    workers: int, link: Link | None, shards: int, apart: bool
+    workers: int, link: NetworkLink | None, shards: int, apart: bool
 ) -> None:
     """What ``capacity`` says of a run's server, in the unsaturated and in the saturated end."""
     costs = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, shards=shards, apart=apart)

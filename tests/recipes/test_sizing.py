@@ -9,12 +9,12 @@ import pytest
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.capacity_question import read_question
 from fairseq_async.simulation.cluster import Cluster
-from fairseq_async.simulation.costs import Costs, Link
+from fairseq_async.simulation.costs import Costs, NetworkLink
 from scripts.bench.server_queue import Exchanges, ServerQueue
 from scripts.bench.sizing import Sizing, answer, main
 from tests.helpers.run_files import write_timed_run
 
-FAST = Link(1000)
+FAST = NetworkLink(1000)
 
 
 def said(

@@ -99,7 +99,7 @@ def in_rounds(live: Live) -> None:
     [
         ({"outer": "mla"}, one_by_one),
         ({"outer": "heloco", "delay_compensation": 0.5}, one_by_one),
-        ({"outer": "delayed_nesterov", "look_ahead": True}, one_by_one),
+        ({"outer": "delayed_nesterov", "start_ahead": True}, one_by_one),
         ({"outer": "adamw"}, one_by_one),
         ({"outer": "nesterov", "staleness_power": -0.5}, one_by_one),
         ({"outer": "direction_averaging", "quorum": 2, "grace_period": 60.0}, in_rounds),

@@ -34,10 +34,10 @@ def driven(rule: Rule, plan: Plan, parameters: torch.Tensor, workers: int = 3, *
 def local(grace: float | None = None, total_steps: int = 0) -> Driven:
     """Two workers that take 10 local steps a round, and whose updates are added up."""
     parameters = torch.zeros(1)
-    plan = LocalStepPlan(2, maximum=10, total_steps=total_steps, dynamic=False, shards=[], seed=1)
+    plan = LocalStepPlan(2, local_steps=10, total_steps=total_steps, dynamic_local_steps=False, shards=[], seed=1)
     rule = NesterovMomentum(lr=2.0, momentum=0.0, workers=2)
     barrier = 0 if grace is None else 2
-    return driven(rule, plan, parameters, workers=2, barrier=barrier, grace_seconds=grace, waits_for_dead=False)
+    return driven(rule, plan, parameters, workers=2, barrier=barrier, grace_period=grace, waits_for_dead=False)
 
 
 def summed() -> tuple[Rule, Plan, torch.Tensor]:

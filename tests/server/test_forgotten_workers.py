@@ -75,7 +75,7 @@ def look_ahead(seen: Collection[int]) -> LookAhead:
     return it
 
 
-PLAN = LocalStepPlan(workers=3, maximum=10, total_steps=0, dynamic=False, shards=[], seed=1)
+PLAN = LocalStepPlan(workers=3, local_steps=10, total_steps=0, dynamic_local_steps=False, shards=[], seed=1)
 
 
 def near_arrivals(seen: Collection[int]) -> NearArrivals:

@@ -19,7 +19,9 @@ from tests.helpers.in_process import Connection
 
 def at_work(**seconds_per_step: float) -> LocalStepPlan:
     """Workers a, b, … are 0, 1, …; each was measured and has 10 steps before it."""
-    plan = LocalStepPlan(workers=len(seconds_per_step), maximum=10, total_steps=0, dynamic=False, shards=[], seed=1)
+    plan = LocalStepPlan(
+        workers=len(seconds_per_step), local_steps=10, total_steps=0, dynamic_local_steps=False, shards=[], seed=1
+    )
     for worker, seconds in enumerate(seconds_per_step.values()):
         plan.record(worker, Report(local_steps=10, step_seconds=seconds))
         plan.assign(worker)
@@ -57,7 +59,7 @@ def test_a_worker_that_was_never_measured_may_come_at_any_time() -> None:
 
 
 def test_who_has_not_begun_is_waited_for_in_the_first_round_only() -> None:
-    plan = LocalStepPlan(workers=2, maximum=10, total_steps=0, dynamic=False, shards=[], seed=1)
+    plan = LocalStepPlan(workers=2, local_steps=10, total_steps=0, dynamic_local_steps=False, shards=[], seed=1)
     plan.assign(0)
     assert begun(GracePeriod(0.1, plan), 0.0).continues(0, [1], now=10.0)
     plan.record(0, Report(local_steps=10, step_seconds=1.0))

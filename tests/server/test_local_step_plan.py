@@ -67,7 +67,7 @@ def report(steps: int, seconds: float = 1.0, shard: int | None = None) -> Report
 
 
 def test_slower_workers_get_fewer_steps_once_they_are_measured() -> None:
-    plan = LocalStepPlan(workers=2, maximum=20, total_steps=0, dynamic=True, shards=[], seed=1)
+    plan = LocalStepPlan(2, 20, total_steps=0, dynamic_local_steps=True, shards=[], seed=1)
     assert [plan.assign(w).local_steps for w in (0, 1)] == [20, 20]
     plan.record(0, report(20, 0.1))
     plan.record(1, report(20, 0.4))
@@ -75,7 +75,7 @@ def test_slower_workers_get_fewer_steps_once_they_are_measured() -> None:
 
 
 def test_the_speed_of_a_worker_that_has_left_counts_until_then_and_when_it_is_back() -> None:
-    plan = LocalStepPlan(workers=2, maximum=50, total_steps=0, dynamic=True, shards=[], seed=1)
+    plan = LocalStepPlan(2, 50, total_steps=0, dynamic_local_steps=True, shards=[], seed=1)
     for worker, speed in enumerate((1.0, 1.0, 10.0)):
         plan.assign(worker)
         plan.record(worker, report(50, 1 / speed))
@@ -87,7 +87,7 @@ def test_the_speed_of_a_worker_that_has_left_counts_until_then_and_when_it_is_ba
 
 
 def test_a_run_has_its_steps_and_no_more_and_the_last_ones_are_waited_for() -> None:
-    plan = LocalStepPlan(workers=2, maximum=8, total_steps=10, dynamic=False, shards=[], seed=1)
+    plan = LocalStepPlan(2, 8, total_steps=10, dynamic_local_steps=False, shards=[], seed=1)
     assert [plan.assign(w).local_steps for w in (0, 1)] == [8, 8]
     plan.record(0, report(8))
     assert plan.assign(0).local_steps == 4  # 20 in all, 8 done, 8 under way
@@ -101,7 +101,7 @@ def test_a_run_has_its_steps_and_no_more_and_the_last_ones_are_waited_for() -> N
 
 
 def test_shards_are_used_by_their_size_and_drawn_without_overlap() -> None:
-    plan = LocalStepPlan(workers=2, maximum=5, total_steps=0, dynamic=False, shards=[100, 300], seed=1)
+    plan = LocalStepPlan(2, 5, total_steps=0, dynamic_local_steps=False, shards=[100, 300], seed=1)
     drawn: set[tuple[int, int]] = set()
     for _ in range(200):
         for worker in (0, 1):
@@ -116,16 +116,14 @@ def test_shards_are_used_by_their_size_and_drawn_without_overlap() -> None:
 
 def test_the_first_shards_do_not_depend_on_who_comes_first() -> None:
     orders = [[0, 1, 2], [2, 0, 1]]
-    plans = [
-        LocalStepPlan(workers=3, maximum=5, total_steps=0, dynamic=False, shards=[9, 9, 9], seed=1) for _ in orders
-    ]
+    plans = [LocalStepPlan(3, 5, total_steps=0, dynamic_local_steps=False, shards=[9, 9, 9], seed=1) for _ in orders]
     given_ = [{w: plan.assign(w).shard for w in order} for plan, order in zip(plans, orders, strict=True)]
     assert given_[0] == given_[1] == {0: 0, 1: 1, 2: 2}
 
 
 def test_the_schedule_of_a_shard_is_where_the_run_is() -> None:
     """Two equal shards and two workers: a shard's steps are a worker's mean steps, whoever took them."""
-    plan = LocalStepPlan(workers=2, maximum=10, total_steps=100, dynamic=False, shards=[64, 64], seed=1)
+    plan = LocalStepPlan(2, 10, total_steps=100, dynamic_local_steps=False, shards=[64, 64], seed=1)
     for _ in range(5):
         for worker in (0, 1):
             plan.assign(worker)
@@ -135,7 +133,7 @@ def test_the_schedule_of_a_shard_is_where_the_run_is() -> None:
 
 
 def test_without_shards_the_schedule_follows_the_mean_of_the_workers() -> None:
-    plan = LocalStepPlan(workers=2, maximum=10, total_steps=0, dynamic=False, shards=[], seed=1)
+    plan = LocalStepPlan(2, 10, total_steps=0, dynamic_local_steps=False, shards=[], seed=1)
     plan.assign(0)
     plan.record(0, report(10, 0.1))
     plan.assign(1)
@@ -148,20 +146,22 @@ def test_without_shards_the_schedule_follows_the_mean_of_the_workers() -> None:
 
 
 def test_the_plan_goes_on_where_it_was() -> None:
-    first = LocalStepPlan(workers=2, maximum=5, total_steps=0, dynamic=True, shards=[10, 10, 10], seed=1)
+    first = LocalStepPlan(
+        workers=2, local_steps=5, total_steps=0, dynamic_local_steps=True, shards=[10, 10, 10], seed=1
+    )
     for _ in range(3):
         first.assign(0)
         first.record(0, report(5, 0.5))
-    second = LocalStepPlan(workers=2, maximum=5, total_steps=0, dynamic=True, shards=[10, 10, 10], seed=1)
+    second = LocalStepPlan(
+        workers=2, local_steps=5, total_steps=0, dynamic_local_steps=True, shards=[10, 10, 10], seed=1
+    )
     second.load_state_dict(first.state_dict())
     assert first.assign(0) == second.assign(0)
 
 
 @given(st.permutations([0, 1, 2]), st.integers(0, 20))
 def test_after_a_restart_each_worker_begins_where_it_was_whoever_comes_first(order: list[int], seed: int) -> None:
-    plans = [
-        LocalStepPlan(workers=3, maximum=5, total_steps=0, dynamic=False, shards=[9, 9, 9], seed=seed) for _ in "12"
-    ]
+    plans = [LocalStepPlan(3, 5, total_steps=0, dynamic_local_steps=False, shards=[9, 9, 9], seed=seed) for _ in "12"]
     for _ in range(3):
         given_ = {worker: plans[0].assign(worker) for worker in (0, 1, 2)}
         for worker in given_:
@@ -176,9 +176,9 @@ def test_after_a_restart_each_worker_begins_where_it_was_whoever_comes_first(ord
 
 
 def test_one_that_does_not_come_again_after_a_restart_keeps_no_steps_from_the_others() -> None:
-    first = LocalStepPlan(workers=2, maximum=5, total_steps=5, dynamic=False, shards=[9, 9], seed=1)
+    first = LocalStepPlan(2, 5, total_steps=5, dynamic_local_steps=False, shards=[9, 9], seed=1)
     offsets = [first.assign(worker).offset for worker in (0, 1)]
-    second = LocalStepPlan(workers=2, maximum=5, total_steps=5, dynamic=False, shards=[9, 9], seed=1)
+    second = LocalStepPlan(2, 5, total_steps=5, dynamic_local_steps=False, shards=[9, 9], seed=1)
     second.load_state_dict(first.state_dict())
     assert second.assign(1).offset == offsets[1]
     second.record(1, report(5))
@@ -190,11 +190,13 @@ def test_one_that_does_not_come_again_after_a_restart_keeps_no_steps_from_the_ot
 @given(st.lists(st.integers(1, 99), max_size=5), st.integers(1, 5))
 def test_a_plan_for_other_workers_goes_on_with_shards_of_its_own(sizes: list[int], steps: int) -> None:
     """All that was used stays used, by share; the speed of a worker that is no more does not count."""
-    first = LocalStepPlan(workers=3, maximum=5, total_steps=0, dynamic=True, shards=[10, 20, 30], seed=1)
+    first = LocalStepPlan(
+        workers=3, local_steps=5, total_steps=0, dynamic_local_steps=True, shards=[10, 20, 30], seed=1
+    )
     for worker in (0, 1, 2, 0):
         first.assign(worker)
         first.record(worker, report(steps, 0.1 * (3 - worker)))
-    second = LocalStepPlan(workers=2, maximum=5, total_steps=0, dynamic=True, shards=sizes, seed=1)
+    second = LocalStepPlan(2, 5, total_steps=0, dynamic_local_steps=True, shards=sizes, seed=1)
     second.load_state_dict(first.state_dict())
     if sizes and len(sizes) != 3:
         assert sum(second.used) == 4 * steps
@@ -205,17 +207,17 @@ def test_a_plan_for_other_workers_goes_on_with_shards_of_its_own(sizes: list[int
 
 
 def test_what_workers_were_at_that_are_no_more_does_not_count_as_drawn() -> None:
-    first = LocalStepPlan(workers=3, maximum=5, total_steps=0, dynamic=False, shards=[9, 9, 9], seed=1)
+    first = LocalStepPlan(3, 5, total_steps=0, dynamic_local_steps=False, shards=[9, 9, 9], seed=1)
     for worker in range(3):
         first.assign(worker)
-    second = LocalStepPlan(workers=2, maximum=5, total_steps=0, dynamic=False, shards=[9, 9, 9], seed=1)
+    second = LocalStepPlan(2, 5, total_steps=0, dynamic_local_steps=False, shards=[9, 9, 9], seed=1)
     second.load_state_dict(first.state_dict())
     assert second.assigned.keys() == second.awaited == {0, 1}
 
 
 def test_a_worker_that_has_connected_again_is_counted_where_it_was() -> None:
     """Its assignment was made anew, and it has not heard of that."""
-    plan = LocalStepPlan(workers=2, maximum=8, total_steps=0, dynamic=False, shards=[100, 100], seed=1)
+    plan = LocalStepPlan(2, 8, total_steps=0, dynamic_local_steps=False, shards=[100, 100], seed=1)
     first = plan.assign(0).shard
     plan.release(0)
     plan.assign(0)
@@ -227,7 +229,7 @@ def test_a_worker_that_has_connected_again_is_counted_where_it_was() -> None:
 
 def test_who_is_gone_is_gone_after_a_restart_of_the_server_too() -> None:
     """The speed of a worker that has left would make the others' rounds shorter for the rest of the run."""
-    first, second = (LocalStepPlan(2, maximum=50, total_steps=0, dynamic=True, shards=[], seed=1) for _ in range(2))
+    first, second = (LocalStepPlan(2, 50, total_steps=0, dynamic_local_steps=True, shards=[], seed=1) for _ in range(2))
     for worker, speed in enumerate((10.0, 1.0)):
         first.assign(worker)
         first.record(worker, report(50, 1 / speed))

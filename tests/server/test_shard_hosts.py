@@ -137,7 +137,7 @@ def test_an_outer_rule_and_its_starts_are_those_of_one_process(outer: str, hosts
             found.append((torch.stack([made.start(0), made.start(1, starts=True)]), receipts))
     (alone, said), (divided, told) = found
     assert torch.equal(divided, alone)
-    assert getattr(options_of(outer), "look_ahead", False) != torch.equal(*alone)
+    assert getattr(options_of(outer), "start_ahead", False) != torch.equal(*alone)
     for ours, theirs in zip(told, said, strict=True):
         assert ours.cosine == pytest.approx(theirs.cosine, rel=1e-4, abs=1e-6, nan_ok=True)
 

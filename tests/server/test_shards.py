@@ -79,7 +79,7 @@ def test_an_optimizer_that_takes_each_element_by_itself_steps_equally_in_any_num
 @pytest.mark.parametrize("outer", OUTER)
 def test_an_outer_rule_steps_equally_in_any_number_of_shards(outer: str, tmp_path: Path) -> None:
     (alone, receipts), *others = results(local_sgd_main.build, lambda shards: local_sgd(shards, outer), tmp_path)
-    assert getattr(options_of(outer), "look_ahead", False) != torch.equal(*alone)
+    assert getattr(options_of(outer), "start_ahead", False) != torch.equal(*alone)
     for parameters, said in others:
         assert torch.equal(parameters, alone)
         for ours, theirs in zip(said, receipts, strict=True):
@@ -237,7 +237,7 @@ def test_every_fragment_is_divided_among_all_shards(outer: str, fragments: int, 
         assert ours.cosine == pytest.approx(theirs.cosine, rel=1e-4, abs=1e-6, nan_ok=True)
         assert repr(replace(ours, cosine=0.0)) == repr(replace(theirs, cosine=0.0))
     assert isinstance(plan, LocalStepPlan) and isinstance(its, LocalStepPlan)
-    assert its.maximum == plan.maximum == 12 // fragments
+    assert its.local_steps == plan.local_steps == 12 // fragments
 
 
 @pytest.fixture

@@ -163,5 +163,5 @@ def test_two_rounds_behind_a_barrier_that_make_one_step_are_repeated_as_two(tmp_
                 both = [threads.submit(live.push, worker) for worker in (0, 1)]
                 assert [each.result(30) for each in both] == ["applied", "applied"]
 
-    options = {"barrier": 2, "updates_per_step": 4, "grace_seconds": 60.0}
+    options = {"barrier": 2, "updates_per_step": 4, "grace_period": 60.0}
     assert repeated(tmp_path, work, **options).server.version == 1

@@ -78,7 +78,7 @@ class Reference:
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_local_steps_start_ahead_and_pull_and_the_saved_state_are_the_parameters(tmp_path: Path, ahead: bool) -> None:
-    with run(tmp_path, look_ahead=ahead) as (server, workers):
+    with run(tmp_path, start_ahead=ahead) as (server, workers):
         reference = Reference(ahead)
         for worker in (0, 0, 1, 0, 1, 1, 0):
             workers[worker].round()
@@ -131,8 +131,8 @@ def test_delay_compensation_compares_with_what_the_worker_was_given(tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"outer": "sgd", "look_ahead": "on"}, '"look_ahead" is of no use with "outer" sgd: leave it out'),
-        ({"outer": "mla", "look_ahead": "sideways"}, '"look_ahead": Input should be a valid boolean.*sideways'),
+        ({"outer": "sgd", "start_ahead": "on"}, '"start_ahead" is of no use with "outer" sgd: leave it out'),
+        ({"outer": "mla", "start_ahead": "sideways"}, '"start_ahead": Input should be a valid boolean.*sideways'),
         ({"outer": "mla", "delay": 2}, '"delay" is of no use with "outer" mla'),
     ],
 )
@@ -144,5 +144,5 @@ def test_a_mistake_in_its_options_is_one_line(options: dict[str, Any], message: 
 
 def test_the_switch_is_on_or_off_in_words_too() -> None:
     for value in (False, "off", "false", 0):
-        parsed = methods.parse(LocalSGDOptions, {"outer": "heloco", "look_ahead": value}, "file.json")
-        assert parsed.model_dump()["look_ahead"] is False
+        parsed = methods.parse(LocalSGDOptions, {"outer": "heloco", "start_ahead": value}, "file.json")
+        assert parsed.model_dump()["start_ahead"] is False

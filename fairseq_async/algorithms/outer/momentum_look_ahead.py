@@ -21,19 +21,19 @@ class MomentumLookAhead(MomentumRule):
         m ← γm + (1 − γ)Δ;  θ ← θ − η(Δ + γm);  a worker starts from θ − ηγm
 
     In the end, one update has moved θ by −η(1 + γ)Δ: by its own step and by its part in the momentum of later steps.
-    The papers do not settle whether the start ahead is part of MLA or of HeLoCo alone: ``look_ahead`` switches it.
+    The papers do not settle whether the start ahead is part of MLA or of HeLoCo alone: ``start_ahead`` switches it.
 
     Args:
         lr: η, for each update, whatever the number of workers; the paper uses 0.7.
         momentum: γ in [0, 1); the paper uses 0.9.
-        look_ahead: whether a worker starts ahead.
+        start_ahead: whether a worker starts ahead.
 
     Raises:
         ValueError: an argument is out of its range.
     """
 
-    def __init__(self, lr: float, momentum: float, look_ahead: bool = True) -> None:
-        super().__init__(lr, momentum, look_ahead)
+    def __init__(self, lr: float, momentum: float, start_ahead: bool = True) -> None:
+        super().__init__(lr, momentum, start_ahead)
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
         """Applies one update with a step; always returns True."""
@@ -59,16 +59,16 @@ class HeLoCo(MomentumLookAhead):
         momentum: γ in [0, 1).
         workers: k, the number of workers.
         tensors: number of elements of each tensor of the model, in the order of the flat parameters.
-        look_ahead: whether a worker starts ahead.
+        start_ahead: whether a worker starts ahead.
 
     Raises:
         ValueError: an argument is out of its range.
     """
 
     def __init__(
-        self, lr: float, momentum: float, workers: int, tensors: Sequence[int], look_ahead: bool = True
+        self, lr: float, momentum: float, workers: int, tensors: Sequence[int], start_ahead: bool = True
     ) -> None:
-        super().__init__(lr, momentum, look_ahead)
+        super().__init__(lr, momentum, start_ahead)
         self.scale = at_least_one("workers", workers) ** -0.5
         self.tensors = list(tensors)
 

@@ -11,26 +11,26 @@ from fairseq_async.algorithms.rule import State
 class MomentumRule:
     """An outer rule with a momentum m, which is zero until the first update.
 
-    With ``look_ahead`` a worker starts its local steps from θ − εβm, where the momentum is about to take the
+    With ``start_ahead`` a worker starts its local steps from θ − εβm, where the momentum is about to take the
     parameters, and its pseudo-gradient is relative to that point. The server's parameters stay θ.
 
     Args:
         lr: ε, the outer learning rate; finite, above 0.
         momentum: β in [0, 1).
-        look_ahead: whether workers start ahead, along the momentum.
+        start_ahead: whether workers start ahead, along the momentum.
 
     Raises:
         ValueError: an argument is out of its range.
     """
 
-    def __init__(self, lr: float, momentum: float, look_ahead: bool = False) -> None:
+    def __init__(self, lr: float, momentum: float, start_ahead: bool = False) -> None:
         if not 0 < lr < math.inf:
             raise ValueError(f"lr is {lr}; it must be finite and above 0")
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}; it must be at least 0 and below 1")
         self.lr = lr
         self.momentum = momentum
-        self.look_ahead = look_ahead
+        self.start_ahead = start_ahead
         self.momentum_buffer: Tensor | None = None
 
     def moves_parameters(self, ahead: int = 0) -> bool:
@@ -39,7 +39,7 @@ class MomentumRule:
 
     def dispatch(self, parameters: Tensor) -> Tensor:
         """Returns what a worker starts from: θ, or with look-ahead θ − εβm in a new tensor."""
-        if not self.look_ahead or self.momentum_buffer is None:
+        if not self.start_ahead or self.momentum_buffer is None:
             return parameters
         return parameters.add(self.momentum_buffer, alpha=-self.lr * self.momentum)
 

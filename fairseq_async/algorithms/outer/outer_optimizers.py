@@ -2,7 +2,7 @@
 
 Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling" (arXiv 2401.09135). A worker takes H local
 steps from θ_start and sends δ = θ_start − θ_local; ε is the outer learning rate, β the outer momentum. Each rule takes
-``look_ahead``, see :class:`~fairseq_async.algorithms.outer.momentum_rule.MomentumRule`.
+``start_ahead``, see :class:`~fairseq_async.algorithms.outer.momentum_rule.MomentumRule`.
 """
 
 import torch
@@ -31,8 +31,8 @@ class NesterovMomentum(MomentumRule):
         ValueError: an argument is out of its range.
     """
 
-    def __init__(self, lr: float, momentum: float, workers: int, look_ahead: bool = False) -> None:
-        super().__init__(lr, momentum, look_ahead)
+    def __init__(self, lr: float, momentum: float, workers: int, start_ahead: bool = False) -> None:
+        super().__init__(lr, momentum, start_ahead)
         self.workers = at_least_one("workers", workers)
 
     def apply(self, parameters: Tensor, update: Update) -> bool:
@@ -47,8 +47,8 @@ class NesterovMomentum(MomentumRule):
 class _Buffered(MomentumRule):
     """Base of the rules that add updates up in a buffer Δ; at every N-th update the momentum takes Δ/N."""
 
-    def __init__(self, lr: float, momentum: float, look_ahead: bool = False) -> None:
-        super().__init__(lr, momentum, look_ahead)
+    def __init__(self, lr: float, momentum: float, start_ahead: bool = False) -> None:
+        super().__init__(lr, momentum, start_ahead)
         self.buffer: Tensor | None = None
         self.count = 0
 
@@ -86,8 +86,8 @@ class BufferedNesterov(_Buffered):
         ValueError: an argument is out of its range.
     """
 
-    def __init__(self, lr: float, momentum: float, buffer_size: int, look_ahead: bool = False) -> None:
-        super().__init__(lr, momentum, look_ahead)
+    def __init__(self, lr: float, momentum: float, buffer_size: int, start_ahead: bool = False) -> None:
+        super().__init__(lr, momentum, start_ahead)
         self.buffer_size = at_least_one("buffer_size", buffer_size)
         self._wanted = buffer_size
 
@@ -132,8 +132,8 @@ class DelayedNesterov(_Buffered):
         ValueError: an argument is out of its range.
     """
 
-    def __init__(self, lr: float, momentum: float, delay: int, c: float = 0.0, look_ahead: bool = False) -> None:
-        super().__init__(lr, momentum, look_ahead)
+    def __init__(self, lr: float, momentum: float, delay: int, c: float = 0.0, start_ahead: bool = False) -> None:
+        super().__init__(lr, momentum, start_ahead)
         self.delay = at_least_one("delay", delay)
         if not 0 <= c <= 1 / delay:
             raise ValueError(f"c is {c}; it must be in [0, 1/delay] = [0, {1 / delay:g}]")

@@ -12,7 +12,7 @@ Range = tuple[int, int]  # first element and end
 
 
 @dataclass(frozen=True)
-class Piece:
+class FusedPiece:
     """A run of elements that travels as one message.
 
     Attributes:
@@ -43,7 +43,7 @@ class Fusion:
             self._runs.append((small, torch.cat([self.tensors[index].reshape(-1) for index in small])))
         self.size = sum(values.numel() for _, values in self._runs)
 
-    def pieces(self, start: int, end: int) -> list[Piece]:
+    def pieces(self, start: int, end: int) -> list[FusedPiece]:
         """Returns the elements from ``start`` to ``end`` in pieces, none of which is empty."""
         return list(self._pieces(start, end))
 
@@ -57,12 +57,12 @@ class Fusion:
                     tensor.copy_(values[offset : offset + tensor.numel()].view(tensor.shape))
                 offset += tensor.numel()
 
-    def _pieces(self, start: int, end: int) -> Iterator[Piece]:
+    def _pieces(self, start: int, end: int) -> Iterator[FusedPiece]:
         offset = 0
         for indices, values in self._runs:
             first, last = max(start - offset, 0), min(end - offset, values.numel())
             if first < last:
-                yield Piece(values[first:last], self._parts(indices, first, last))
+                yield FusedPiece(values[first:last], self._parts(indices, first, last))
             offset += values.numel()
 
     def _parts(self, indices: Sequence[int], start: int, end: int) -> list[tuple[int, int, int]]:

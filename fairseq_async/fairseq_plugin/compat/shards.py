@@ -11,7 +11,7 @@ from fairseq_async.fairseq_plugin.compat.types import FairseqObject
 
 
 @dataclass(frozen=True)
-class Shard:
+class DataShard:
     """Part ``index`` of ``parts`` equal parts of an iterator's batches, divided as fairseq divides them for its ranks.
 
     Each pass over the iterator's data is shuffled anew, in the same order for all parts. The parts are disjoint, and
@@ -55,7 +55,7 @@ class ShardedBatches:
         ConfigurationError: a shard has no batch.
     """
 
-    def __init__(self, shards: Sequence[Shard], fixed: bool) -> None:
+    def __init__(self, shards: Sequence[DataShard], fixed: bool) -> None:
         self.shards, self.fixed = shards, fixed
         self._next = (-1, -1)
         iterators = {id(shard.iterator): shard.iterator for shard in shards}.values()

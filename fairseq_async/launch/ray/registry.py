@@ -8,7 +8,7 @@ from fairseq_async.worker.start.rendezvous import ServerRequest
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeAddress:
     """Where the server listens.
 
     Attributes:
@@ -64,8 +64,8 @@ class State:
     placed: set[int] = field(default_factory=set)
     request: ServerRequest | None = None
     node: str = ""
-    place: Place | None = None
-    shards: dict[int, Place] = field(default_factory=dict)
+    place: NodeAddress | None = None
+    shards: dict[int, NodeAddress] = field(default_factory=dict)
 
 
 class Registry:
@@ -104,15 +104,15 @@ class Registry:
         before, self._server_began = self._server_began, True
         return before
 
-    def record_server(self, place: Place) -> None:
+    def record_server(self, place: NodeAddress) -> None:
         """Called by the server's actor: records where the server listens."""
         self._state.place = place
 
-    def record_shard(self, shard: int, place: Place) -> None:
+    def record_shard(self, shard: int, place: NodeAddress) -> None:
         """Called by a shard's actor: records where the shard listens."""
         self._state.shards[shard] = place
 
-    def place_of_shard(self, shard: int) -> Place | None:
+    def place_of_shard(self, shard: int) -> NodeAddress | None:
         """Returns where a shard's actor before has listened; None for the first."""
         return self._state.shards.get(shard)
 

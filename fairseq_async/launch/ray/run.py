@@ -23,7 +23,7 @@ from fairseq_async.launch.processes import RunFailedError, interrupt_on_signals
 from fairseq_async.launch.progress.display import Display
 from fairseq_async.launch.progress.progress import Progress
 from fairseq_async.launch.ray.cluster import Actors, connect, ended, find_registry
-from fairseq_async.launch.ray.registry import Ended, Place, State
+from fairseq_async.launch.ray.registry import Ended, NodeAddress, State
 from fairseq_async.launch.ray.resources import Resources
 from fairseq_async.launch.ray.server import ServerTask
 from fairseq_async.launch.ray.shard import ShardTask
@@ -135,7 +135,7 @@ class RayRun:
         self._numbers: set[int] = set()  # of the workers that were started, and not removed by a scale
         self._saved = False  # whether worker 0 has ended with 0
         self._invited, self._places_at = False, time.monotonic() + _PLACING
-        self._shards: dict[int, Place] = {}  # the places of shards on other nodes, which the workers' command has
+        self._shards: dict[int, NodeAddress] = {}  # the places of shards on other nodes, which the workers' command has
 
     def run(self) -> None:
         """Runs until the run is finished.

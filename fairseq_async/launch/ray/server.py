@@ -9,7 +9,7 @@ from pathlib import Path
 import ray
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.launch.ray.registry import Ended, Place, State
+from fairseq_async.launch.ray.registry import Ended, NodeAddress, State
 from fairseq_async.options.addresses import ANY
 from fairseq_async.options.validation import split_address
 from fairseq_async.protocol.notices import ENDED, SAVED
@@ -64,7 +64,7 @@ class RayServer:
             # the server does so too, but after an actor that dies before, its successor would take them for this run's
             Snapshots(Path(task.request.run_dir)).begin_anew()
         port = split_address(self._process.address)[1]
-        ray.get(registry.record_server.remote(Place(host, port)))
+        ray.get(registry.record_server.remote(NodeAddress(host, port)))
 
     def follow(self) -> Ended:
         """Waits until the run is over, and returns how the server has ended; it may stay for a worker 0 that dies."""
@@ -97,7 +97,7 @@ class RayServer:
             stays=True,
         )
 
-    def _start_again(self, host: str, before: Place | None) -> ServerProcess:
+    def _start_again(self, host: str, before: NodeAddress | None) -> ServerProcess:
         """Starts the server again: on the same node at the same port, where workers look for it; on another node at a
         free port, which the registry tells them."""
         recovers = bool(snapshots_in(Path(self._task.request.run_dir)))

@@ -15,7 +15,7 @@ from fairseq_async.exchange.authentication import write_token
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.launch.error_lines import last_words
 from fairseq_async.launch.ray import exec_with_parent
-from fairseq_async.launch.ray.registry import Ended, Place
+from fairseq_async.launch.ray.registry import Ended, NodeAddress
 from fairseq_async.options.addresses import ANY
 from fairseq_async.worker.start.server_process import manner, python_module
 
@@ -52,13 +52,13 @@ class RayShard:
     def __init__(self, run: str, task: ShardTask) -> None:
         registry = ray.get_actor(run)  # by name: see RayServer
         host = ray.util.get_node_ip_address()
-        before: Place | None = ray.get(registry.place_of_shard.remote(task.number))
+        before: NodeAddress | None = ray.get(registry.place_of_shard.remote(task.number))
         self._task = task
         self._port = before.port if before is not None and before.host == host else free_port(ANY)
         self._directory = tempfile.TemporaryDirectory(prefix="fairseq-async-")
         self._token_file = Path(self._directory.name) / "token"
         write_token(self._token_file, ray.get(registry.token.remote()))
-        ray.get(registry.record_shard.remote(task.number, Place(host, self._port)))
+        ray.get(registry.record_shard.remote(task.number, NodeAddress(host, self._port)))
 
     def run(self) -> Ended:
         """Runs until the run is finished. Runs in the main thread: the kernel ends the process together with it."""

@@ -22,9 +22,9 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, L
     try:
         return _build_rule(spec, options, layout), LocalStepPlan(
             workers=spec.workers,
-            maximum=options.local_steps // spec.fragments,
+            local_steps=options.local_steps // spec.fragments,
             total_steps=options.total_steps,
-            dynamic=isinstance(options, AsyncLocalSGDOptions) and options.dynamic_local_steps,
+            dynamic_local_steps=isinstance(options, AsyncLocalSGDOptions) and options.dynamic_local_steps,
             shards=spec.shards,
             seed=options.seed,
             max_epoch=spec.max_epoch,

@@ -18,14 +18,14 @@ class GracePeriod(Waiting):
     every round.
 
     Args:
-        seconds: length of the period; None for a round that stays open until it is complete.
+        grace_period: length of the period in seconds; None for a round that stays open until it is complete.
         plan: knows the time that a worker's work is expected to take.
     """
 
     steps_together = False
 
-    def __init__(self, seconds: float | None, plan: Plan) -> None:
-        self.seconds, self._plan = seconds, plan
+    def __init__(self, grace_period: float | None, plan: Plan) -> None:
+        self.grace_period, self._plan = grace_period, plan
         self.deadline: float | None = None
         self._begun: dict[int, float] = {}
 
@@ -37,10 +37,10 @@ class GracePeriod(Waiting):
         self._begun.pop(worker, None)
 
     def continues(self, arrived: int | None, others: Collection[int], now: float) -> bool:
-        if self.seconds is None or arrived is None:
+        if self.grace_period is None or arrived is None:
             return True
         if self.deadline is None:
-            self.deadline = now + self.seconds
+            self.deadline = now + self.grace_period
         factor = min(1.0, self._seconds_over_expected(arrived, now))
         return any(self._may_come(worker, factor) for worker in others)
 

@@ -25,11 +25,11 @@ class LookAhead:
     versions, once, and must not send the worker so far ahead.
 
     Args:
-        versions: a fixed distance for all workers, in place of the measured ones; None measures.
+        look_ahead: versions ahead at which all workers start, in place of the measured ones; None measures.
     """
 
-    def __init__(self, versions: float | None) -> None:
-        self.versions = versions
+    def __init__(self, look_ahead: float | None) -> None:
+        self.look_ahead = look_ahead
         self._staleness: dict[int, float] = {}
         self._steps: dict[int, float] = {}
         self._path: dict[int, Tensor] = {}  # a sample of the parameters at each of the last versions
@@ -40,7 +40,7 @@ class LookAhead:
         if self._size not in (None, parameters.numel()):
             self._path = {}  # of a server that had another part of the model, or all of it
         self._size = parameters.numel()
-        if self.versions is None and version not in self._path:
+        if self.look_ahead is None and version not in self._path:
             stride = max(1, parameters.numel() // _SAMPLE)
             self._path[version] = parameters[::stride].detach().clone()
             while len(self._path) > _VERSIONS:
@@ -57,8 +57,8 @@ class LookAhead:
 
     def of(self, worker: int) -> float:
         """Returns how many steps ahead the worker's next start is."""
-        if self.versions is not None:
-            return self.versions
+        if self.look_ahead is not None:
+            return self.look_ahead
         staleness = self._staleness.get(worker, 0.0)
         return max(0.0, self._steps.get(worker, staleness)) if staleness >= _IN_STEP else 0.0
 

@@ -48,14 +48,14 @@ class NearArrivals(Waiting):
     be as fast as the first that comes; later no step waits for a worker's first gradient.
 
     Args:
-        share: the grace as a share of a worker's own step.
-        seconds: the grace of all workers, in place of the share.
+        grace_share: the grace as a share of a worker's own step.
+        grace_period: the grace of all workers in seconds, in place of the share.
     """
 
     steps_together = True
 
-    def __init__(self, share: float, seconds: float | None = None) -> None:
-        self.share, self.seconds = share, seconds
+    def __init__(self, grace_share: float, grace_period: float | None = None) -> None:
+        self.grace_share, self.grace_period = grace_share, grace_period
         self.deadline: float | None = None
         self._begun: dict[int, float] = {}
         self._took: dict[int, list[float]] = {}
@@ -108,9 +108,9 @@ class NearArrivals(Waiting):
         return self._first_step or worker in self._took
 
     def _grace(self, step: _StepTime) -> float:
-        if self.seconds is not None:
-            return self.seconds
-        share = self.share * step.seconds
+        if self.grace_period is not None:
+            return self.grace_period
+        share = self.grace_share * step.seconds
         return share + min(step.spread, share)
 
     def _fastest(self) -> _StepTime:

@@ -13,16 +13,16 @@ class Quorum(GracePeriod):
     With fewer than K workers at work the round closes when all of them have come.
 
     Args:
-        size: K.
-        seconds: length of the grace period.
+        quorum: K.
+        grace_period: length of the grace period in seconds.
         plan: see :class:`GracePeriod`.
     """
 
     steps_together = True
 
-    def __init__(self, size: int, seconds: float, plan: Plan) -> None:
-        super().__init__(seconds, plan)
-        self.size = size
+    def __init__(self, quorum: int, grace_period: float, plan: Plan) -> None:
+        super().__init__(grace_period, plan)
+        self.quorum = quorum
         self._arrived: set[int] = set()
 
     def continues(self, arrived: int | None, others: Collection[int], now: float) -> bool:
@@ -30,7 +30,7 @@ class Quorum(GracePeriod):
             self._arrived.add(arrived)
         if not others:
             return False
-        return len(self._arrived) < self.size or super().continues(arrived, others, now)
+        return len(self._arrived) < self.quorum or super().continues(arrived, others, now)
 
     def forget(self, worker: int) -> None:
         super().forget(worker)

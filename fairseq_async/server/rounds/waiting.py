@@ -12,13 +12,13 @@ class Waiting(ABC):
     """Decides who is waited for, and how long. It reads no clock: all times are of its caller's.
 
     Attributes:
-        seconds: length of a grace period; None where it is not a fixed time.
+        grace_period: length of the grace period in seconds; None where it is not a fixed time.
         deadline: when the round closes if no update comes; None while no update waits, or without an end.
         steps_together: whether the updates of a round are one step of the rule.
     """
 
     steps_together: ClassVar[bool]
-    seconds: float | None
+    grace_period: float | None
     deadline: float | None
 
     def awaited(self, membership: Membership, now: float) -> set[int]:

@@ -22,7 +22,7 @@ from fairseq_async.options.config import ServerOptions
 from fairseq_async.options.validation import split_address
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.start.invitation import invitation, own_command
-from fairseq_async.worker.start.meeting import Meeting, Place, wait_until_it_listens
+from fairseq_async.worker.start.meeting import Meeting, MeetingPlace, wait_until_it_listens
 from fairseq_async.worker.start.process import end_own_servers, own
 from fairseq_async.worker.start.rendezvous import Rendezvous, ServerRequest
 from fairseq_async.worker.start.server_process import ServerProcess, say
@@ -231,7 +231,7 @@ class WorkerContext:
             process = start((listens, 0))  # another process has taken the port by now
         port = split_address(process.address)[1]
         near = f"{LOOPBACK if listens == ANY else host}:{port}"
-        meeting.tell(Place(meeting.job, socket.gethostname(), f"{host}:{port}", near, token))
+        meeting.tell(MeetingPlace(meeting.job, socket.gethostname(), f"{host}:{port}", near, token))
         return FoundServer(near, token, process)
 
     def _start_server(

@@ -17,7 +17,7 @@ _CONNECT = 5.0  # seconds for a connection
 
 
 @dataclass(frozen=True)
-class Place:
+class MeetingPlace:
     """Where a job's server is.
 
     Attributes:
@@ -59,7 +59,7 @@ class Meeting:
     def __init__(self, run_dir: Path, job: str) -> None:
         self.path, self.job = meeting_path(run_dir), job
 
-    def tell(self, place: Place) -> None:
+    def tell(self, place: MeetingPlace) -> None:
         """Writes the file atomically: a reader sees the whole file or none."""
         part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         part.unlink(missing_ok=True)
@@ -67,7 +67,7 @@ class Meeting:
             json.dump(asdict(place), file)
         part.replace(self.path)
 
-    def place(self) -> Place | None:
+    def place(self) -> MeetingPlace | None:
         """Reads where the server is; None if worker 0 of this job has not written it.
 
         Raises:
@@ -83,7 +83,7 @@ class Meeting:
         if stat.S_IMODE(mode) & 0o077:
             raise ConfigurationError(f"{self.path}: others can read it, and it has the run's secret; remove it")
         try:
-            place = Place(**json.loads(text))
+            place = MeetingPlace(**json.loads(text))
         except (ValueError, TypeError) as error:
             raise ConfigurationError(f"{self.path}: does not say where the server is; remove it") from error
         return place if place.job == self.job else None
