@@ -25,7 +25,10 @@ def in_backticks(name: str) -> list[str]:
 
 @cache
 def sources() -> str:
-    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py")))
+    return "\n".join(
+        path.read_text(encoding="utf-8")
+        for path in [*sorted(PACKAGE.rglob("*.py")), *(ROOT / "recipes" / "rules").glob("*.py")]
+    )
 
 
 def is_class(name: str) -> bool:

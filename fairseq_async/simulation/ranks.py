@@ -1,12 +1,15 @@
 """The registry of methods that only simulations have, each in a file that ``FAIRSEQ_ASYNC_PLUGINS`` names."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from fairseq_async.algorithms import Rule
+if TYPE_CHECKING:  # torch takes seconds to import, and a mistake in an experiment is to be answered at once
+    from fairseq_async.algorithms import Rule
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
-"""An option has one name from its flag to its use."""
+"""An option has one name from its flag to its use, and a user."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from fairseq_async.method import methods
 from fairseq_async.options.config import Section
-from tests.helpers.commands import PACKAGE
+from tests.helpers.commands import PACKAGE, ROOT
 
 OPTIONS = {
     name for method in methods.METHODS for model in methods.models(method).values() for name in model.model_fields
@@ -62,3 +63,14 @@ def test_a_renamed_option_would_be_seen() -> None:
     call = "Plan(spec.workers, options.local_steps, seconds=options.grace_period or 0.0, seed=options.seed)"
     found = list(renamed(ast.parse(call), {"Plan": ["workers", "most"]}))
     assert found == ["local_steps is most in Plan", "grace_period is seconds in Plan"]
+
+
+def test_the_documents_say_when_to_set_each_option() -> None:
+    text = (ROOT / "docs" / "local_sgd.md").read_text(encoding="utf-8").partition("### When to set an option")[2]
+    rows = re.findall(r"^\| (`.*?`) \|", text.partition("\n## ")[0], re.MULTILINE)
+    said = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    models = [
+        Section,
+        *(model for method in ("local_sgd", "hybrid_async") for model in methods.models(method).values()),
+    ]
+    assert sorted(said) == sorted({name for model in models for name in model.model_fields} - {"method"})
