@@ -71,6 +71,7 @@ def outer_rule(name: str) -> OuterRule[LocalSGDOptions]:
 
 def models(method: str) -> Mapping[str, type[Options]]:
     """Returns the models of a method's options by the name of their rule; a method without rules has one, named ''."""
+    import_plugins()  # whatever they register: they are for every process of a run
     if method == "local_sgd":
         return {name: rule.options for name, rule in outer_rules().items()}
     return {"": METHODS[method]}

@@ -296,6 +296,7 @@ def hybrid_options(spec: MethodSpec) -> HybridOptions:
     Raises:
         ConfigurationError: a value is out of its range.
     """
+    methods.import_plugins()  # in the server too, as where a run has an outer rule
     return checked(HybridOptions, _own(HybridOptions, spec), _IN_A_RUN)
 
 
