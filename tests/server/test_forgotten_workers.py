@@ -252,7 +252,9 @@ def pushed(seen: Collection[int], in_fragments: bool) -> ParameterServer:
 
 
 def planned(seen: Collection[int]) -> LocalStepPlan:
-    it = LocalStepPlan(workers=3, maximum=10, total_steps=90, dynamic=True, shards=[5, 10], seed=1, max_epoch=3)
+    it = LocalStepPlan(
+        workers=3, local_steps=10, total_steps=90, dynamic_local_steps=True, shards=[5, 10], seed=1, max_epoch=3
+    )
     for number in range(2):
         for worker in seen:
             it.assign(worker)
