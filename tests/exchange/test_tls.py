@@ -117,7 +117,7 @@ def test_a_message_in_the_same_record_as_the_end_of_a_tensor_is_not_forgotten(pa
     server.room = torch.zeros(3)
     frame = struct.Struct("!IQ").pack
     worker.connection.sendall(frame(1, 12) + b"a")
-    wait_until(lambda: server.messages() == [] and server.awaited[0].missing.nbytes == 12)
+    wait_until(lambda: server.messages() == [] and server._stream.missing.nbytes == 12)
     worker.connection.sendall(torch.ones(3).numpy().tobytes() + frame(1, 0) + b"b")
     got: list[bytes] = []
     wait_until(lambda: bool(got.extend(server.messages()) or got))
