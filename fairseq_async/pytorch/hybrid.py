@@ -1,6 +1,7 @@
 """Hybrid asynchronous SGD round an ordinary optimizer, whose steps are taken in the server."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.method.spec import JsonObject, MethodSpec, hybrid_spec
 from fairseq_async.options.config import HybridOptions
 from fairseq_async.pytorch.brought_state import brought_state, check_brought, checksum_of_moments
@@ -36,6 +37,11 @@ from fairseq_async.server.programs import gradient_main
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.start.process import errors_in_one_line
+
+_MOMENTS = (
+    "the state of the optimizer was loaded or cleared within the block, and its moments are the server's: do so before "
+    "the with block, or use local SGD"
+)
 
 
 class HybridAsync(AsyncTraining):
@@ -144,9 +150,15 @@ class HybridAsync(AsyncTraining):
 
     def _add_hooks(self) -> list[RemovableHandle]:
         for part in self._parts:
-            part.optimizer.state.clear()  # the server has it from now on
+            part.optimizer.state = part.state
         before = [part.optimizer.register_step_pre_hook(self._exchange) for part in self._parts]
         return before + [part.optimizer.register_step_post_hook(part.give_back) for part in self._parts]
+
+    def _remove_hooks(self) -> None:
+        super()._remove_hooks()
+        for part in self._parts:
+            if part.optimizer.state is part.state:
+                part.optimizer.state = defaultdict(dict)
 
     @errors_in_one_line()
     def _exchange(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -208,6 +220,7 @@ class _Part:
     Attributes:
         named: the optimizer's own parameters.
         inner: its description for the server.
+        state: the optimizer's within the block.
     """
 
     def __init__(
@@ -227,6 +240,7 @@ class _Part:
         self._steps = steps
         self._rates, self._options = present_rates(optimizer), present_options(optimizer)
         self._scheduler = scheduler
+        self.state = _StateInServer(dict)
         self._taken: list[tuple[Parameter, Tensor | None]] = []
         self._count = None if scheduler is None else StepCount(scheduler, steps)
 
@@ -268,7 +282,10 @@ class _Part:
         self._taken = []
 
     def before_step(self) -> None:
-        """Checks what :meth:`check_rates` does, and that the loop steps the scheduler as often as the optimizer."""
+        """Checks what :meth:`check_rates` does, that the scheduler is stepped as often as the optimizer, and that the loop
+        has given the optimizer no other state."""
+        if self.optimizer.state is not self.state:
+            raise ConfigurationError(_MOMENTS)
         if self._count is not None:
             self._count.before_step()
         self.check_rates()
@@ -284,3 +301,11 @@ class _Part:
             check_scheduled(self.optimizer, self._scheduler)
         else:
             check_rates(self.optimizer, self._rates, "give a scheduler of torch as scheduler=")
+
+
+class _StateInServer(defaultdict[Any, Any]):
+    """The state of an optimizer within the block: empty, as the server has the moments."""
+
+    def clear(self) -> None:
+        """Ends the process with one line: a script that clears the moments would go on with the server's."""
+        fail(_MOMENTS)

@@ -331,6 +331,33 @@ def test_an_exception_where_the_model_has_the_servers_parameters_is_the_one_that
     workers(1, gradient_main.build).run(train)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda optimizer: optimizer.load_state_dict(Adam(optimizer.param_groups[0]["params"], lr=0.01).state_dict()),
+        lambda optimizer: optimizer.state.clear(),
+    ],
+)
+def test_moments_that_the_loop_loads_or_clears_are_one_line(
+    workers: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str], change: Callable[[Optimizer], None]
+) -> None:
+    """The server would go on with its own."""
+
+    def train(worker: int) -> None:
+        model = model_of()
+        optimizer = Adam(model.parameters(), lr=0.01)
+        with pytest.raises(SystemExit, match="2"), HybridAsync(model, optimizer, run_dir=str(tmp_path / "own")):
+            for step in range(2):
+                optimizer.zero_grad()
+                loss_of(model, 0, step).backward()
+                optimizer.step()
+                change(optimizer)
+        optimizer.state.clear()  # after the block it is the script's own
+
+    workers(1, gradient_main.build).run(train)
+    assert "error: the state of the optimizer was loaded or cleared within the block" in capfd.readouterr().err
+
+
 WRONG: dict[str, tuple[Callable[[nn.Module], Optimizer], dict[str, Any], str]] = {
     "another optimizer": (lambda model: torch.optim.RMSprop(model.parameters()), {}, "RMSprop"),
     "a name that is misspelt": (
