@@ -282,8 +282,8 @@ class _Part:
         self._taken = []
 
     def before_step(self) -> None:
-        """Checks what :meth:`check_rates` does, that the scheduler is stepped as often as the optimizer, and that the loop
-        has given the optimizer no other state."""
+        """Checks what :meth:`check_rates` does, that the scheduler is stepped as often as the optimizer, and that its
+        state is as it was."""
         if self.optimizer.state is not self.state:
             raise ConfigurationError(_MOMENTS)
         if self._count is not None:
