@@ -119,6 +119,7 @@ def describe_hybrid(args: Namespace, cfg: DictConfig, workers: int) -> MethodSpe
         "clip_norm": cfg.optimization.clip_norm,
         "update_freq": list(cfg.optimization.update_freq),
         "synchronous": synchronous,
+        "fused": torch.cuda.is_available() and not cfg.common.cpu,  # on a GPU, fairseq takes a fused Adam itself
     }
     if overrides := _optimizer_overrides(cfg.checkpoint.optimizer_overrides):
         framework[OPTIMIZER_OVERRIDES] = overrides

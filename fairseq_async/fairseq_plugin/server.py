@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fairseq.optim import OPTIMIZER_REGISTRY, FairseqOptimizer, build_optimizer
+from fairseq.optim.adam import Adam
 from fairseq.optim.lr_scheduler import LR_SCHEDULER_REGISTRY, FairseqLRScheduler, build_lr_scheduler
 from torch import Tensor
 from torch.nn import Parameter
@@ -11,7 +12,7 @@ from torch.nn import Parameter
 from fairseq_async.algorithms.hybrid import pieces
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.fairseq_plugin.compat.optimizers import component_config
+from fairseq_async.fairseq_plugin.compat.optimizers import FusedAdam, component_config
 from fairseq_async.method.option_flags import check_inner_optimizer
 from fairseq_async.method.spec import JsonObject, MethodSpec, hybrid_options
 from fairseq_async.protocol.layout import Layout
@@ -64,6 +65,8 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
         optimizer = build_optimizer(component_config(inner, "optimizer"), views)
         if optimizer.supports_flat_params:
             optimizer = build_optimizer(component_config(inner, "optimizer"), pieces(parameters))
+        if spec.framework.get("fused") and type(optimizer.optimizer) is Adam and not inner.get("use_old_adam"):
+            optimizer._optimizer = FusedAdam(optimizer.params, **optimizer.optimizer_config)
         schedule = build_lr_scheduler(component_config(scheduler, "lr_scheduler"), optimizer)
     clip_norm, elementwise = float(str(spec.framework["clip_norm"])), bool(optimizer.supports_flat_params)
     rule = accumulation(hybrid_options(spec), spec.workers, optimizer.optimizer, clip_norm, views, elementwise)

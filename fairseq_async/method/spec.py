@@ -190,6 +190,7 @@ class MethodSpec:
                     return f"{_WORDS.get(name) or option(name)} than the others"
         ours |= ours.pop("framework")
         theirs |= theirs.pop("framework")
+        ours["fused"] = theirs["fused"] = None  # worker 0 chooses the server's kernels: others may be on other devices
         differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
         return f"{_WORDS.get(differing[0], differing[0])} than the others" if differing else None
 

@@ -11,11 +11,13 @@ import torch
 from fairseq import options, utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.optim import build_optimizer
+from fairseq.optim.adam import Adam
 from fairseq.optim.lr_scheduler import build_lr_scheduler
 
 import fairseq_async.fairseq_plugin  # noqa: F401
 from fairseq_async.algorithms import Update
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.fairseq_plugin.compat.optimizers import FusedAdam
 from fairseq_async.fairseq_plugin.flags import describe_hybrid
 from fairseq_async.fairseq_plugin.server import build
 from fairseq_async.method.spec import JsonObject, MethodSpec
@@ -47,10 +49,14 @@ def with_options(spec: MethodSpec, changes: JsonObject) -> MethodSpec:
     return replace(spec, framework=spec.framework | {"inner_optimizer": inner | changes})
 
 
-def check_equal_steps(monkeypatch: pytest.MonkeyPatch, inner: list[str], schedule: list[str]) -> list[float]:
+def check_equal_steps(
+    monkeypatch: pytest.MonkeyPatch, inner: list[str], schedule: list[str], fused: bool = False
+) -> list[float]:
     """30 steps over three epochs with the same gradients on both sides, of which some are missing; returns the learning
     rates."""
     spec = spec_of(monkeypatch, "--inner-optimizer", *inner, *schedule)
+    assert spec.framework["fused"] is False, "these processes have no GPU"
+    spec = replace(spec, framework=spec.framework | {"fused": fused})
     cfg = parse(monkeypatch, "--optimizer", *inner, *schedule)
     torch.manual_seed(0)
     flat = torch.randn(sum(torch.Size(s).numel() for s in SHAPES))
@@ -76,7 +82,8 @@ def check_equal_steps(monkeypatch: pytest.MonkeyPatch, inner: list[str], schedul
             optimizer.step()
             scheduler.step_update(step + 1)
             assert ours.apply(flat, Update(0, step, step, 7.0, gradient, missing=missing))
-            assert all(torch.equal(a, b) for a, b in zip(theirs, layout.views(flat), strict=True))
+            for a, b in zip(theirs, layout.views(flat), strict=True):
+                assert (a - b).norm() <= 1e-6 * a.norm() if fused else torch.equal(a, b)
         scheduler.step(epoch, 5.0)
         scheduler.step_update(epoch * 10)
         ours.end_epoch(epoch, 5.0)
@@ -101,6 +108,19 @@ def test_every_inner_optimizer_steps_in_the_server_as_in_fairseq(
     monkeypatch: pytest.MonkeyPatch, inner: list[str]
 ) -> None:
     check_equal_steps(monkeypatch, inner, ["--lr", "0.1", "--lr-scheduler", "fixed"])
+
+
+@pytest.mark.parametrize(("flags", "kind"), [([], FusedAdam), (["--use-old-adam"], Adam)])
+def test_with_gpus_the_server_has_a_fused_adam_unless_the_old_one_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], kind: type
+) -> None:
+    inner = ["adam", "--adam-betas", "(0.9, 0.98)", "--weight-decay", "0.1", "--adam-eps", "1e-3", *flags]
+    check_equal_steps(monkeypatch, inner, ["--lr", "0.1", "--lr-scheduler", "fixed"], fused=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    spec = spec_of(monkeypatch, "--inner-optimizer", *inner)
+    monkeypatch.undo()
+    rule, _ = build(spec, *ONE_TENSOR)
+    assert spec.framework["fused"] is True and type(rule.rule.optimizer) is kind
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,8 @@ def test_the_server_clips_the_mean_gradient(workers: Start) -> None:
 
 
 def test_several_backward_passes_are_one_step_and_a_loss_scale_is_taken_out(workers: Start) -> None:
-    """Powers of two change no bit. The first scale is too large, and its step is skipped as torch skips it."""
+    """Powers of two change no bit. The first scale is too large, and its step is skipped as torch skips it. Fused
+    kernels round the ends of vectors otherwise, which are others in the server."""
 
     def train(worker: int, scale: float, fused: bool) -> Tensor:
         model = model_of()
@@ -172,16 +173,16 @@ def test_several_backward_passes_are_one_step_and_a_loss_scale_is_taken_out(work
             assert training.finished and training.progress == STEPS
         return flat(model)
 
-    model = model_of()
-    optimizer = AdamW(model.parameters(), lr=0.01)
-    for step in range(1, STEPS + 1):
-        optimizer.zero_grad()
-        loss_of(model, 0, step).backward()
-        loss_of(model, 1, step).backward()
-        optimizer.step()
     for fused in (False, True):
+        model = model_of()
+        optimizer = AdamW(model.parameters(), lr=0.01, fused=fused)
+        for step in range(1, STEPS + 1):
+            optimizer.zero_grad()
+            loss_of(model, 0, step).backward()
+            loss_of(model, 1, step).backward()
+            optimizer.step()
         (ended,) = workers(1, gradient_main.build).run(lambda worker, fused=fused: train(worker, 2.0**100, fused))  # type: ignore[misc]
-        assert torch.equal(ended, flat(model))
+        assert torch.allclose(ended, flat(model), rtol=0, atol=1e-6) if fused else torch.equal(ended, flat(model))
 
 
 @pytest.mark.parametrize("total_steps", [0, 100], ids=["no end", "an end that nobody comes to"])

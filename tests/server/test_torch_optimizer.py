@@ -13,9 +13,11 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.algorithms.threads import PIECE, set_threads
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol import Layout
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, build_optimizer, describe
+from scripts.faults.adder import adder_spec
 
 SIZES = (3, 1, 4, 2, 5)
 Make = Callable[..., Optimizer]
@@ -108,6 +110,37 @@ def test_every_option_but_how_a_step_is_computed_is_the_same(kind: Any) -> None:
     assert {key: value for key, value in group.items() if key not in ("params", "foreach")} == {
         key: value for key, value in own.items() if key not in ("params", "foreach")
     }
+
+
+@pytest.mark.parametrize("make", [AdamW, partial(Adam, amsgrad=True), partial(SGD, momentum=0.9, nesterov=True)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_optimizer_with_fused_kernels_has_them_in_the_server(make: Make, threads: int) -> None:
+    """Also where a tensor has no gradient in a step."""
+    results, parameters = [], torch.linspace(-1, 1, 3 * PIECE + 5)
+    for fused in (True, False):
+        own = nn.ParameterList([parameters[:-3].clone(), parameters[-3:].clone()])
+        spec, layout = described(make(own.parameters(), lr=0.01, fused=fused), own)
+        flat = parameters.clone()
+        optimizer = build_optimizer(spec, layout, flat)
+        rule = HybridAccumulation(
+            optimizer, 1, elementwise=True, tensors=[nn.Parameter(each) for each in layout.views(flat)]
+        )
+        assert optimizer.defaults["fused"] is (True if fused else None)
+        set_threads(threads)
+        for step in range(50):
+            gradient = torch.sin(parameters * (step + 1))
+            rule.apply(flat, Update(0, step, step, 1.0, gradient, missing=2 * (step % 3 == 1)))
+        set_threads(1)
+        results.append(flat)
+    assert (results[0] - results[1]).norm() < 1e-6 * results[1].norm()
+
+
+def test_workers_on_different_devices_may_choose_different_kernels() -> None:
+    own = nn.ParameterList([torch.ones(3)])
+    fused, loop = (described(AdamW(own.parameters(), fused=each), own)[0].to_json() for each in (True, False))
+    spec = adder_spec(framework=fused)
+    assert fused["fused"] and spec.difference(adder_spec(framework=loop)) is None
+    assert spec.difference(adder_spec(framework=loop | {"clip_norm": 1.0})) is not None
 
 
 def test_another_optimizer_is_described_by_the_class_that_steps_equally() -> None:

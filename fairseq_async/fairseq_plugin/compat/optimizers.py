@@ -1,15 +1,20 @@
 """fairseq's optimizers inside ours: their configuration, and LAMB without apex."""
 
 import ast
+import math
 from argparse import Namespace
 from collections.abc import Mapping
 from itertools import chain
+from typing import Any
 
+import torch
 from fairseq.optim import OPTIMIZER_REGISTRY, FairseqOptimizer, build_optimizer
+from fairseq.optim.adam import Adam
 from fairseq.optim.fused_lamb import FairseqLAMB
 from fairseq.registry import REGISTRIES
 from omegaconf import OmegaConf
 from torch.nn import Module, Parameter
+from torch.optim.adamw import adamw
 
 from fairseq_async.algorithms.lamb import Lamb
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig
@@ -40,6 +45,52 @@ class TorchLAMB(FairseqLAMB):
     def __init__(self, args: Namespace, params: list[Parameter]) -> None:
         self.args = args
         self._optimizer = Lamb(params, **self.optimizer_config)
+
+
+class FusedAdam(Adam):
+    """fairseq's Adam with the same state, by torch's fused kernel: one pass over memory in place of a dozen.
+
+    fairseq divides by √v + ε, torch by √(v / (1 − β₂ᵗ)) + ε: with ε / √(1 − β₂ᵗ) in step t they do the same.
+    """
+
+    def step(self, closure: object = None) -> None:
+        """Steps every tensor that has a gradient; all are fp32."""
+        for group in self.param_groups:
+            by_step: dict[int, list[Parameter]] = {}  # a tensor that had no gradient in some step is behind
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_step.setdefault(self._count(parameter), []).append(parameter)
+            for count, parameters in by_step.items():
+                self._step(group, count, parameters)
+
+    def _count(self, parameter: Parameter) -> int:
+        """Counts a step of the tensor; returns its number."""
+        state = self.state[parameter]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+        state["step"] += 1
+        return int(state["step"])
+
+    def _step(self, group: dict[str, Any], count: int, parameters: list[Parameter]) -> None:
+        first, second = group["betas"]
+        states = [self.state[parameter] for parameter in parameters]
+        with torch.no_grad():
+            adamw(
+                [parameter.detach() for parameter in parameters],
+                [parameter.grad for parameter in parameters if parameter.grad is not None],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                max_exp_avg_sqs=[],
+                state_steps=[torch.tensor(count - 1.0) for _ in parameters],
+                fused=True,
+                amsgrad=False,
+                beta1=first,
+                beta2=second,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"] / math.sqrt(1 - second**count),
+                maximize=False,
+            )
 
 
 def betas_as_strings(args: Namespace) -> dict[str, str]:

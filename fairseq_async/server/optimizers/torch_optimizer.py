@@ -57,12 +57,14 @@ class OptimizerSpec:
         learning_rates: row n has the rate of each group after n steps; the last row stays. Empty where no table is
             needed.
         clip_norm: L2 norm to which a larger gradient is clipped before the step; 0 does not clip.
+        fused: whether to step with torch's fused kernels, in one pass over memory. They round otherwise than loops do.
     """
 
     optimizer: str
     parameter_groups: list[ParameterGroup]
     learning_rates: Rates = field(default_factory=list)
     clip_norm: Annotated[float, Field(ge=0)] = 0.0
+    fused: bool = False
 
     def to_json(self) -> JsonObject:
         """Returns the JSON for the ``framework`` of a :class:`~fairseq_async.method.spec.MethodSpec`."""
@@ -126,7 +128,8 @@ def describe(
 
     Args:
         named: the tensors of the layout, in its order.
-        kind: name of the class in ``torch.optim`` that takes the same steps, if the optimizer is not of such a class.
+        kind: name of the class in ``torch.optim`` that takes the same steps, if the optimizer is of another class, with
+            fused kernels of its own.
         rates: a table of learning rates, if they are not constant; see :class:`OptimizerSpec`.
         clip_norm: see :class:`OptimizerSpec`.
 
@@ -142,7 +145,8 @@ def describe(
     check_of_model(optimizer, named)
     numbers = {id(tensor): number for number, (_, tensor) in enumerate(named)}
     groups = [_describe_group(group, kind or name, numbers) for group in optimizer.param_groups]
-    return OptimizerSpec(kind or name, groups, rates or [], clip_norm)
+    fused = bool(kind) or any(group.get("fused") for group in optimizer.param_groups)
+    return OptimizerSpec(kind or name, groups, rates or [], clip_norm, fused and (kind or name) in OPTIMIZERS)
 
 
 def _steps_as(optimizer: Optimizer) -> str:
@@ -205,7 +209,7 @@ def build_optimizer(spec: OptimizerSpec, layout: Layout, parameters: Tensor) -> 
 
     groups = [{"params": stepped(group.tensors), **_arguments(group.options)} for group in spec.parameter_groups]
     try:
-        return cast(Any, kind)(groups)  # type: ignore[no-any-return]
+        return cast(Any, kind)(groups, **({"fused": True} if spec.fused else {}))  # type: ignore[no-any-return]
     except (ValueError, TypeError) as error:
         raise ConfigurationError(f"the description of the optimizer: {' '.join(str(error).split())}") from error
 
