@@ -170,7 +170,10 @@ class SharedMemory:
                 time.sleep(0.0002)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        """Closes the file, once; vectors that are still in use stay mapped."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _advance_counter(self) -> None:
         self._memory_barrier()

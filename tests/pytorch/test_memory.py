@@ -1,13 +1,25 @@
-"""Parameters that cannot be exchanged are one line before a server is started."""
+"""Parameters that cannot be exchanged are one line before a server is started. A block that was left leaves nothing."""
 
+import gc
+import os
+import re
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from fairseq_async.pytorch.parameters import check_memory
+from fairseq_async.server.programs import gradient_main, local_sgd_main
+from tests.helpers.torch_workers import ThreadWorkers
+from tests.helpers.waiting import wait_until
 
 
 def shared() -> nn.Module:
@@ -42,3 +54,77 @@ def test_parts_of_one_flat_tensor_and_tied_parameters_are_parameters_like_others
     model[0].weight.data, model[1].weight.data = flat[:4].view(2, 2), flat[4:].view(2, 2)
     model[1].bias = model[0].bias
     check_memory(model)
+
+
+LOCAL = AsyncLocalSGD, local_sgd_main.build
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "hybrid": (HybridAsync, gradient_main.build, {"compress": "topk:chunk=2,keep=1"}),
+    "overlap": (*LOCAL, {"local_steps": 1, "overlap": True}),
+    "fragments": (*LOCAL, {"local_steps": 2, "fragments": 2}),
+}
+
+
+def left(net: nn.Module, optimizer: SGD) -> dict[str, Any]:
+    """What a block could leave in this process."""
+    gc.collect()
+    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, _global_optimizer_pre_hooks]
+    hooks += [each._post_accumulate_grad_hooks or {} for each in net.parameters()]
+    files = [os.readlink(f"/proc/self/fd/{each.name}") for each in os.scandir("/proc/self/fd") if os.path.islink(each)]
+    return {
+        "hooks": [len(each) for each in hooks],
+        "threads": [
+            each.name for each in threading.enumerate() if re.search("stay_alive|exchange|residual", each.name)
+        ],
+        "memory": sum("/dev/shm" in each for each in files),
+        "files": len(files),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_that_was_left_leaves_no_hook_thread_file_or_memory(
+    workers: Callable[..., ThreadWorkers], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("fairseq_async.worker.connection.signs_of_life._PAUSE", 0.01)
+    front_end, build, options = KINDS[kind]
+    run = workers(1, build)
+
+    def work(worker: int) -> None:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizer = SGD(net.parameters(), lr=0.1)
+        for attempt in range(3):  # the first one begins the run, whose server then has its files
+            before = left(net, optimizer) | {"threads": []}
+            try:
+                with front_end(net, optimizer, **options):
+                    for _ in range(3):
+                        optimizer.zero_grad()
+                        net(torch.ones(2)).sum().backward()
+                        optimizer.step()
+                    if attempt < 2:
+                        raise KeyError
+            except KeyError:
+                pass
+            if attempt:
+                wait_until(lambda before=before: left(net, optimizer) == before)  # type: ignore[misc]
+
+    run.run(work)
+
+
+def test_the_time_of_a_step_is_without_what_comes_between_and_longer_on_a_slowed_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, slept, model = [5.0], list[float](), nn.Linear(2, 1)
+    training = AsyncLocalSGD(model, SGD(model.parameters(), lr=0.1))
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += seconds
+
+    faked = SimpleNamespace(perf_counter=lambda: clock[0], sleep=sleep)
+    monkeypatch.setattr("fairseq_async.pytorch.training.time", faked)
+    training._context, training._step_ended = SimpleNamespace(slowdown=3.0), 1.0  # type: ignore[assignment]
+    assert training._sleep_if_slowed_down() == 12.0 and slept == [8.0]
+    clock[0], training._own = 100.0, torch.zeros(3)
+    training._saved = {"server": {"parameters": torch.zeros(3)}}
+    training._local = SimpleNamespace(replica=SimpleNamespace(write=lambda own: None))  # type: ignore[assignment]
+    training.restore_parameters()
+    assert (training._step_ended, training._own, training._saved) == (100.0, None, None), "after an evaluation"

@@ -190,3 +190,19 @@ def test_workers_of_a_server_that_comes_back_read_the_checkpoint_that_the_run_ha
     restarts.service.described.from_checkpoint = True
     _, welcome = restarted(restarts, workers, "snapshot")
     assert welcome.from_checkpoint
+
+
+def test_changes_of_parameters_come_after_an_update_and_all_of_them_where_they_are_taken_again(tmp_path: Path) -> None:
+    """Only updates are in the log: a replay does not know of what was taken between two."""
+    spec = local_sgd_spec(OuterSGDOptions(compress="pull=e3m0", local_steps=3), 2, [], None, {})
+    restarts = Restarts(tmp_path, spec)
+    try:
+        (first, second), _ = both(restarts.begin(), spec)
+        adds = []
+        for _ in range(3):
+            adds += [first.ask(Pull(starts=True), PullReply).adds for _ in range(3)]
+            second.ask(Pull(starts=True), PullReply)
+            first.push(1.0), second.push(0.5)
+        assert adds == [False] * 3 + [True, False, False] * 2
+    finally:
+        restarts.close()

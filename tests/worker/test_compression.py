@@ -352,3 +352,19 @@ def test_the_residuals_of_all_fragments_are_measured_and_each_is_sent_with_its_o
         compressor.settle(taken=True)
         assert sent == [[9.0, 0.0], [8.0, 0.0], [0.0, 0.0], [0.0, 4.0]][sequence]
     assert norms == [0.0, 3.0, 5.0, 5.0]
+
+
+def test_the_parameters_of_all_pulls_are_counted_and_those_behind_an_answer_are_of_their_time_and_kind(
+    tmp_path: Path,
+) -> None:
+    """A pull that asks for others, or comes after another update, takes none of them."""
+    report, values = Report(local_steps=1, step_seconds=0.0), torch.empty(3)
+    with local_sgd(tmp_path, workers=1, host="127.0.0.2") as [worker]:
+        assert parameters(worker) == parameters(worker) == [0.0] * 3
+        for sequence in range(3):
+            worker.client.push(lambda slot: slot.fill_(-1.0), Push(sequence, sequence, 1.0, report, pulls=sequence < 2))
+            if sequence == 0:
+                assert parameters(worker) == [1.0] * 3
+        assert worker.client.pull(values.copy_, starts=True) == 3 and values.tolist() == [3.0] * 3
+        send(worker, 3, [1.0] * 3, base=3)
+    assert [event.bytes_received for event in read_events(tmp_path / "events.jsonl")] == [24, 24, 12, 12]

@@ -5,15 +5,18 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fairseq_async.errors import LOST_SERVER, USER_ERROR, ExchangeError, ProtocolError, exit_code
+from fairseq_async.errors import LOST_SERVER, USER_ERROR, AsyncError, ExchangeError, ProtocolError, exit_code
 from fairseq_async.exchange import Channel, SharedMemory
 from fairseq_async.protocol import Greeting, encode
 from fairseq_async.protocol import client_connection as connection
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
+from fairseq_async.worker.connection.signs_of_life import SignsOfLife
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.server_client import join_patiently, push
 
@@ -121,3 +124,36 @@ def test_a_server_that_never_says_anything_is_an_error(monkeypatch: pytest.Monke
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ExchangeError, match=f"the server at {address} says nothing"):
             Client(address, "token", 0)
+
+
+def test_a_server_that_stays_away_is_lost_after_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairseq_async.worker.connection.signs_of_life._PAUSE", 0.01)
+    lost, attempts = list[AsyncError](), list[bool]()
+
+    def show_life(again: bool) -> None:
+        attempts.append(again)
+        raise ExchangeError("away")
+
+    watched = SimpleNamespace(patience=0.1, lock=threading.RLock(), left=threading.Event(), loss="gone")
+    watched.wait_for_loss, watched.show_life = lambda: None, show_life
+    SignsOfLife(watched, lost.append).end()
+    assert [str(each) for each in lost] == ["gone"] and attempts[0] is False and all(attempts[1:]) and len(attempts) > 2
+
+
+def test_signs_of_life_are_four_within_the_time_and_attempts_to_connect_at_most_five_seconds_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited, pauses = list[float](), list[float]()
+    channel = SimpleNamespace(timeout=60.0, is_closed=waited.append)
+    LastingConnection.wait_for_loss(SimpleNamespace(_channel=channel))  # type: ignore[arg-type]
+    faked = SimpleNamespace(monotonic=lambda: 0.0, sleep=pauses.append)
+    monkeypatch.setattr("fairseq_async.worker.connection.lasting_connection.time", faked)
+
+    def meet() -> str:
+        if len(pauses) < 9:
+            raise ExchangeError("not there yet")
+        return "there"
+
+    patient: Any = SimpleNamespace(patience=1e6, _hopeless=lambda: False)
+    assert LastingConnection._try_again(patient, meet) == "there"  # type: ignore[type-var]
+    assert waited == [15.0] and pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0])

@@ -189,18 +189,20 @@ class LastingConnection:
                 pass  # the server had ended before this worker
             finally:
                 self._close_connections()
-        self._end_signs()
+        self._end()
 
-    def _end_signs(self) -> None:
+    def _end(self) -> None:
         if self._signs_of_life is not None:
             self._signs_of_life.end()
+        if self.memory is not None:
+            self.memory.close()  # a process that lives on would keep the memory of a server that has ended
 
     def close(self) -> None:
         """Closes the connection without a message: to the server, this worker has died and may come back."""
         self.left.set()
         with self.lock:
             self._close_connections()
-        self._end_signs()
+        self._end()
 
     def _close_connections(self) -> None:
         self._channel.close()
