@@ -164,6 +164,11 @@ class HybridAsync(AsyncTraining):
     def _exchange(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Exchanges with the server in place of the optimizer's step, which then finds no gradients."""
         self._check_step(args, kwargs)
+        if next(reversed(optimizer._optimizer_step_pre_hooks.values())) != self._exchange:
+            raise ConfigurationError(
+                "a hook before optimizer.step() was registered within the block, and would find no gradients: they are "
+                "sent before it; register it before the with block"
+            )
         (part,) = (part for part in self._parts if part.optimizer is optimizer)
         if not is_skipped_by_scaler(optimizer):
             part.before_step()

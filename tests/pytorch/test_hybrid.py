@@ -332,6 +332,25 @@ def test_an_exception_where_the_model_has_the_servers_parameters_is_the_one_that
     workers(1, gradient_main.build).run(train)
 
 
+def test_a_hook_before_the_step_that_would_come_too_late_is_one_line(
+    workers: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(worker: int) -> None:
+        model = model_of()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        seen = list[bool]()
+        optimizer.register_step_pre_hook(lambda *of_step: seen.append(next(model.parameters()).grad is not None))
+        with pytest.raises(SystemExit, match="2"), HybridAsync(model, optimizer, run_dir=str(tmp_path / "own")):
+            for step in range(2):
+                loss_of(model, 0, step).backward()
+                optimizer.step()
+                optimizer.register_step_pre_hook(lambda *of_step: None)
+        assert seen == [True, True]
+
+    workers(1, gradient_main.build).run(train)
+    assert "error: a hook before optimizer.step() was registered within the block" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     "change",
     [
