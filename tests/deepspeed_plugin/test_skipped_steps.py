@@ -11,7 +11,7 @@ from fairseq_async.deepspeed_plugin.engines.adascale import AdaScaleEngine
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.deepspeed_plugin.engines.synchronous import SynchronousEngine
 from fairseq_async.errors import AsyncError
-from fairseq_async.worker.async_worker import left_out_steps
+from fairseq_async.worker.async_worker import Refusals
 
 
 class Engine(SynchronousEngine):
@@ -129,7 +129,12 @@ class Local(LocalEngine):
     def __init__(self) -> None:
         self.calls: list[object] = []
         self.async_worker: Any = SimpleNamespace(finished=False, step=lambda seconds, loss: self.calls.append(loss))
-        self._left_out, self._step_ended, self._loss, self.applied = left_out_steps(3, limit=2), 0.0, 2.5, True
+        self._left_out, self._step_ended, self._loss, self.applied = (
+            Refusals(3, 2, "local step", "left out"),
+            0.0,
+            2.5,
+            True,
+        )
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)

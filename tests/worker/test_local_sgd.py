@@ -291,7 +291,7 @@ def test_a_server_address_that_is_none_names_its_flag(given: str) -> None:
 def alone(pulls: list[dict[str, Any]]) -> LocalSGDWorker:
     """A worker with a server that answers every pull with version 5."""
     client = SimpleNamespace(worker=1, pull=lambda copy, **asked: pulls.append(asked) or 5)
-    return LocalSGDWorker(client, TensorReplica([("w", torch.zeros(3))]), 5)  # type: ignore[arg-type]
+    return LocalSGDWorker(client, TensorReplica([("w", torch.zeros(3))]))  # type: ignore[arg-type]
 
 
 def test_the_message_of_a_round_says_all_that_was_counted_in_it() -> None:
