@@ -10,6 +10,8 @@ import fairseq_async.deepspeed_plugin as deepspeed_async
 from fairseq_async.deepspeed_plugin.engines.synchronous import set_environment_without_launcher
 from tests.helpers.contract.net import BATCH, DECAY, LOCAL, RATE, STEPS, Net, batches
 
+assert deepspeed.ops.__compatible_ops__  # a search that would take each fork half a second
+
 
 def train(net: Net, method: str, path: Path) -> nn.Module:
     adamw = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY, "torch_adam": True}}

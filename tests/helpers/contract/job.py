@@ -14,6 +14,7 @@ from fairseq_async.environment import SERVER, TOKEN, WORKER, WORKERS
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.contract.net import CASES, Net
 
+AT_A_TIME = 3  # each waits for its server's thread for much of its time
 METHODS = ("plain", "hybrid_async", "local_sgd")
 BUILDS = {  # the module that is the server's program
     "fairseq_train": "fairseq_async.fairseq_plugin.server",
@@ -36,8 +37,11 @@ def train(front_end: str, case: str, method: str, path: Path) -> None:
 def main() -> None:
     front_end, out = sys.argv[1], Path(sys.argv[2])
     importlib.import_module(f"tests.helpers.contract.{front_end}")
+    running: dict[int, Path] = {}
     for case in CASES:
         for method in METHODS:
+            while len(running) >= AT_A_TIME:
+                note_end(running)
             path = out / f"{case}.{method}"
             child = os.fork()
             if child == 0:
@@ -45,8 +49,14 @@ def main() -> None:
                     os.dup2(log.fileno(), 1)
                     os.dup2(log.fileno(), 2)
                 return train(front_end, case, method, path)  # and ends, as a script would
-            _, status = os.waitpid(child, 0)
-            Path(f"{path}.code").write_text(str(os.waitstatus_to_exitcode(status)))
+            running[child] = path
+    while running:
+        note_end(running)
+
+
+def note_end(running: dict[int, Path]) -> None:
+    child, status = os.wait()
+    Path(f"{running.pop(child)}.code").write_text(str(os.waitstatus_to_exitcode(status)))
 
 
 if __name__ == "__main__":
