@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from recipes.made_up_pair.run import SETTINGS  # noqa: E402
 from recipes.steps import RecipeError, console_script, run_main, run_step  # noqa: E402
 from recipes.training import flags  # noqa: E402
-from recipes.translation import USER_DIR, load_checkpoint  # noqa: E402
+from recipes.translation import load_checkpoint  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
@@ -136,7 +136,7 @@ def script(tree: Tree, front_end: str, case: Case) -> str:
 def fairseq_train(case: Case, data: Path, save_dir: Path, **settings: object) -> list[str]:
     """Returns the command of a translation model's training by the case's method."""
     fixed = {
-        "user-dir": USER_DIR,
+        "user-dir": "fairseq_async",  # relative to the tree's root, in which the command runs
         "max-tokens": 512,
         "max-update": UPDATES,
         "max-epoch": 0,
