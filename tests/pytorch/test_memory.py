@@ -80,6 +80,12 @@ def left(net: nn.Module, optimizer: SGD) -> dict[str, Any]:
     }
 
 
+def has_no_more(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """What the block before had may have been on its way out at that time."""
+    same = all(now[key] == before[key] for key in ("hooks", "threads"))
+    return same and all(now[key] <= before[key] for key in ("memory", "files"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_that_was_left_leaves_no_hook_thread_file_or_memory(
     workers: Callable[..., ThreadWorkers], monkeypatch: pytest.MonkeyPatch, kind: str
@@ -104,7 +110,7 @@ def test_a_block_that_was_left_leaves_no_hook_thread_file_or_memory(
             except KeyError:
                 pass
             if attempt:
-                wait_until(lambda before=before: left(net, optimizer) == before)  # type: ignore[misc]
+                wait_until(lambda before=before: has_no_more(left(net, optimizer), before))  # type: ignore[misc]
 
     run.run(work)
 
