@@ -147,6 +147,13 @@ def _check_hybrid(config: dict[str, Any], section: Section, name: str) -> None:
         raise ConfigurationError(f'{name}: "torch_autocast" in float16 {reason}; or give "dtype": "bfloat16"')
     if section.island_size > 1:
         raise ConfigurationError(f'{name}: "island_size" {reason}')
+    schedule = config.get("scheduler")
+    if isinstance(schedule, dict) and schedule.get("type") == "OneCycle":
+        params = schedule.get("params")
+        if isinstance(params, dict) and params.get("cycle_momentum", True):
+            raise ConfigurationError(
+                f'{name}: "scheduler": "params": "cycle_momentum", which is true by default, {reason}; or give false'
+            )
 
 
 def _object(config: dict[str, Any], key: str, name: str) -> dict[str, Any]:

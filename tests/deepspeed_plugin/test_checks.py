@@ -98,6 +98,10 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
         ({"gradient_accumulation_steps": 1.5}, '"gradient_accumulation_steps" is 1.5'),
         ({"train_batch_size": 6}, '"train_batch_size" is 6, the samples of all ranks in a step, and not 4'),
         ({"fp16": {"enabled": True}}, '"fp16" is not supported with method hybrid_async'),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.02}}},
+            '"cycle_momentum", which is true by default, is not supported with method hybrid_async',
+        ),
         ({"bfloat16": {"enabled": True}}, '"bfloat16" is not supported with method hybrid_async'),
         ({"bf16": {"enabled": "true"}}, '"bf16": "enabled" is \'true\': give true or false'),
         ({"fp16": True}, '"fp16" is True: it must be an object'),
