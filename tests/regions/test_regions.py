@@ -197,7 +197,7 @@ def test_the_end_of_the_global_run_is_that_of_a_region(tmp_path: Path) -> None:
         ("127.0.0.1:9,region=0", TOKEN, "--upstream 127.0.0.1:9: there is no global server: .*Connection refused"),
         ("{above},region=0", "8f" * 16, "--upstream .*: this server belongs to another run .wrong token."),
         ("{above},region=2", TOKEN, "--upstream .*: this run has 2 workers; there is no worker 2"),
-        ("{above},region=1,outer_lr=0.1", TOKEN, "--upstream .*: worker 1 was started with another outer_lr"),
+        ("{above},region=1,outer_lr=0.1", TOKEN, "--upstream .*: worker 1 was started with another --outer-lr"),
         ("{above},region=1,updates=5", TOKEN, "--upstream .*: worker 1 was started with another updates"),
         ("{own},region=0", TOKEN, "--upstream .* is this run's own server; give the global server's address"),
     ],
