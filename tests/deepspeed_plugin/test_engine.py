@@ -291,7 +291,9 @@ def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_ser
     done: list[str] = []
     engine = HybridEngine.__new__(HybridEngine)
     nn.Module.__init__(engine)
-    engine.async_worker = cast(Any, SimpleNamespace(look_ahead=look_ahead, catch_up=lambda: done.append("pulls")))
+    engine.async_worker = cast(
+        Any, SimpleNamespace(look_ahead=look_ahead, joined=True, catch_up=lambda: done.append("pulls"))
+    )
     monkeypatch.setattr(AsyncEngine, "save_checkpoint", lambda *arguments: done.append(f"saves {arguments[1:]}"))
     engine.save_checkpoint("directory", "tag")
     monkeypatch.setattr(DeepSpeedEngine, "eval", lambda engine: done.append("evaluates"))

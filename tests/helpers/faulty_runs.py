@@ -60,7 +60,7 @@ class Worker:
         seconds = 0.1 * (1 + self.client.worker)
         report = Report(local_steps=5, step_seconds=seconds, position={"seen": self.sequence})
         weight = float(self.sequence % 3 + 1)
-        push = Push(self.sequence, self.version, weight, report, wait=self.local)
+        push = Push(self.sequence, self.version, weight, report)
         answer = self.client.push(lambda slot: slot.copy_(delta), push)
         self.sequence += 1
         self.total += delta

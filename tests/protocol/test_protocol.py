@@ -96,7 +96,7 @@ REQUESTS: st.SearchStrategy[Request] = st.one_of(
     some(protocol.Introduce),
     some(protocol.Hello, spec=SPECS, layout=LAYOUTS),
     some(protocol.Initialise),
-    some(protocol.Push, report=REPORTS, wait=st.booleans(), norm=st.none() | st.floats(allow_nan=False)),
+    some(protocol.Push, report=REPORTS, norm=st.none() | st.floats(allow_nan=False)),
     some(protocol.Pull),
     some(protocol.WaitForWork),
     some(protocol.ScheduleEvent, event=st.sampled_from(["begin_epoch", "end_epoch"]), loss=st.none() | FINITE),
