@@ -74,6 +74,7 @@ class ServerOptions(Options):
         "shard",
         json_schema_extra=_OFF | {"metavar": "HOST:PORT,…"},
     )
+    no_standby: bool = Field(False, description="start no second process that becomes the server when that dies")
     record: bool = Field(False, description="keep in the run's directory what a replay needs")
 
     @field_validator("shard_hosts")

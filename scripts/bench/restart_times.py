@@ -1,7 +1,7 @@
 """``python scripts/bench/restart_times.py``: the time from kill -9 of the server to the next applied update.
 
-Runs a small model with two workers under ``fairseq-async launch``, kills its server nine times, and prints the median
-and what the standby takes of memory.
+Runs a small model with two workers under ``fairseq-async launch``, kills its server nine times, and prints the median,
+with and without a standby, and what the standby takes of memory.
 """
 
 import json
@@ -23,7 +23,7 @@ from fairseq_async.torch import HybridAsync
 torch.manual_seed(0)
 model = torch.nn.Linear(1000, 100)
 optimizer = torch.optim.AdamW(model.parameters())
-with HybridAsync(model, optimizer, run_dir=sys.argv[1], total_steps=10**9) as worker:
+with HybridAsync(model, optimizer, run_dir=sys.argv[1], no_standby=len(sys.argv) > 2, total_steps=10**9) as worker:
     while not worker.finished:
         optimizer.zero_grad()
         model(torch.randn(16, 1000)).square().mean().backward()
@@ -58,13 +58,13 @@ def wait_for_update(run_dir: Path, since: float) -> float:
     raise SystemExit("the server did not come back")
 
 
-def measure(folder: Path) -> list[float]:
+def measure(folder: Path, *flags: str) -> list[float]:
     """Returns the seconds of each kill."""
     run_dir, script = folder / "run", folder / "train.py"
     script.write_text(SCRIPT)
     line = [sys.executable, "-m", "fairseq_async", "launch", "--workers", "2", "--max-restarts", str(KILLS)]
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
-    line += ["--", "python", str(script), str(run_dir)]
+    line += ["--", "python", str(script), str(run_dir), *flags]
     launcher = subprocess.Popen(line, env=variables, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for_update(run_dir, 0.0)
@@ -89,10 +89,11 @@ def measure(folder: Path) -> list[float]:
 
 def main() -> None:
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}; seconds from kill -9 to an update")
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder))
-    values = " ".join(f"{each:.2f}" for each in found)
-    print(f"median {statistics.median(found):.2f} of {values}; load {os.getloadavg()[0]:.1f}")
+    for name, flags in (("with a standby", ()), ("without", ("--no-standby",))):
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(Path(folder), *flags)
+        values = " ".join(f"{each:.2f}" for each in found)
+        print(f"{name}: median {statistics.median(found):.2f} of {values}; load {os.getloadavg()[0]:.1f}", flush=True)
 
 
 if __name__ == "__main__":
