@@ -5,4 +5,4 @@ export CUDA_VISIBLE_DEVICES=  # what the tests compare are CPUs; scripts/gpu_che
 ruff check .
 ruff format --check .
 mypy
-python -m pytest -n 2 --dist loadfile "$@"
+python -m pytest -n 3 --dist loadfile "$@"  # on two cores: some tests wait

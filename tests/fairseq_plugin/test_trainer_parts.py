@@ -119,7 +119,7 @@ def test_a_task_that_takes_no_part_of_the_data_is_refused(monkeypatch: pytest.Mo
     def truncated(**shard: int) -> Any:
         return TruncatedBPTTLMTask.get_batch_iterator(object.__new__(TruncatedBPTTLMTask), Numbers(), **shard)
 
-    with pytest.raises(ConfigurationError, match="--task made_up does not .* all 3 workers .* same batches; give --wo"):
+    with pytest.raises(ConfigurationError, match="--task made_up does not .* all 3 workers .* same batches; start one"):
         trainer_of(truncated, monkeypatch).get_train_iterator(1)
     assert len(trainer_of(truncated, monkeypatch, workers=1).get_train_iterator(1)) == 24
 

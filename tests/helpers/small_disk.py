@@ -9,6 +9,7 @@ import json
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,7 @@ def main() -> None:
             statuses.append(push(worker, number, 0.5, **steps).status)
             if what.startswith("full"):
                 fill(directory)  # again: the writer of a snapshot gives back what it had
+                time.sleep(0.05)  # for the attempt at the next snapshot
         if what.startswith("full"):
             wait_until(lambda: NOT_WRITTEN in said.getvalue())  # on a busy machine the writer is behind
         if what == "no shared memory":

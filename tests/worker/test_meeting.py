@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.errors import ConfigurationError, ExchangeError
-from fairseq_async.worker.start.meeting import Meeting, Place, wait_until_it_listens
+from fairseq_async.worker.start.meeting import Meeting, MeetingPlace, wait_until_it_listens
 
 
-def place(address: str, machine: str = "elsewhere", near: str = "127.0.0.1:1") -> Place:
-    return Place("srun 7", machine, address, near, token="a secret of this run")
+def place(address: str, machine: str = "elsewhere", near: str = "127.0.0.1:1") -> MeetingPlace:
+    return MeetingPlace("srun 7", machine, address, near, token="a secret of this run")
 
 
 def test_the_file_is_its_owners_alone_and_of_one_job(tmp_path: Path) -> None:

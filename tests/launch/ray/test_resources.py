@@ -6,7 +6,7 @@ import pytest
 
 from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.launch.ray.registry import Place, Registry
+from fairseq_async.launch.ray.registry import NodeAddress, Registry
 from fairseq_async.launch.ray.resources import Resources, check_shards, parse_change, parse_workers
 from fairseq_async.worker.start.rendezvous import ServerRequest
 
@@ -39,7 +39,7 @@ def test_a_change_has_a_sign(words: list[str]) -> None:
 
 
 def test_a_worker_on_the_servers_node_shares_its_memory() -> None:
-    place = Place("10.0.0.1", 29400)
+    place = NodeAddress("10.0.0.1", 29400)
     assert place.address("10.0.0.1") == "127.0.0.1:29400" and place.address("10.0.0.2") == "10.0.0.1:29400"
 
 
@@ -73,7 +73,7 @@ def test_a_worker_learns_from_the_registry_where_the_server_is() -> None:
     assert registry.check_in(0, "a", "first", request).run_dir == "/run"
     assert registry.state().request == request and registry.state().node == "first"
     assert [registry.begin_server(), registry.begin_server()] == [False, True], "the second goes on from a snapshot"
-    registry.record_server(Place("a", 7))
+    registry.record_server(NodeAddress("a", 7))
     assert registry.check_in(1, "b", "second", None).address == "a:7"
 
 
