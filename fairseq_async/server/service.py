@@ -326,12 +326,12 @@ class Service(Connections):
         payload = run.payloads.unpack(peer, push, run.memory.slot(peer.id))
         update = run.checked_update(peer.id, push)
         began = time.perf_counter()
-        peer.push = push
         self.membership.wait(peer.id, "push")
         use_idle_cores(self.peers, self.membership, run.spec.server)
         report = replace(push.report, server_seconds=peer.server_seconds, payload=payload)
         norm = None if peer.channel.with_tensor else push.norm  # what has arrived may differ
         outcome = coordinator.push(update, report, now, norm)
+        peer.push = push  # not before: an update that has failed is answered, and its sender may ask again
         if peer.id in coordinator.server.held:
             run.payloads.hold(peer)
         self._deliver(run, outcome)

@@ -11,6 +11,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -36,6 +37,7 @@ from fairseq_async.protocol import (
 from fairseq_async.protocol.standby import Adopted, is_orphan
 from fairseq_async.server.network import connection_loop
 from fairseq_async.server.network.peers import Peer
+from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
@@ -391,6 +393,20 @@ def test_an_update_that_cannot_be_right_is_refused_and_changes_nothing(
     assert pull(client) == (1, 0.5)
     assert push(client, 1, 0.25, base=1).version == 2
     assert "refused" in (said := capsys.readouterr().err) and "worker 0" in said
+
+
+@pytest.mark.parametrize("updates_per_step", [1, 2])
+def test_an_update_that_the_server_fails_to_look_at_may_be_sent_again(
+    start_thread_server: StartThreadServer, monkeypatch: pytest.MonkeyPatch, updates_per_step: int
+) -> None:
+    server = start_thread_server(1)
+    client = join_patiently(server, 0, updates_per_step=updates_per_step)
+    with monkeypatch.context() as changes:
+        changes.setattr(ParameterServer, "admit", Mock(side_effect=MemoryError))
+        with pytest.raises(RefusedError, match="internal error"):
+            push(client, 0, 0.5)
+    assert pull(client) == (0, 1.0)
+    assert push(client, 0, 0.5).status is Status.APPLIED
 
 
 def test_a_norm_far_above_the_others_is_refused_when_a_limit_is_given(start_thread_server: StartThreadServer) -> None:
