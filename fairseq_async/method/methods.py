@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
@@ -133,6 +134,7 @@ def _one_of(names: Sequence[str]) -> str:
 
 
 _imported: set[str] = set()
+_importing = threading.RLock()  # no thread may find a plugin half imported
 
 
 def import_plugins() -> None:
@@ -141,15 +143,16 @@ def import_plugins() -> None:
     Raises:
         ConfigurationError: one of them cannot be imported.
     """
-    for name in filter(None, map(str.strip, os.environ.get(PLUGINS, "").split(","))):
-        if name not in _imported:
-            _imported.add(name)  # before the import: the plugin may call outer_rules itself
-            try:
-                _import_plugin(name)
-            except Exception as error:  # a user's file may raise anything
-                _imported.discard(name)
-                said = " ".join(f"{type(error).__name__}: {error}".split())
-                raise ConfigurationError(f"{PLUGINS}: {name} cannot be imported: {said}") from error
+    with _importing:
+        for name in filter(None, map(str.strip, os.environ.get(PLUGINS, "").split(","))):
+            if name not in _imported:
+                _imported.add(name)  # before the import: the plugin may call outer_rules itself
+                try:
+                    _import_plugin(name)
+                except Exception as error:  # a user's file may raise anything
+                    _imported.discard(name)
+                    said = " ".join(f"{type(error).__name__}: {error}".split())
+                    raise ConfigurationError(f"{PLUGINS}: {name} cannot be imported: {said}") from error
 
 
 def _import_plugin(name: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 from fairseq_async.environment import PLUGINS
 from fairseq_async.method import methods
 from tests.helpers.commands import DEEPSPEED, MODEL, ROOT, Processes, command, free_port
+from tests.helpers.waiting import wait_until
 
 OUTER = {"method": "local_sgd", "outer": "shrinking", "local_steps": 3, "shrink": 0.75}
 
@@ -141,3 +143,15 @@ def test_a_plugin_of_the_working_directory_imports_what_is_beside_it_and_hides_n
         assert sys.modules["a_plugin_of_mine"].colorsys.rgb_to_hsv is not None
     finally:
         methods._imported.discard(named)
+
+
+def test_a_thread_waits_for_a_plugin_that_another_one_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = tmp_path / "takes_a_while.py"
+    plugin.write_text("import time\nbegun = True\ntime.sleep(0.5)\nready = True\n")
+    monkeypatch.setenv(PLUGINS, str(plugin))
+    first = threading.Thread(target=methods.import_plugins)
+    first.start()
+    wait_until(lambda: hasattr(sys.modules.get(plugin.stem), "begun"))
+    methods.import_plugins()
+    assert hasattr(sys.modules.pop(plugin.stem), "ready")
+    first.join(10)
