@@ -36,13 +36,14 @@ class FirstBatches:
             own.append(digest)
         other = next((known for known, digests in self._digests.items() if digest in digests), worker)
         if other != worker:
+            pair = "workers {} and {}".format(*sorted((other, worker)))
             if self.must_differ:
                 raise RefusedError(
-                    f"workers {other} and {worker} began with the same batch: a script that reads callback.workers or "
+                    f"{pair} began with the same batch: a script that reads callback.workers or "
                     "args.world_size before training divides the data by it itself: do so, or do not read it"
                 )
             self._said = True
             self._tell(
-                f"warning: workers {other} and {worker} began with the same batch: give each its own part of the data, "
+                f"warning: {pair} began with the same batch: give each its own part of the data, "
                 "as with DistributedSampler(data, engine.workers, engine.worker)"
             )

@@ -19,7 +19,7 @@ def test_only_two_different_workers_with_the_same_batch_are_named_and_only_once(
     assert said == []
     for worker, digest in [(1, "b"), (3, "a")]:
         batches.note(worker, digest)
-    assert len(said) == 1 and "workers 2 and 1 began with the same batch" in said[0]
+    assert len(said) == 1 and "workers 1 and 2 began with the same batch" in said[0]
     earlier = FirstBatches(said.append)
     for worker, digest in [(0, "a"), (0, "of its second start"), (1, "a")]:
         earlier.note(worker, digest)
