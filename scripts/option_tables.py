@@ -15,7 +15,7 @@ from fairseq_async.method import option_flags  # noqa: E402
 from fairseq_async.method.option_flags import INNER_OPTIMIZER, Option  # noqa: E402
 from fairseq_async.options.config import Section  # noqa: E402
 
-DOCUMENTS = ("README.md", "docs/local_sgd.md", "docs/adasum.md", "docs/adascale.md")
+DOCUMENTS = ("docs/fairseq.md", "docs/local_sgd.md", "docs/adasum.md", "docs/adascale.md")
 _TABLE = re.compile(r"(<!-- options: (?P<name>[\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

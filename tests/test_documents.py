@@ -107,3 +107,7 @@ def test_a_name_that_is_not_in_the_code_is_noticed() -> None:
     assert has_member("Coordinator", "push") and not has_member("Coordinator", "publish")
     assert slug("Run it on several machines") == "run-it-on-several-machines"
     assert slug("`tiny` on the C4 sample") == "tiny-on-the-c4-sample"
+
+
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1300

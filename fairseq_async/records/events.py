@@ -22,7 +22,7 @@ class Event:
 
     The fields down to ``status`` are the server's and always there. The others are from the worker's report, which
     depends on the method, measured by the server, or added by a recording; None where the line does not have them.
-    The README has a table.
+    ``docs/output_files.md`` has a table.
     """
 
     time: float
