@@ -58,7 +58,7 @@ from fairseq_async.worker.buffers import with_buffers
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
-from fairseq_async.worker.local_sgd_workers import local_sgd_worker
+from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.shards import DataPosition
 from fairseq_async.worker.start.context import WorkerContext, check_guard
 from fairseq_async.worker.start.process import end_process

@@ -39,7 +39,7 @@ from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.buffers import with_buffers
 from fairseq_async.worker.changes import ParameterWatch
 from fairseq_async.worker.local_sgd import LocalSGDWorker
-from fairseq_async.worker.local_sgd_workers import local_sgd_worker
+from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import MasterReplica, Replica, TensorReplica
 
 logger = logging.getLogger(__name__)

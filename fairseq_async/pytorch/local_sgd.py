@@ -20,7 +20,7 @@ from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.buffers import exchanged_buffers, with_buffers
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
-from fairseq_async.worker.local_sgd_workers import local_sgd_worker
+from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
 from fairseq_async.worker.start.process import errors_in_one_line
 

@@ -29,6 +29,7 @@ class LocalSGDWorker(AsyncWorker):
         clock: returns the time in seconds.
 
     Attributes:
+        exchanges: how the worker exchanges; directly by default.
         assignment: the work that the server has assigned; ``done`` of its local steps are taken.
         offset: number of batches of the shard that were drawn before this worker's, or that others draw.
         epochs, tokens: amount of data since the last exchange, where the caller counts it.
@@ -41,6 +42,7 @@ class LocalSGDWorker(AsyncWorker):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(client, replica, MOST_LEFT_OUT)
+        self.exchanges = DirectExchange(self)
         self.clock = clock
         self.assignment = Assignment(local_steps=0)
         self.offset = 0
@@ -49,7 +51,7 @@ class LocalSGDWorker(AsyncWorker):
         self._progress = 0.0  # position in the schedule at the first step that is not sent yet
         self._losses: list[float | Tensor] = []
         self._step_seconds: list[float] = []
-        self._waited = 0.0
+        self.waited = 0.0
         self._has_stepped = False
 
     @property
@@ -87,9 +89,9 @@ class LocalSGDWorker(AsyncWorker):
     def begin(self, welcome: Welcome) -> None:
         """Starts from the server's parameters, with the first assignment."""
         self._most_progress = (welcome.total_steps or math.inf) - 1
-        work = self._wait_while_idle(welcome)
+        work = self.wait_while_idle(welcome)
         super().begin(replace(welcome, finished=work.finished))
-        self._take_work(work)
+        self.take_work(work)
 
     def start(self) -> None:
         """Takes the parameters that the next local steps start from, which may be ahead of the server's own; at the
@@ -110,10 +112,7 @@ class LocalSGDWorker(AsyncWorker):
             ExchangeError: the server is gone.
         """
         self.count(seconds, loss)
-        if self.done < self.local_steps:
-            return False
-        self.exchange(position)
-        return True
+        return self.exchanges.after_step(position)
 
     def count(self, seconds: float, loss: float | Tensor | None) -> None:
         """Counts one more local step."""
@@ -123,22 +122,25 @@ class LocalSGDWorker(AsyncWorker):
         if loss is not None:
             self._losses.append(loss)
 
-    def exchange(self, position: JsonObject | None = None) -> None:
-        """Sends the local steps that are done, and starts again from the server's parameters."""
-        started = self.clock()
-        self.pin_exchanged()
-        answer = self.client.push(self.replica.subtract, self.message(position))
-        work = self._wait_while_idle(answer)
-        self.sequence += 1
-        self._take_work(work)
-        self.start()
-        self._waited = self.clock() - started
-        self._note(answer)
-
     def send_done(self) -> None:
-        """Ends the round early, with the local steps that are done; the rest of the assignment is dropped."""
-        if self.has_work():
-            self.exchange()
+        """Takes an answer that is on its way, then ends the round early, with the local steps that are done: the rest
+        of the assignment is dropped."""
+        self.exchanges.take_answer()
+        if not self.finished and self.has_work():
+            self.exchanges.run(None)
+
+    def pull(self) -> None:
+        """Takes an answer that is on its way, then the server's whole current parameters."""
+        self.exchanges.take_answer()
+        super().pull()
+
+    def settle(self) -> None:
+        """Waits for the answer that is on its way, if there is one; see :meth:`BackgroundExchange.settle`."""
+        self.exchanges.settle()
+
+    def start_again(self) -> None:
+        """Takes again the parameters that the present work starts from: a replay gives them after the exchange."""
+        self.exchanges.start_again()
 
     def has_work(self) -> bool:
         """Whether there is something to send: local steps, or what the script has done to the parameters after them.
@@ -160,7 +162,7 @@ class LocalSGDWorker(AsyncWorker):
         """The message that goes with the pseudo-gradient."""
         return Push(self.sequence, self.version, float(max(1, self.done)), self._report(position), pulls=True)
 
-    def _wait_while_idle(self, answer: Welcome | PushReply) -> WorkReply:
+    def wait_while_idle(self, answer: Welcome | PushReply) -> WorkReply:
         """Returns the work that an answer brings; waits for other work as long as the assignment is to do nothing."""
         work = WorkReply(answer.finished, answer.assignment)
         while work.assignment.idle and not work.finished:
@@ -172,7 +174,7 @@ class LocalSGDWorker(AsyncWorker):
             local_steps=self.done,
             step_seconds=statistics.median(self._step_seconds) if self._step_seconds else 0.0,
             computing_seconds=sum(self._step_seconds),
-            waiting_seconds=self._waited,
+            waiting_seconds=self.waited,
             loss=statistics.fmean(map(float, self._losses)) if self._losses else None,
             shard=self.shard,
             offset=self.offset,
@@ -184,9 +186,15 @@ class LocalSGDWorker(AsyncWorker):
             first_batch=self.take_first_batch(),
         )
 
-    def _take_work(self, work: WorkReply) -> None:
+    def take_work(self, work: WorkReply) -> None:
+        """Takes the work that the server has assigned."""
         self.finished, self.assignment = work.finished, work.assignment
         self.offset, self._progress = work.assignment.offset, work.assignment.progress
+
+    def count_as_sent(self) -> None:
+        """Counts the local steps that are done as sent, before the answer assigns others."""
+        self.offset += self.done
+        self._progress += self.assignment.progress_per_step * self.done
         self.restart_counts()
 
     def restart_counts(self) -> None:
@@ -194,7 +202,48 @@ class LocalSGDWorker(AsyncWorker):
         self.epochs = self.tokens = 0.0
         self.done, self._losses, self._step_seconds = 0, [], []
 
-    def _note(self, answer: PushReply) -> None:
+    def note_answer(self, answer: PushReply, waited: float) -> None:
+        """Notes what an answer says of the last update, for which the worker has waited so many seconds."""
+        self.waited = waited
         self.last = {"staleness": float(answer.staleness), "norm": answer.norm, "cosine": answer.cosine}
-        self.last |= {"local_steps": float(self.local_steps), "waiting_seconds": self._waited}
+        self.last |= {"local_steps": float(self.local_steps), "waiting_seconds": self.waited}
         self.refusals.count(answer.refused, outlier=answer.status is Status.OUTLIER)
+
+
+class DirectExchange:
+    """Exchanges when the round is done: sends θ_start − θ, waits, and starts from the server's parameters.
+
+    The base class of other ways to exchange.
+    """
+
+    def __init__(self, worker: LocalSGDWorker) -> None:
+        self.worker = worker
+
+    def after_step(self, position: JsonObject | None) -> bool:
+        """Runs after each local step; returns whether an answer was taken."""
+        if self.worker.done < self.worker.local_steps:
+            return False
+        self.run(position)
+        return True
+
+    def run(self, position: JsonObject | None) -> None:
+        """Sends the local steps that are done, and starts again from the server's parameters."""
+        worker, started = self.worker, self.worker.clock()
+        worker.pin_exchanged()
+        answer = worker.client.push(worker.replica.subtract, worker.message(position))
+        work = worker.wait_while_idle(answer)
+        worker.sequence += 1
+        worker.take_work(work)
+        worker.restart_counts()
+        worker.start()
+        worker.note_answer(answer, worker.clock() - started)
+
+    def settle(self) -> None:
+        """Waits for the answer that is on its way; here there is none between two steps."""
+
+    def take_answer(self) -> None:
+        """Waits for the answer that is on its way, and takes it; here there is none between two steps."""
+
+    def start_again(self) -> None:
+        """Takes again the parameters that the present work starts from."""
+        self.worker.pull()

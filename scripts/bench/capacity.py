@@ -35,7 +35,7 @@ from fairseq_async.simulation.cluster import Cluster, Distribution, Seconds  # n
 from fairseq_async.simulation.costs import NetworkLink  # noqa: E402
 from fairseq_async.worker.connection.client import Client  # noqa: E402
 from fairseq_async.worker.hybrid import HybridWorker  # noqa: E402
-from fairseq_async.worker.local_sgd_workers import local_sgd_worker  # noqa: E402
+from fairseq_async.worker.overlap import local_sgd_worker  # noqa: E402
 from fairseq_async.worker.replica import TensorReplica  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402

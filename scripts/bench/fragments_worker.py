@@ -22,7 +22,7 @@ import torch
 from fairseq_async.method.spec import local_sgd_spec
 from fairseq_async.options.config import DelayedNesterovOptions
 from fairseq_async.worker.connection.client import Client
-from fairseq_async.worker.local_sgd_workers import local_sgd_worker
+from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
 
 _EVERY = 0.01  # seconds between two readings

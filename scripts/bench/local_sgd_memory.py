@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fairseq_async.method.spec import local_sgd_spec  # noqa: E402
 from fairseq_async.options.config import DelayedNesterovOptions  # noqa: E402
 from fairseq_async.worker.connection.client import Client  # noqa: E402
-from fairseq_async.worker.local_sgd_workers import local_sgd_worker  # noqa: E402
+from fairseq_async.worker.overlap import local_sgd_worker  # noqa: E402
 from fairseq_async.worker.replica import TensorReplica  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from scripts.bench import exchange_times, jobs  # noqa: E402

@@ -10,7 +10,7 @@ from fairseq_async.options.config import DelayedNesterovOptions
 from fairseq_async.protocol import Layout
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
-from fairseq_async.worker.local_sgd_workers import local_sgd_worker
+from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
 
 SIZES = {"a": 1, "b": 3, "c": 2}  # three fragments: a tensor each

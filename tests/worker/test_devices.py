@@ -58,11 +58,11 @@ def test_an_exchange_of_local_steps_is_one_transfer_each_way(tmp_path: Path, cud
         worker = LocalSGDWorker(joined.client, TensorReplica([("w", theta)]))
         assert worker.replica.layout == LAYOUT
         worker.begin(joined.welcome)
-        worker.exchange()  # pins
+        worker.exchanges.run(None)  # pins
         before = cuda.to_memory, cuda.to_gpu
         theta.add_(1.0)
         worker.count(0.1, None)
-        worker.exchange()
+        worker.exchanges.run(None)
         assert theta.tolist() == [1.0] * 3
         assert (cuda.to_memory, cuda.to_gpu) == (before[0] + 1, before[1] + 1)
         assert cuda.synchronisations == 0

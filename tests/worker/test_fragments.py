@@ -22,7 +22,7 @@ from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.compressor import Compressor
-from fairseq_async.worker.fragments import FragmentedLocalSGDWorker
+from fairseq_async.worker.overlap import BackgroundExchange, local_sgd_worker
 from fairseq_async.worker.replica import MasterReplica, TensorReplica
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.fragments import INNER_LR, LAYOUT, TARGETS, Descent, streaming
@@ -101,9 +101,8 @@ def test_one_fragment_without_delay_is_the_whole_model_to_the_bit(start: Start) 
     """Through the code of fragments, which such options do not take by themselves."""
     options = streaming(0, fragments=1, local_steps=2)
     plain, forced = Descent(client(start(1)), options, 1), Descent(client(start(1, "forced")), options, 1)
-    assert not isinstance(plain.local, FragmentedLocalSGDWorker)
-    whole, before = FragmentedLocalSGDWorker(forced.local.client, forced.local.replica, options), forced.local
-    whole.joined, whole.assignment, forced.local = True, before.assignment, whole
+    assert not isinstance(plain.local.exchanges, BackgroundExchange)
+    forced.local.exchanges = BackgroundExchange(forced.local, options.fragments, options.fragment_delay)
     for _ in range(12):
         assert plain.step() == forced.step()
         assert torch.equal(plain.theta, forced.theta)
@@ -154,7 +153,7 @@ def test_a_real_run_is_the_simulated_one_to_the_bit(
     entered = []
     for worker in range(workers):
         named = zip([s.name for s in model.layout.segments], model.layout.views(own[worker]), strict=True)
-        local = FragmentedLocalSGDWorker(client(server, worker), TensorReplica(list(named)), options)
+        local = local_sgd_worker(client(server, worker), TensorReplica(list(named)), options)
         welcome = local.join(local_sgd_spec(options, workers, model.order.sizes, None, {}))
         local.begin(welcome if welcome.initialised else local.bring_parameters(None))
         entered.append((local, other.workers[worker], own[worker]))

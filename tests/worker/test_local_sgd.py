@@ -20,7 +20,7 @@ from fairseq_async.options.validation import checked
 from fairseq_async.protocol import Assignment, Push, PushReply, Report, Welcome, WorkReply
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
-from fairseq_async.worker.local_sgd_workers import local_sgd_worker
+from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
 from fairseq_async.worker.start.server_process import ServerProcess
 from tests.helpers.references import DelayedNesterov64
@@ -297,8 +297,8 @@ def alone(pulls: list[dict[str, Any]]) -> LocalSGDWorker:
 def test_the_message_of_a_round_says_all_that_was_counted_in_it() -> None:
     local, position = alone([]), {"epoch": 1}
     work = Assignment(local_steps=4, shard=2, offset=7, progress=10.0, progress_per_step=0.5, total_progress=8.0)
-    local._take_work(WorkReply(False, work))
-    local.sequence, local.version, local._waited, local.first_batch = 3, 9, 1.25, "00ff"
+    local.take_work(WorkReply(False, work))
+    local.sequence, local.version, local.waited, local.first_batch = 3, 9, 1.25, "00ff"
     for seconds, loss in ((1.0, 4.0), (2.0, torch.tensor(5.0)), (9.0, 9.0)):
         local.count(seconds, loss)
     local.tokens, local.epochs = 30.0, 0.125
