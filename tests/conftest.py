@@ -1,6 +1,7 @@
 """Settings of pytest, hypothesis and torch, and the fixtures that several directories of tests use."""
 
 import logging
+import os
 import random
 import signal
 import subprocess
@@ -29,6 +30,8 @@ from tests.helpers.server_client import SGD_SERVER, StartServer, StartThreadServ
 settings.register_profile("patient", deadline=None, derandomize=False, print_blob=True)
 settings.load_profile("patient")
 torch.set_num_threads(1)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the package
+sys.dont_write_bytecode = False
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a background job, and so in what we start
 install()
 torch.serialization.add_safe_globals([Namespace])  # plain fairseq's own checkpoints hold one
@@ -137,14 +140,18 @@ def refused(
     return run
 
 
-@pytest.fixture(params=["127.0.0.1", "127.0.0.2"], ids=["shared memory", "TCP"])
+@pytest.fixture
 def start_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StartServer]:
-    """``start_server(workers, restarts)``: a server process; its run directory is ``tmp_path``."""
+    """``start_server(workers, restarts)``: a server process; its run directory is ``tmp_path``.
+
+    Its workers share memory with it; a test that is marked with ``BOTH_WAYS`` runs over TCP too.
+    """
     started: list[ServerProcess] = []
+    host = getattr(request, "param", "127.0.0.1")
 
     def start(workers: int = 2, restarts: int = 3) -> ServerProcess:
         log = tmp_path / "server.log"
-        server = ServerProcess(SGD_SERVER, workers, tmp_path, log, host=request.param, restarts=restarts)
+        server = ServerProcess(SGD_SERVER, workers, tmp_path, log, host=host, restarts=restarts)
         started.append(server)
         return server
 

@@ -1,7 +1,7 @@
 """``python forks.py FOLDER MODULE…``: imports the modules, and then forks for each process that ``forked.py`` asks for.
 
-A fork runs its program as the interpreter would, with another copy of our own package, and fairseq is imported again
-where the program imports it. What a fork starts is a fork in the same way. So everything is as after an exec, but for
+A fork runs its program as the interpreter would, with another copy of our own package but for its lowest layers, which
+keep nothing, and fairseq is imported again where the program imports it. What a fork starts is a fork in the same way. So everything is as after an exec, but for
 the seconds of the imports, and for what differs from process to process and not from fork to fork: the order in sets
 of texts. The process ends when its input does.
 """
@@ -34,6 +34,8 @@ from tests.helpers.forked import SCRIPTS, is_python  # noqa: E402
 
 FOLDER = Path(sys.argv[1])
 OURS = ("fairseq_async", "recipes", "scripts", "tests")
+# Layers of our package in which a program leaves nothing behind; to import them takes most of the time of its imports.
+SHARED = ("environment", "algorithms", "options", "protocol", "exchange", "records")
 GIVEN = (str(Path(__file__).parents[2]), str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":"))
 INSTALLED = [path for path in sys.path if path not in GIVEN]
 EXECVE = os.execve
@@ -145,8 +147,11 @@ def prepare(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     atexit._clear()
     gc.freeze()  # what the parent has left open must not be closed here, by numbers that now are others'
     if "fairseq" not in sys.modules:  # else what is registered with it would be registered twice
-        for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
+        for name in [name for name in sys.modules if is_ours(name)]:
             del sys.modules[name]
+        errors = sys.modules[f"{OURS[0]}.errors"]
+        errors._failures.clear()
+        errors.spell_options(errors.as_flag)
     # what the parent's streams know of their files, such as that one can seek in them, is not true of these
     encoding, _, errors = variables.get("PYTHONIOENCODING", "utf-8").partition(":")
     sys.stdout = open(1, "w", encoding=encoding, errors=errors or None, closefd=False)  # noqa: SIM115
@@ -161,6 +166,12 @@ def prepare(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     record = json.dumps({"arguments": list(arguments), "variables": dict(variables)})
     note(record)
     os.register_at_fork(after_in_child=lambda: note(record))  # as /proc shows the same of both
+
+
+def is_ours(name: str) -> bool:
+    """Whether a program imports this module of ours itself."""
+    first, *rest = name.split(".")
+    return first in OURS and rest[:1] != ["errors"] and not (first == OURS[0] and rest and rest[0] in SHARED)
 
 
 def note(record: str) -> None:
@@ -309,6 +320,10 @@ def main() -> NoReturn:
     del sys.modules["torchaudio"]
     sys.modules["torch"].set_num_threads(1)
     sys.meta_path.insert(0, Hidden())
+    for name in SHARED:
+        path = Path(__file__).parents[2] / OURS[0] / name
+        for each in sorted(path.rglob("*.py")) or [path]:
+            importlib.import_module(".".join(each.relative_to(path.parents[1]).with_suffix("").parts))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(FOLDER / "socket"))
     listener.listen(64)
